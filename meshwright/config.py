@@ -1,0 +1,127 @@
+"""The config base: frozen dataclasses that come from TOML, from Python or from flags, and refuse what they don't know.
+
+Every config is ``@dataclass(frozen=True, kw_only=True, slots=True)`` and derives from `Config`. A docstring stands under
+each field; cross-field rules stand in one ``check()``. Nothing mutates a config: derived values are properties.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from meshwright.errors import ConfigError, nearest
+
+
+class Config:
+    """Base of every config: construction from nested mappings with checked keys and types, and back."""
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """Raises `ConfigError` when fields contradict each other. A config with cross-field rules overrides it."""
+
+    def check_all(self) -> None:
+        """Runs `check` on this config and on every config below it."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, Config):
+                value.check_all()
+        self.check()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "", base: Self | None = None) -> Self:
+        """Builds the config from nested mappings, over the defaults or over ``base``.
+
+        Args:
+            values: nested mapping; its keys are the field names.
+            where: dotted path of this config inside the whole, for messages.
+            base: config whose values stand where ``values`` is silent.
+
+        Raises:
+            ConfigError: for an unknown key (naming the nearest) or a value of the wrong type.
+        """
+        hints = typing.get_type_hints(cls)
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        kept = {name: getattr(base, name) for name in names} if base is not None else {}
+        for key, value in values.items():
+            path = f"{where}.{key}" if where else key
+            if key not in names:
+                raise ConfigError(f"unknown key '{path}'{nearest(key, names)}")
+            kept[key] = _coerce(hints[key], value, path, kept.get(key))
+        return cls(**kept)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns nested plain values that `from_dict` takes back; fields that are None are left out."""
+        return {
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) is not None
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.to_dict()
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def _coerce(hint: Any, value: Any, path: str, base: Any) -> Any:
+    """Checks one value against its type hint; int is taken for float and list for tuple, nothing else is converted."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _coerce(args[0], value, path, base)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        for arm in (arm for arm in args if arm is not type(None)):
+            try:
+                return _coerce(arm, value, path, base)
+            except ConfigError:
+                continue
+    elif origin is typing.Literal:
+        if value in args:
+            return value
+        raise ConfigError(f"{path} = {value!r} is not one of {', '.join(map(repr, args))}")
+    elif origin is tuple and isinstance(value, (list, tuple)):
+        arms = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
+        if len(arms) == len(value):
+            return tuple(_coerce(arm, item, f"{path}[{i}]", None) for i, (arm, item) in enumerate(zip(arms, value)))
+    elif origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        if isinstance(value, Mapping):
+            return {str(key): _coerce(args[1], item, f"{path}.{key}", None) for key, item in value.items()}
+    elif isinstance(hint, type):
+        if issubclass(hint, Config) and isinstance(value, Mapping):
+            return hint.from_dict(value, path, base)
+        if hint is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if hint is Path and isinstance(value, str):
+            return Path(value)
+        if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+            return value
+    elif hint is Any:
+        return value
+    name = getattr(hint, "__name__", None) or str(hint)
+    raise ConfigError(f"{path} = {value!r} is a {type(value).__name__}; it must be {name}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file.
+
+    Raises:
+        ConfigError: when it isn't there or isn't TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no such recipe: {path}; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None

@@ -1,0 +1,95 @@
+"""What happened in a run, as plain records: the lines of ``metrics.jsonl`` and ``events.jsonl``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommTotals:
+    """Traffic of one kind of collective along one axis during one step, as this rank saw it."""
+
+    axis: str
+    """Axis whose ranks took part: ``replicate``, ``shard``, or ``world``."""
+    op: str
+    """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``."""
+    calls: int
+    """Number of collectives."""
+    bytes: int
+    """Bytes that this rank put on the wire (ring or direct exchange: payload x (n-1)/n, twice for all-reduce)."""
+    seconds: float
+    """Time between the start of a collective and its end, summed; overlapped time counts."""
+    exposed_s: float
+    """Time that the rank stood still for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step, identical on every rank but for memory, parts and traffic: a line of ``metrics.jsonl``."""
+
+    step: int
+    """Steps done, counted from 1."""
+    loss: float
+    """Mean cross-entropy over the global batch's target tokens, nats per token."""
+    grad_norm: float
+    """Global 2-norm of the gradient before clipping."""
+    lr: float
+    """Learning rate of this step."""
+    tokens: int
+    """Target tokens in this step's global batch."""
+    tokens_total: int
+    """Target tokens since step 0 of the run."""
+    tokens_per_s: float
+    """tokens / step_s."""
+    step_s: float
+    """Wall time of the step on rank 0."""
+    parts: Mapping[str, float]
+    """Parts of step_s in seconds: data, forward, backward, reduce, optimizer, other."""
+    memory: Mapping[str, int]
+    """Bytes: peak (allocated, or resident on CPU), parameters, gradients, optimizer."""
+    layout: str
+    """The layout's text form."""
+    accuracy: float = 0.0
+    """Share of target tokens whose logit was the largest."""
+    mfu: float | None = None
+    """Model FLOP/s over the devices' peak, where the peak is known."""
+    skipped: bool = False
+    """True when the loss scaler skipped the update because a gradient was not finite."""
+    comm: tuple[CommTotals, ...] = ()
+    """Traffic by axis and operation."""
+    epoch: float = 0.0
+    """Passes over the training rows so far."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as plain values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened once: a line of ``events.jsonl``."""
+
+    kind: str
+    """``rank_started``, ``run_started``, ``resumed``, ``checkpoint_saved``, ``checkpoint_refused``, ``evaluated``,
+    ``sampled``, ``step_skipped``, ``interrupted``, ``failed``, ``run_finished`` and what later floors add."""
+    rank: int
+    """Global rank; -1 for the launcher."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What belongs to the kind: step, path, seconds, loss ..."""
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    pid: int = field(default_factory=os.getpid)
+    """Process that reports."""
+    host: str = field(default_factory=socket.gethostname)
+    """Host name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the event as plain values, ``data`` merged into the top level."""
+        head = {"kind": self.kind, "rank": self.rank, "pid": self.pid, "host": self.host, "time": self.time}
+        return head | dict(self.data)
