@@ -1,0 +1,87 @@
+"""Who does what with whom, derived from the facts of the axes: loading, loss, gradient sum, norm, checkpoint writing.
+
+Everything here is a pure function of degrees and facts; nothing names an axis. Ranks are laid out row-major over the
+axes in their order, so the last axis has the nearest neighbours. Source: the derivations follow from linearity of the
+loss in rows and tokens: a rank that reads other data owes its part of every sum over data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from meshwright.axes.axis import Axis, Holds, Reads, known_axes
+
+
+def mesh_shape(degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> dict[str, int]:
+    """Returns the mesh's axes and sizes, outermost first; axes that carve others are left out.
+
+    Args:
+        degrees: axis name to degree; absent means 1.
+        axes: the known axes, by default all that have a file.
+    """
+    axes = known_axes() if axes is None else axes
+    return {name: degrees.get(name, 1) for name, axis in axes.items() if not axis.carves}
+
+
+def world_size(degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> int:
+    """Returns the number of ranks that the degrees multiply to."""
+    return math.prod(mesh_shape(degrees, axes).values())
+
+
+def coordinates(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> dict[str, int]:
+    """Returns a rank's index along each axis of the mesh (row-major, the last axis fastest)."""
+    shape = mesh_shape(degrees, axes)
+    indices: dict[str, int] = {}
+    for name in reversed(shape):
+        rank, indices[name] = divmod(rank, shape[name])
+    return {name: indices[name] for name in shape}
+
+
+def describe_rank(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> str:
+    """Returns ``rank 37: replicate 1, shard 5``, naming the axes whose degree is more than one."""
+    shape = mesh_shape(degrees, axes)
+    places = [f"{name} {index}" for name, index in coordinates(rank, degrees, axes).items() if shape[name] > 1]
+    return f"rank {rank}" + (": " + ", ".join(places) if places else "")
+
+
+def reader(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> tuple[int, int]:
+    """Returns (index, count) of a rank among those that read other rows: what the loader is asked for."""
+    axes = known_axes() if axes is None else axes
+    shape, place = mesh_shape(degrees, axes), coordinates(rank, degrees, axes)
+    index, count = 0, 1
+    for name in (name for name in shape if axes[name].reads is Reads.ROWS):
+        index, count = index * shape[name] + place[name], count * shape[name]
+    return index, count
+
+
+def loss_axes(axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes over which loss sums and token counts are summed: those whose ranks read other data."""
+    axes = known_axes() if axes is None else axes
+    return tuple(name for name, axis in axes.items() if axis.reads is not Reads.SAME and not axis.carves)
+
+
+def gradient_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes over which a weight's gradient is summed between ranks that hold the same part of it.
+
+    Args:
+        sharded_on: axes that shard this weight (their reduction scatters instead of copying).
+        axes: the known axes.
+    """
+    return tuple(name for name in loss_axes(axes) if name not in sharded_on)
+
+
+def norm_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes over which a weight's squared norm is summed: those that split it, and those that hold stages."""
+    axes = known_axes() if axes is None else axes
+    stages = tuple(name for name, axis in axes.items() if axis.holds is Holds.STAGE)
+    return tuple(name for name in axes if name in sharded_on or name in stages)
+
+
+def writes(rank: int, sharded_on: Sequence[str], degrees: Mapping[str, int]) -> bool:
+    """Returns whether this rank writes its part of a weight: the first among those that hold the same part."""
+    axes = known_axes()
+    place = coordinates(rank, degrees, axes)
+    return all(
+        place[name] == 0 or name in sharded_on or axes[name].holds is Holds.STAGE for name in mesh_shape(degrees, axes)
+    )

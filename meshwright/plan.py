@@ -1,0 +1,256 @@
+"""The treaty between planner and runtime: `Layout`, `Prediction` and `Plan`, frozen, JSON both ways.
+
+A layout's text form is what a user types and what every log line carries:
+``replicate=2,shard=2,zero=3,microbatches=4,recompute=full``. Keys that stand at their default are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from meshwright.axes.axis import known_axes
+from meshwright.axes.groups import describe_rank, mesh_shape, reader, world_size
+from meshwright.errors import PlanError, nearest
+
+PRECISIONS = ("float32", "float64", "bf16", "fp16")
+OFFLOADS = ("none", "optimizer", "parameters")
+RECOMPUTES = ("none", "full", "selective")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The degrees of every axis and the choices that go with them; all that the runtime needs to build a program."""
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Axis name to degree; axes of degree 1 are left out."""
+    zero: int = 0
+    """ZeRO level over ``shard``: 0 copies everything, 1 shards optimizer state, 2 gradients too, 3 parameters too."""
+    microbatches: int = 1
+    """Micro-batches that every rank runs before one optimizer step."""
+    recompute: str = "none"
+    """``none``; ``full``: keep a layer's input alone; ``selective``: keep products of matrices, recompute the rest.
+    ``full:3`` and ``selective:3`` do so in 3 of the layers, evenly spaced."""
+    precision: str = "float32"
+    """``float32``, ``float64``; ``bf16`` or ``fp16``: compute in it over float32 master weights and reductions."""
+    offload: str = "none"
+    """``optimizer``: optimizer state and update in host memory; ``parameters``: parameters and gradients as well."""
+    compile: bool = False
+    """Run each layer through torch.compile."""
+
+    def __post_init__(self) -> None:
+        """Refuses values that no run could have."""
+        axes = known_axes()
+        for name, degree in self.degrees.items():
+            if name not in axes:
+                raise PlanError(f"unknown axis '{name}'{nearest(name, axes)}")
+            if not isinstance(degree, int) or degree < 1:
+                raise PlanError(f"{name}={degree}: a degree is a whole number of at least 1")
+        kept = {name: self.degrees[name] for name in axes if self.degrees.get(name, 1) > 1}
+        object.__setattr__(self, "degrees", kept)
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise PlanError(f"zero={self.zero}: the ZeRO level is 0, 1, 2 or 3")
+        shard = self.degrees.get("shard", 1)
+        if self.zero and shard == 1:
+            ranks = self.degrees.get("replicate", 1)
+            cure = f"shard={ranks},zero={self.zero}" if ranks > 1 else "zero=0"
+            raise PlanError(f"zero={self.zero} shards over the axis 'shard', whose degree is 1; write {cure}")
+        if shard > 1 and not self.zero:
+            raise PlanError(f"shard={shard} with zero=0 shards nothing; write replicate={shard}, or zero=1, 2 or 3")
+        if self.microbatches < 1:
+            raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
+        for name, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("offload", self.offload, OFFLOADS),
+            ("recompute", self.recompute.partition(":")[0], RECOMPUTES),
+        ):
+            if value not in known:
+                raise PlanError(f"{name}={value} is unknown{nearest(value, known)}")
+        mode, colon, count = self.recompute.partition(":")
+        if colon and (mode == "none" or not count.isdigit() or int(count) < 1):
+            raise PlanError(f"recompute={self.recompute}: write full:K or selective:K with K layers of at least 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the text form.
+
+        Raises:
+            PlanError: for an unknown key (naming the nearest), a repeated key, or a value that can't be.
+        """
+        choices = {item.name: item for item in dataclasses.fields(cls) if item.name != "degrees"}
+        degrees: dict[str, int] = {}
+        values: dict[str, Any] = {}
+        for part in (part.strip() for part in text.split(",")):
+            if not part:
+                continue
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or not value:
+                raise PlanError(f"layout: '{part}' has no value; write key=value,key=value")
+            if key in degrees or key in values:
+                raise PlanError(f"layout: '{key}' is given twice")
+            if key in known_axes():
+                degrees[key] = _whole(key, value)
+            elif key in choices:
+                values[key] = _choice(key, value, choices[key].type)
+            else:
+                raise PlanError(f"layout: unknown key '{key}'{nearest(key, [*known_axes(), *choices])}")
+        if degrees.get("shard", 1) > 1 and "zero" not in values:
+            values["zero"] = 3
+        return cls(degrees=degrees, **values)
+
+    def __str__(self) -> str:
+        """Returns the text form; ``replicate=1`` for a single rank with every choice at its default."""
+        parts = [f"{name}={degree}" for name, degree in self.degrees.items()]
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name != "degrees" and value != item.default:
+                parts.append(f"{item.name}={str(value).lower() if isinstance(value, bool) else value}")
+        return ",".join(parts) or "replicate=1"
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return world_size(self.degrees)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether compute runs in a lower precision than the master weights."""
+        return self.precision in ("bf16", "fp16")
+
+    def degree(self, axis: str) -> int:
+        """Returns the size of an axis, 1 when it isn't used."""
+        return self.degrees.get(axis, 1)
+
+    def shape(self) -> dict[str, int]:
+        """Returns the mesh's axes and sizes, outermost first."""
+        return mesh_shape(self.degrees)
+
+    def reader(self, rank: int) -> tuple[int, int]:
+        """Returns (index, count): which part of each global batch a rank reads."""
+        return reader(rank, self.degrees)
+
+    def describe_rank(self, rank: int) -> str:
+        """Returns ``rank 3: replicate 1, shard 1``."""
+        return describe_rank(rank, self.degrees)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuses degrees that don't multiply to the ranks.
+
+        Raises:
+            PlanError: names the product and the nearest layout that works.
+        """
+        if self.world == ranks:
+            return
+        product = " x ".join(f"{name} {degree}" for name, degree in self.degrees.items()) or "1"
+        raise PlanError(
+            f"layout {self}: its degrees multiply to {self.world} ({product}), but there are {ranks} ranks; "
+            f"nearest that works: --layout {self._fitted(ranks)}, or --devices {self.world}"
+        )
+
+    def check_batch(self, rows: int) -> None:
+        """Refuses a global batch of ``rows`` that readers and micro-batches don't divide.
+
+        Raises:
+            PlanError: names the numbers and the nearest batches that work.
+        """
+        readers = reader(0, self.degrees)[1]
+        share = readers * self.microbatches
+        if rows % share:
+            near = [size for size in (rows // share * share, (rows // share + 1) * share) if size]
+            raise PlanError(
+                f"batch of {rows} rows doesn't divide over {readers} readers x {self.microbatches} micro-batches; "
+                f"nearest that works: {' or '.join(str(size) for size in near)} rows"
+            )
+
+    def _fitted(self, ranks: int) -> Layout:
+        """Returns the layout with the fewest changed degrees that has this many ranks."""
+        for name in reversed([name for name in mesh_shape({}) if self.degree(name) > 1] or ["replicate"]):
+            rest = math.prod(degree for other, degree in self.degrees.items() if other != name)
+            if ranks % rest == 0:
+                return self.with_degrees({**self.degrees, name: ranks // rest})
+        return self.with_degrees({"shard": ranks} if self.zero else {"replicate": ranks})
+
+    def with_degrees(self, degrees: Mapping[str, int]) -> Layout:
+        """Returns the same choices over other degrees; the ZeRO level drops to 0 when nothing is left to shard over."""
+        shard = degrees.get("shard", 1)
+        zero = (self.zero or 3) if shard > 1 else 0
+        return dataclasses.replace(self, degrees=dict(degrees), zero=zero)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values that `from_json` takes back."""
+        return {"text": str(self)} | dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Builds the layout from `to_json`'s values."""
+        return cls(**{key: value for key, value in values.items() if key != "text"})
+
+
+def _whole(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise PlanError(f"layout: {key}={value} is not a whole number") from None
+
+
+def _choice(key: str, value: str, kind: str) -> Any:
+    if kind == "int":
+        return _whole(key, value)
+    if kind == "bool":
+        if value not in ("true", "false"):
+            raise PlanError(f"layout: {key}={value}: write {key}=true or {key}=false")
+        return value == "true"
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What a layout is expected to take; a part that wasn't priced is absent, never zero."""
+
+    memory: Mapping[str, int]
+    """Bytes of the fullest rank by part: parameters, gradients, optimizer, and activations, logits where priced."""
+    formula: Mapping[str, str] = field(default_factory=dict)
+    """For each part of memory, the formula that gave it."""
+    step_s: float | None = None
+    """Seconds per step."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Parts of step_s in seconds."""
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that each rank sends per step, by axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A layout, its prediction, and why the others lost."""
+
+    layout: Layout
+    prediction: Prediction
+    ranks: int
+    """Number of ranks the plan is for."""
+    reason: str
+    """Why this layout, in a sentence."""
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    """Other layouts by text form, and why each lost."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values that `from_json` takes back."""
+        return dataclasses.asdict(self) | {"layout": self.layout.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Builds the plan from `to_json`'s values."""
+        kept = dict(values)
+        kept["layout"] = Layout.from_json(kept["layout"])
+        kept["prediction"] = Prediction(**kept["prediction"])
+        return cls(**kept)
+
+    def dumps(self) -> str:
+        """Returns the plan as JSON text."""
+        return json.dumps(self.to_json(), indent=2)
