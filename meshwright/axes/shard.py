@@ -1,8 +1,25 @@
-"""The `shard` axis: ranks read other rows and hold parts of the state; ZeRO 1, 2 and 3 by FSDP2."""
+"""The `shard` axis: ranks read other rows and hold parts of the state; ZeRO 1, 2 and 3 by FSDP2.
+
+One mechanism gives all levels: parameters rest as shards, are gathered for compute, and gradients are scattered. The
+level says how long the gathered form lives: to the end of the step (1 and 2) or of the layer's pass (3), and whether an
+accumulation step scatters its gradients (2 and 3) or keeps them whole (1).
+Source: Rajbhandari et al., ZeRO (SC 2020), section 5.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 from meshwright.axes.axis import Axis, Holds, Reads
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from meshwright.axes.wire import Wire
 
 AXIS = Axis(
     name="shard",
@@ -11,3 +28,94 @@ AXIS = Axis(
     order=30,
     purpose="data parallel shards: ZeRO 1-3 over optimizer state, gradients and parameters",
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardOptions:
+    """How `wrap` shards."""
+
+    zero: int
+    """ZeRO level; 0 means copies whose compute precision differs from the master weights'."""
+    compute: torch.dtype | None
+    """Dtype of gathered parameters and compute; None for that of the weights."""
+    offload: bool
+    """Keep shards, their gradients and optimizer state in host memory."""
+    prefetch: int = 1
+    """Layers gathered ahead of the one that computes."""
+
+
+class ShardedState:
+    """Steers the sharded module through a step: which micro-batch communicates what, and when shards are restored."""
+
+    def __init__(self, module: Any, options: ShardOptions, replicated: bool) -> None:
+        self._module, self._zero, self._replicated = module, options.zero, replicated
+
+    def begin(self, last: bool) -> None:
+        """Announces a micro-batch of the step."""
+        self._module.set_is_last_backward(last)
+        self._module.set_requires_gradient_sync(last or self._zero >= 2)
+        if self._replicated:
+            self._module.set_requires_all_reduce(last)
+        if self._zero < 3:
+            self._module.set_reshard_after_backward(last)
+
+    def finish(self) -> None:
+        """All reductions were waited for inside the last backward."""
+
+
+def wrap(
+    module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, options: ShardOptions, wire: Wire
+) -> ShardedState:
+    """Shards ``module`` over the mesh's last axis (and copies it over the first, if there are two), layer by layer.
+
+    Args:
+        module: the model, on the meta device or materialised; parameters become DTensors, sharded on dim 0.
+        layers: its repeated blocks, each a unit of gathering; the rest is one unit that stays gathered in the step.
+        mesh: ``(shard,)`` or ``(replicate, shard)``.
+        options: how.
+        wire: collectives of the shard axis.
+
+    Returns:
+        The state that the step steers.
+    """
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mixed = MixedPrecisionPolicy(
+        param_dtype=options.compute, reduce_dtype=torch.float32 if options.compute else None, cast_forward_inputs=False
+    )
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mixed,
+        "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+        "reshard_after_forward": options.zero == 3,
+    }
+    for layer in layers:
+        fully_shard(layer, **settings)
+    root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    if mesh.device_type == "cpu":
+        _gather_ahead(layers, options.prefetch)
+    for unit in (root, *layers):
+        _use_wire(unit, wire)
+    return ShardedState(root, options, mesh.ndim > 1)
+
+
+def _gather_ahead(layers: Sequence[Any], prefetch: int) -> None:
+    """Gathers ahead of compute, forward in order and backward in reverse, by asynchronous collectives.
+
+    On CUDA FSDP2 does so by itself, with streams of its own; the CPU has none.
+    """
+    for place, layer in enumerate(layers):
+        layer._set_unshard_async_op(True)
+        layer.set_modules_to_forward_prefetch(list(layers[place + 1 : place + 1 + prefetch]))
+        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(0, place - prefetch) : place])))
+
+
+def _use_wire(unit: Any, wire: Wire) -> None:
+    """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
+    from meshwright.axes.sharded_comm import WireAllGather, WireReduceScatter
+
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_custom_all_gather(WireAllGather(wire))
+    unit.set_custom_reduce_scatter(WireReduceScatter(wire))

@@ -1,0 +1,111 @@
+"""Sums gradients over an axis while backward runs: large ones alone and in place, small ones in shared buckets.
+
+A large gradient is reduced in the very tensor that autograd made, so nothing is copied; only tensors too small to fill
+the link are packed. Buckets leave in one fixed order on every rank (parameters back to front, as backward makes them),
+since collectives match by order. Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2, for bucketing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from meshwright.axes.wire import Transfer, Wire
+
+ALONE_BYTES = 1 << 20
+"""Gradients of at least this size travel alone; smaller ones are packed until a bucket holds this much."""
+
+
+@dataclass
+class _Bucket:
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    bytes: int = 0
+    missing: int = 0
+    transfer: Transfer | None = None
+    flat: torch.Tensor | None = None
+
+
+class GradientReducer:
+    """All-reduces the gradients of a module over one group.
+
+    A parameter without a gradient on this rank takes part with zeros, so ranks whose graphs differ still agree.
+    """
+
+    def __init__(self, module: nn.Module, wire: Wire) -> None:
+        self._wire = wire
+        self._active = False
+        self._next = 0
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        open_buckets: dict[torch.dtype, _Bucket] = {}
+        for parameter in reversed([item for item in module.parameters() if item.requires_grad]):
+            self._place(parameter, open_buckets)
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def _place(self, parameter: nn.Parameter, open_buckets: dict[torch.dtype, _Bucket]) -> None:
+        """Puts a parameter alone or into the bucket of its dtype that is being filled."""
+        size = parameter.numel() * parameter.element_size()
+        bucket = None if size >= ALONE_BYTES else open_buckets.get(parameter.dtype)
+        if bucket is None:
+            bucket = _Bucket()
+            self._buckets.append(bucket)
+            if size < ALONE_BYTES:
+                open_buckets[parameter.dtype] = bucket
+        bucket.parameters.append(parameter)
+        bucket.bytes += size
+        if bucket.bytes >= ALONE_BYTES:
+            open_buckets.pop(parameter.dtype, None)
+        self._bucket_of[parameter] = bucket
+
+    def begin(self, last: bool) -> None:
+        """Announces a micro-batch; gradients are communicated in the ``last`` one of a step alone."""
+        self._active = last
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing, bucket.transfer, bucket.flat = len(bucket.parameters), None, None
+
+    def finish(self) -> None:
+        """Starts what backward did not reach, waits for all sums and puts packed gradients back."""
+        for bucket in self._buckets[self._next :]:
+            self._start(bucket)
+        for bucket in self._buckets:
+            if bucket.transfer is not None:
+                bucket.transfer.wait()
+            if bucket.flat is not None:
+                self._unpack(bucket)
+        self._active = False
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        if not self._active:
+            return
+        self._bucket_of[parameter].missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+            self._start(self._buckets[self._next])
+            self._next += 1
+
+    def _start(self, bucket: _Bucket) -> None:
+        grads = [self._gradient(parameter) for parameter in bucket.parameters]
+        if len(grads) == 1:
+            payload = grads[0]
+        else:
+            payload = bucket.flat = torch.cat([grad.reshape(-1) for grad in grads])
+        bucket.transfer = self._wire.all_reduce(payload)
+
+    @staticmethod
+    def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif not parameter.grad.is_contiguous():
+            parameter.grad = parameter.grad.contiguous()
+        return parameter.grad
+
+    @staticmethod
+    def _unpack(bucket: _Bucket) -> None:
+        assert bucket.flat is not None
+        offset = 0
+        for parameter in bucket.parameters:
+            size = parameter.numel()
+            parameter.grad = bucket.flat[offset : offset + size].view_as(parameter)
+            offset += size
