@@ -1,0 +1,126 @@
+"""What a forked rank does: cut the ties to the launcher's state, run its entry, send the outcome, and go."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from meshwright.errors import LaunchError
+from meshwright.launch.contract import Entry, RankContext
+from meshwright.launch.failure import RankFailure, describe_exception
+from meshwright.launch.host_memory import keep_host_memory
+
+_PR_SET_PDEATHSIG = 1
+"""Source: linux/prctl.h."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Birth:
+    """What the launcher tells a rank at the fork beside its place among the others."""
+
+    pipe: int
+    """Descriptor that the outcome is written to."""
+    close: tuple[int, ...]
+    """Descriptors that belong to the launcher or to another rank."""
+    mask: frozenset[int]
+    """Signals that stay blocked; the launcher blocks more across the fork, so that none is lost or misread."""
+    parent: int
+    """Process id of the launcher."""
+    threads: int
+    """Threads that torch uses for an operation."""
+    keep_memory: bool
+    """Keep freed tensor memory in the process (CPU ranks only)."""
+
+
+def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], birth: Birth) -> NoReturn:
+    """Runs in the forked process and never returns.
+
+    Args:
+        context: this rank's place.
+        entry: what it runs.
+        args: what it runs it with.
+        birth: what the launcher hands over.
+    """
+    status = 1
+    try:
+        _settle(context, birth)
+        if birth.keep_memory and context.device == "cpu":
+            keep_host_memory()
+        _set_threads(birth.threads)
+        outcome, status = _outcome(context, entry, args)
+        _flush()
+        _write_all(birth.pipe, outcome)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode(errors="replace"))
+    finally:
+        # Neither exit handlers nor destructors run: they belong to the launcher, or hang on peers that have gone.
+        os._exit(status)
+
+
+def _settle(context: RankContext, birth: Birth) -> None:
+    """Gives the rank its own process group and ties its life to the launcher's."""
+    os.setpgid(0, 0)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != birth.parent:
+            os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    context.stop.install()
+    signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
+    for number in birth.close:
+        os.close(number)
+    # A rank stands in a background process group, where reading the terminal would stop it.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    faulthandler.enable(file=2)
+
+
+def _set_threads(threads: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+def _outcome(context: RankContext, entry: Entry, args: tuple[Any, ...]) -> tuple[bytes, int]:
+    """Runs the entry and packs what came of it, with the exit status that goes with it."""
+    failure: RankFailure
+    try:
+        result = entry(context, *args)
+        try:
+            return pickle.dumps((True, result), protocol=pickle.HIGHEST_PROTOCOL), 0
+        except Exception as error:
+            raise LaunchError(f"what the rank returned ({type(result).__name__}) can't be pickled: {error}") from error
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status == 0:
+            return pickle.dumps((True, None)), 0
+        failure = RankFailure(context.rank, f"exited with status {status}", status=status, time=time.monotonic())
+    except BaseException as error:
+        failure = describe_exception(context.rank, error, time.monotonic())
+    return pickle.dumps((False, failure)), failure.status
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def _write_all(pipe: int, data: bytes) -> None:
+    view = memoryview(len(data).to_bytes(8, "little") + data)
+    while view:
+        view = view[os.write(pipe, view) :]

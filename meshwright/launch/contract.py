@@ -1,0 +1,96 @@
+"""What a launcher is, and what every rank is told by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from meshwright.launch.signals import StopFlag
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """All that a rank knows about its place among the others."""
+
+    rank: int
+    """Global rank, 0 to world - 1."""
+    world: int
+    """Number of ranks on all nodes."""
+    local_rank: int
+    """Index among the ranks of this node."""
+    local_world: int
+    """Number of ranks on this node."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda:<i>``."""
+    host: str = "127.0.0.1"
+    """Host of the store where the ranks meet."""
+    port: int = 0
+    """Port of that store; 0 when there is nothing to meet for."""
+    listen_fd: int | None = None
+    """Listening socket of the store, bound by the launcher so that nobody takes the port: on rank 0 only."""
+    agent_store: bool = False
+    """True when somebody else (torchrun's agent) serves the store and rank 0 must not."""
+    generation: int = 0
+    """How many times the ranks of this run have been started before."""
+    run_id: str = "run"
+    """Name of the run, part of every key in the store."""
+    nodes: int = 1
+    """Number of nodes."""
+    stop: StopFlag = field(default_factory=StopFlag, compare=False, repr=False)
+    """Raised when the user asks the run to end."""
+
+
+Entry = Callable[..., Any]
+"""What a rank runs: takes the `RankContext`, then the arguments of `Launcher.start`; returns something picklable."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCommand:
+    """One command line that a launcher runs, as its dry run shows it."""
+
+    host: str
+    """Where it runs."""
+    argv: tuple[str, ...]
+    """The words of the command."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables set for it."""
+
+
+class Launcher(Protocol):
+    """Starts the ranks of a run, waits for them, and leaves no process behind."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all nodes."""
+
+    @property
+    def interrupted(self) -> bool:
+        """True when the user asked the run to end while it was under way."""
+
+    def start(self, entry: Entry, *args: Any) -> None:
+        """Starts every rank with ``entry(context, *args)`` and returns at once.
+
+        Raises:
+            LaunchError: when the ranks can't be started; none is left running then.
+        """
+
+    def wait(self, timeout_s: float | None = None) -> list[Any]:
+        """Waits until all ranks have ended.
+
+        Args:
+            timeout_s: limit in seconds; None waits as long as the ranks work.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            MeshwrightError: the first failure; a rank's own `MeshwrightError` keeps its class. All ranks are gone then.
+            KeyboardInterrupt: at the second Ctrl-C.
+        """
+
+    def cancel(self, grace_s: float = 0.0) -> None:
+        """Ends all ranks: by request, and after ``grace_s`` seconds by force. Does nothing when none runs."""
+
+    def commands(self, argv: Sequence[str]) -> list[HostCommand]:
+        """Returns the dry run: which commands would start ``meshwright <argv>`` and where."""

@@ -1,0 +1,114 @@
+"""What this node can run ranks on, found without importing torch and without touching the GPU driver's state."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.errors import ClusterError
+
+_SMI_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Devices:
+    """The devices that a run uses on this node."""
+
+    kind: Literal["cpu", "cuda"]
+    """What they are."""
+    count: int
+    """How many ranks run on this node, one per device."""
+    found: int
+    """How many there are: GPUs, or cores."""
+    cores: int
+    """Cores that this process may use."""
+
+    def name(self, local_rank: int) -> str:
+        """Returns torch's name of a rank's device: ``cpu`` or ``cuda:<i>``."""
+        return "cpu" if self.kind == "cpu" else f"cuda:{local_rank}"
+
+    def threads(self, local_world: int) -> int:
+        """Returns how many threads each of ``local_world`` ranks gets for its operations."""
+        return max(1, self.cores // max(1, local_world))
+
+
+def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | None = None) -> Devices:
+    """Chooses the devices of a run: all GPUs, else all cores.
+
+    Args:
+        requested: how many ranks; all devices when None. CPU ranks may outnumber the cores.
+        kind: what they must be; GPUs when there are any, when None.
+
+    Raises:
+        ClusterError: when more GPUs are asked for than there are, or fewer than one device.
+    """
+    cores = count_cores()
+    gpus = count_gpus() if kind != "cpu" else 0
+    if requested is not None and requested < 1:
+        raise ClusterError(f"devices = {requested}: a run needs at least 1; leave it out to use all")
+    if kind == "cuda" and gpus == 0:
+        raise ClusterError("no GPU was found (nvidia-smi lists none, or torch is a CPU build); use CPU ranks")
+    if gpus == 0:
+        return Devices(kind="cpu", count=requested or cores, found=cores, cores=cores)
+    if requested is not None and requested > gpus:
+        raise ClusterError(
+            f"devices = {requested}, but this node has {gpus} usable GPU{'s' if gpus > 1 else ''}; ask for at most "
+            f"{gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+        )
+    return Devices(kind="cuda", count=requested or gpus, found=gpus, cores=cores)
+
+
+def count_cores() -> int:
+    """Returns how many cores this process may use: its affinity, less what a control group's quota takes away."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def count_gpus() -> int:
+    """Returns how many GPUs torch could use here; 0 for a CPU build of torch."""
+    if _torch_is_cpu_build():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = _count_by_driver()
+    if visible is None or there == 0:
+        return there
+    # As CUDA reads it: the first word that names no device ends the list.
+    names: list[str] = []
+    for word in (word.strip() for word in visible.split(",")):
+        if not word or word.startswith("-") or (word.isdigit() and int(word) >= there):
+            break
+        names.append(word)
+    return min(len(names), there)
+
+
+def _torch_is_cpu_build() -> bool:
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def _count_by_driver() -> int:
+    """Counts by nvidia-smi, which knows what a container may use; else by the driver's files."""
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        try:
+            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=_SMI_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            listed = None
+        if listed is not None and listed.returncode == 0:
+            return len(re.findall(r"^GPU \d+:", listed.stdout, flags=re.MULTILINE))
+    nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    known = Path("/proc/driver/nvidia/gpus")
+    return min(len(nodes), len(list(known.iterdir()))) if known.is_dir() else len(nodes)

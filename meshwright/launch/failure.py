@@ -1,0 +1,135 @@
+"""How a rank failed, which failure came first, and the error that says so."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.errors import LaunchError, MeshwrightError
+
+RankLabel = Callable[[int], str]
+"""Names a rank by its place in the mesh, as ``replicate 1, shard 0``; the empty text when there is nothing to say."""
+
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|[Ss]ocket (closed|error|Timeout)|ncclRemoteError|"
+    r"remote process exited|NCCL communicator was aborted|failed to recv, got 0 bytes|wait timeout after"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """The end of a rank that didn't return."""
+
+    rank: int
+    """Global rank."""
+    summary: str
+    """One line: the exception, the signal or the exit status."""
+    trace: str = ""
+    """Traceback text; empty when the process died without one."""
+    error: bytes = b""
+    """The pickled `MeshwrightError`; empty for other exceptions."""
+    status: int = 1
+    """Exit status of the process; minus the signal's number when a signal ended it."""
+    time: float = 0.0
+    """Monotonic time at which it was seen, seconds."""
+
+    @property
+    def is_echo(self) -> bool:
+        """True when the rank only noticed that another one had gone."""
+        return bool(self.trace) and not self.error and bool(_LOST_PEER.search(self.summary))
+
+
+def describe_exception(rank: int, error: BaseException, time: float) -> RankFailure:
+    """Records an exception that ended a rank's work.
+
+    Args:
+        rank: global rank.
+        error: what was raised.
+        time: monotonic seconds.
+    """
+    packed = b""
+    if isinstance(error, MeshwrightError):
+        try:
+            packed = pickle.dumps(error)
+            pickle.loads(packed)
+        except Exception:
+            packed = b""
+    summary = traceback.format_exception_only(error)[-1].strip()
+    return RankFailure(rank, summary, "".join(traceback.format_exception(error)), packed, 1, time)
+
+
+def describe_status(rank: int, status: int, time: float) -> RankFailure:
+    """Records a process that ended without a word.
+
+    Args:
+        rank: global rank.
+        status: exit status, or minus the signal's number.
+        time: monotonic seconds.
+    """
+    if status >= 0:
+        text = f"exited with status {status} before its work was done"
+    else:
+        text = f"was killed by {_signal_name(-status)}"
+        if -status == signal.SIGKILL:
+            text += " (the kernel does that when memory runs out; see dmesg)"
+    return RankFailure(rank, text, status=status, time=time)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
+    """Returns the failure that caused the others: the earliest one that isn't merely a lost peer."""
+    return min(failures, key=lambda failure: (failure.is_echo, failure.time, bool(failure.trace), failure.rank))
+
+
+def rank_prefix(rank: int, label: RankLabel | None = None) -> str:
+    """Returns ``[rank 37: pp 0, tp 5]``, or ``[rank 37]`` without a label."""
+    place = label(rank) if label is not None else ""
+    return f"[rank {rank}: {place}]" if place else f"[rank {rank}]"
+
+
+def failure_error(failures: Sequence[RankFailure], world: int, label: RankLabel | None = None) -> MeshwrightError:
+    """Builds the error of a failed launch.
+
+    Args:
+        failures: what was seen before the other ranks were ended; at least one.
+        world: number of ranks.
+        label: names a rank's place.
+
+    Returns:
+        The rank's own `MeshwrightError` with its prefix, or a `LaunchError` with the first traceback on top.
+    """
+    first = first_failure(failures)
+    prefix = rank_prefix(first.rank, label)
+    if first.error:
+        return _prefixed(pickle.loads(first.error), prefix)
+    lines = [f"{prefix} {first.summary}"]
+    if first.trace:
+        lines.append(first.trace.rstrip())
+    others = [failure for failure in failures if failure.rank != first.rank]
+    lines += [f"then {rank_prefix(other.rank, label)} {other.summary.splitlines()[0][:300]}" for other in others]
+    if world > 1:
+        lines.append(f"all {world} ranks have been ended")
+    return LaunchError("\n".join(lines))
+
+
+def _prefixed(error: MeshwrightError, prefix: str) -> MeshwrightError:
+    text = f"{prefix} {error}"
+    try:
+        return type(error)(text)
+    except TypeError:
+        return LaunchError(text)
+
+
+def at_time(failure: RankFailure, time: float) -> RankFailure:
+    """Returns the failure with another time."""
+    return replace(failure, time=time)

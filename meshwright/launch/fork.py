@@ -1,0 +1,359 @@
+"""The default launcher: forks the ranks of one node from a process that has already imported and checked everything."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import selectors
+import signal
+import sys
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from meshwright.errors import LaunchError
+from meshwright.launch.child import Birth, run_rank
+from meshwright.launch.config import LaunchConfig
+from meshwright.launch.contract import Entry, HostCommand, RankContext
+from meshwright.launch.devices import Devices, found_devices
+from meshwright.launch.failure import RankFailure, RankLabel, describe_status, failure_error
+from meshwright.launch.preload import fork_obstacle, release_threads
+from meshwright.launch.rendezvous import open_store_socket
+from meshwright.launch.signals import STOP_SIGNAL
+
+_POLL_S = 0.1
+_SETTLE_S = 0.3
+"""How long the launcher listens for an earlier cause once it saw a failure: the news race each other."""
+_EXIT_S = 3.0
+"""How long a rank may take to go once it has sent its result."""
+
+
+class _Rank:
+    """One forked process, as the launcher sees it."""
+
+    def __init__(self, rank: int, pid: int, pipe: int) -> None:
+        self.rank, self.pid, self.pipe = rank, pid, pipe
+        self.buffer = bytearray()
+        self.outcome: tuple[bool, Any] | None = None
+        self.reported_at = 0.0
+        self.status: int | None = None
+        self.open = True
+
+    def read(self) -> None:
+        """Takes what the pipe holds; an empty read means that the rank closed it."""
+        try:
+            chunk = os.read(self.pipe, 1 << 20)
+        except BlockingIOError:
+            return
+        self.buffer += chunk
+        if not chunk:
+            self.close()
+        if self.outcome is None and len(self.buffer) >= 8:
+            size = int.from_bytes(self.buffer[:8], "little")
+            if len(self.buffer) >= 8 + size:
+                self.outcome = pickle.loads(bytes(self.buffer[8 : 8 + size]))
+                self.reported_at = time.monotonic()
+                self.buffer.clear()
+
+    def close(self) -> None:
+        """Closes the launcher's end of the pipe."""
+        if self.open:
+            self.open = False
+            os.close(self.pipe)
+
+    def reap(self) -> bool:
+        """Returns True once the process has ended, and clears away what it left in its process group."""
+        if self.status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                pid, status = self.pid, 0
+            if pid == 0:
+                return False
+            self.status = os.waitstatus_to_exitcode(status)
+            while self.open:
+                before = len(self.buffer)
+                self.read()
+                if self.open and len(self.buffer) == before:
+                    self.close()
+            self.signal(signal.SIGKILL)
+        return True
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the rank and to the processes that it started."""
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            if self.status is None:
+                self._signal_alone(number)
+
+    def _signal_alone(self, number: int) -> None:
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return
+
+    def failure(self) -> RankFailure | None:
+        """Returns how the rank failed, or None when it works on or is done."""
+        if self.outcome is not None:
+            good, content = self.outcome
+            return None if good else content
+        if self.status is not None:
+            return describe_status(self.rank, self.status, time.monotonic())
+        return None
+
+
+class ForkLauncher:
+    """Runs ranks as forks of this process, one per device; a `Launcher`.
+
+    Each rank has its own process group, dies with the launcher whatever kills it, and sends its result through a pipe.
+    """
+
+    def __init__(
+        self,
+        ranks: int | None = None,
+        *,
+        devices: Devices | None = None,
+        label: RankLabel | None = None,
+        config: LaunchConfig | None = None,
+        run_id: str | None = None,
+        generation: int = 0,
+    ) -> None:
+        """Checks that the ranks can be had.
+
+        Args:
+            ranks: how many; one per device when None.
+            devices: what they run on; what this machine has when None.
+            label: names a rank's place in the mesh for messages.
+            config: limits.
+            run_id: name of the run; made up when None.
+            generation: how many times this run's ranks have been started before.
+
+        Raises:
+            ClusterError: when more GPU ranks are asked for than there are GPUs.
+        """
+        self.devices = devices if devices is not None else found_devices(ranks)
+        self._count = ranks if ranks is not None else self.devices.count
+        self._label, self._config = label, config or LaunchConfig()
+        self._run_id, self._generation = run_id or uuid.uuid4().hex[:12], generation
+        self._ranks: list[_Rank] = []
+        self._interrupts = 0
+        self._stop_sent = 0
+        self._stop_at: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self._count
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks that have not been reaped, by rank."""
+        return tuple(rank.pid for rank in self._ranks if rank.status is None)
+
+    @property
+    def interrupted(self) -> bool:
+        """True when the user asked the run to end."""
+        return self._interrupts > 0
+
+    def commands(self, argv: Sequence[str]) -> list[HostCommand]:
+        """Returns the one command that starts everything on this node."""
+        return [HostCommand("localhost", (sys.executable, "-m", "meshwright", *argv))]
+
+    def run(self, entry: Entry, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Starts the ranks and waits for them; see `start` and `wait`."""
+        self.start(entry, *args)
+        return self.wait(timeout_s)
+
+    def start(self, entry: Entry, *args: Any) -> None:
+        """Forks every rank with ``entry(context, *args)``.
+
+        Raises:
+            LaunchError: when this process can't fork safely, or ranks are running already.
+        """
+        if any(rank.status is None for rank in self._ranks):
+            raise LaunchError("the ranks of this launcher are running; wait for them or cancel them first")
+        obstacle = fork_obstacle()
+        if obstacle is not None:
+            raise LaunchError(f"ranks can't be forked: {obstacle}; start them from a process that has not done so")
+        self._ranks, self._interrupts, self._stop_sent, self._stop_at = [], 0, 0, None
+        release_threads()
+        gc.collect()
+        gc.freeze()
+        try:
+            with open_store_socket(self._count) as listener:
+                for rank in range(self._count):
+                    context = self._context(rank, listener.getsockname()[1], listener.fileno())
+                    self._fork(context, entry, args, listener.fileno())
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            gc.unfreeze()
+
+    def _context(self, rank: int, port: int, listen_fd: int) -> RankContext:
+        return RankContext(
+            rank=rank,
+            world=self._count,
+            local_rank=rank,
+            local_world=self._count,
+            device=self.devices.name(rank),
+            port=port,
+            listen_fd=listen_fd if rank == 0 else None,
+            generation=self._generation,
+            run_id=self._run_id,
+        )
+
+    def _fork(self, context: RankContext, entry: Entry, args: tuple[Any, ...], listen_fd: int) -> None:
+        receive, send = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, STOP_SIGNAL})
+        try:
+            birth = Birth(
+                pipe=send,
+                close=(receive,) if context.rank == 0 else (receive, listen_fd),
+                mask=frozenset(blocked),
+                parent=os.getpid(),
+                threads=self.devices.threads(self._count),
+                keep_memory=self._config.keep_memory,
+            )
+            with warnings.catch_warnings():
+                # Python 3.12 warns of any thread, also of OpenBLAS's, which survive a fork; fork_obstacle has looked.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                run_rank(context, entry, args, birth)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.close(send)
+        os.set_blocking(receive, False)
+        self._ranks.append(_Rank(context.rank, pid, receive))
+
+    def wait(self, timeout_s: float | None = None) -> list[Any]:
+        """Waits for all ranks; the first that fails takes the others down.
+
+        Args:
+            timeout_s: limit in seconds; None waits as long as the ranks work.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            MeshwrightError: the first failure, with the rank's prefix; all ranks are gone then.
+            KeyboardInterrupt: at the second Ctrl-C.
+        """
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            with self._interrupt_handlers():
+                while not self._done():
+                    self._poll(_POLL_S)
+                    self._obey(limit, timeout_s)
+                    if self._failures():
+                        raise self._end_failed()
+            return [rank.outcome[1] for rank in self._ranks if rank.outcome is not None]
+        finally:
+            self.cancel()
+
+    def _done(self) -> bool:
+        now = time.monotonic()
+        for rank in self._ranks:
+            if rank.outcome is not None and rank.status is None and now - rank.reported_at > _EXIT_S:
+                rank.signal(signal.SIGKILL)
+        return all(rank.status is not None for rank in self._ranks) and not self._failures()
+
+    def _failures(self) -> list[RankFailure]:
+        return [failure for rank in self._ranks if (failure := rank.failure()) is not None]
+
+    def _poll(self, seconds: float) -> None:
+        """Takes in what the ranks sent, and reaps those that ended."""
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                if rank.open:
+                    selector.register(rank.pipe, selectors.EVENT_READ, rank)
+            for key, _ in selector.select(seconds) if selector.get_map() else self._doze(seconds):
+                key.data.read()
+        for rank in self._ranks:
+            rank.reap()
+
+    def _doze(self, seconds: float) -> list[Any]:
+        time.sleep(min(seconds, 0.01))
+        return []
+
+    def _obey(self, limit: float | None, timeout_s: float | None) -> None:
+        """Passes on a Ctrl-C, and ends ranks whose time is up."""
+        now = time.monotonic()
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        if self._interrupts > self._stop_sent:
+            self._stop_sent = self._interrupts
+            self._stop_at = now + self._config.stop_s
+            for rank in self._ranks:
+                if rank.status is None:
+                    rank.signal(STOP_SIGNAL)
+        if self._stop_at is not None and now > self._stop_at:
+            raise LaunchError(
+                f"the ranks did not end within launch.stop_s = {self._config.stop_s:g} s of the first Ctrl-C and were "
+                "killed; the last checkpoint stands; raise launch.stop_s if checkpoints take that long"
+            )
+        if limit is not None and now > limit:
+            busy = [rank.rank for rank in self._ranks if rank.outcome is None]
+            raise LaunchError(f"ranks {busy} of {self._count} did not end within {timeout_s:g} s and were killed")
+
+    def _end_failed(self) -> Exception:
+        """Listens a moment for an earlier cause, then ends all ranks and returns the error to raise."""
+        until = time.monotonic() + _SETTLE_S
+        while time.monotonic() < until and not self._done():
+            self._poll(0.02)
+        error = failure_error(self._failures(), self._count, self._label)
+        self.cancel(self._config.grace_s)
+        return error
+
+    def cancel(self, grace_s: float = 0.0) -> None:
+        """Ends all ranks and reaps them.
+
+        Args:
+            grace_s: seconds between SIGTERM and SIGKILL; without, they are killed at once.
+        """
+        if grace_s > 0:
+            self._signal_all(signal.SIGTERM)
+            until = time.monotonic() + grace_s
+            while time.monotonic() < until and self._reap_all() > 0:
+                time.sleep(0.01)
+        self._signal_all(signal.SIGKILL)
+        until = time.monotonic() + 10.0
+        while self._reap_all() > 0 and time.monotonic() < until:
+            time.sleep(0.005)
+        for rank in self._ranks:
+            rank.close()
+
+    def _reap_all(self) -> int:
+        """Returns how many ranks still run."""
+        return sum(not rank.reap() for rank in self._ranks)
+
+    def _signal_all(self, number: int) -> None:
+        for rank in self._ranks:
+            if rank.status is None:
+                rank.signal(number)
+
+    @contextmanager
+    def _interrupt_handlers(self) -> Iterator[None]:
+        """Counts SIGINT and SIGTERM instead of dying of them, while the ranks run."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._count_interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _count_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1

@@ -1,0 +1,115 @@
+"""Where ranks meet: the store's socket, and the process group on top of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from meshwright.errors import LaunchError
+from meshwright.launch.contract import RankContext
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+"""Ranks of one node meet here: host names may resolve slowly, wrongly or not at all."""
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+"""What that interface is called."""
+
+
+def open_store_socket(ranks: int) -> socket.socket:
+    """Binds the store's socket to a free port of this node before any rank starts, so that nobody can take it.
+
+    Args:
+        ranks: how many clients may connect at once.
+
+    Returns:
+        The listening socket; rank 0 inherits it and serves the store on it.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((LOOPBACK, 0))
+    listener.listen(max(128, 2 * ranks))
+    return listener
+
+
+def open_store(context: RankContext, timeout_s: float) -> dist.Store:
+    """Connects to the run's store; rank 0 serves it unless an agent does.
+
+    Args:
+        context: this rank's place.
+        timeout_s: limit for the connection and for every later wait on a key.
+
+    Raises:
+        LaunchError: when the others can't be reached in time.
+    """
+    import torch.distributed as dist
+
+    serve = context.rank == 0 and not context.agent_store
+    try:
+        store = dist.TCPStore(
+            context.host,
+            context.port,
+            None if context.agent_store else context.world,
+            is_master=serve,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=context.listen_fd if serve else None,
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {context.rank} could not reach the store at {context.host}:{context.port} within {timeout_s:g} s: "
+            f"{error}; check that rank 0 runs, that the port is open between the nodes, or raise launch.group_s"
+        ) from error
+    return dist.PrefixStore(f"{context.run_id}/{context.generation}", store)
+
+
+def init_group(
+    context: RankContext,
+    backend: str | None = None,
+    *,
+    timeout_s: float = 600.0,
+    group_s: float = 60.0,
+    store: dist.Store | None = None,
+) -> dist.Store:
+    """Forms the default process group of this run.
+
+    Args:
+        context: this rank's place.
+        backend: as `torch.distributed.init_process_group` takes it; gloo for CPU ranks, and both gloo for tensors on
+            the CPU and NCCL for tensors on the GPU for GPU ranks, when None.
+        timeout_s: limit of a collective.
+        group_s: limit for the ranks to find each other.
+        store: an open store to meet at; a rank that forms a second group hands in the one of the first, under a
+            `PrefixStore` of its own.
+
+    Returns:
+        The store that the ranks met at.
+
+    Raises:
+        LaunchError: when the group doesn't form in time, or there is one already.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise LaunchError("this rank is in a process group already; destroy it before forming another")
+    use_gpu = context.device.startswith("cuda")
+    if context.nodes == 1 and context.host == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    store = store if store is not None else open_store(context, group_s)
+    if use_gpu:
+        torch.cuda.set_device(torch.device(context.device))
+    try:
+        dist.init_process_group(
+            backend or ("cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
+            store=store,
+            rank=context.rank,
+            world_size=context.world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=torch.device(context.device) if use_gpu else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(f"rank {context.rank} of {context.world}: the process group did not form: {error}") from error
+    return store
