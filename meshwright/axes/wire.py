@@ -90,6 +90,11 @@ class Transfer(dist.Work):  # type: ignore[misc]
         return True
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
 def _recorded_event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -124,23 +129,21 @@ class Wire:
         ``part`` may be this rank's own slice of ``output``.
         """
         sent = part.nbytes * (self.size - 1)
-        if not self._direct or self.size == 1:
+        if self.size == 1:
+            return Transfer([], lambda: _copy(output, part), self, "all_gather", 0)
+        if not self._direct:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             return self._native("all_gather", sent, lambda: gather(output, part, group=self.group, async_op=True))
         parts = output.view(self.size, -1)
         works = self._receive(lambda peer: parts[peer]) + self._send(lambda peer: part)
-        own = parts[self.index]
-
-        def keep_own() -> None:
-            if own.data_ptr() != part.data_ptr():
-                own.copy_(part)
-
-        return Transfer(works, keep_own, self, "all_gather", sent)
+        return Transfer(works, lambda: _copy(parts[self.index], part), self, "all_gather", sent)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Transfer:
         """Starts a sum over the group whose part ``index`` of ``tensor: (size * n,)`` lands in ``output: (n,)``."""
         sent = output.nbytes * (self.size - 1)
-        if not self._direct or self.size == 1:
+        if self.size == 1:
+            return Transfer([], lambda: _copy(output, tensor), self, "reduce_scatter", 0)
+        if not self._direct:
             scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             return self._native(
                 "reduce_scatter", sent, lambda: scatter(output, tensor, group=self.group, async_op=True)

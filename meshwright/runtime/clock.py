@@ -1,0 +1,44 @@
+"""Where a step's time goes: laps between marks, by host clock on the CPU and by events on CUDA."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Splits a step into named parts; on CUDA it never makes the host wait.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._cuda = device_type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self._last: Any = self._now()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, part: str) -> None:
+        """Books the time since the last mark under ``part``."""
+        self._marks.append((part, self._now()))
+
+    def drain(self) -> dict[str, float]:
+        """Returns seconds by part since the last drain; on CUDA it waits for the last mark."""
+        if self._cuda and self._marks:
+            self._marks[-1][1].synchronize()
+        parts: dict[str, float] = {}
+        for part, mark in self._marks:
+            spent = self._last.elapsed_time(mark) / 1e3 if self._cuda else mark - self._last
+            parts[part] = parts.get(part, 0.0) + spent
+            self._last = mark
+        self._marks.clear()
+        return parts

@@ -1,0 +1,33 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.train.config import ScheduleConfig
+
+
+def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) -> float:
+    """Returns the learning rate of a step.
+
+    Args:
+        step: steps done before this one, from 0.
+        steps: steps of the whole run.
+        peak: learning rate at the end of warm-up.
+        config: shape.
+
+    Source: cosine: Loshchilov & Hutter, SGDR (ICLR 2017), equation 5; warmup-stable-decay: Hu et al., MiniCPM (2024).
+    """
+    if step < config.warmup:
+        return peak * (step + 1) / (config.warmup + 1)
+    if config.shape == "constant":
+        return peak
+    last = max(config.warmup + 1, steps - 1)
+    if config.shape == "wsd":
+        start = max(config.warmup, round(steps * (1 - config.decay_share)))
+        done = max(0.0, (step - start) / max(1, last - start))
+    else:
+        done = (step - config.warmup) / (last - config.warmup)
+    done = min(1.0, done)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if config.shape == "cosine" else 1 - done
+    return peak * (config.floor + (1 - config.floor) * left)
