@@ -72,8 +72,8 @@ def _settle(context: RankContext, birth: Birth) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != birth.parent:
             os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(name, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     context.stop.install()
     signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import selectors
 import signal
 import sys
@@ -22,8 +21,9 @@ from meshwright.launch.child import Birth, run_rank
 from meshwright.launch.config import LaunchConfig
 from meshwright.launch.contract import Entry, HostCommand, RankContext
 from meshwright.launch.devices import Devices, found_devices
-from meshwright.launch.failure import RankFailure, RankLabel, describe_status, failure_error
+from meshwright.launch.failure import RankFailure, RankLabel, failure_error
 from meshwright.launch.preload import fork_obstacle, release_threads
+from meshwright.launch.process import RankProcess
 from meshwright.launch.rendezvous import open_store_socket
 from meshwright.launch.signals import STOP_SIGNAL
 
@@ -32,81 +32,6 @@ _SETTLE_S = 0.3
 """How long the launcher listens for an earlier cause once it saw a failure: the news race each other."""
 _EXIT_S = 3.0
 """How long a rank may take to go once it has sent its result."""
-
-
-class _Rank:
-    """One forked process, as the launcher sees it."""
-
-    def __init__(self, rank: int, pid: int, pipe: int) -> None:
-        self.rank, self.pid, self.pipe = rank, pid, pipe
-        self.buffer = bytearray()
-        self.outcome: tuple[bool, Any] | None = None
-        self.reported_at = 0.0
-        self.status: int | None = None
-        self.open = True
-
-    def read(self) -> None:
-        """Takes what the pipe holds; an empty read means that the rank closed it."""
-        try:
-            chunk = os.read(self.pipe, 1 << 20)
-        except BlockingIOError:
-            return
-        self.buffer += chunk
-        if not chunk:
-            self.close()
-        if self.outcome is None and len(self.buffer) >= 8:
-            size = int.from_bytes(self.buffer[:8], "little")
-            if len(self.buffer) >= 8 + size:
-                self.outcome = pickle.loads(bytes(self.buffer[8 : 8 + size]))
-                self.reported_at = time.monotonic()
-                self.buffer.clear()
-
-    def close(self) -> None:
-        """Closes the launcher's end of the pipe."""
-        if self.open:
-            self.open = False
-            os.close(self.pipe)
-
-    def reap(self) -> bool:
-        """Returns True once the process has ended, and clears away what it left in its process group."""
-        if self.status is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                pid, status = self.pid, 0
-            if pid == 0:
-                return False
-            self.status = os.waitstatus_to_exitcode(status)
-            while self.open:
-                before = len(self.buffer)
-                self.read()
-                if self.open and len(self.buffer) == before:
-                    self.close()
-            self.signal(signal.SIGKILL)
-        return True
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the rank and to the processes that it started."""
-        try:
-            os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):
-            if self.status is None:
-                self._signal_alone(number)
-
-    def _signal_alone(self, number: int) -> None:
-        try:
-            os.kill(self.pid, number)
-        except ProcessLookupError:
-            return
-
-    def failure(self) -> RankFailure | None:
-        """Returns how the rank failed, or None when it works on or is done."""
-        if self.outcome is not None:
-            good, content = self.outcome
-            return None if good else content
-        if self.status is not None:
-            return describe_status(self.rank, self.status, time.monotonic())
-        return None
 
 
 class ForkLauncher:
@@ -142,7 +67,7 @@ class ForkLauncher:
         self._count = ranks if ranks is not None else self.devices.count
         self._label, self._config = label, config or LaunchConfig()
         self._run_id, self._generation = run_id or uuid.uuid4().hex[:12], generation
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._interrupts = 0
         self._stop_sent = 0
         self._stop_at: float | None = None
@@ -234,7 +159,7 @@ class ForkLauncher:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(send)
         os.set_blocking(receive, False)
-        self._ranks.append(_Rank(context.rank, pid, receive))
+        self._ranks.append(RankProcess(context.rank, pid, receive))
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         """Waits for all ranks; the first that fails takes the others down.
