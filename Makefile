@@ -1,0 +1,51 @@
+# Everything a newcomer types. `make train` installs, trains a small model on real text and shows the result.
+SUITS := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
+  $(shell $(name) -c '$(SUITS)' 2>/dev/null && echo $(name))))
+# A GPU machine takes the newest torch; elsewhere the version the tests know, and its CPU build where an index has one.
+TORCH ?= $(if $(wildcard /proc/driver/nvidia/version),torch,torch==2.13.0)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+READY := $(VENV)/.ready
+RECIPE ?= recipes/first.toml
+BENCHMARKS ?= $(wildcard benchmarks/bench_*.py)
+
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help venv train test quick check bench clean
+
+help: ## what there is to type
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
+
+venv: $(READY) ## a virtual environment with everything in it, made once
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUITS)' || \
+	  { echo "meshwright needs Python 3.11 to 3.13 with venv; name one: make PYTHON=/path/to/python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once, some minutes): $(TORCH), then meshwright"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
+	@$(PIP) --editable '.[dev]'
+	@touch $(READY)
+
+train: $(READY) ## train a small model on real text, on all devices found, and show the result
+	@$(BIN)/python -m meshwright train $(RECIPE)
+
+check: $(READY) ## style, types, import floors, docstrings
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/python -m tests.house.source
+
+test: check ## everything; pytest's summary comes last
+	@$(BIN)/python -m pytest
+
+quick: $(READY) ## under a minute: unit tests and the house
+	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/house
+
+bench: $(READY) ## measure; benchmarks/README.md says what
+	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean: ## forget the environment and the caches; runs stay
+	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

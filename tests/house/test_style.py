@@ -1,0 +1,86 @@
+"""The house's own rules hold over every module of the package, and the checkers see what breaks them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house import source
+
+RULES = [source.missing_docstrings, source.prints, source.environment_reads, source.oversized]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule):
+    assert list(rule()) == []
+
+
+BAD = '''
+"""Module."""
+import os
+from os import getenv
+def loud():
+    print(os.environ)
+class FooConfig:
+    """Doc."""
+    width: int = 1
+    depth: int = 2
+    """Depth."""
+    def check(self): ...
+    def _hidden(self): ...
+'''
+
+
+def test_rules_see_what_breaks_them(monkeypatch, tmp_path):
+    path = source.PACKAGE / "made_up.py"
+    monkeypatch.setattr(source, "modules", lambda: {path: ast.parse(BAD)})
+    assert [line.split(" ", 1)[1] for line in source.missing_docstrings()] == [
+        "loud has no docstring",
+        "FooConfig.check has no docstring",
+        "FooConfig.width has no docstring under it",
+    ]
+    assert len(list(source.prints())) == 1
+    assert sorted(line.split()[-1] for line in source.environment_reads()) == ["os.environ", "os.getenv"]
+
+
+def test_long_files_and_functions_want_a_reason(monkeypatch, tmp_path):
+    body = "def f():\n" + "    x = 1\n" * 410
+    monkeypatch.setattr(source, "ROOT", tmp_path)
+    path = tmp_path / "long.py"
+    monkeypatch.setattr(source, "modules", lambda: {path: ast.parse(path.read_text())})
+    path.write_text(body)
+    assert [line.split(" ", 1)[1] for line in source.oversized()] == [
+        "has 411 lines, over 400",
+        "f has 411 lines, over 60",
+    ]
+    path.write_text("# long: one table\n" + body)
+    assert list(source.oversized()) == []
+
+
+def _modules_after(import_line: str) -> set[str]:
+    code = f"import sys\n{import_line}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    return set(done.stdout.split())
+
+
+HEAVY = {"torch", "transformers", "numpy", "pyarrow", "tensorboard"}
+
+
+@pytest.mark.skipif(not (source.PACKAGE / "cli" / "main.py").exists(), reason="no command line yet")
+def test_the_command_line_starts_without_torch():
+    assert _modules_after("import meshwright.cli.main") & HEAVY == set()
+
+
+def test_configs_import_nothing_heavy():
+    configs = sorted(source.PACKAGE.rglob("config.py"))
+    names = [".".join(path.relative_to(source.ROOT).with_suffix("").parts) for path in configs]
+    assert _modules_after("import " + ", ".join(names)) & HEAVY == set()
+
+
+def test_packages_have_an_init_file():
+    folders = {path.parent for path in source.PACKAGE.rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not Path(folder, "__init__.py").exists()] == []
