@@ -47,15 +47,15 @@ class ShardOptions:
 class ShardedState:
     """Steers the sharded module through a step: which micro-batch communicates what, and when shards are restored."""
 
-    def __init__(self, module: Any, options: ShardOptions, replicated: bool) -> None:
-        self._module, self._zero, self._replicated = module, options.zero, replicated
+    def __init__(self, module: Any, options: ShardOptions, copies: Sequence[CopySum]) -> None:
+        self._module, self._zero, self._copies = module, options.zero, copies
 
     def begin(self, last: bool) -> None:
         """Announces a micro-batch of the step."""
         self._module.set_is_last_backward(last)
         self._module.set_requires_gradient_sync(last or self._zero >= 2)
-        if self._replicated:
-            self._module.set_requires_all_reduce(last)
+        for copy in self._copies:
+            copy.last = last
         if self._zero < 3:
             self._module.set_reshard_after_backward(last)
 
@@ -63,17 +63,43 @@ class ShardedState:
         """All reductions were waited for inside the last backward."""
 
 
+class CopySum:
+    """Sums one unit's scattered gradients over the copies of the shards, once a step.
+
+    FSDP2 calls it after each scatter. Before the last micro-batch it keeps the part for later.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.last = True
+        self._wire = wire
+        self._kept: torch.Tensor | None = None
+
+    def __call__(self, part: torch.Tensor) -> None:
+        """Turns ``part: (n,)``, this micro-batch's sum over the shard axis, into what the step still owes.
+
+        That is nothing yet, or at last everything, summed over the copies.
+        """
+        if not self.last:
+            self._kept = part.clone() if self._kept is None else self._kept.add_(part)
+            part.zero_()
+            return
+        if self._kept is not None:
+            part.add_(self._kept)
+            self._kept = None
+        self._wire.all_reduce(part).wait()
+
+
 def wrap(
-    module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, options: ShardOptions, wire: Wire
+    module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, options: ShardOptions, wires: Sequence[Wire]
 ) -> ShardedState:
-    """Shards ``module`` over the mesh's last axis (and copies it over the first, if there are two), layer by layer.
+    """Shards ``module`` over a mesh of one dimension, layer by layer.
 
     Args:
         module: the model, on the meta device or materialised; parameters become DTensors, sharded on dim 0.
         layers: its repeated blocks, each a unit of gathering; the rest is one unit that stays gathered in the step.
-        mesh: ``(shard,)`` or ``(replicate, shard)``.
+        mesh: ``(shard,)``.
         options: how.
-        wire: collectives of the shard axis.
+        wires: collectives of the shard axis and, where the shards have copies, of the axis of these.
 
     Returns:
         The state that the step steers.
@@ -95,9 +121,13 @@ def wrap(
     root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
         _gather_ahead(layers, options.prefetch)
-    for unit in (root, *layers):
-        _use_wire(unit, wire)
-    return ShardedState(root, options, mesh.ndim > 1)
+    units = (root, *layers)
+    copies = [CopySum(wire) for wire in wires[1:] for _ in units]
+    for unit, copy in zip(units, copies):
+        unit.set_all_reduce_hook(copy)
+    for unit in units:
+        _use_wire(unit, wires[0])
+    return ShardedState(root, options, copies)
 
 
 def _gather_ahead(layers: Sequence[Any], prefetch: int) -> None:

@@ -76,9 +76,8 @@ def _shard_data(work: _Work) -> None:
             compute=DTYPES[layout.precision] if layout.mixed else None,
             offload=layout.offload == "parameters",
         )
-        axes = ("replicate", "shard") if layout.degree("replicate") > 1 else ("shard",)
-        wire = mesh.wires["shard"]
-        work.sync.append(shard.wrap(work.source.module, work.source.layers, mesh.axes(*axes), options, wire))
+        wires = [mesh.wires[name] for name in ("shard", "replicate") if name == "shard" or layout.degree(name) > 1]
+        work.sync.append(shard.wrap(work.source.module, work.source.layers, mesh.axes("shard"), options, wires))
     elif layout.degree("replicate") > 1:
         assert mesh is not None
         work.sync.append(_LateReplicate(work.source.module, mesh))

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.axes.groups import loss_axes
 from meshwright.axes.wire import TrafficLog, Wire
 from meshwright.plan import Layout
 
@@ -26,6 +27,7 @@ class Mesh:
     def __init__(self, layout: Layout, device_type: str, log: TrafficLog) -> None:
         self.layout, self.device_type, self.log = layout, device_type, log
         self.rank = dist.get_rank()
+        self.loss_axes = loss_axes()
         shape = layout.shape()
         self.device_mesh: DeviceMesh = init_device_mesh(
             device_type, tuple(shape.values()), mesh_dim_names=tuple(shape)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.runtime.clock import Clock
+from meshwright.runtime.memory import StateMeter
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.weights import Weight, named_weights
 
@@ -53,6 +54,8 @@ class Program:
         self.module, self.mesh, self.clock = module, mesh, clock
         self._compute, self._sync = compute, tuple(sync)
         self.weights: list[Weight] = named_weights(module)
+        self.meter: StateMeter | None = StateMeter(module, self.weights)
+        """Looks at the state's bytes while set; the trainer unsets it after the first steps."""
 
     def forward_backward(
         self, batches: Sequence[Any], scale: float, seed_for: Callable[[int], int], stamp: Stamp | None = None
@@ -77,12 +80,16 @@ class Program:
                 stamp.phase("forward", number)
             loss, sums = self._compute(self.module, batch, scale)
             self.clock.lap("forward")
+            if self.meter is not None:
+                self.meter.sample()
             if stamp:
                 stamp.phase("backward", number)
             loss.backward()
             total = sums if total is None else total + sums
             del loss
             self.clock.lap("backward")
+            if self.meter is not None:
+                self.meter.sample()
         for sync in self._sync:
             sync.finish()
         self.clock.lap("reduce")

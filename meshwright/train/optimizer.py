@@ -39,7 +39,6 @@ class LocalAdamW:
             chosen = [part for part, decayed in zip(self._parts, decays) if decayed is wanted]
             if chosen:
                 groups.append({"params": chosen, "weight_decay": decay})
-        self.steps = 0
         self._optimizer = torch.optim.AdamW(
             groups or [{"params": [nn.Parameter(torch.zeros(1))]}],
             lr=config.lr,
@@ -85,12 +84,17 @@ class LocalAdamW:
             optimizer.grad_scale = (1.0 / factor).to(torch.float32)
             optimizer.found_inf = (~torch.isfinite(factor)).to(torch.float32)
             optimizer.step()
-            self.steps += 1
         elif bool(torch.isfinite(factor)):
             if float(factor) != 1.0:
                 torch._foreach_mul_([part.grad for part in self._parts], float(factor))
             optimizer.step()
-            self.steps += 1
+
+    @property
+    def steps(self) -> int:
+        """Updates done; steps that were skipped don't count."""
+        for state in self._optimizer.state.values():
+            return int(state["step"])
+        return 0
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (``exp_avg/<weight>``, tensor placed like the weight) for each moment of each weight."""
@@ -112,7 +116,6 @@ class LocalAdamW:
 
     def restored(self, steps: int) -> None:
         """Tells that `state`'s tensors were filled from a checkpoint taken after ``steps`` updates."""
-        self.steps = steps
         for weight, part in zip(self._held, self._parts):
             self._moment(weight, part, MOMENTS[0])
             self._optimizer.state[part]["step"].fill_(steps)

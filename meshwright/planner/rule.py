@@ -1,0 +1,54 @@
+"""The layout when the user names none: copies if the state fits, else the lowest ZeRO level that does."""
+
+from __future__ import annotations
+
+from meshwright.errors import PlanError
+from meshwright.plan import Layout, Plan, Prediction
+from meshwright.planner.memory import StateSizes, paper_memory, state_memory
+from meshwright.units import format_bytes
+
+STATE_SHARE = 0.6
+"""Share of a device's memory that model state may take; the rest is for activations, buffers and the framework."""
+
+
+def predict(layout: Layout, sizes: StateSizes) -> Prediction:
+    """Prices the state of a layout."""
+    memory, formula = state_memory(layout, sizes)
+    return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, sizes.total))})
+
+
+def named_plan(layout: Layout, ranks: int, sizes: StateSizes) -> Plan:
+    """Returns the plan for a layout that the user named."""
+    layout.check_ranks(ranks)
+    return Plan(layout=layout, prediction=predict(layout, sizes), ranks=ranks, reason="named by the user")
+
+
+def choose(ranks: int, rows: int, sizes: StateSizes, memory_bytes: int, precision: str) -> Plan:
+    """Chooses among copies and ZeRO levels over all ranks, with the fewest micro-batches.
+
+    Args:
+        ranks: number of ranks.
+        rows: rows of the global batch, which the ranks must divide.
+        sizes: the model.
+        memory_bytes: memory of each rank.
+        precision: of the layout.
+
+    Raises:
+        PlanError: when no level fits; says what is missing.
+    """
+    rejected: dict[str, str] = {}
+    candidates = [Layout(precision=precision)] if ranks == 1 else [
+        Layout(degrees={"replicate": ranks}, precision=precision),
+        *(Layout(degrees={"shard": ranks}, zero=level, precision=precision) for level in (1, 2, 3)),
+    ]  # fmt: skip
+    for layout in candidates:
+        layout.check_batch(rows)
+        prediction = predict(layout, sizes)
+        need, room = sum(prediction.memory.values()), int(memory_bytes * STATE_SHARE)
+        if need <= room:
+            kind = "copies need the least communication" if not layout.zero else "the lowest ZeRO level that fits"
+            reason = f"{kind}: state takes {format_bytes(need)} of the {format_bytes(room)} allowed on each rank"
+            return Plan(layout=layout, prediction=prediction, ranks=ranks, reason=reason, rejected=rejected)
+        rejected[str(layout)] = f"state takes {format_bytes(need)}, more than the {format_bytes(room)} allowed"
+    tried = "; ".join(f"{name}: {why}" for name, why in rejected.items())
+    raise PlanError(f"no layout of {ranks} ranks holds the model's state ({tried}); take more devices or fewer layers")

@@ -1,0 +1,39 @@
+"""Hooks: what may look at each step and ask the trainer for something, without ever holding it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Flag, auto
+
+from meshwright.events import StepRecord
+
+
+class Request(Flag):
+    """What a hook may ask for; several combine with ``|``. Honoured before the next step, on all ranks at once."""
+
+    NONE = 0
+    EVALUATE = auto()
+    """Measure the validation loss."""
+    CHECKPOINT = auto()
+    """Write a checkpoint."""
+    STOP = auto()
+    """Write a checkpoint and end the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInfo:
+    """What a hook is told after a step; the same on every rank, so that all ranks ask for the same."""
+
+    step: int
+    """Steps done."""
+    steps: int
+    """Steps of the whole run."""
+    record: StepRecord
+    """The step's line of metrics; memory, parts and traffic are this rank's own."""
+    validation_loss: float | None
+    """Last validation loss, nats per token, if there was one."""
+
+
+Hook = Callable[[StepInfo], Request]
+"""A hook decides from what all ranks share (step, loss, norm, tokens), never from memory or time of one rank."""
