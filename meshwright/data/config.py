@@ -1,0 +1,86 @@
+"""Settings of the data room: which text, how it becomes tokens, and how rows are cut from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.config import Config
+from meshwright.errors import ConfigError
+
+DEFAULT_VOCABULARY = 4096
+"""Entries of a trained byte-level BPE where nothing else is asked for."""
+
+PREPARED_FIELDS = (
+    "tokenizer",
+    "vocab_size",
+    "text_field",
+    "validation_share",
+    "split",
+    "normalise",
+    "dedup",
+    "limit_bytes",
+)
+"""Fields that change the prepared files; the others are read when rows are cut, or say where and with what to work."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig(Config):
+    """What to read, how to tokenise it, and how rows are cut."""
+
+    paths: tuple[str, ...] = ()
+    """Files (txt, jsonl, parquet; txt and jsonl also .gz or .zst), directories and globs; none means the Python source
+    text of the running interpreter."""
+    tokenizer: str = "bpe"
+    """``bpe`` trains a byte-level BPE, ``chars`` takes the characters of the corpus, anything else is a Hugging Face
+    tokenizer: a directory, a ``tokenizer.json`` or a hub name."""
+    vocab_size: int = DEFAULT_VOCABULARY
+    """Entries of the trained BPE, end-of-text token included."""
+    text_field: str = "text"
+    """Field of a jsonl line, or column of a parquet file, that holds the text."""
+    validation_share: float = 0.05
+    """Share held out for validation: of the documents (split = hash), or of the one document's end (split = tail)."""
+    split: Literal["hash", "tail"] = "hash"
+    """``hash``: whole documents, chosen by their hash; ``tail``: the end of the only document. A corpus of one document
+    has no other one to hold out, so its tail is held out in either case."""
+    normalise: Literal["NFC", "NFKC", "none"] = "NFC"
+    """Unicode normal form that the text is brought to first."""
+    dedup: bool = True
+    """Drop documents that are equal, after normalisation, to an earlier one."""
+    limit_bytes: int | None = None
+    """Take documents in the order of their hashes as long as they fit into this many bytes; none takes them all."""
+    sequence: int = 256
+    """Tokens a row (S)."""
+    mask_documents: bool = True
+    """Ignore targets across a document's end, and start positions anew with each document."""
+    workers: int = 0
+    """Processes that prepare; 0 means one a core."""
+    cache: str = ""
+    """Directory under which prepared sets are kept; empty leaves the choice to the command."""
+
+    def check(self) -> None:
+        """Raises `ConfigError` for a size out of range or a setting that would have no effect."""
+        if self.tokenizer == "bpe" and self.vocab_size < 257:
+            raise ConfigError(
+                f"data.vocab_size = {self.vocab_size}: a byte-level BPE needs 256 bytes and an end-of-text token, "
+                "so 257 at least; raise it, or use data.tokenizer = 'chars'"
+            )
+        if self.tokenizer != "bpe" and self.vocab_size != DEFAULT_VOCABULARY:
+            raise ConfigError(
+                f"data.vocab_size = {self.vocab_size} has no effect with data.tokenizer = {self.tokenizer!r}: "
+                "only 'bpe' is trained to a size; leave it out"
+            )
+        if not 0.0 <= self.validation_share < 1.0:
+            raise ConfigError(f"data.validation_share = {self.validation_share} must be at least 0 and below 1")
+        if self.split == "tail" and self.validation_share == 0.0:
+            raise ConfigError("data.split = 'tail' has no effect with data.validation_share = 0; leave it out")
+        if self.limit_bytes is not None and self.limit_bytes < 1:
+            raise ConfigError(f"data.limit_bytes = {self.limit_bytes} must be 1 or more; leave it out for no limit")
+        if self.sequence < 1:
+            raise ConfigError(f"data.sequence = {self.sequence} must be 1 or more tokens")
+        if self.workers < 0:
+            raise ConfigError(f"data.workers = {self.workers} must be 1 or more, or 0 for one a core")
+        if not self.tokenizer:
+            raise ConfigError("data.tokenizer is empty; use 'bpe', 'chars' or the path of a tokenizer")
+        if "" in self.paths:
+            raise ConfigError("data.paths holds an empty path; name files, directories or globs")

@@ -1,0 +1,109 @@
+"""Files that are either whole or not there: written beside, flushed, renamed; a full disk becomes a message."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from meshwright.errors import DataError
+from meshwright.units import format_bytes
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def full_disk(directory: Path) -> Iterator[None]:
+    """Turns "no space left" into a `DataError` with its cure; other errors pass.
+
+    Args:
+        directory: where the block writes.
+
+    Raises:
+        DataError: when the disk or the quota is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = shutil.disk_usage(directory).free if directory.exists() else 0
+        raise DataError(
+            f"disk full while writing under {directory} ({format_bytes(free)} free); prepared text takes about three "
+            "times the bytes of the text while it is being made. Free some space or set data.cache to another disk, "
+            "and run the same command again: finished parts are kept"
+        ) from error
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that appears under its name only after the block has ended well.
+
+    Args:
+        path: final name; the bytes go to ``<name>.tmp<pid>`` beside it.
+
+    Raises:
+        DataError: when the disk is full; nothing is left behind then.
+    """
+    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        with full_disk(path.parent):
+            with open(beside, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file as hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def settle(beside: Path, path: Path) -> None:
+    """Renames a finished directory into place and flushes its parent, so that it outlives a power cut."""
+    os.rename(beside, path)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def lone_writer(path: Path, wait_s: float) -> Iterator[None]:
+    """Holds a lock file, so that two commands never prepare the same set at once; a dead holder lets go by itself.
+
+    Args:
+        path: lock file.
+        wait_s: how long to wait for another holder, seconds.
+
+    Raises:
+        DataError: when another process held the lock all that time.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    limit = time.monotonic() + wait_s
+    with open(path, "wb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise DataError(
+                        f"another process has been preparing {path.name.removesuffix('.lock')} for more than "
+                        f"{wait_s:.0f} s (lock {path}); wait for it, or end it and run again"
+                    ) from None
+                time.sleep(0.1)
+        yield

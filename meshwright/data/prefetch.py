@@ -1,0 +1,157 @@
+"""Batches ahead of time: one thread reads them and hands them over as tensors through a bounded queue."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from meshwright.data.loader import Batch
+from meshwright.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL_S = 0.1
+
+
+class Batches(Protocol):
+    """What gives the batch of a step: a `Loader`, or a stand-in for one."""
+
+    def batch(self, step: int) -> Batch:
+        """Returns the batch of a step."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorBatch:
+    """A `Batch` as tensors on a device; fields and shapes are the same."""
+
+    step: int
+    """Number of the global batch, from 0."""
+    tokens: torch.Tensor
+    """(rows, S) int64."""
+    targets: torch.Tensor
+    """(rows, S) int64, already shifted; -100 where ignored."""
+    positions: torch.Tensor
+    """(rows, S) int64."""
+    row_ids: torch.Tensor
+    """(rows,) int64, on the CPU."""
+    targets_count: int
+    """Targets of this reader that are not ignored."""
+
+
+def tensors(batch: Batch, device: str | torch.device = "cpu") -> TensorBatch:
+    """Makes tensors of a batch; to an accelerator they go through pinned memory, without waiting for the copy.
+
+    The copy is queued on the calling thread's current stream of that device: the default one, unless the caller chose.
+
+    Args:
+        batch: arrays.
+        device: where tokens, targets and positions belong.
+    """
+    import torch
+
+    target = torch.device(device)
+    moved = {}
+    for name in ("tokens", "targets", "positions"):
+        tensor = torch.from_numpy(getattr(batch, name))
+        moved[name] = tensor if target.type == "cpu" else tensor.pin_memory().to(target, non_blocking=True)
+    return TensorBatch(
+        step=batch.step, row_ids=torch.from_numpy(batch.row_ids), targets_count=batch.targets_count, **moved
+    )
+
+
+class Prefetcher:
+    """Iterates over the batches of consecutive steps, a few of which wait ready.
+
+    Use it in a ``with`` block, or call `close`: a thread runs behind it.
+    """
+
+    def __init__(
+        self,
+        loader: Batches,
+        start_step: int = 0,
+        depth: int = 2,
+        to_device: Callable[[Batch], Any] | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            loader: gives the batch of a step.
+            start_step: first step.
+            depth: batches that wait ready, at most.
+            to_device: makes of a batch what the iteration gives, in the thread; `tensors` on the CPU by default.
+            timeout_s: longest wait for a batch, seconds.
+        """
+        if depth < 1:
+            raise DataError(f"a prefetch depth of {depth} must be 1 or more")
+        self._loader, self._convert, self._timeout_s = loader, to_device or tensors, timeout_s
+        self._ready: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self.step = start_step
+        """Step that comes next: the whole state."""
+        self._thread = threading.Thread(target=self._read, args=(start_step,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _read(self, step: int) -> None:
+        while not self._stop.is_set():
+            try:
+                item = (step, self._convert(self._loader.batch(step)), None)
+            except BaseException as error:
+                self._put((step, None, error))
+                return
+            self._put(item)
+            step += 1
+
+    def _put(self, item: tuple[int, Any, BaseException | None]) -> None:
+        while not self._stop.is_set():
+            try:
+                return self._ready.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next step's batch.
+
+        Raises:
+            DataError: when none came in time, or after `close`; errors of the loader come out here as they are.
+        """
+        if self._stop.is_set():
+            raise DataError("the prefetcher is closed")
+        try:
+            _, item, error = self._ready.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise DataError(
+                f"no batch for step {self.step} within {self._timeout_s:g} s; is the disk with the token files alive?"
+            ) from None
+        if error is not None:
+            self.close()
+            raise error
+        self.step += 1
+        return item
+
+    def close(self) -> None:
+        """Ends the thread and drops what waited."""
+        self._stop.set()
+        while not self._ready.empty():
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                break
+        self._thread.join(timeout=self._timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,185 @@
+"""The three kinds of work that prepare hands out: read a group of files, train a tokenizer, encode a unit of text.
+
+A task is plain JSON values in and out, names the files it writes, and depends on nothing else: so the bytes are the
+same whichever process does it, and a finished file needs no second look.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from meshwright.data import tokenizer as tokenizers_
+from meshwright.data.documents import read_documents
+from meshwright.data.files import whole_file
+from meshwright.data.selection import DOCUMENT, Piece, document_row
+from meshwright.data.sources import Source
+
+_BATCH_BYTES = 1 << 20
+_HEADER = np.dtype([("tokens", "<u8"), ("ends", "<u8")])
+
+
+def perform(task: dict[str, Any], batched: bool) -> dict[str, Any]:
+    """Does one task and returns its counts.
+
+    Args:
+        task: ``kind`` (``read``, ``train`` or ``encode``) and the arguments of that kind.
+        batched: encode through the batch interface, which starts the library's threads in this process.
+
+    Raises:
+        DataError: for text that can't be read, or a full disk.
+    """
+    directory = Path(task["directory"])
+    if task["kind"] == "read":
+        return _read(task, directory)
+    if task["kind"] == "train":
+        return _train(task, directory)
+    return _encode(task, directory, batched)
+
+
+def shard_text(directory: Path, shard: int) -> Path:
+    """Returns the file that holds the documents of a shard one after the other, as UTF-8."""
+    return directory / f"read-{shard:05d}.text"
+
+
+def shard_index(directory: Path, shard: int) -> Path:
+    """Returns the file of a shard's `DOCUMENT` rows; it is written last, so it says that the shard is whole."""
+    return directory / f"read-{shard:05d}.npy"
+
+
+def shard_characters(directory: Path, shard: int) -> Path:
+    """Returns the file of the distinct characters of a shard."""
+    return directory / f"read-{shard:05d}.characters"
+
+
+def unit_file(directory: Path, unit: int) -> Path:
+    """Returns the file of an encoded unit: a header, document ends counted from its first token, tokens."""
+    return directory / f"unit-{unit:06d}.bin"
+
+
+def read_unit(path: Path, dtype: str) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint64]]:
+    """Reads an encoded unit.
+
+    Returns:
+        tokens (tokens,), and ends (documents that end here,).
+    """
+    with open(path, "rb") as file:
+        header = np.fromfile(file, _HEADER, 1)[0]
+        ends = np.fromfile(file, "<u8", int(header["ends"]))
+        return np.fromfile(file, dtype, int(header["tokens"])), ends
+
+
+def read_piece(directory: Path, piece: Piece) -> str:
+    """Returns the text of a piece; a character torn by its end is left out."""
+    with open(shard_text(directory, piece.shard), "rb") as file:
+        file.seek(piece.start)
+        return file.read(piece.stop - piece.start).decode("utf-8", errors="ignore")
+
+
+def _read(task: dict[str, Any], directory: Path) -> dict[str, Any]:
+    rows, characters = [], set[str]()
+    with whole_file(shard_text(directory, task["shard"])) as file:
+        for source in (Source(**values) for values in task["sources"]):
+            for text in read_documents(source, task["text_field"], task["normalise"]):
+                data = text.encode("utf-8")
+                rows.append(document_row(data))
+                file.write(data)
+                if task["characters"]:
+                    characters.update(text)
+    if task["characters"]:
+        with whole_file(shard_characters(directory, task["shard"])) as file:
+            file.write("".join(sorted(characters)).encode("utf-8"))
+    with whole_file(shard_index(directory, task["shard"])) as file:
+        np.save(file, np.array(rows, dtype=DOCUMENT))
+    return {"documents": len(rows), "bytes": task["bytes"]}
+
+
+def _train(task: dict[str, Any], directory: Path) -> dict[str, Any]:
+    texts = (read_piece(directory, piece) for piece in _pieces(task))
+    write_tokenizer(directory, tokenizers_.train_bpe(texts, task["vocab_size"]))
+    return {"bytes": task["bytes"]}
+
+
+def write_tokenizer(directory: Path, files: tokenizers_.TokenizerFiles) -> None:
+    """Writes ``tokenizer_config.json`` and then ``tokenizer.json``, whose presence says that both are whole."""
+    with whole_file(directory / "tokenizer_config.json") as file:
+        file.write(json.dumps(files.settings, indent=2, sort_keys=True).encode("utf-8"))
+    with whole_file(directory / "tokenizer.json") as file:
+        file.write(files.text.encode("utf-8"))
+
+
+def _encode(task: dict[str, Any], directory: Path, batched: bool) -> dict[str, Any]:
+    parts: list[NDArray[np.unsignedinteger]] = []
+    ends, total = [], 0
+    end = np.array([] if task["eos"] is None else [task["eos"]], dtype=task["dtype"])
+    pieces = _pieces(task)
+    if task["characters"]:
+        encoded = _characters(directory, pieces, task["dtype"])
+    else:
+        encoded = _subwords(directory, pieces, task["dtype"], batched)
+    for piece, tokens in zip(pieces, encoded, strict=True):
+        parts.append(tokens)
+        if piece.ends:
+            parts.append(end)
+        total += len(tokens) + (len(end) if piece.ends else 0)
+        if piece.ends:
+            ends.append(total)
+    with whole_file(unit_file(directory, task["unit"])) as file:
+        file.write(np.array([(total, len(ends))], dtype=_HEADER).tobytes())
+        file.write(np.array(ends, dtype="<u8").tobytes())
+        for part in parts:
+            file.write(part.tobytes())
+    return {"tokens": total, "bytes": task["bytes"]}
+
+
+def _pieces(task: dict[str, Any]) -> list[Piece]:
+    return [Piece(shard=shard, start=start, stop=stop, ends=ends) for shard, start, stop, ends in task["pieces"]]
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(path: str, mtime_ns: int) -> Tokenizer:
+    return Tokenizer.from_file(path)
+
+
+def _load(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    return _tokenizer(str(path), path.stat().st_mtime_ns)
+
+
+def _subwords(
+    directory: Path, pieces: Iterable[Piece], dtype: str, batched: bool
+) -> Iterator[NDArray[np.unsignedinteger]]:
+    tokenizer = _load(directory)
+    if not batched:
+        for piece in pieces:
+            yield np.array(tokenizer.encode(read_piece(directory, piece), add_special_tokens=False).ids, dtype=dtype)
+        return
+    texts: list[str] = []
+    size = 0
+    for piece in pieces:
+        texts.append(read_piece(directory, piece))
+        size += piece.stop - piece.start
+        if size >= _BATCH_BYTES:
+            yield from _batch(tokenizer, texts, dtype)
+            texts, size = [], 0
+    yield from _batch(tokenizer, texts, dtype)
+
+
+def _batch(tokenizer: Tokenizer, texts: list[str], dtype: str) -> Iterator[NDArray[np.unsignedinteger]]:
+    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        yield np.array(encoding.ids, dtype=dtype)
+
+
+def _characters(directory: Path, pieces: Iterable[Piece], dtype: str) -> Iterator[NDArray[np.unsignedinteger]]:
+    table = np.zeros(0x110000, dtype=dtype)
+    for character, token in _load(directory).get_vocab(with_added_tokens=False).items():
+        table[ord(character)] = token
+    for piece in pieces:
+        yield table[np.frombuffer(read_piece(directory, piece).encode("utf-32-le"), dtype="<u4")]

@@ -1,0 +1,149 @@
+"""Tokenizers in Hugging Face's format: a byte-level BPE trained here, the characters of a corpus, or any given one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from meshwright.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer as it is written to disk."""
+
+    text: str
+    """Contents of ``tokenizer.json``."""
+    settings: dict[str, Any]
+    """Contents of ``tokenizer_config.json``; transformers reads the end-of-text token from it."""
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFiles:
+    """Trains a byte-level BPE with GPT-2's splitting rule and an end-of-text token as entry 0.
+
+    Args:
+        texts: documents, or a sample of them.
+        vocab_size: entries at most; a small corpus may give fewer.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return TokenizerFiles(text=tokenizer.to_str(), settings=_settings(END_OF_TEXT))
+
+
+def character_tokenizer(characters: Sequence[str], end: bool) -> TokenizerFiles:
+    """Makes one token of each character; characters outside the corpus are dropped when a prompt is encoded.
+
+    Args:
+        characters: the distinct characters, sorted; their places are the token ids.
+        end: add an end-of-text token after them, for a corpus of more than one document.
+    """
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(characters)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    if end:
+        tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return TokenizerFiles(text=tokenizer.to_str(), settings=_settings(END_OF_TEXT if end else None))
+
+
+def given_tokenizer(name: str) -> TokenizerFiles:
+    """Reads a Hugging Face tokenizer: a directory, a ``tokenizer.json``, or a hub name (needs a network or its cache).
+
+    Raises:
+        DataError: when nothing readable is there.
+    """
+    path = Path(os.path.expanduser(name))
+    folder = path if path.is_dir() else path.parent
+    try:
+        if path.is_file():
+            tokenizer = Tokenizer.from_file(str(path))
+        elif (path / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        else:
+            return _converted(name)
+        beside = folder / "tokenizer_config.json"
+        settings = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    except Exception as error:  # tokenizers raises bare Exception, transformers anything
+        raise DataError(
+            f"data.tokenizer = {name!r} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}); "
+            "give 'bpe', 'chars', a directory with tokenizer.json, or a tokenizer.json"
+        ) from error
+    return _without_padding(tokenizer, settings)
+
+
+def _converted(name: str) -> TokenizerFiles:
+    """Lets transformers find or convert a tokenizer that has no tokenizer.json here (sentencepiece, hub names)."""
+    from transformers import AutoTokenizer
+
+    whole = AutoTokenizer.from_pretrained(name, use_fast=True)
+    if not hasattr(whole, "backend_tokenizer"):
+        raise ValueError("it has no fast form")
+    return _without_padding(whole.backend_tokenizer, {"eos_token": whole.eos_token})
+
+
+def _without_padding(tokenizer: Tokenizer, settings: dict[str, Any]) -> TokenizerFiles:
+    """Drops truncation and padding, which would cut or fill documents without a word."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if _end_token(settings) is None:
+        known = [token for token in _KNOWN_ENDS if tokenizer.token_to_id(token) is not None]
+        settings = settings | _settings(known[0] if known else None)
+    return TokenizerFiles(text=tokenizer.to_str(), settings=settings)
+
+
+def _settings(end: str | None) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000_000,
+    }
+    return settings | ({"eos_token": end} if end else {})
+
+
+def _end_token(settings: dict[str, Any]) -> str | None:
+    token = settings.get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def end_id(tokenizer: Tokenizer, settings: dict[str, Any]) -> int | None:
+    """Returns the id of the end-of-text token, or None when the tokenizer has none."""
+    token = _end_token(settings)
+    return None if token is None else tokenizer.token_to_id(token)
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Returns the largest token id plus one: what a model's embedding must hold."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def splits_at_newlines(text: str) -> bool:
+    """Whether text may be cut after a lone newline between visible characters without changing a token.
+
+    True of a byte-level BPE with GPT-2's rule and no normaliser: there the newline is a piece of its own.
+
+    Args:
+        text: contents of ``tokenizer.json``.
+    """
+    parts = json.loads(text)
+    rule = parts.get("pre_tokenizer") or {}
+    return (
+        parts.get("normalizer") is None
+        and rule.get("type") == "ByteLevel"
+        and rule.get("use_regex", True)
+        and not rule.get("add_prefix_space", True)
+    )
