@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,10 @@ class Stepper:
     ) -> None:
         self.program, self.optimizer, self.scaler = program, optimizer, scaler
         self._nominal, self._clip, self._seed, self._reader = nominal, clip, seed, reader
+        self._copies = 1
+        if program.mesh is not None:
+            shape, summed = program.mesh.layout.shape(), program.mesh.loss_axes
+            self._copies = math.prod(size for name, size in shape.items() if name not in summed)
 
     def run(self, step: int, batches: Sequence[Any], lr: float, stop: bool, stamp: Stamp | None = None) -> Outcome:
         """Runs one step.
@@ -132,11 +137,16 @@ class Stepper:
         squared = local_norm_squared(program)
         parts = [*sums.to(squared.device).unbind(), squared, squared.new_tensor(float(stop))]
         vector = torch.stack(parts)
+        vector[:3] /= self._copies
         if program.mesh is not None and program.mesh.world.size > 1:
-            copies = 1
-            for name, size in program.mesh.layout.shape().items():
-                copies *= 1 if name in program.mesh.loss_axes else size
-            vector[:3] /= copies
             program.mesh.world.all_reduce(vector).wait()
         factor = self._nominal / (vector[1].clamp(min=1.0) * self.scaler.scale)
         return vector[3].sqrt() * factor, vector, factor
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's (loss sum, targets, hits), float64, summed over all ranks that read other data."""
+        program = self.program
+        total = sums.to(torch.float64) / self._copies
+        if program.mesh is not None and program.mesh.world.size > 1:
+            program.mesh.world.all_reduce(total).wait()
+        return total
