@@ -1,0 +1,276 @@
+"""The `dcp` backend: torch.distributed.checkpoint, with guards for what it doesn't check itself.
+
+One file a rank, written by one thread (a second would swallow its errors) and summed on the way out; ``.metadata`` is a
+pickle and is read by an unpickler that knows only DCP's own types; coverage is checked on both sides; a rank's error is
+flattened to text, since one that can't be pickled would leave the others waiting. Traps: FACTS on pytorch#191391.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+
+from meshwright.checkpoint.contract import FileRecord, TensorRecord
+from meshwright.checkpoint.files import SummedWriter
+from meshwright.errors import CheckpointError
+
+_BATCH_BYTES = 256 * 2**20
+_METADATA = ".metadata"
+
+
+class DcpBackend:
+    """Files of torch.distributed.checkpoint; see `Backend` for when each method is called."""
+
+    def write(
+        self, folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None
+    ) -> dict[str, FileRecord]:
+        """Writes one file a rank, copies once and balanced over the ranks that hold them."""
+        writer = _Writer(folder)
+        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with _translated(), _quiet(group):
+            dcp.save(
+                dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
+            )
+        return writer.records
+
+    def describe(self, folder: Path) -> dict[str, TensorRecord]:
+        """Reads ``.metadata`` and checks that its chunks cover each tensor exactly once."""
+        metadata = _read_metadata(folder)
+        table = {}
+        for name, item in metadata.state_dict_metadata.items():
+            if not isinstance(item, TensorStorageMetadata):
+                raise CheckpointError(f"{folder.name}: '{name}' isn't a tensor")
+            if fault := _uncovered(name, item, metadata.storage_data):
+                raise CheckpointError(f"{folder.name}: '{name}' {fault}")
+            table[name] = TensorRecord(tuple(item.size), str(item.properties.dtype).removeprefix("torch."))
+        return table
+
+    def read(self, folder: Path, targets: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
+        """Reads the overlaps of this rank's parts with the chunks on disk."""
+        _load(folder, targets, _Reader(folder), group)
+
+    def read_full(self, folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields full tensors, read in batches of about 256 MiB."""
+        table = self.describe(folder)
+        if missing := [name for name in names if name not in table]:
+            raise CheckpointError(f"{folder.name} has no {', '.join(missing[:8])}")
+        reader = _Reader(folder)
+        for batch in _batches(names, table):
+            tensors = {name: torch.empty(table[name].shape, dtype=getattr(torch, table[name].dtype)) for name in batch}
+            _load(folder, tensors, reader, None)
+            for name in batch:
+                yield name, tensors.pop(name)
+
+
+class _SummedFiles(FileSystem):
+    """DCP's file system, where each new file is summed and synced, and remembered under its last name."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            raise CheckpointError(f"{path} is opened with '{mode}'; a checkpoint's files are only written new")
+        path = Path(path)
+        with SummedWriter(path, "sha256" if path.name.startswith(_METADATA) else "crc32") as stream:
+            yield stream
+        self.records[path.name] = stream.record
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer: one file, one thread; syncing is left to the stream, which flushes first (DCP's doesn't)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        self.fs = _SummedFiles()
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        return self.fs.records  # type: ignore[attr-defined]
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return _flattened(lambda: super(_Writer, self).prepare_local_plan(plan))
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        return _flattened(lambda: super(_Writer, self).write_data(plan, planner))
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        return _flattened(lambda: super(_Writer, self).finish(metadata, results))
+
+    def storage_meta(self) -> StorageMeta:
+        """Names no path: the folder is renamed when it is whole."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """DCP's planner for a flat mapping."""
+
+    def create_local_plan(self) -> Any:
+        return _flattened(super().create_local_plan)
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        return _flattened(lambda: super(_SavePlanner, self).create_global_plan(all_plans))
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader with a safe unpickler; it reads the metadata once, and takes no rank's own file for it."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
+        if self._metadata is None:
+            self._metadata = _flattened(lambda: _read_metadata(Path(self.path)))
+        return self._metadata
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        return _flattened(lambda: super(_Reader, self).read_data(plan, planner))
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner for a flat mapping that refuses a plan which doesn't fill every element of this rank's part."""
+
+    def create_local_plan(self) -> Any:
+        plan = _flattened(super().create_local_plan)
+        filled: dict[str, int] = {}
+        for item in plan.items:
+            filled[item.dest_index.fqn] = filled.get(item.dest_index.fqn, 0) + math.prod(item.lengths)
+        for name, tensor in self.state_dict.items():
+            wanted = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
+            if filled.get(name, 0) != wanted:
+                raise CheckpointError(f"'{name}': {filled.get(name, 0)} of {wanted} elements would be filled")
+        return plan
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the types of DCP's metadata and nothing else: a pickle could otherwise run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (
+            (module.startswith("torch.distributed.checkpoint.") and "." not in name)
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+            or (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout")}
+        )
+        if not known:
+            raise pickle.UnpicklingError(f"{module}.{name} doesn't belong into a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    try:
+        with open(folder / _METADATA, "rb") as stream:
+            metadata = _Unpickler(stream).load()
+    except Exception as error:
+        raise CheckpointError(f"{folder.name}: {_METADATA} can't be read: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{folder.name}: {_METADATA} holds no metadata")
+    return metadata
+
+
+def _uncovered(name: str, item: TensorStorageMetadata, stored: Mapping[MetadataIndex, Any]) -> str | None:
+    """Returns why the chunks aren't a partition of the tensor, or None."""
+    chunks = [chunk for chunk in item.chunks if math.prod(chunk.sizes)]
+    for chunk in chunks:
+        if MetadataIndex(name, chunk.offsets) not in stored:
+            return f"has a chunk at {tuple(chunk.offsets)} that no file holds"
+        if any(start < 0 or start + size > whole for start, size, whole in zip(chunk.offsets, chunk.sizes, item.size)):
+            return f"has a chunk at {tuple(chunk.offsets)} outside its shape {tuple(item.size)}"
+    held, whole = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(item.size)
+    if held != whole:
+        return f"has {held} of {whole} elements"
+    chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+    for place, chunk in enumerate(chunks):
+        for other in chunks[place + 1 :]:
+            if other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
+                break
+            if _overlap(chunk, other):
+                return f"has two chunks at {tuple(other.offsets)}"
+    return None
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    return all(
+        a < b + b_size and b < a + a_size
+        for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes)
+    )
+
+
+def _batches(names: Sequence[str], table: Mapping[str, TensorRecord]) -> Iterator[list[str]]:
+    """Yields names in order, cut so that a batch of several holds at most `_BATCH_BYTES`."""
+    batch: list[str] = []
+    held = 0
+    for name in names:
+        size = math.prod(table[name].shape) * getattr(torch, table[name].dtype).itemsize
+        if batch and held + size > _BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+        batch.append(name)
+        held += size
+    if batch:
+        yield batch
+
+
+def _load(folder: Path, targets: Mapping[str, Tensor], reader: _Reader, group: ProcessGroup | None) -> None:
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _translated(), _quiet(group), torch.no_grad():
+        dcp.load(dict(targets), storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+
+
+def _flattened(work: Callable[[], Any]) -> Any:
+    """Runs ``work`` and turns any error into one that can be sent to the other ranks."""
+    try:
+        return work()
+    except CheckpointError:
+        raise
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        raise CheckpointError(f"{error.strerror or error}{place}") from None
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turns DCP's collected failures, which aren't even an `Exception`, into one `CheckpointError`."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
+        raise CheckpointError("; ".join(failures[:4])) from None
+
+
+@contextmanager
+def _quiet(group: ProcessGroup | None) -> Iterator[None]:
+    """Silences DCP's warning that a process alone is alone."""
+    with warnings.catch_warnings():
+        if group is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+BACKEND = DcpBackend()

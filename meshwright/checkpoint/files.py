@@ -1,0 +1,135 @@
+"""Files and folders that must survive a power cut: summed while written, synced, renamed and removed whole."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import uuid
+import zlib
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.contract import FileRecord
+
+_BLOCK_BYTES = 1 << 20
+
+
+class Checksum:
+    """A running checksum: crc32 for bulk files, sha256 for small ones."""
+
+    def __init__(self, algorithm: str) -> None:
+        self._sha = hashlib.sha256() if algorithm == "sha256" else None
+        self._crc = 0
+        self.size = 0
+
+    def update(self, data: Any) -> None:
+        """Adds bytes."""
+        self.size += memoryview(data).nbytes
+        if self._sha is not None:
+            self._sha.update(data)
+        else:
+            self._crc = zlib.crc32(data, self._crc)
+
+    @property
+    def record(self) -> FileRecord:
+        """The size and checksum of what was added so far."""
+        text = f"sha256:{self._sha.hexdigest()}" if self._sha is not None else f"crc32:{self._crc:08x}"
+        return FileRecord(self.size, text)
+
+
+class SummedWriter(io.BufferedWriter):
+    """A new file, written front to back, whose checksum grows on the way and which is synced when it is closed."""
+
+    def __init__(self, path: Path, algorithm: str) -> None:
+        """Creates the file.
+
+        Args:
+            path: its name.
+            algorithm: ``crc32`` or ``sha256``.
+
+        Raises:
+            FileExistsError: nothing is ever written into an existing name.
+        """
+        super().__init__(io.FileIO(path, "xb"), _BLOCK_BYTES)
+        self._checksum = Checksum(algorithm)
+
+    def write(self, data: Any, /) -> int:
+        """Writes bytes at the end."""
+        self._checksum.update(data)
+        return super().write(data)
+
+    def seek(self, *_: Any) -> int:
+        """Refuses: a checksum on the way out holds only for files that are written in order."""
+        raise io.UnsupportedOperation("checkpoint files are written front to back")
+
+    def close(self) -> None:
+        """Flushes, syncs and closes; the second call does nothing."""
+        if not self.closed:
+            try:
+                self.flush()
+                os.fsync(self.fileno())
+            finally:
+                super().close()
+
+    @property
+    def record(self) -> FileRecord:
+        """The size and checksum of what was written."""
+        return self._checksum.record
+
+
+def measure(path: Path, algorithm: str) -> FileRecord:
+    """Reads a file and returns its size and checksum.
+
+    Raises:
+        OSError: when it can't be read.
+    """
+    checksum = Checksum(algorithm)
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            checksum.update(block[:count])
+    return checksum.record
+
+
+def damage(path: Path, wanted: FileRecord, *, contents: bool = True) -> str | None:
+    """Returns what is wrong with a file, or None.
+
+    Args:
+        path: the file.
+        wanted: what it should be.
+        contents: whether to read it; false compares the size only.
+    """
+    try:
+        size = path.stat().st_size
+        if size != wanted.size:
+            return f"{path.name} has {size} bytes instead of {wanted.size}"
+        algorithm = wanted.checksum.partition(":")[0]
+        if contents and (found := measure(path, algorithm)) != wanted:
+            return f"{path.name} is damaged: its checksum is {found.checksum} instead of {wanted.checksum}"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} can't be read: {error.strerror or error}"
+    return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names that were created, renamed or removed in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder so that a kill midway never leaves a part of it under its name.
+
+    Raises:
+        OSError: when it can't be removed.
+    """
+    doomed = folder.with_name(f".removed-{folder.name.lstrip('.')}-{uuid.uuid4().hex[:8]}")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,136 @@
+"""The manifest: what a checkpoint consists of and where it comes from, as JSON that carries its own checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from meshwright.checkpoint.contract import FileRecord, TensorRecord
+from meshwright.errors import CheckpointError
+from meshwright.plan import Layout
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What trained the state of a checkpoint."""
+
+    model: str = ""
+    """Fingerprint of the model's architecture; empty where there is none to compare."""
+    data: str = ""
+    """Fingerprint of the token files."""
+    layout: Layout | None = None
+    """Layout that the state was saved under; it may be loaded under any other."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The run's config as plain values."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values that `from_json` takes back."""
+        layout = self.layout.to_json() if self.layout is not None else None
+        return {"model": self.model, "data": self.data, "layout": layout, "config": dict(self.config)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Builds the origin from `to_json`'s values."""
+        layout = Layout.from_json(values["layout"]) if values["layout"] else None
+        return cls(model=values["model"], data=values["data"], layout=layout, config=values["config"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything that has to hold for a checkpoint to be loaded."""
+
+    name: str
+    """Name of the checkpoint's folder."""
+    step: int
+    """Optimizer steps done."""
+    ranks: int
+    """Number of ranks that saved."""
+    backend: str
+    """Backend that wrote the files."""
+    files: Mapping[str, FileRecord]
+    """Files by name, without the manifest."""
+    tensors: Mapping[str, TensorRecord]
+    """Tensors by name, with global shapes."""
+    origin: Origin
+    """What trained it."""
+    meta: Mapping[str, Any]
+    """The trainer's plain values: optimizer scalars, data position, loss history."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+    def render(self) -> bytes:
+        """Returns the manifest's only valid file contents.
+
+        Raises:
+            TypeError: when meta or config holds something that JSON doesn't.
+        """
+        body = {
+            "format": _FORMAT,
+            "name": self.name,
+            "step": self.step,
+            "ranks": self.ranks,
+            "backend": self.backend,
+            "files": {name: list(record) for name, record in self.files.items()},
+            "tensors": {name: [list(record.shape), record.dtype] for name, record in self.tensors.items()},
+            "origin": self.origin.to_json(),
+            "meta": dict(self.meta),
+        }
+        return _sealed(json.loads(json.dumps(body)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads a checkpoint's manifest.
+
+        Raises:
+            CheckpointError: when it is missing, altered in any byte, of another format or of another checkpoint.
+        """
+        try:
+            raw = (folder / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            raise CheckpointError(f"{MANIFEST} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{MANIFEST} can't be read: {error.strerror or error}") from None
+        body = _opened(raw)
+        if body.get("format") != _FORMAT:
+            raise CheckpointError(f"{MANIFEST} has format {body.get('format')}; this version reads {_FORMAT}")
+        if body["name"] != folder.name:
+            raise CheckpointError(f"{MANIFEST} belongs to {body['name']}")
+        return cls(
+            name=body["name"],
+            step=body["step"],
+            ranks=body["ranks"],
+            backend=body["backend"],
+            files={name: FileRecord(*record) for name, record in body["files"].items()},
+            tensors={name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype) in body["tensors"].items()},
+            origin=Origin.from_json(body["origin"]),
+            meta=body["meta"],
+        )
+
+
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    """Returns the body as canonical JSON with the sha256 of that JSON as the last entry."""
+    inner = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    checksum = hashlib.sha256(inner.encode()).hexdigest()
+    return (json.dumps({"body": body, "checksum": checksum}, sort_keys=True, indent=1) + "\n").encode()
+
+
+def _opened(raw: bytes) -> dict[str, Any]:
+    """Returns the body; sealing it again must give the very same bytes, so that no byte is free to change."""
+    try:
+        body = json.loads(raw)["body"]
+        whole = isinstance(body, dict) and _sealed(body) == raw
+    except (ValueError, TypeError, KeyError, RecursionError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{MANIFEST} is damaged: its contents don't give its checksum")
+    return body

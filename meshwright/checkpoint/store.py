@@ -1,0 +1,354 @@
+"""The store: a folder of checkpoints that is whole at any moment, whatever is killed, and believes no file unchecked.
+
+A checkpoint is written beside (``.writing-step-00000500-3fa4c2d1``), every file synced and summed by the rank that
+writes it, the manifest last; then it is renamed and the folder synced. What stands under ``step-...`` is therefore
+complete, and loading still checks every byte of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshwright.checkpoint import fit
+from meshwright.checkpoint.agreement import Agreement, blame, build_group
+from meshwright.checkpoint.config import CheckpointConfig
+from meshwright.checkpoint.contract import FileRecord, TensorRecord, find_backend
+from meshwright.checkpoint.files import SummedWriter, damage
+from meshwright.checkpoint.folder import Entry, Folder, Refused, whole
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
+from meshwright.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint that stands."""
+
+    step: int
+    """Optimizer steps done."""
+    path: Path
+    """Its folder."""
+    size_bytes: int
+    """Bytes of all its files."""
+    seconds: float
+    """Time that the save took on this rank."""
+    removed: tuple[Path, ...] = ()
+    """Older checkpoints that were collected (known on rank 0)."""
+    left: tuple[Refused, ...] = ()
+    """Older checkpoints that could not be removed, and why (known on rank 0)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A checkpoint that was found good, and whose tensors were read if targets were given."""
+
+    step: int
+    """Optimizer steps done."""
+    path: Path
+    """Its folder."""
+    manifest: Manifest
+    """Everything else: origin, tensors, files."""
+    refused: tuple[Refused, ...]
+    """Newer checkpoints that didn't verify."""
+    seconds: float
+    """Time that it took on this rank."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """The trainer's plain values."""
+        return self.manifest.meta
+
+
+class CheckpointStore:
+    """Saves, finds, verifies, loads and collects the checkpoints of one folder.
+
+    Every method that takes tensors, and `find`, is called by all ranks of the group at once; `entries`, `latest`,
+    `clean` and `read_full` by any process alone.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig | None = None,
+        group: ProcessGroup | None = None,
+        stamp: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """Opens a folder; it is created by the first save.
+
+        Args:
+            root: folder of the checkpoints, seen by all ranks.
+            config: how many to keep, backend, verification.
+            group: gloo group of the ranks (`agreement.build_group`); None for a process alone.
+            stamp: told of each phase of a save as it begins on this rank: ``open``, ``write``, ``written``,
+                ``manifest``, ``rename``, ``renamed``, ``collect``, ``saved``.
+
+        Raises:
+            ConfigError: for an unknown backend.
+            CheckpointError: when the group isn't gloo.
+        """
+        self.root = Path(root).absolute()
+        self._config = config or CheckpointConfig()
+        self._folder = Folder(self.root)
+        self._backend = find_backend(self._config.backend)
+        self._ranks = Agreement(group)
+        self._stamp = stamp
+        self._step: int | None = None
+        self._refused: set[Path] = set()
+        self._clean = False
+
+    @classmethod
+    def build(
+        cls, root: Path, config: CheckpointConfig | None = None, stamp: Callable[[str], None] = lambda phase: None
+    ) -> Self:
+        """Opens a folder for all ranks of the run, over a gloo group whose waits end after ``config.wait_s``.
+
+        Every rank must call it; without an initialised process group the process is alone.
+        """
+        config = config or CheckpointConfig()
+        return cls(root, config, build_group(config.wait_s) if dist.is_initialized() else None, stamp)
+
+    def entries(self) -> list[Entry]:
+        """Returns every checkpoint from oldest to newest, unverified."""
+        return self._folder.entries()
+
+    def latest(self) -> Entry | None:
+        """Returns the newest checkpoint whose manifest holds and whose files have the right sizes, or None."""
+        return next((entry for entry in reversed(self.entries()) if whole(entry.path)), None)
+
+    def clean(self) -> None:
+        """Removes what dead saves left behind; only for the process that is about to write. The first save does it."""
+        self._folder.clean()
+        self._clean = True
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], origin: Origin | None = None
+    ) -> Saved:
+        """Writes a checkpoint: it stands when this returns; when this raises, it does so on every rank.
+
+        Args:
+            step: optimizer steps done.
+            tensors: name to tensor (the same on all ranks that have it) or DTensor.
+            meta: plain values for the trainer's own use, taken from rank 0.
+            origin: what trained the state, taken from rank 0.
+
+        Raises:
+            CheckpointError: the same on every rank: a full or read-only disk, an error in a writer, a lost rank, or a
+                folder that already holds later checkpoints of a run that wasn't resumed.
+        """
+        started, what = time.monotonic(), f"saving the checkpoint of step {step} failed"
+        self._stamp("open")
+        names = self._ranks.once(what, lambda: self._open(step, meta, origin or Origin()))
+        folder, target = (self.root / name for name in names)
+        try:
+            reports = self._ranks.everywhere(what, lambda: self._write(folder, tensors))
+            files = {name: FileRecord(*record) for report in reports for name, record in report.items()}
+            self._ranks.once(what, lambda: self._commit(folder, target, step, files, meta, origin or Origin()))
+        except CheckpointError as error:
+            if self._ranks.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointError(f"{error}; the checkpoints before it in {self.root} stand") from error
+        self._step = step
+        removed, left = self._collect(target) if self._ranks.rank == 0 else ((), ())
+        self._stamp("saved")
+        return Saved(
+            step=step,
+            path=target,
+            size_bytes=sum(record.size for record in files.values()),
+            seconds=time.monotonic() - started,
+            removed=removed,
+            left=left,
+        )
+
+    def find(self, step: int | None = None, *, required: bool = True) -> Loaded | None:
+        """Finds the newest checkpoint that verifies, without reading tensors.
+
+        Args:
+            step: only checkpoints of this step.
+            required: raise instead of returning None when there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: when none verifies.
+        """
+        started, refused = time.monotonic(), list[Refused]()
+        for path, manifest in self._candidates(step, refused):
+            return self._accepted(path, manifest, refused, started)
+        self._none(step, refused, required)
+        return None
+
+    def load(
+        self,
+        targets: Mapping[str, Tensor],
+        *,
+        expect: Mapping[str, str] | None = None,
+        step: int | None = None,
+        required: bool = True,
+    ) -> Loaded | None:
+        """Fills tensors from the newest checkpoint that verifies, else from the one before, and tells what was refused.
+
+        Args:
+            targets: name to tensor or DTensor of any layout, filled in place.
+            expect: fields of `Origin` (``model``, ``data``) that must be equal.
+            step: only checkpoints of this step.
+            required: raise instead of returning None when there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: the same on every rank: none verifies; or one that does holds other tensors than the
+                targets, or comes from another model or data (naming them), in which case nothing was read.
+        """
+        started, refused = time.monotonic(), list[Refused]()
+        wanted = self._union(targets)
+        for path, manifest in self._candidates(step, refused):
+            _check_fit(path, manifest, wanted, expect or {})
+            backend = find_backend(manifest.backend)
+            outcomes = self._ranks.outcomes(partial(backend.read, path, targets, self._ranks.group))
+            if any(outcome.error for outcome in outcomes):
+                self._refuse(path, blame(outcomes), refused)
+                continue
+            return self._accepted(path, manifest, refused, started)
+        self._none(step, refused, required)
+        return None
+
+    def read_full(self, loaded: Loaded, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, full tensor on the CPU) of a checkpoint that was found, in one process.
+
+        Args:
+            loaded: what `find` or `load` returned.
+            names: which tensors; all by default.
+
+        Raises:
+            CheckpointError: for a name that isn't there.
+        """
+        wanted = list(loaded.manifest.tensors) if names is None else names
+        return find_backend(loaded.manifest.backend).read_full(loaded.path, wanted)
+
+    def _open(self, step: int, meta: Mapping[str, Any], origin: Origin) -> tuple[str, str]:
+        """Makes the folder to write in; returns its name and the name that it will get."""
+        try:
+            json.dumps([dict(meta), origin.to_json()])
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"meta and origin must be plain JSON values: {error}") from None
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not self._clean:
+            self.clean()
+        entries = self.entries()
+        if self._step is None and entries and entries[-1].step >= step:
+            raise CheckpointError(
+                f"{self.root} already holds {entries[-1].path.name} of a run that wasn't resumed here; "
+                "resume it, or give another run directory"
+            )
+        return self._folder.begin(step)
+
+    def _write(self, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
+        """Writes this rank's part and checks it."""
+        self._stamp("write")
+        fit.tabulate(tensors)
+        files = self._backend.write(folder, tensors, self._ranks.group)
+        for name, record in files.items():
+            if fault := damage(folder / name, record, contents=self._config.verify):
+                raise CheckpointError(f"right after writing, {fault}")
+        self._stamp("written")
+        return files
+
+    def _commit(
+        self, folder: Path, target: Path, step: int, files: dict[str, FileRecord], meta: Mapping, origin: Origin
+    ) -> None:
+        """Writes the manifest, and gives the checkpoint its name once everything is on the disk."""
+        self._stamp("manifest")
+        manifest = Manifest(
+            name=target.name,
+            step=step,
+            ranks=self._ranks.count,
+            backend=self._config.backend,
+            files=dict(sorted(files.items())),
+            tensors=self._backend.describe(folder),
+            origin=origin,
+            meta=meta,
+        )
+        found = {path.name for path in folder.iterdir()}
+        if found != set(files):
+            raise CheckpointError(f"the folder holds {sorted(found)}, the ranks wrote {sorted(files)}")
+        with SummedWriter(folder / MANIFEST, "sha256") as stream:
+            stream.write(manifest.render())
+        self._stamp("rename")
+        self._folder.rename(folder, target)
+        self._stamp("renamed")
+
+    def _collect(self, new: Path) -> tuple[tuple[Path, ...], tuple[Refused, ...]]:
+        self._stamp("collect")
+        return self._folder.collect(new, self._config.keep, self._refused)
+
+    def _candidates(self, step: int | None, refused: list[Refused]) -> Iterator[tuple[Path, Manifest]]:
+        """Yields checkpoints that verify, newest first; all ranks go through the same ones."""
+        names = self._ranks.once(
+            f"listing {self.root} failed",
+            lambda: [entry.path.name for entry in reversed(self.entries()) if step in (None, entry.step)],
+        )
+        for path in (self.root / name for name in names):
+            verified: list[Manifest] = []
+            outcomes = self._ranks.outcomes(partial(self._verify, path, verified))
+            if any(outcome.error for outcome in outcomes):
+                self._refuse(path, blame(outcomes), refused)
+            else:
+                yield path, verified[0]
+
+    def _verify(self, path: Path, verified: list[Manifest]) -> None:
+        """Checks the manifest and this rank's share of the files, balanced by size; hands the manifest over."""
+        manifest = Manifest.read(path)
+        loads = [0] * self._ranks.count
+        for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
+            rank = loads.index(min(loads))
+            loads[rank] += record.size + 1
+            if rank == self._ranks.rank and (fault := damage(path / name, record)):
+                raise CheckpointError(fault)
+        if self._ranks.rank == 0 and find_backend(manifest.backend).describe(path) != dict(manifest.tensors):
+            raise CheckpointError(f"{MANIFEST} lists other tensors than the files hold")
+        verified.append(manifest)
+
+    def _union(self, targets: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
+        """Returns the targets of all ranks; tables are only sent when ranks hold different tensors (pipeline)."""
+        digests = self._ranks.everywhere("loading failed", lambda: fit.digest(fit.tabulate(targets)))
+        table = fit.tabulate(targets)
+        return table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(table))
+
+    def _refuse(self, path: Path, reason: str, refused: list[Refused]) -> None:
+        refused.append(Refused(path, reason))
+        self._refused.add(path)
+
+    def _accepted(self, path: Path, manifest: Manifest, refused: list[Refused], started: float) -> Loaded:
+        self._step = manifest.step
+        return Loaded(
+            step=manifest.step,
+            path=path,
+            manifest=manifest,
+            refused=tuple(refused),
+            seconds=time.monotonic() - started,
+        )
+
+    def _none(self, step: int | None, refused: list[Refused], required: bool) -> None:
+        where = f"{self.root}" + (f" at step {step}" if step is not None else "")
+        if refused:
+            reasons = "; ".join(f"{item.path.name}: {item.reason}" for item in refused)
+            raise CheckpointError(f"no checkpoint in {where} is good: {reasons}")
+        if required:
+            raise CheckpointError(f"there is no checkpoint in {where}")
+
+
+def _check_fit(
+    path: Path, manifest: Manifest, wanted: Mapping[str, TensorRecord], expect: Mapping[str, str]
+) -> None:
+    """Refuses a good checkpoint of something else."""
+    if reason := fit.misfit(wanted, manifest.tensors):
+        raise CheckpointError(f"{path} is a checkpoint of another model: {reason}")
+    for name, value in expect.items():
+        if (found := manifest.origin.to_json()[name]) != value:
+            raise CheckpointError(f"{path} comes from another {name}: its fingerprint is {found}, not {value}")
