@@ -1,0 +1,221 @@
+"""Where every rank stands and what it waits for: one small memory-mapped file, a fixed record for each rank.
+
+A rank stamps its record at every change of phase, which costs under a microsecond or two and no system call, so the
+stamps outlive a killed or hanging rank. Readers on the same host see them at once. Times are CLOCK_MONOTONIC, which all
+processes of a host share: ranks of several hosts need a file each.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import RankError
+
+PROGRESS = "progress.bin"
+PHASES = (
+    "start", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "checkpoint", "sample", "export", "done",
+)  # fmt: skip
+"""Phases by code; new ones go to the end."""
+
+# version, pid, generation, micro-batch, step, time, phase, waits for, version: 128 bytes, two cache lines, so that two
+# ranks never write to one. The version stands at both ends: a reader that sees two different ones, or the zeros that
+# packing starts with, reads again.
+_RECORD = struct.Struct("<IiiiqdB91sI")
+_CODES = {name: code for code, name in enumerate(PHASES)}
+_READS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProgress:
+    """The last stamp of one rank."""
+
+    rank: int
+    """Global rank."""
+    pid: int
+    """Process that stamped."""
+    generation: int
+    """How often the run was restarted before this process."""
+    step: int
+    """Step under way, counted from 1; 0 before the first."""
+    micro: int
+    """Micro-batch under way."""
+    phase: str
+    """One of `PHASES`."""
+    waits_for: str
+    """What the rank waits for, as ``all_reduce over replicate``; empty when it computes."""
+    since: float
+    """time.monotonic() of the stamp."""
+
+    def age_s(self, now: float | None = None) -> float:
+        """Returns the seconds since the stamp."""
+        return max(0.0, (time.monotonic() if now is None else now) - self.since)
+
+
+class ProgressWriter:
+    """Stamps one rank's record."""
+
+    def __init__(self, path: Path, rank: int, generation: int = 0) -> None:
+        """Maps the file, made longer where needed; several ranks may do so at once.
+
+        Args:
+            path: the progress file.
+            rank: global rank, which is the record's place in the file.
+            generation: how often the run was restarted before.
+
+        Raises:
+            RankError: when the file can't be written.
+        """
+        self._offset = rank * _RECORD.size
+        self._generation = generation
+        self._pid = os.getpid()
+        self._version = 0
+        self._words: dict[str, bytes] = {"": b""}
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # A write at the own place extends the file and never shrinks it, as setting its length could.
+            os.pwrite(fd, bytes(_RECORD.size), self._offset)
+            self._map: mmap.mmap | None = mmap.mmap(fd, self._offset + _RECORD.size)
+        except OSError as error:
+            raise RankError(f"{path} can't be written: {error.strerror}; free space or move the run") from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        self.stamp("start")
+
+    def stamp(self, phase: str, step: int = 0, micro: int = 0, waits_for: str = "") -> None:
+        """Says where the rank stands now.
+
+        Args:
+            phase: one of `PHASES`.
+            step: step under way, counted from 1.
+            micro: micro-batch under way.
+            waits_for: operation and axis that the rank is about to wait for, as ``all_reduce over replicate``.
+        """
+        words = self._words.get(waits_for)
+        if words is None:
+            words = self._words[waits_for] = waits_for.encode()[:91]
+        version = self._version = self._version % 0xFFFFFFFF + 1
+        _RECORD.pack_into(
+            self._map, self._offset, version, self._pid, self._generation, micro, step, time.monotonic(),
+            _CODES[phase], words, version,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stamps ``done`` and unmaps the file; a second call does nothing."""
+        if self._map is not None:
+            self.stamp("done")
+            self._map.close()
+            self._map = None
+
+
+def reset_progress(path: Path, ranks: int) -> None:
+    """Makes an empty progress file for this many ranks, before any of them starts; an older one is replaced."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_bytes(bytes(ranks * _RECORD.size))
+    beside.replace(path)
+
+
+def read_progress(path: Path) -> list[RankProgress]:
+    """Returns the last stamp of every rank that has stamped, in order of ranks; none when there is no file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    try:
+        ranks = os.fstat(fd).st_size // _RECORD.size
+        found = (_read_one(fd, rank) for rank in range(ranks))
+        return [progress for progress in found if progress is not None]
+    finally:
+        os.close(fd)
+
+
+def _read_one(fd: int, rank: int) -> RankProgress | None:
+    for _ in range(_READS):
+        raw = os.pread(fd, _RECORD.size, rank * _RECORD.size)
+        if len(raw) < _RECORD.size:
+            return None
+        first, pid, generation, micro, step, since, code, words, last = _RECORD.unpack(raw)
+        if first == last and first:
+            break
+    if not pid or code >= len(PHASES):
+        return None
+    text = words.rstrip(b"\0").decode("utf-8", "replace")
+    return RankProgress(
+        rank=rank, pid=pid, generation=generation, step=step, micro=micro, phase=PHASES[code], waits_for=text,
+        since=since,
+    )  # fmt: skip
+
+
+def waiting_sentences(
+    ranks: Sequence[RankProgress],
+    after_s: float = 1.0,
+    describe: Callable[[int], str] | None = None,
+    now: float | None = None,
+    limit: int = 8,
+) -> list[str]:
+    """Says which ranks wait and where the others stand, one sentence for each group that waits for the same.
+
+    Args:
+        ranks: the last stamps.
+        after_s: seconds of waiting that are not worth a word.
+        describe: turns a rank into ``rank 1: replicate 1``, as `Layout.describe_rank` does.
+        now: time.monotonic() to measure against; the present by default.
+        limit: most sentences; what is left is counted in one more.
+
+    Returns:
+        Sentences such as ``rank 1 [replicate 1] waits in backward of step 12 for all_reduce over replicate since
+        4.2 s; rank 0 is in data``; none when nobody waits.
+    """
+    groups: dict[tuple[str, int, str], list[RankProgress]] = {}
+    for one in ranks:
+        if one.waits_for and one.age_s(now) >= after_s:
+            groups.setdefault((one.phase, one.step, one.waits_for), []).append(one)
+    waiting = {one.rank for group in groups.values() for one in group}
+    standing = _standing([one for one in ranks if one.rank not in waiting])
+    sentences = []
+    for (phase, step, words), group in groups.items():
+        longest = max(one.age_s(now) for one in group)
+        verb = "waits" if len(group) == 1 else "wait"
+        who = f"{_names(group, describe)} {verb}"
+        sentences.append(f"{who} in {phase} of step {step} for {words} since {longest:.1f} s")
+    if len(sentences) > limit:
+        sentences[limit:] = [f"{len(sentences) - limit} more groups wait"]
+    if sentences and standing:
+        sentences[0] += f"; {standing}"
+    return sentences
+
+
+def _names(group: Sequence[RankProgress], describe: Callable[[int], str] | None) -> str:
+    if len(group) == 1:
+        rank = group[0].rank
+        place = describe(rank).partition(": ")[2] if describe is not None else ""
+        return f"rank {rank}" + (f" [{place}]" if place else "")
+    return f"ranks {_spans([one.rank for one in group])}"
+
+
+def _standing(ranks: Sequence[RankProgress]) -> str:
+    phases: dict[str, list[int]] = {}
+    for one in ranks:
+        phases.setdefault(one.phase, []).append(one.rank)
+    return ", ".join(
+        f"rank {found[0]} is in {phase}" if len(found) == 1 else f"ranks {_spans(found)} are in {phase}"
+        for phase, found in phases.items()
+    )
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Returns ``0-3, 7`` for 0, 1, 2, 3 and 7."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)

@@ -1,0 +1,153 @@
+"""Where step records and events go: the `Sink` contract and the JSON-lines files of the run directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.errors import RankError
+from meshwright.events import Event, StepRecord
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+
+
+class Sink(Protocol):
+    """Takes what a run reports. A sink is used by one thread and may raise; the owner decides what that means."""
+
+    def step(self, record: StepRecord) -> None:
+        """Takes the record of one optimizer step, in ascending order of steps."""
+
+    def event(self, event: Event) -> None:
+        """Takes something that happened once."""
+
+    def close(self) -> None:
+        """Writes what is still held back. Called once, also after a failure; nothing follows."""
+
+
+class LineFile:
+    """A file of JSON lines that several processes may append to: every line is one write in append mode.
+
+    Linux holds the inode's lock for the whole of an append, so lines of several ranks never mix on a local disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file for appending, and ends a line that a killed process left unfinished."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    def append(self, values: dict[str, Any]) -> None:
+        """Appends one line; numbers that aren't finite become null, since JSON has none.
+
+        Raises:
+            RankError: when the disk is full or the file can't be written.
+        """
+        line = json.dumps(_finite(values), separators=(",", ":"), default=str).encode() + b"\n"
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            raise RankError(f"{self.path} can't be written: {error.strerror}; free space or move the run") from error
+        if written != len(line):
+            short = f"{written} of {len(line)} bytes fitted on the disk"
+            raise RankError(f"{self.path} can't be written: {short}; free space or move the run")
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class JsonlSink:
+    """Writes ``metrics.jsonl`` and ``events.jsonl``: rank 0 both, other ranks events alone."""
+
+    def __init__(self, run_dir: Path, metrics: bool = True) -> None:
+        """Opens the files of a run directory.
+
+        Args:
+            run_dir: the run directory, which exists.
+            metrics: whether this rank writes step records.
+        """
+        self._metrics = LineFile(run_dir / METRICS) if metrics else None
+        self._events = LineFile(run_dir / EVENTS)
+
+    def step(self, record: StepRecord) -> None:
+        """Appends a line to metrics.jsonl."""
+        if self._metrics is not None:
+            self._metrics.append(record.to_json())
+
+    def event(self, event: Event) -> None:
+        """Appends a line to events.jsonl."""
+        self._events.append(event.to_json())
+
+    def close(self) -> None:
+        """Closes both files."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self._events.close()
+
+
+def truncate_metrics(path: Path, step: int) -> int:
+    """Drops the lines of metrics.jsonl after a step, and lines cut short by a kill, before a run resumes there.
+
+    The file is written beside and renamed, so that a kill leaves the old one or the new one. Call it before the file
+    is opened for appending.
+
+    Args:
+        path: the metrics file; one that isn't there is left so.
+        step: the last step to keep.
+
+    Returns:
+        Number of lines dropped.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+    if len(kept) == len(lines):
+        return 0
+    beside = path.with_name(path.name + ".new")
+    with beside.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    return len(lines) - len(kept)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON-lines file; lines that a kill cut short are passed over, a missing file is empty."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                values = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(values, dict):
+                yield values
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

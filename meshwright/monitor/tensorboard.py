@@ -1,0 +1,118 @@
+"""The TensorBoard sink: one event file, written with tensorboard's own records, so that torch isn't needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.events import CommTotals, Event, StepRecord
+
+
+class TensorBoardSink:
+    """Writes scalars of every k-th step and of evaluations, and samples as text."""
+
+    def __init__(self, folder: Path, every: int = 1, resumed_step: int | None = None) -> None:
+        """Opens a new event file.
+
+        Args:
+            folder: the run's ``tensorboard`` folder, made when it isn't there.
+            every: steps between two points.
+            resumed_step: the step a resumed run goes on after; older files' points beyond it are hidden.
+        """
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
+        self._tensor_pb2, self._shape_pb2, self._types_pb2 = tensor_pb2, tensor_shape_pb2, types_pb2
+        self._every = every
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 1000}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        first = 0 if resumed_step is None else resumed_step + 1
+        self._write(event_pb2.Event(wall_time=time.time(), step=first, file_version="brain.Event:2"))
+        if resumed_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(event_pb2.Event(wall_time=time.time(), step=first, session_log=start))
+
+    def step(self, record: StepRecord) -> None:
+        """Writes one step's scalars when its turn has come."""
+        if record.step == 1 or record.step % self._every == 0:
+            self._scalars(record.step, step_scalars(record))
+
+    def event(self, event: Event) -> None:
+        """Writes the numbers of an evaluation, and the text of a sample."""
+        step = int(event.data.get("step") or 0)
+        if event.kind == "evaluated":
+            numbers = {name: value for name, value in event.data.items() if name != "step" and _is_number(value)}
+            self._scalars(step, {f"evaluation/{name}": value for name, value in numbers.items()})
+        elif event.kind == "sampled":
+            self._text(step, "sample", str(event.data.get("text", "")))
+        elif event.kind == "run_started":
+            self._text(step, "run", json.dumps(dict(event.data), indent=2, default=str))
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._file.close()
+
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        make = self._summary_pb2.Summary
+        kept = [make.Value(tag=tag, simple_value=value) for tag, value in values.items() if math.isfinite(value)]
+        self._write(self._event_pb2.Event(wall_time=time.time(), step=step, summary=make(value=kept)))
+
+    def _text(self, step: int, tag: str, text: str) -> None:
+        # TensorBoard renders text as Markdown: indented by four it is shown as it is.
+        shown = "\n".join("    " + line for line in text.splitlines())
+        make, types = self._summary_pb2, self._types_pb2
+        plugin = make.SummaryMetadata.PluginData(plugin_name="text", content=b"")
+        shape = self._shape_pb2.TensorShapeProto(dim=[self._shape_pb2.TensorShapeProto.Dim(size=1)])
+        tensor = self._tensor_pb2.TensorProto(dtype=types.DT_STRING, string_val=[shown.encode()], tensor_shape=shape)
+        metadata = make.SummaryMetadata(plugin_data=plugin)
+        value = make.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        self._write(self._event_pb2.Event(wall_time=time.time(), step=step, summary=make.Summary(value=[value])))
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._file.flush()
+
+
+def step_scalars(record: StepRecord) -> dict[str, float]:
+    """Returns the scalars of one step by TensorBoard tag; seconds, bytes and bytes per second."""
+    values: dict[str, float] = {
+        "train/loss": record.loss,
+        "train/accuracy": record.accuracy,
+        "train/learning_rate": record.lr,
+        "train/grad_norm": record.grad_norm,
+        "train/epoch": record.epoch,
+        "train/skipped": float(record.skipped),
+        "speed/tokens_per_s": record.tokens_per_s,
+        "speed/step_s": record.step_s,
+    }
+    if record.mfu is not None:
+        values["speed/mfu"] = record.mfu
+    values |= {f"memory/{name}_bytes": float(size) for name, size in record.memory.items()}
+    values |= {f"step/{name}_s": seconds for name, seconds in record.parts.items()}
+    for total in record.comm:
+        values |= _comm_scalars(total)
+    return values
+
+
+def _comm_scalars(total: CommTotals) -> dict[str, float]:
+    where = f"{total.axis}/{total.op}"
+    values = {
+        f"comm_bytes/{where}": float(total.bytes),
+        f"comm_s/{where}": total.seconds,
+        f"comm_exposed_s/{where}": total.exposed_s,
+    }
+    if total.seconds > 0:
+        values[f"comm_bytes_per_s/{where}"] = total.bytes / total.seconds
+    return values
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
