@@ -6,7 +6,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 TORCH ?= $(if $(wildcard /proc/driver/nvidia/version),torch,torch==2.13.0)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --no-input
 READY := $(VENV)/.ready
 RECIPE ?= recipes/first.toml
 BENCHMARKS ?= $(wildcard benchmarks/bench_*.py)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import pickle
@@ -17,9 +16,7 @@ from meshwright.errors import LaunchError
 from meshwright.launch.contract import Entry, RankContext
 from meshwright.launch.failure import RankFailure, describe_exception
 from meshwright.launch.host_memory import keep_host_memory
-
-_PR_SET_PDEATHSIG = 1
-"""Source: linux/prctl.h."""
+from meshwright.launch.signals import die_with_parent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +65,7 @@ def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], birth: B
 def _settle(context: RankContext, birth: Birth) -> None:
     """Gives the rank its own process group and ties its life to the launcher's."""
     os.setpgid(0, 0)
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != birth.parent:
-            os._exit(1)
+    die_with_parent(birth.parent)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(name, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)

@@ -57,6 +57,34 @@ class HostCommand:
     """Variables set for it."""
 
 
+class CommandLauncher(Protocol):
+    """Starts a whole command on every node, leaves the ranks to it, and leaves no process behind."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all nodes."""
+
+    def start(self, argv: Sequence[str]) -> None:
+        """Starts ``meshwright <argv>`` on every node and returns at once.
+
+        Raises:
+            LaunchError: when it can't be started; nothing is left running then.
+        """
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until every node is done, ``timeout_s`` seconds at most.
+
+        Raises:
+            LaunchError: for the first node that failed; the others have been ended then.
+        """
+
+    def cancel(self, grace_s: float = 0.0) -> None:
+        """Ends the command everywhere: by request, and after ``grace_s`` seconds by force."""
+
+    def commands(self, argv: Sequence[str]) -> list[HostCommand]:
+        """Returns the dry run: which commands would start ``meshwright <argv>`` and where."""
+
+
 class Launcher(Protocol):
     """Starts the ranks of a run, waits for them, and leaves no process behind."""
 

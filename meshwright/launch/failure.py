@@ -7,7 +7,7 @@ import re
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.errors import LaunchError, MeshwrightError
 
@@ -111,7 +111,7 @@ def failure_error(failures: Sequence[RankFailure], world: int, label: RankLabel 
     first = first_failure(failures)
     prefix = rank_prefix(first.rank, label)
     if first.error:
-        return _prefixed(pickle.loads(first.error), prefix)
+        return prefixed(pickle.loads(first.error), prefix)
     lines = [f"{prefix} {first.summary}"]
     if first.trace:
         lines.append(first.trace.rstrip())
@@ -122,14 +122,10 @@ def failure_error(failures: Sequence[RankFailure], world: int, label: RankLabel 
     return LaunchError("\n".join(lines))
 
 
-def _prefixed(error: MeshwrightError, prefix: str) -> MeshwrightError:
+def prefixed(error: MeshwrightError, prefix: str) -> MeshwrightError:
+    """Returns an error of the same class whose message begins with the rank's prefix."""
     text = f"{prefix} {error}"
     try:
         return type(error)(text)
     except TypeError:
         return LaunchError(text)
-
-
-def at_time(failure: RankFailure, time: float) -> RankFailure:
-    """Returns the failure with another time."""
-    return replace(failure, time=time)

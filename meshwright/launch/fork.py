@@ -93,8 +93,11 @@ class ForkLauncher:
 
     def run(self, entry: Entry, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Starts the ranks and waits for them; see `start` and `wait`."""
-        self.start(entry, *args)
-        return self.wait(timeout_s)
+        try:
+            self.start(entry, *args)
+            return self.wait(timeout_s)
+        finally:
+            self.cancel()
 
     def start(self, entry: Entry, *args: Any) -> None:
         """Forks every rank with ``entry(context, *args)``.

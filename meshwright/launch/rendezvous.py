@@ -96,7 +96,7 @@ def init_group(
     if dist.is_initialized():
         raise LaunchError("this rank is in a process group already; destroy it before forming another")
     use_gpu = context.device.startswith("cuda")
-    if context.nodes == 1 and context.host == LOOPBACK:
+    if context.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = store if store is not None else open_store(context, group_s)
     if use_gpu:

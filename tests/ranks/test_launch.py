@@ -244,3 +244,33 @@ def test_second_interrupt_ends_at_once(tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=10)
     assert process.returncode == 130 and all(_gone(pid) for pid in pids)
+
+
+TORCHRUN = """
+import torch
+import torch.distributed as dist
+from meshwright.launch.choice import choose_launcher
+from meshwright.launch.rendezvous import init_group
+
+def work(context):
+    init_group(context, timeout_s=20, group_s=20)
+    total = torch.tensor([float(context.rank + 1)])
+    dist.all_reduce(total)
+    print("total", context.rank, context.world, total.item(), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+choose_launcher(kind="cpu").run(work)
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(TORCHRUN)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=50, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("total"))
+    assert lines == ["total 0 2 3.0", "total 1 2 3.0"]

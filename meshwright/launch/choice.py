@@ -1,0 +1,42 @@
+"""Which launcher a command uses: torchrun's place when there is one, else forks on this node."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from meshwright.errors import ClusterError
+from meshwright.launch.config import LaunchConfig
+from meshwright.launch.devices import found_devices
+from meshwright.launch.failure import RankLabel
+from meshwright.launch.fork import ForkLauncher
+from meshwright.launch.torchrun import TorchrunLauncher, torchrun_context
+
+
+def choose_launcher(
+    ranks: int | None = None,
+    *,
+    kind: Literal["cpu", "cuda"] | None = None,
+    label: RankLabel | None = None,
+    config: LaunchConfig | None = None,
+    run_id: str | None = None,
+) -> ForkLauncher | TorchrunLauncher:
+    """Chooses how the ranks of this command start.
+
+    Args:
+        ranks: how many on all nodes; all devices of this node, or torchrun's world, when None.
+        kind: what they run on; GPUs when there are any, when None.
+        label: names a rank's place in the mesh for messages.
+        config: limits.
+        run_id: name of the run.
+
+    Raises:
+        ClusterError: when there are fewer GPUs than ranks, or torchrun started another number of ranks.
+    """
+    context = torchrun_context(gpus=0 if kind == "cpu" else None)
+    if context is None:
+        return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=label, config=config, run_id=run_id)
+    if ranks is not None and ranks != context.world:
+        raise ClusterError(
+            f"devices = {ranks}, but torchrun started {context.world} ranks; leave devices out under torchrun"
+        )
+    return TorchrunLauncher(context, label=label)

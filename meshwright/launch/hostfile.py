@@ -1,0 +1,197 @@
+"""Several nodes from one terminal: reads a hostfile, shows the torchrun command of each host, runs them over ssh."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import ClusterError, LaunchError
+from meshwright.launch.contract import HostCommand
+
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._:@\[\]-]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?\s*$")
+SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+"""The terminal (-tt) makes the remote command end with its connection; a password prompt would wait for ever."""
+_CONNECTION_LOST = 255
+"""Source: ssh(1), EXIT STATUS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A line of a hostfile."""
+
+    name: str
+    """As ssh takes it: a name, an address, or user@name."""
+    slots: int
+    """Ranks on this host."""
+
+    @property
+    def address(self) -> str:
+        """The name without the user."""
+        return self.name.rpartition("@")[2]
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Reads a hostfile: a ``host slots=8`` a line, ``#`` starts a comment, slots default to 1.
+
+    Raises:
+        ClusterError: when it can't be read, is empty, names a host twice or holds another kind of line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"the hostfile {path} can't be read: {error}; give a text file of 'host slots=8'") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.match(text)
+        slots = int(match["slots"] or 1) if match else 0
+        if match is None or match["name"].startswith("-") or slots < 1:
+            raise ClusterError(f"{path}:{number}: {line.strip()!r} is not a host; write it as 'host slots=8'")
+        if match["name"] in hosts:
+            raise ClusterError(f"{path}:{number}: {match['name']} is named twice; give one line with all its slots")
+        hosts[match["name"]] = Host(match["name"], slots)
+    if not hosts:
+        raise ClusterError(f"the hostfile {path} names no host; write a line such as 'host slots=8' for each")
+    return list(hosts.values())
+
+
+class HostfileLauncher:
+    """Runs one torchrun on each host over ssh; the first host that fails takes the others down. A `CommandLauncher`."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        *,
+        port: int = 29400,
+        python: str = sys.executable,
+        folder: Path | None = None,
+        ssh: Sequence[str] = SSH,
+        run_id: str = "meshwright",
+    ) -> None:
+        """Takes the hosts; nothing is started.
+
+        Args:
+            hosts: in the order of their ranks; the first is the head, where the others meet it.
+            port: free port of the head.
+            python: interpreter on every host.
+            folder: working directory on every host; this one's when None.
+            ssh: command and options before the host's name.
+            run_id: name of the run.
+        """
+        self.hosts = list(hosts)
+        self._port, self._python, self._folder = port, python, folder or Path.cwd()
+        self._ssh, self._run_id = tuple(ssh), run_id
+        self._started: list[tuple[Host, subprocess.Popen[bytes]]] = []
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all hosts."""
+        return sum(host.slots for host in self.hosts)
+
+    def commands(self, argv: Sequence[str]) -> list[HostCommand]:
+        """Returns the dry run: the torchrun command of each host for ``meshwright <argv>``."""
+        head = self.hosts[0].address
+        return [
+            HostCommand(
+                host.name,
+                (
+                    *(self._python, "-m", "torch.distributed.run"),
+                    f"--nnodes={len(self.hosts)}",
+                    f"--node-rank={index}",
+                    f"--nproc-per-node={host.slots}",
+                    f"--master-addr={head}",
+                    f"--master-port={self._port}",
+                    f"--rdzv-id={self._run_id}",
+                    *("--max-restarts=0", "-m", "meshwright", *argv),
+                ),
+                (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),),
+            )
+            for index, host in enumerate(self.hosts)
+        ]
+
+    def shell_lines(self, argv: Sequence[str]) -> list[str]:
+        """Returns the dry run as lines to paste into a shell."""
+        return [shlex.join(self._over_ssh(command)) for command in self.commands(argv)]
+
+    def _over_ssh(self, command: HostCommand) -> list[str]:
+        variables = [f"{name}={value}" for name, value in command.environment]
+        remote = f"cd {shlex.quote(str(self._folder))} && exec {shlex.join(['env', *variables, *command.argv])}"
+        return [*self._ssh, command.host, remote]
+
+    def start(self, argv: Sequence[str]) -> None:
+        """Starts ``meshwright <argv>`` on every host.
+
+        Raises:
+            LaunchError: when ssh can't be run; nothing is left running then.
+        """
+        for host, command in zip(self.hosts, self.commands(argv)):
+            try:
+                process = subprocess.Popen(self._over_ssh(command), stdin=subprocess.PIPE, start_new_session=True)
+            except OSError as error:
+                self.cancel()
+                raise LaunchError(f"{self._ssh[0]} can't be run: {error}; install ssh, or paste the dry run") from None
+            self._started.append((host, process))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until every host is done.
+
+        Raises:
+            LaunchError: for the first host that failed, or when the time is up; the others have been ended then.
+        """
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while any(process.poll() is None for _, process in self._started):
+                self._check_failed()
+                if limit is not None and time.monotonic() > limit:
+                    busy = ", ".join(host.name for host, process in self._started if process.poll() is None)
+                    raise LaunchError(f"{busy} did not end within {timeout_s:g} s and were ended")
+                time.sleep(0.05)
+            self._check_failed()
+        finally:
+            self.cancel(3.0)
+
+    def _check_failed(self) -> None:
+        for host, process in self._started:
+            status = process.poll()
+            if status == _CONNECTION_LOST:
+                raise LaunchError(f"[{host.name}] ssh lost or could not make the connection; try: ssh {host.name} true")
+            if status:
+                raise LaunchError(f"[{host.name}] ended with status {status}; its output above says why")
+
+    def interrupt(self) -> None:
+        """Types Ctrl-C on every host: torchrun passes it on and the ranks end with a checkpoint."""
+        for _, process in self._started:
+            if process.poll() is None and process.stdin is not None:
+                try:
+                    process.stdin.write(b"\x03")
+                    process.stdin.flush()
+                except OSError:
+                    continue
+
+    def cancel(self, grace_s: float = 0.0) -> None:
+        """Closes every connection, which ends the remote commands; by force after ``grace_s`` seconds."""
+        self._signal(signal.SIGTERM)
+        until = time.monotonic() + grace_s
+        while time.monotonic() < until and any(process.poll() is None for _, process in self._started):
+            time.sleep(0.02)
+        self._signal(signal.SIGKILL)
+        for _, process in self._started:
+            process.wait(10.0)
+            if process.stdin is not None:
+                process.stdin.close()
+        self._started = []
+
+    def _signal(self, number: int) -> None:
+        for _, process in self._started:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
