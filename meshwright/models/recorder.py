@@ -1,0 +1,199 @@
+"""Records how a module initialises itself, on the meta device, so that any part of any weight can be made later.
+
+Three interceptors stand around the building: a function mode that sends every tensor factory to the meta device, a
+dispatch mode that writes down every operation which creates or changes a meta tensor, and stand-ins for the functions
+of `torch.nn.init` that do nothing on the meta device (`trunc_normal_`, `orthogonal_`, ...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+SILENT_ON_META = ("trunc_normal_", "orthogonal_", "sparse_", "dirac_", "eye_")
+"""Functions of `torch.nn.init` that depend on data and therefore return at once for a meta tensor (torch 2.13)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Where a tensor lies: its storage in the recording, and its view of it."""
+
+    storage: int
+    """Ordinal of the storage."""
+    shape: tuple[int, ...]
+    """Sizes."""
+    stride: tuple[int, ...]
+    """Strides in elements."""
+    offset: int
+    """First element in the storage."""
+    dtype: torch.dtype
+    """Element type."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def is_flat(self) -> bool:
+        """True when the view is a run of neighbouring elements in row-major order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One recorded operation; tensors among its arguments are `TensorRef` (meta) or clones (real)."""
+
+    order: int
+    """Position in the recording."""
+    func: Callable[..., Any]
+    """The operator, or a function of `torch.nn.init`."""
+    args: tuple[Any, ...]
+    """Positional arguments."""
+    kwargs: dict[str, Any]
+    """Keyword arguments; a device is always that of the replay."""
+    writes: tuple[TensorRef, ...]
+    """Arguments that it changes in place."""
+    fresh: tuple[TensorRef | None, ...]
+    """Its outputs, None where an output is no new storage."""
+
+    @property
+    def name(self) -> str:
+        """Bare name of the operator: ``normal_``, ``mul``."""
+        packet = getattr(self.func, "overloadpacket", None)
+        return packet.__name__ if packet is not None else self.func.__name__
+
+
+class Recording(TorchDispatchMode):
+    """The operations on meta tensors while it is entered, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.sizes: dict[int, tuple[int, torch.dtype]] = {}
+        self._ordinals: dict[int, int] = {}
+        self._alive: list[Any] = []
+
+    def ref(self, tensor: torch.Tensor) -> TensorRef:
+        """Returns where a meta tensor lies; a storage seen for the first time gets the next ordinal."""
+        storage = tensor.untyped_storage()
+        ordinal = self._ordinals.get(storage._cdata)
+        if ordinal is None:
+            ordinal = self._ordinals[storage._cdata] = len(self._ordinals)
+            self._alive.append(storage)  # an address must not be used twice while the recording lives
+            self.sizes[ordinal] = (storage.nbytes() // tensor.element_size(), tensor.dtype)
+        return TensorRef(ordinal, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """True when the tensor's storage was made under this recording."""
+        return tensor.is_meta and tensor.untyped_storage()._cdata in self._ordinals
+
+    def add(self, func: Callable[..., Any], args: Any, kwargs: Any, writes: Any, fresh: Any) -> None:
+        """Appends one operation."""
+        stored = tree_map_only(torch.Tensor, self._argument, (tuple(args), dict(kwargs)))
+        self.ops.append(Op(len(self.ops), func, stored[0], stored[1], tuple(writes), tuple(fresh)))
+
+    def _argument(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
+        return self.ref(tensor) if tensor.is_meta else tensor.detach().clone()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation and records it when it made or changed a meta tensor."""
+        kwargs = kwargs or {}
+        written = [
+            value
+            for spec, value in zip(func._schema.arguments, args)
+            if isinstance(value, torch.Tensor) and value.is_meta and spec.alias_info and spec.alias_info.is_write
+        ]
+        out = func(*args, **kwargs)
+        outputs = list(out) if isinstance(out, (tuple, list)) else [out]
+        new = [isinstance(item, torch.Tensor) and item.is_meta and not self.knows(item) for item in outputs]
+        if written or any(new):
+            writes = [self.ref(item) for item in written]
+            fresh = [self.ref(item) if is_new else None for item, is_new in zip(outputs, new)]
+            self.add(func, args, kwargs, writes, fresh)
+        return out
+
+
+class MetaFactories(TorchFunctionMode):
+    """Sends tensor factories without a device to meta; `torch.tensor` keeps its values by way of the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Redirects one call."""
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor, torch.asarray):
+            asked = kwargs.get("device")
+            if asked is None or torch.device(asked).type == "meta":
+                real = func(*args, **(kwargs | {"device": None if asked is None else "cpu"}))
+                # transformers asks the device of an empty tensor whether to skip its own initialisation: it must not.
+                return real if real.numel() == 0 or real.is_meta else real.to("meta")
+        elif func in _device_constructors() and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def record(seed: int) -> Iterator[Recording]:
+    """Builds whatever is built inside on the meta device and yields the growing `Recording`.
+
+    Args:
+        seed: seeds the CPU generator for values that initialisation computes on real CPU tensors, so that every rank
+            sees the same ones; the generator's state is put back afterwards.
+    """
+    recording = Recording()
+    state = torch.random.get_rng_state()
+    with _stand_ins(recording), MetaFactories(), recording:
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield recording
+        finally:
+            torch.random.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _stand_ins(recording: Recording) -> Iterator[None]:
+    """Replaces the `SILENT_ON_META` functions wherever they were imported to, and puts them back."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    for name in SILENT_ON_META:
+        original = getattr(nn.init, name)
+        stand_in = _stand_in(recording, original)
+        for module in list(sys.modules.values()):
+            space = getattr(module, "__dict__", {})
+            tables = [space, table] if isinstance(table := space.get("TORCH_INIT_FUNCTIONS"), dict) else [space]
+            for target in tables:
+                if target.get(name) is original:
+                    undo.append((target, name, original))
+                    target[name] = stand_in
+    try:
+        yield
+    finally:
+        for target, name, original in undo:
+            target[name] = original
+
+
+def _stand_in(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not tensor.is_meta:
+            return original(tensor, *args, **kwargs)
+        if tensor.numel():
+            recording.add(original, (tensor, *args), kwargs, [recording.ref(tensor)], [])
+        return tensor
+
+    return initialise
