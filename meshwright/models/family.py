@@ -32,7 +32,7 @@ DROPOUTS = (
 
 _PLAIN_FFN = ("n_inner", "ffn_dim", "decoder_ffn_dim")
 _EXPERT_FFN = ("moe_intermediate_size", "expert_ffn_hidden_size")
-_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
 
 
@@ -146,7 +146,7 @@ def _values(
         values |= {"query_pre_attn_scalar": width // heads} if "query_pre_attn_scalar" in known else {}
     if preset or config.experts:
         values |= {name: (config.ffn or gated // 2) for name in _EXPERT_FFN if name in known}
-        values |= {name: min(2, sizes["experts"] or 2) for name in _ACTIVE if name in known}
+        values |= {name: min(2, sizes["experts"] or 2) for name in ACTIVE_EXPERTS if name in known}
     return values
 
 

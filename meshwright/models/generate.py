@@ -1,0 +1,87 @@
+"""Text from a model: sampling, token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.models.anatomy import Anatomy
+from meshwright.models.forward import model_forward
+
+
+def generate_tokens(
+    module: nn.Module,
+    anatomy: Anatomy,
+    prompt: list[int],
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    stop: int | None = None,
+) -> list[int]:
+    """Samples a continuation.
+
+    A transformers model that can generate keeps its cache; any other model reads the last tokens anew for each token.
+    The draws come from one CPU generator, so a seed gives the same text on any device with the same logits.
+
+    Args:
+        module: the model, whole on this rank; put into eval mode for the time.
+        anatomy: its parts.
+        prompt: token ids, at least one.
+        max_tokens: number of tokens to add.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest only; None from all.
+        seed: of the draws.
+        stop: token that ends the text; it is not returned.
+
+    Returns:
+        The added token ids.
+
+    Raises:
+        ConfigError: for an empty prompt or a negative temperature.
+    """
+    if not prompt:
+        raise ConfigError("the prompt holds no token; give at least one character")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ConfigError(f"temperature = {temperature} and top_k = {top_k}; they must be >= 0 and >= 1")
+    device = next(module.parameters()).device
+    limit = anatomy.positions or anatomy.context
+    generator = torch.Generator().manual_seed(seed)
+    tokens, training = list(prompt), module.training
+    cached = _cached(module, anatomy) and (limit is None or len(prompt) + max_tokens <= limit)
+    cache = None
+    module.eval()
+    try:
+        with torch.no_grad():
+            for step in range(max_tokens):
+                if cached:
+                    new = torch.tensor([tokens if step == 0 else tokens[-1:]], device=device)
+                    output = module(input_ids=new, past_key_values=cache, use_cache=True)
+                    cache, logits = output.past_key_values, output.logits
+                else:
+                    window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
+                    logits = model_forward(module, anatomy, window)
+                token = _pick(logits[0, -1], temperature, top_k, generator)
+                if token == stop:
+                    break
+                tokens.append(token)
+    finally:
+        module.train(training)
+    return tokens[len(prompt) :]
+
+
+def _cached(module: nn.Module, anatomy: Anatomy) -> bool:
+    """True when forward takes and gives the key-value cache of attention."""
+    return anatomy.transformers and {"past_key_values", "use_cache"} <= anatomy.arguments
+
+
+def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """Draws one token from logits (V,)."""
+    values = logits.double().cpu()
+    if temperature == 0:
+        return int(values.argmax())
+    if top_k is not None and top_k < values.numel():
+        values = values.masked_fill(values < values.topk(top_k).values[-1], float("-inf"))
+    return int(torch.multinomial((values / temperature).softmax(0), 1, generator=generator))

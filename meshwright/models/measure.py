@@ -1,0 +1,71 @@
+"""Counts a model into a `ModelShape`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from meshwright.models.build import BuiltModel
+from meshwright.models.family import ACTIVE_EXPERTS, SYNONYMS
+from meshwright.shape import ModelShape
+
+_EXPERT = re.compile(r"(^|\.)(experts?|expert_\w+)(\.|$)")
+
+
+def measure_shape(built: BuiltModel) -> ModelShape:
+    """Counts parameters by part, on meta: nothing is computed.
+
+    Args:
+        built: from `build_meta`.
+
+    Returns:
+        The sizes. Heads come from the transformers config; a module without one counts as one head as wide as the
+        residual stream in every block, which gives the same attention FLOPs as any number of heads of its width.
+    """
+    module, anatomy = built.module, built.anatomy
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    layers = tuple(_below(sizes, name) for name in anatomy.layers)
+    embedding = sum(_below(sizes, name) for name in (anatomy.embedding, anatomy.position_embedding) if name)
+    head = _below(sizes, anatomy.head) if anatomy.head else 0
+    total = sum(sizes.values())
+    text = built.hf_config.get_text_config(decoder=True) if built.hf_config is not None else None
+    experts, active = _config(text, *SYNONYMS["experts"]), _config(text, *ACTIVE_EXPERTS)
+    width = anatomy.width or 0
+    heads = _config(text, *SYNONYMS["heads"]) if text is not None else 1
+    head_size = _config(text, "head_dim") or (width // heads if heads else 0)
+    return ModelShape(
+        name=built.config.name,
+        parameters=total,
+        layer_parameters=layers,
+        embedding_parameters=embedding,
+        head_parameters=head,
+        other_parameters=total - sum(layers) - embedding - head,
+        matmul_parameters=_matmul(module, anatomy, active / experts if experts and active else 1.0),
+        layers=len(layers),
+        width=width,
+        heads=heads,
+        head_size=head_size,
+        vocab=anatomy.vocab or 0,
+        experts=experts,
+        active_experts=active if experts else 0,
+    )
+
+
+def _below(sizes: dict[str, int], path: str) -> int:
+    return sum(size for name, size in sizes.items() if name.startswith(f"{path}."))
+
+
+def _config(text: Any, *keys: str) -> int:
+    return next((found for key in keys if isinstance(found := getattr(text, key, None), int)), 0)
+
+
+def _matmul(module: nn.Module, anatomy: Any, share: float) -> int:
+    """Weights of two or more dims outside the embedding tables; of experts only the share that a token visits."""
+    tables = tuple(f"{name}." for name in (anatomy.embedding, anatomy.position_embedding) if name)
+    count = 0.0
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.ndim >= 2 and not name.startswith(tables):
+            count += parameter.numel() * (share if _EXPERT.search(name) else 1.0)
+    return round(count)

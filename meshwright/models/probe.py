@@ -1,0 +1,55 @@
+"""Small clones that answer what a signature can't: does this architecture keep the documents of a row apart?"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.errors import ConfigError
+from meshwright.models.build import BuiltModel, build_meta, shrink, use_float64
+from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import materialise
+from meshwright.models.forward import model_forward
+
+_VOCAB, _ROW, _WALL = 64, 24, 11
+
+
+def check_documents(built: BuiltModel) -> None:
+    """Refuses document masks for a model in which they don't hold.
+
+    A clone of two narrow layers (for a function: nothing is run, its forward must take ``position_ids``) reads two
+    documents in a row; when the first is changed, the logits of the second must not move.
+
+    Raises:
+        ConfigError: saying why and to set ``data.mask_documents = false``.
+    """
+    if not built.anatomy.takes_positions:
+        raise ConfigError(_refusal(built.config.name, "its forward takes no position_ids"))
+    if built.config.kind == "function":
+        return
+    moved = document_leak(built.config)
+    if moved > 1e-9:
+        raise ConfigError(_refusal(built.config.name, f"the second document's logits move by {moved:.1e} with the first"))
+
+
+def document_leak(config: ModelConfig) -> float:
+    """Returns by how much the logits of a second document move when the first changes, in float64 on a small clone.
+
+    Args:
+        config: a model type or directory.
+    """
+    built = build_meta(shrink(config), _VOCAB, 2 * _ROW)
+    use_float64(built.module)
+    module = materialise(built.module.double(), built.recipe, config.seed).eval()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(_VOCAB, (2, _ROW), generator=generator)
+    other = tokens.clone()
+    other[:, :_WALL] = (other[:, :_WALL] + 7) % _VOCAB
+    row = torch.cat([torch.arange(_WALL), torch.arange(_ROW - _WALL)])
+    positions = torch.stack([row, row])
+    with torch.no_grad():
+        first, second = (model_forward(module, built.anatomy, rows, positions, True) for rows in (tokens, other))
+    return float((first - second)[:, _WALL:].abs().max())
+
+
+def _refusal(name: str, reason: str) -> str:
+    return f"the model '{name}' can't keep the documents of a row apart: {reason}; set data.mask_documents = false"
