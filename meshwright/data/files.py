@@ -92,7 +92,11 @@ def lone_writer(path: Path, wait_s: float) -> Iterator[None]:
     Raises:
         DataError: when another process held the lock all that time.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise DataError(f"cannot write under {path.parent}: {error.strerror}; set data.cache to a directory") from None
     limit = time.monotonic() + wait_s
     with open(path, "wb") as file:
         while True:

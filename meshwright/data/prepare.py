@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,16 +194,24 @@ def _progress(stage: str, done: int, total: int, tokens: int = 0) -> Progress:
     return Progress(stage=stage, done_bytes=done, total_bytes=total, tokens=tokens)
 
 
-def _run(job: _Job, stage: str, todo: Iterator[dict[str, Any]], total: int, done: int = 0) -> None:
-    tokens = 0
+def _run(job: _Job, stage: str, todo: Iterable[dict[str, Any]], total: int) -> None:
+    """Does the tasks of a stage, but for those that an earlier call finished."""
+    done = tokens = 0
 
     def count(counts: dict[str, Any]) -> None:
         nonlocal done, tokens
         done, tokens = done + counts["bytes"], tokens + counts.get("tokens", 0)
         job.report(_progress(stage, done, total, tokens))
 
-    job.report(_progress(stage, done, total))
-    job.pool.run(todo, count)
+    def unfinished() -> Iterator[dict[str, Any]]:
+        for task in todo:
+            if tasks.finished(task):
+                count({"bytes": task["bytes"]})
+            else:
+                yield task
+
+    job.report(_progress(stage, 0, total))
+    job.pool.run(unfinished(), count)
 
 
 def _read(job: _Job) -> int:
@@ -228,20 +236,21 @@ def _read(job: _Job) -> int:
             "characters": job.config.tokenizer == "chars",
         }
         for number, group in enumerate(groups)
-        if not tasks.shard_index(job.beside, number).exists()
     ]
-    total = sum(source.size for source in job.sources)
-    _run(job, "read", iter(todo), total, total - sum(task["bytes"] for task in todo))
+    _run(job, "read", todo, sum(source.size for source in job.sources))
     return len(groups)
 
 
 def _load_documents(job: _Job, shards: int) -> NDArray[np.void]:
-    rows = [np.load(tasks.shard_index(job.beside, shard)) for shard in range(shards)]
-    documents = np.concatenate(rows)
+    documents = np.concatenate([_shard_documents(job, shard) for shard in range(shards)])
     if not len(documents):
         names = ", ".join(source.path for source in job.sources[:3])
         raise DataError(f"the corpus is empty: no text in {len(job.sources)} file(s) ({names}); give --data other text")
     return documents
+
+
+def _shard_documents(job: _Job, shard: int) -> NDArray[np.void]:
+    return np.fromfile(tasks.shard_index(job.beside, shard), dtype=selection.DOCUMENT)
 
 
 def _split(job: _Job, documents: NDArray[np.void], kept: NDArray[np.bool_]) -> dict[str, list[Piece]]:
@@ -265,11 +274,11 @@ def _split(job: _Job, documents: NDArray[np.void], kept: NDArray[np.bool_]) -> d
 def _pieces(job: _Job, documents: NDArray[np.void]) -> list[Piece]:
     pieces: list[Piece] = []
     shard = start = 0
-    left = len(np.load(tasks.shard_index(job.beside, 0), mmap_mode="r"))
+    left = len(_shard_documents(job, 0))
     for size in documents["bytes"].tolist():
         while left == 0:
             shard, start = shard + 1, 0
-            left = len(np.load(tasks.shard_index(job.beside, shard), mmap_mode="r"))
+            left = len(_shard_documents(job, shard))
         pieces.append(Piece(shard=shard, start=start, stop=start + size, ends=True))
         start, left = start + size, left - 1
     return pieces
@@ -297,7 +306,7 @@ def _make_tokenizer(job: _Job, shards: int, documents: NDArray[np.void], train: 
     if job.config.tokenizer == "bpe":
         sample, size = _sample(documents, train, job)
         task = {"kind": "train", "directory": str(job.beside), "vocab_size": job.config.vocab_size, "bytes": size}
-        _run(job, "train", iter([task | {"pieces": sample}]), size)
+        _run(job, "train", [task | {"pieces": sample}], size)
         return
     if job.config.tokenizer == "chars":
         files = (tasks.shard_characters(job.beside, shard).read_text(encoding="utf-8") for shard in range(shards))
@@ -335,7 +344,7 @@ def _encode(
         for name, pieces in splits.items():
             first = number
             for unit in _units(job.beside, pieces, size, cutting):
-                task = {
+                yield {
                     "kind": "encode",
                     "directory": str(job.beside),
                     "unit": number,
@@ -344,9 +353,8 @@ def _encode(
                     "dtype": dtype,
                     "eos": eos,
                     "characters": job.config.tokenizer == "chars",
+                    "literal": job.config.tokenizer == "bpe",
                 }
-                if not tasks.unit_file(job.beside, number).exists():
-                    yield task
                 number += 1
             units[name] = number - first
 

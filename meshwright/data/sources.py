@@ -7,7 +7,6 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import DataError
@@ -25,7 +24,7 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
 }
 _PACKED = (".gz", ".zst")
-_NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_NOT_OURS = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +79,10 @@ def _expand(path: str) -> list[str]:
     raise DataError(f"no such file: {path} (looked from {os.getcwd()}); check the path given to --data")
 
 
-def _walk(directory: str) -> Iterator[str]:
+def _walk(directory: str, passed: frozenset[str] = frozenset()) -> Iterator[str]:
     for here, folders, files in os.walk(directory):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        kept = (name for name in folders if name != "__pycache__" and name not in passed)
+        folders[:] = sorted(name for name in kept if not name.startswith("."))
         for name in sorted(files):
             if not name.startswith("."):
                 yield os.path.join(here, name)
@@ -106,11 +106,7 @@ def _source(path: str, kind: Kind) -> Source:
 
 def _interpreter_sources() -> list[Source]:
     root = sysconfig.get_paths()["stdlib"]
-    found = [
-        _source(file, "python")
-        for file in _walk(root)
-        if file.endswith(".py") and not _NOT_OURS.intersection(Path(file).relative_to(root).parts)
-    ]
+    found = [_source(file, "python") for file in _walk(root, _NOT_OURS) if file.endswith(".py")]
     if not found:
         raise DataError(f"no Python source text under {root}; this interpreter ships without it: give --data PATH")
     return found

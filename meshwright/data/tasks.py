@@ -44,6 +44,16 @@ def perform(task: dict[str, Any], batched: bool) -> dict[str, Any]:
     return _encode(task, directory, batched)
 
 
+def finished(task: dict[str, Any]) -> bool:
+    """Whether a task's last file is there, which it is only when the task was done to its end."""
+    directory = Path(task["directory"])
+    if task["kind"] == "read":
+        return shard_index(directory, task["shard"]).exists()
+    if task["kind"] == "train":
+        return (directory / "tokenizer.json").exists()
+    return unit_file(directory, task["unit"]).exists()
+
+
 def shard_text(directory: Path, shard: int) -> Path:
     """Returns the file that holds the documents of a shard one after the other, as UTF-8."""
     return directory / f"read-{shard:05d}.text"
@@ -51,7 +61,7 @@ def shard_text(directory: Path, shard: int) -> Path:
 
 def shard_index(directory: Path, shard: int) -> Path:
     """Returns the file of a shard's `DOCUMENT` rows; it is written last, so it says that the shard is whole."""
-    return directory / f"read-{shard:05d}.npy"
+    return directory / f"read-{shard:05d}.index"
 
 
 def shard_characters(directory: Path, shard: int) -> Path:
@@ -97,7 +107,7 @@ def _read(task: dict[str, Any], directory: Path) -> dict[str, Any]:
         with whole_file(shard_characters(directory, task["shard"])) as file:
             file.write("".join(sorted(characters)).encode("utf-8"))
     with whole_file(shard_index(directory, task["shard"])) as file:
-        np.save(file, np.array(rows, dtype=DOCUMENT))
+        file.write(np.array(rows, dtype=DOCUMENT).tobytes())
     return {"documents": len(rows), "bytes": task["bytes"]}
 
 
@@ -123,7 +133,7 @@ def _encode(task: dict[str, Any], directory: Path, batched: bool) -> dict[str, A
     if task["characters"]:
         encoded = _characters(directory, pieces, task["dtype"])
     else:
-        encoded = _subwords(directory, pieces, task["dtype"], batched)
+        encoded = _subwords(_load(directory, task["literal"]), directory, pieces, task["dtype"], batched)
     for piece, tokens in zip(pieces, encoded, strict=True):
         parts.append(tokens)
         if piece.ends:
@@ -144,19 +154,20 @@ def _pieces(task: dict[str, Any]) -> list[Piece]:
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(path: str, mtime_ns: int) -> Tokenizer:
-    return Tokenizer.from_file(path)
+def _tokenizer(path: str, mtime_ns: int, literal: bool) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.encode_special_tokens = literal  # "<|endoftext|>" written in a text must not end a document
+    return tokenizer
 
 
-def _load(directory: Path) -> Tokenizer:
+def _load(directory: Path, literal: bool = False) -> Tokenizer:
     path = directory / "tokenizer.json"
-    return _tokenizer(str(path), path.stat().st_mtime_ns)
+    return _tokenizer(str(path), path.stat().st_mtime_ns, literal)
 
 
 def _subwords(
-    directory: Path, pieces: Iterable[Piece], dtype: str, batched: bool
+    tokenizer: Tokenizer, directory: Path, pieces: Iterable[Piece], dtype: str, batched: bool
 ) -> Iterator[NDArray[np.unsignedinteger]]:
-    tokenizer = _load(directory)
     if not batched:
         for piece in pieces:
             yield np.array(tokenizer.encode(read_piece(directory, piece), add_special_tokens=False).ids, dtype=dtype)

@@ -80,7 +80,7 @@ def given_tokenizer(name: str) -> TokenizerFiles:
         settings = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
     except Exception as error:  # tokenizers raises bare Exception, transformers anything
         raise DataError(
-            f"data.tokenizer = {name!r} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}); "
+            f"data.tokenizer = {name!r} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
             "give 'bpe', 'chars', a directory with tokenizer.json, or a tokenizer.json"
         ) from error
     return _without_padding(tokenizer, settings)
