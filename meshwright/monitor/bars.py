@@ -14,7 +14,7 @@ def stacked_bars(rows: Sequence[tuple[str, Mapping[str, float]]], title: str, te
     longest = max((sum(parts.values()) for _, parts in rows), default=0.0)
     if not longest > 0:
         return f'<figure><p class="none">No values for {escape(title)}.</p></figure>'
-    drawn, left, width = [], 132.0, 500.0
+    drawn, left, width = [], 150.0, 790.0
     for place, (label, parts) in enumerate(rows):
         y, x, total = 8 + 34 * place, left, sum(parts.values())
         drawn.append(f'<text class="label" x="{left - 8}" y="{y + 16}" text-anchor="end">{escape(label)}</text>')
@@ -29,7 +29,7 @@ def stacked_bars(rows: Sequence[tuple[str, Mapping[str, float]]], title: str, te
             x += size
         drawn.append(f'<text class="tick" x="{x + 7:.1f}" y="{y + 16}">{text(total)}</text>')
     keys = [(names.index(name), name) for name in names]
-    return f"<figure>{legend(title, keys)}{svg(720, 14 + 34 * len(rows), title, ''.join(drawn))}</figure>"
+    return f"<figure>{legend(title, keys)}{svg(1046, 14 + 34 * len(rows), title, ''.join(drawn))}</figure>"
 
 
 def paired_bars(
@@ -40,7 +40,7 @@ def paired_bars(
     longest = max((value for row in rows for value in row[1:] if value is not None), default=0.0)
     if not longest > 0:
         return f'<figure><p class="none">No values for {escape(title)}.</p></figure>'
-    drawn, left, width = [], 132.0, 480.0
+    drawn, left, width = [], 150.0, 740.0
     for place, (label, *values) in enumerate(rows):
         top = 6 + 40 * place
         drawn.append(f'<text class="label" x="{left - 8}" y="{top + 19}" text-anchor="end">{escape(label)}</text>')
@@ -50,16 +50,16 @@ def paired_bars(
             shown = text(value) if value is not None else f"not {names[which]}"
             drawn.append(f'<text class="tick" x="{left + size + 7:.1f}" y="{y + 10}">{escape(shown)}</text>')
     keys = [(5, names[0]), (0, names[1])]
-    return f"<figure>{legend(title, keys)}{svg(720, 8 + 40 * len(rows), title, ''.join(drawn))}</figure>"
+    return f"<figure>{legend(title, keys)}{svg(1046, 8 + 40 * len(rows), title, ''.join(drawn))}</figure>"
 
 
 def bars(rows: Sequence[tuple[str, float]], title: str, text: Callable[[float], str]) -> str:
     """Draws one bar a row; the first row, which is ours, in the first colour and the others in grey."""
     longest = max((value for _, value in rows), default=0.0) or 1.0
-    drawn, left, width = [], 132.0, 480.0
+    drawn, left, width = [], 150.0, 740.0
     for place, (label, value) in enumerate(rows):
         y, size = 4 + 28 * place, value / longest * width
         drawn.append(f'<text class="label" x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(label)}</text>')
         drawn.append(f'<rect class="f{5 if place else 0}" x="{left}" y="{y}" width="{size:.1f}" height="20"/>')
         drawn.append(f'<text class="tick" x="{left + size + 7:.1f}" y="{y + 14}">{text(value)}</text>')
-    return f"<figure>{legend(title, [])}{svg(720, 6 + 28 * len(rows), title, ''.join(drawn))}</figure>"
+    return f"<figure>{legend(title, [])}{svg(1046, 6 + 28 * len(rows), title, ''.join(drawn))}</figure>"

@@ -46,10 +46,10 @@ class _Frame:
     x1: float
     y0: float
     y1: float
+    right: float
     left: float = 62.0
-    right: float = 704.0
-    top: float = 16.0
-    bottom: float = 226.0
+    top: float = 18.0
+    bottom: float = 236.0
 
     def at_x(self, value: float) -> float:
         return self.left + (value - self.x0) / (self.x1 - self.x0) * (self.right - self.left)
@@ -58,7 +58,7 @@ class _Frame:
         return self.bottom - (value - self.y0) / (self.y1 - self.y0) * (self.bottom - self.top)
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
+def ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Returns about ``count`` round values from low to high: multiples of 1, 2 or 5 times a power of ten."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
@@ -74,8 +74,8 @@ def tick_text(value: float, step: float) -> str:
     if value == 0:
         return "0"
     size = max(abs(value), abs(step))
-    if size < 1e-3:
-        mantissa, _, exponent = f"{value:.1e}".partition("e")
+    if size < 1e-2:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     for scale, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= scale:
@@ -95,6 +95,7 @@ def line_chart(
     marks: Sequence[Mark] = (),
     skipped: Sequence[float] = (),
     from_zero: bool = False,
+    width: int = 520,
 ) -> str:
     """Draws curves over steps.
 
@@ -105,31 +106,32 @@ def line_chart(
         marks: vertical lines.
         skipped: steps marked by a small triangle at the lower edge.
         from_zero: whether the y axis begins at zero.
+        width: width of the drawing in CSS pixels.
 
     Returns:
-        An ``<figure>`` with legend and SVG, or a sentence when there is nothing to draw.
+        A ``<figure>`` with legend and SVG, or a sentence when there is nothing to draw.
     """
     drawn = [one for one in series if any(math.isfinite(value) for value in one.y)]
     if not drawn:
         return f'<figure><p class="none">No values for {escape(title)}.</p></figure>'
-    frame, above = _frame(drawn, from_zero)
+    frame, above = _frame(drawn, from_zero, width)
     parts = [_axes(frame, "step", y_label)]
     parts += [_mark(frame, mark) for mark in marks if frame.x0 <= mark.x <= frame.x1]
     parts += [_triangle(frame, x) for x in skipped if frame.x0 <= x <= frame.x1]
     body = "".join(_curve(frame, one) for one in drawn)
     clip = f"clip{zlib.crc32(title.encode())}"
-    inside = f'x="{frame.left}" y="{frame.top - 4}" width="{frame.right - frame.left}" '
+    inside = f'x="{frame.left}" y="{frame.top - 4}" width="{frame.right - frame.left + 4}" '
     inside += f'height="{frame.bottom - frame.top + 8}"'
     parts.append(f'<clipPath id="{clip}"><rect {inside}/></clipPath><g clip-path="url(#{clip})">{body}</g>')
     if above:
         note = f"{above} value{'s' if above > 1 else ''} above the frame"
         parts.append(f'<text class="note" x="{frame.right}" y="{frame.top - 5}" text-anchor="end">{note}</text>')
-    keys = [(one.colour, one.label) for one in drawn]
+    keys = [(one.colour, one.label) for one in drawn] if len(drawn) > 1 else []
     extra = f'<span class="tri">▲</span> skipped step ({len(skipped)})' if skipped else ""
-    return f"<figure>{legend(title, keys, extra)}{svg(720, 270, title, ''.join(parts))}</figure>"
+    return f"<figure>{legend(title, keys, extra)}{svg(width, 282, title, ''.join(parts))}</figure>"
 
 
-def _frame(series: Sequence[Series], from_zero: bool) -> tuple[_Frame, int]:
+def _frame(series: Sequence[Series], from_zero: bool, width: int) -> tuple[_Frame, int]:
     """Returns the frame and how many values lie above it: single spikes must not flatten the whole curve."""
     values = sorted(value for one in series for value in one.y if math.isfinite(value))
     steps = [x for one in series for x in one.x]
@@ -140,7 +142,8 @@ def _frame(series: Sequence[Series], from_zero: bool) -> tuple[_Frame, int]:
     low = min(0.0, values[0]) if from_zero else values[0]
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     x0, x1 = min(steps), max(steps)
-    frame = _Frame(x0, x1 if x1 > x0 else x0 + 1, low if from_zero else low - room, high + room)
+    bottom = low if from_zero else low - room
+    frame = _Frame(x0, x1 if x1 > x0 else x0 + 1, bottom, high + room, right=width - 16.0)
     return frame, sum(value > frame.y1 for value in values)
 
 
@@ -153,7 +156,7 @@ def _axes(frame: _Frame, x_label: str, y_label: str) -> str:
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         text = tick_text(value, step)
         parts.append(f'<text class="tick" x="{frame.left - 7}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
-    whole = [value for value in ticks(frame.x0, frame.x1, 8) if value == int(value)]
+    whole = [value for value in ticks(frame.x0, frame.x1, 6 if frame.right < 600 else 11) if value == int(value)]
     step = whole[1] - whole[0] if len(whole) > 1 else 1.0
     for value in whole:
         x, text = frame.at_x(value), tick_text(value, step)
@@ -161,7 +164,7 @@ def _axes(frame: _Frame, x_label: str, y_label: str) -> str:
         parts.append(f'<text class="tick" x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{text}</text>')
     parts.append(f'<line class="axis" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>')
     middle, centre = (frame.left + frame.right) / 2, (frame.top + frame.bottom) / 2
-    parts.append(f'<text class="label" x="{middle}" y="262" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(f'<text class="label" x="{middle}" y="274" text-anchor="middle">{escape(x_label)}</text>')
     turn = f'transform="rotate(-90 14 {centre})"'
     parts.append(f'<text class="label" x="14" y="{centre}" text-anchor="middle" {turn}>{escape(y_label)}</text>')
     return "".join(parts)
@@ -184,7 +187,8 @@ def _triangle(frame: _Frame, step: float) -> str:
 def _curve(frame: _Frame, one: Series) -> str:
     colour = f"s{one.colour % COLOURS}"
     if one.smooth and len(one.y) >= 30:
-        mean = smoothed(one.y)
+        # A spike counts as the frame's edge, or it would lift the mean over its whole window.
+        mean = smoothed([min(value, frame.y1) if math.isfinite(value) else math.nan for value in one.y])
         raw = f'<path class="raw {colour}" d="{_path(frame, *envelope(one.x, one.y))}"/>'
         return raw + f'<path class="line {colour}" d="{_path(frame, *thinned(one.x, mean))}"/>'
     path = f'<path class="line {colour}" d="{_path(frame, *envelope(one.x, one.y))}"/>'
@@ -257,5 +261,6 @@ def legend(title: str, entries: Sequence[tuple[int, str]], extra: str = "") -> s
 
 
 def svg(width: int, height: int, title: str, body: str) -> str:
-    """Returns the drawing around its parts; it scales to the width it is given."""
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{body}</svg>'
+    """Returns the drawing around its parts; it shrinks where the page is narrower."""
+    head = f'viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{escape(title)}"'
+    return f"<svg {head}>{body}</svg>"

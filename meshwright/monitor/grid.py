@@ -31,7 +31,7 @@ def layout_grid(run: RunFiles) -> str:
     shown = min(layout.world, _MOST_RANKS)
     seen = {event.get("rank"): event for event in run.of_kind("rank_started")}
     tall = 26 + 15 * (len(shape) + bool(seen))
-    wide = min(150.0, 660.0 / columns)
+    wide = min(190.0, 990.0 / columns)
     cells = []
     for rank in range(shown):
         row, column = divmod(rank, columns)
@@ -46,7 +46,7 @@ def layout_grid(run: RunFiles) -> str:
         cells.append(f'<text class="label" x="30" y="{middle:.0f}" text-anchor="middle" {turn}>{escape(words)}</text>')
     title = f"{layout.world} rank{'s' if layout.world > 1 else ''}"
     rest = escape(f"the first {shown} are drawn") if shown < layout.world else ""
-    figure = f"<figure>{legend(title, [], rest)}{svg(720, int(34 + rows * tall), title, ''.join(cells))}</figure>"
+    figure = f"<figure>{legend(title, [], rest)}{svg(1046, int(34 + rows * tall), title, ''.join(cells))}</figure>"
     return f"<p><b>{escape(str(layout))}</b></p>{figure}"
 
 

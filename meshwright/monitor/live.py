@@ -136,7 +136,7 @@ def _progress(course: Course, elapsed_s: float) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True)
     times = format_seconds(elapsed_s) + (f", {format_seconds(eta)} to go" if eta is not None else "")
-    bar = ProgressBar(total=max(1, course.header.steps), completed=done)
+    bar = ProgressBar(total=max(1, course.header.steps), completed=done, complete_style="cyan", finished_style="green")
     grid.add_row(Text(f"step {done}/{course.header.steps}", style="bold"), bar, Text(times))
     return grid
 
@@ -164,8 +164,9 @@ def _curve(losses: Sequence[float]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    lines = braille(losses, 60, 5)
-    finite = [loss for loss in losses if loss == loss and abs(loss) != float("inf")] or [0.0]
+    points = condensed(losses, 120)
+    lines = braille(points, 60, 5)
+    finite = [point for point in points if abs(point) < float("inf")] or [0.0]
     grid = Table.grid(padding=(0, 1))
     for row, line in enumerate(lines):
         edge = {0: f"{max(finite):.3f}", len(lines) - 1: f"{min(finite):.3f}"}.get(row, "")
@@ -179,7 +180,7 @@ def _parts(last: StepRecord) -> list[RenderableType]:
     total = sum(last.parts.values())
     rows: list[RenderableType] = []
     if total > 0:
-        bar, legend = Text("time    "), Text("        ")
+        bar, legend = Text.assemble(("time    ", "dim")), Text("        ")
         for place, (name, seconds) in enumerate(last.parts.items()):
             colour = _COLOURS[place % len(_COLOURS)]
             bar.append("█" * round(60 * seconds / total), style=colour)
@@ -188,7 +189,7 @@ def _parts(last: StepRecord) -> list[RenderableType]:
         rows += [bar, legend]
     if last.memory:
         sizes = "  ".join(f"{name} {format_bytes(size)}" for name, size in last.memory.items())
-        rows += [Text.assemble("memory  ", sizes), Text("")]
+        rows += [Text.assemble(("memory  ", "dim"), sizes), Text("")]
     return rows
 
 
@@ -200,9 +201,7 @@ def braille(values: Sequence[float], width: int, height: int) -> list[str]:
         width: characters a line; each has two columns of dots.
         height: lines; each has four rows of dots.
     """
-    columns = min(2 * width, len(values))
-    buckets = [values[len(values) * at // columns : len(values) * (at + 1) // columns] for at in range(columns)]
-    points = [sum(bucket) / len(bucket) for bucket in buckets]
+    points = condensed(values, 2 * width)
     finite = [point for point in points if abs(point) < float("inf")]
     cells = [[0x2800] * width for _ in range(height)]
     if finite:
@@ -212,3 +211,10 @@ def braille(values: Sequence[float], width: int, height: int) -> list[str]:
                 down = round((4 * height - 1) * (1 - (point - low) / span))
                 cells[down // 4][column // 2] |= _DOTS[column % 2][down % 4]
     return ["".join(map(chr, line)) for line in cells]
+
+
+def condensed(values: Sequence[float], most: int) -> list[float]:
+    """Returns at most ``most`` values, each the mean of as many neighbours."""
+    count = min(most, len(values))
+    spans = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
+    return [sum(span) / len(span) for span in spans]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -61,13 +62,13 @@ class Monitor:
         """Records and shows one step."""
         self._lines.step(record)
         for sink in list(self._shows):
-            self._guard(sink, lambda sink=sink: sink.step(record))
+            self._guard(sink, partial(sink.step, record))
 
     def event(self, event: Event) -> None:
         """Records and shows one event."""
         self._lines.event(event)
         for sink in list(self._shows):
-            self._guard(sink, lambda sink=sink: sink.event(event))
+            self._guard(sink, partial(sink.event, event))
 
     def close(self) -> None:
         """Gives the terminal back, says which parts drifted from the plan, and writes the report; closes the files.

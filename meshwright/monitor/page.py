@@ -16,13 +16,14 @@ body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Liberation Sans",s
 h1{font-size:26px;line-height:1.25;margin:0 0 2px;overflow-wrap:anywhere}
 h2{font-size:18px;margin:40px 0 12px;padding-bottom:5px;border-bottom:1px solid var(--line)}
 h3{font-size:15px;margin:22px 0 6px}
-p{margin:6px 0 10px;max-width:80ch}.sub,.none,.small{color:var(--soft)}.small{font-size:13px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:18px 0}
+p{margin:6px 0 10px;max-width:80ch}p.sub{max-width:none}.sub,.none,.small{color:var(--soft)}.small{font-size:13px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(240px,1fr));gap:10px;margin:18px 0}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:9px 13px}
 .tile span{display:block;font-size:12.5px;color:var(--soft)}
 .tile b{font-size:20px;font-weight:600;font-variant-numeric:tabular-nums}
 .tile small{color:var(--soft);display:block;font-size:12px}
 .two{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:14px}
+.two figure{margin:0}
 @media(max-width:520px){.two{grid-template-columns:1fr}}
 figure{margin:0 0 14px;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 12px 6px;
  min-width:0}
@@ -37,7 +38,7 @@ svg .cell{fill:var(--page);stroke:var(--line)}svg .rank{font-size:12.5px;font-we
 svg .halo{paint-order:stroke;stroke:var(--card);stroke-width:3px}
 .grid{stroke:var(--line);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}
 .mark{stroke:var(--soft);stroke-width:1;stroke-dasharray:4 3}.skip{fill:var(--bad)}
-.line{fill:none;stroke-width:1.8;stroke-linejoin:round}.raw{fill:none;stroke-width:1;opacity:.32}
+.line{fill:none;stroke-width:1.8;stroke-linejoin:round}.raw{fill:none;stroke-width:1;opacity:.28}
 .dot{stroke:var(--card);stroke-width:1}
 table{border-collapse:collapse;font-size:13.5px;width:100%}
 .wide{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:8px;margin:0 0 14px}

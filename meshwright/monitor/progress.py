@@ -1,6 +1,6 @@
 """Where every rank stands and what it waits for: one small memory-mapped file, a fixed record for each rank.
 
-A rank stamps its record at every change of phase, which costs under a microsecond or two and no system call, so the
+A rank stamps its record at every change of phase, which costs about a third of a microsecond and no system call; the
 stamps outlive a killed or hanging rank. Readers on the same host see them at once. Times are CLOCK_MONOTONIC, which all
 processes of a host share: ranks of several hosts need a file each.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import RankError
 
@@ -23,12 +24,14 @@ PHASES = (
 )  # fmt: skip
 """Phases by code; new ones go to the end."""
 
-# version, pid, generation, micro-batch, step, time, phase, waits for, version: 128 bytes, two cache lines, so that two
-# ranks never write to one. The version stands at both ends: a reader that sees two different ones, or the zeros that
-# packing starts with, reads again.
-_RECORD = struct.Struct("<IiiiqdB91sI")
+# Version, pid, generation, micro-batch, step, time, phase, waits for, version: 128 bytes. Each rank has two such slots
+# and writes them in turn, so that a rank killed within a stamp leaves the one before. Packing stores the first version
+# first and the last one last; a reader takes the last, then the slot, then the first, and trusts it when they agree.
+_SLOT = struct.Struct("<IiiiqdB91sI")
+_VERSION = struct.Struct("<I")
+_RANK_BYTES = 2 * _SLOT.size
 _CODES = {name: code for code, name in enumerate(PHASES)}
-_READS = 8
+_READS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +74,7 @@ class ProgressWriter:
         Raises:
             RankError: when the file can't be written.
         """
-        self._offset = rank * _RECORD.size
+        self._offset = rank * _RANK_BYTES
         self._generation = generation
         self._pid = os.getpid()
         self._version = 0
@@ -80,8 +83,8 @@ class ProgressWriter:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             # A write at the own place extends the file and never shrinks it, as setting its length could.
-            os.pwrite(fd, bytes(_RECORD.size), self._offset)
-            self._map: mmap.mmap | None = mmap.mmap(fd, self._offset + _RECORD.size)
+            os.pwrite(fd, bytes(_RANK_BYTES), self._offset)
+            self._map = mmap.mmap(fd, self._offset + _RANK_BYTES)
         except OSError as error:
             raise RankError(f"{path} can't be written: {error.strerror}; free space or move the run") from error
         finally:
@@ -102,55 +105,61 @@ class ProgressWriter:
         if words is None:
             words = self._words[waits_for] = waits_for.encode()[:91]
         version = self._version = self._version % 0xFFFFFFFF + 1
-        _RECORD.pack_into(
-            self._map, self._offset, version, self._pid, self._generation, micro, step, time.monotonic(),
-            _CODES[phase], words, version,
+        _SLOT.pack_into(
+            self._map, self._offset + (version & 1) * _SLOT.size, version, self._pid, self._generation, micro, step,
+            time.monotonic(), _CODES[phase], words, version,
         )  # fmt: skip
 
     def close(self) -> None:
         """Stamps ``done`` and unmaps the file; a second call does nothing."""
-        if self._map is not None:
+        if not self._map.closed:
             self.stamp("done")
             self._map.close()
-            self._map = None
 
 
 def reset_progress(path: Path, ranks: int) -> None:
     """Makes an empty progress file for this many ranks, before any of them starts; an older one is replaced."""
     beside = path.with_name(path.name + ".new")
-    beside.write_bytes(bytes(ranks * _RECORD.size))
+    beside.write_bytes(bytes(ranks * _RANK_BYTES))
     beside.replace(path)
 
 
 def read_progress(path: Path) -> list[RankProgress]:
     """Returns the last stamp of every rank that has stamped, in order of ranks; none when there is no file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb") as file:
+            ranks = os.fstat(file.fileno()).st_size // _RANK_BYTES
+            if not ranks:
+                return []
+            with mmap.mmap(file.fileno(), ranks * _RANK_BYTES, access=mmap.ACCESS_READ) as view:
+                found = [_read_rank(view, rank) for rank in range(ranks)]
     except FileNotFoundError:
         return []
-    try:
-        ranks = os.fstat(fd).st_size // _RECORD.size
-        found = (_read_one(fd, rank) for rank in range(ranks))
-        return [progress for progress in found if progress is not None]
-    finally:
-        os.close(fd)
+    return [progress for progress in found if progress is not None]
 
 
-def _read_one(fd: int, rank: int) -> RankProgress | None:
+def _read_rank(view: mmap.mmap, rank: int) -> RankProgress | None:
+    """Returns the newer whole slot of a rank; None when it never stamped."""
+    base = rank * _RANK_BYTES
     for _ in range(_READS):
-        raw = os.pread(fd, _RECORD.size, rank * _RECORD.size)
-        if len(raw) < _RECORD.size:
+        slots = [slot for slot in (_read_slot(view, base), _read_slot(view, base + _SLOT.size)) if slot is not None]
+        if slots:
+            _, pid, generation, micro, step, since, code, words, _ = max(slots, key=lambda slot: slot[5])
+            text = words.rstrip(b"\0").decode("utf-8", "replace")
+            return RankProgress(
+                rank=rank, pid=pid, generation=generation, step=step, micro=micro, phase=PHASES[code], waits_for=text,
+                since=since,
+            )  # fmt: skip
+        if not any(view[base : base + _RANK_BYTES]):
             return None
-        first, pid, generation, micro, step, since, code, words, last = _RECORD.unpack(raw)
-        if first == last and first:
-            break
-    if not pid or code >= len(PHASES):
-        return None
-    text = words.rstrip(b"\0").decode("utf-8", "replace")
-    return RankProgress(
-        rank=rank, pid=pid, generation=generation, step=step, micro=micro, phase=PHASES[code], waits_for=text,
-        since=since,
-    )  # fmt: skip
+    return None
+
+
+def _read_slot(view: mmap.mmap, offset: int) -> tuple[Any, ...] | None:
+    (last,) = _VERSION.unpack_from(view, offset + _SLOT.size - _VERSION.size)
+    slot = _SLOT.unpack_from(view, offset)
+    (first,) = _VERSION.unpack_from(view, offset)
+    return slot if last and first == last == slot[0] == slot[-1] and slot[6] < len(PHASES) else None
 
 
 def waiting_sentences(

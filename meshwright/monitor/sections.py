@@ -28,9 +28,9 @@ def course(run: RunFiles) -> str:
     evaluated.sort(key=lambda event: event["step"])
 
     def chart(name: str, title: str, unit: str, extra: Sequence[Series] = (), from_zero: bool = False) -> str:
-        smooth = name != "lr"
-        own = Series(label="training" if extra else unit, x=x, y=column(run.steps, name), smooth=smooth)
-        return line_chart([own, *extra], title, unit, marks, skipped, from_zero)
+        own = Series(label="training", x=x, y=column(run.steps, name), smooth=name != "lr")
+        triangles = skipped if name in ("loss", "grad_norm") else ()
+        return line_chart([own, *extra], title, unit, marks, triangles, from_zero, 1046 if name == "loss" else 504)
 
     def validation(name: str) -> list[Series]:
         y = column(evaluated, name)

@@ -56,6 +56,21 @@ def test_stamps_outlive_their_process_and_no_reader_sees_half_of_one(tmp_path):
     assert (last.rank, last.pid, last.step) == (1, child, 39_999)
 
 
+def test_a_rank_killed_within_a_stamp_leaves_the_one_before(tmp_path):
+    path = tmp_path / "progress.bin"
+    writer = ProgressWriter(path, 0)
+    writer.stamp("forward", step=5)
+    writer.stamp("backward", step=6)
+    whole = path.read_bytes()
+    for half in (0, 128):
+        for cut in range(1, 128, 9):
+            torn = bytearray(whole)
+            torn[half + cut : half + 128] = bytes(128 - cut)
+            path.write_bytes(torn)
+            (one,) = read_progress(path)
+            assert (one.phase, one.step) in (("forward", 5), ("backward", 6))
+
+
 def test_a_stamp_costs_little(tmp_path):
     writer = ProgressWriter(tmp_path / "progress.bin", 0)
     best = float("inf")
