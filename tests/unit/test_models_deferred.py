@@ -1,0 +1,144 @@
+"""Initial weights: the family's own distribution, and the same numbers whichever part is asked for."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.models import deferred
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import materialise, materialise_tensor, recipe_of, retie
+from meshwright.models.recorder import record
+
+torch.set_num_threads(1)
+
+
+class Mixed(nn.Module):
+    """Every way of initialising that a user may think of."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(700, 96, padding_idx=3)
+        self.linear = nn.Linear(96, 200)
+        self.norm = nn.LayerNorm(96)
+        self.conv = nn.Conv1d(8, 16, 3)
+        self.scaled = nn.Parameter(torch.randn(96, 50) * 0.02 + 1.0)
+        self.trunc = nn.Parameter(torch.empty(300, 70))
+        nn.init.trunc_normal_(self.trunc, std=0.5, a=-1.0, b=1.0)
+        self.square = nn.Parameter(torch.empty(20, 20))
+        nn.init.orthogonal_(self.square)
+        self.fused = nn.Parameter(torch.empty(120, 60))
+        with torch.no_grad():
+            self.fused[:60].normal_(std=2.0)
+            self.fused[60:].zero_()
+        self.head = nn.Linear(96, 700, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(5).float() ** 2, persistent=False)
+        self.register_buffer("constant", torch.tensor([1.5, 2.5]))
+        self.plain = torch.tensor([4.0])
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    with record(0) as recording:
+        module = Mixed()
+    return module, recipe_of(module, recording)
+
+
+def test_nothing_is_real_before_it_is_asked_for(mixed):
+    module, recipe = mixed
+    assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers(), module.plain))
+    assert recipe.whole_names() == ["square", "table"]
+    assert recipe.ties == (("embed.weight", "head.weight"),)
+
+
+def test_any_box_is_a_cut_of_the_whole(mixed, monkeypatch):
+    module, recipe = mixed
+    monkeypatch.setattr(deferred, "CHUNK", 1000)
+    for name, parameter in module.named_parameters():
+        whole = materialise_tensor(recipe, name, 7)
+        halves = [((0, n // 2), (n // 3, n), (n, n)) for n in parameter.shape]
+        for box in itertools.product(*halves):
+            part = materialise_tensor(recipe, name, 7, box=box)
+            assert torch.equal(part, whole[tuple(slice(*edge) for edge in box)]), (name, box)
+
+
+def test_the_seed_and_the_name_decide(mixed):
+    _, recipe = mixed
+    first = materialise_tensor(recipe, "linear.weight", 1)
+    assert torch.equal(first, materialise_tensor(recipe, "linear.weight", 1))
+    assert not torch.equal(first, materialise_tensor(recipe, "linear.weight", 2))
+    wide = materialise_tensor(recipe, "linear.weight", 1, dtype=torch.float64)
+    assert wide.dtype == torch.float64 and torch.equal(wide.float(), first)
+
+
+def test_values_of_a_users_module(mixed):
+    with record(0) as recording:
+        module = Mixed()
+    module = materialise(module, recipe_of(module, recording), seed=5)
+    assert module.head.weight is module.embed.weight
+    assert module.embed.weight[3].abs().max() == 0 and abs(module.embed.weight[4:].std() - 1) < 0.02
+    bound = 96**-0.5
+    assert module.linear.weight.abs().max() <= bound and abs(module.linear.weight.std() - bound / 3**0.5) < 0.002
+    assert module.norm.weight.eq(1).all() and module.norm.bias.eq(0).all()
+    assert abs(module.scaled.mean() - 1) < 0.002 and abs(module.scaled.std() - 0.02) < 0.001
+    assert module.trunc.abs().max() <= 1 and abs(module.trunc.std() - 0.5 * 0.8796) < 0.01
+    assert torch.allclose(module.square @ module.square.T, torch.eye(20), atol=1e-5)
+    assert abs(module.fused[:60].std() - 2) < 0.1 and module.fused[60:].eq(0).all()
+    assert module.table.tolist() == [0, 1, 4, 9, 16]
+    assert module.constant.tolist() == [1.5, 2.5] and module.plain.tolist() == [4.0]
+
+
+def test_blocks_of_one_weight_differ():
+    with record(0) as recording:
+        module = nn.Linear(1024, 256)
+    recipe = recipe_of(module, recording)
+    blocks = materialise_tensor(recipe, "weight", 1).view(4, -1)
+    assert len({float(block.sum()) for block in blocks}) == 4
+    assert abs(float(torch.corrcoef(blocks)[0, 1])) < 0.02
+
+
+def test_retie_after_to_empty(mixed):
+    with record(0) as recording:
+        module = Mixed()
+    recipe = recipe_of(module, recording)
+    module.to_empty(device="cpu")
+    assert module.head.weight is not module.embed.weight
+    retie(module, recipe.ties)
+    assert module.head.weight is module.embed.weight
+
+
+def test_a_module_with_real_values_keeps_them():
+    real = nn.Linear(3, 2)
+    expected = real.weight.detach().clone()
+    with record(0) as recording:
+        pass
+    recipe = recipe_of(real, recording)
+    assert real.weight.is_meta
+    assert torch.equal(materialise_tensor(recipe, "weight", 1, box=((1, 2), (0, 3))), expected[1:2])
+
+
+FAMILIES = ["gpt2", "llama", "qwen3", "mixtral", "gemma3_text", "bloom", "falcon", "mamba"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_distribution_is_the_familys_own(name):
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    built = build_meta(ModelConfig(name=name, layers=2, width=64), vocab=200, context=64)
+    reference = transformers.AutoModelForCausalLM.from_config(built.hf_config, dtype=torch.float32)
+    module = materialise(built.module, built.recipe, seed=3)
+    expected = dict(reference.named_parameters())
+    for key, parameter in module.named_parameters():
+        other = expected[key]
+        if other.numel() < 2 or other.std() == 0:
+            assert torch.equal(parameter, other), key
+            continue
+        margin = 6 * other.std() / other.numel() ** 0.5
+        assert abs(parameter.mean() - other.mean()) < margin, key
+        assert abs(parameter.std() - other.std()) < margin, key
+    buffers = dict(reference.named_buffers())
+    for key, buffer in module.named_buffers():
+        assert torch.equal(buffer, buffers[key]), key
