@@ -74,6 +74,8 @@ def given_tokenizer(name: str) -> TokenizerFiles:
             tokenizer = Tokenizer.from_file(str(path))
         elif (path / "tokenizer.json").is_file():
             tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        elif path.suffix == ".json" or (name.startswith(("/", ".", "~")) and not path.is_dir()):
+            raise FileNotFoundError("no such file or directory")
         else:
             return _converted(name)
         beside = folder / "tokenizer_config.json"

@@ -48,7 +48,7 @@ def test_limit_takes_what_fits_in_hash_order() -> None:
 
 def test_a_cut_changes_no_token(tmp_path: Path) -> None:
     generator = random.Random(1)
-    words = ["def", " x", "\n", "\n\n", "    ", "\t", "  \n ", "'s", "é", " 日本", "123", "..", " \u00a0", "\r\n", "a\n"]
+    words = ["def", " x", "\n", "\n\n", "    ", "\t", "  \n ", "'s", "é", " 日本", "12", "..", " \u00a0", "\r\n", "a\n"]
     text = "".join(generator.choices(words, k=6000))
     files = train_bpe([text], 300)
     assert splits_at_newlines(files.text)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.data import files
+from meshwright.data import prepare as module
+from meshwright.data.config import DataConfig
+from meshwright.data.prepare import prepare, prepared_path
+from meshwright.data.tokens import TokenSet, check_vocabulary, compression_baselines
+from meshwright.errors import ConfigError, DataError
+
+
+def corpus(directory: Path, documents: int = 30) -> DataConfig:
+    texts = [f"Document {i}: {'the cat sat on the mat. ' * (1 + i % 7)}\nna\u00efve\n" for i in range(documents)]
+    path = directory / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, texts[0]]))
+    return DataConfig(paths=(str(path),), tokenizer="chars", validation_share=0.2)
+
+
+def test_tokens_and_index_give_the_text_back(tmp_path: Path) -> None:
+    config = corpus(tmp_path)
+    made = prepare(config, tmp_path / "set")
+    assert made.manifest["documents_dropped"] == 1
+    tokenizer = made.tokenizer()
+    whole = []
+    for split in (made.train, made.validation):
+        begin = 0
+        for end in split.ends.tolist():
+            assert split.tokens[end - 1] == made.eos_id
+            whole.append(tokenizer.decode(split.tokens[begin : end - 1].tolist(), skip_special_tokens=False))
+            begin = end
+        assert begin == len(split.tokens)
+    texts = [json.loads(line)["text"] for line in Path(config.paths[0]).read_text().splitlines()]
+    assert sorted(whole) == sorted(set(texts))
+    held = made.validation_text.read_bytes()
+    assert len(held) == made.validation.text_bytes > 0
+    assert made.train.text_bytes + len(held) == sum(len(text.encode()) for text in set(texts))
+
+
+def test_the_set_is_reused_and_bound_to_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = corpus(tmp_path)
+    first = prepare(config, tmp_path / "set")
+    monkeypatch.setattr(module, "work", lambda job: pytest.fail("prepared again"))
+    again = prepare(dataclasses.replace(config, workers=3, sequence=8), tmp_path / "set")
+    assert again.fingerprint == first.fingerprint
+    with pytest.raises(DataError, match="prepared from other text or settings"):
+        prepare(dataclasses.replace(config, dedup=False), tmp_path / "set")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(DataError, match="not a prepared set"):
+        prepare(config, tmp_path / "mine")
+
+
+def test_the_path_follows_settings_and_inputs(tmp_path: Path) -> None:
+    config = corpus(tmp_path)
+    path = prepared_path(config, tmp_path / "cache")
+    assert path.parent == tmp_path / "cache"
+    assert prepared_path(dataclasses.replace(config, workers=2, sequence=8, mask_documents=False), path.parent) == path
+    for change in ({"dedup": False}, {"validation_share": 0.1}, {"normalise": "none"}, {"limit_bytes": 99}):
+        assert prepared_path(dataclasses.replace(config, **change), path.parent) != path
+    assert prepared_path(dataclasses.replace(config, cache=str(tmp_path / "else")), path.parent).parent.name == "else"
+    os.utime(config.paths[0], ns=(1, 1))
+    assert prepared_path(config, path.parent) != path
+
+
+def test_the_tail_of_one_document_is_held_out_and_has_no_end_token(tmp_path: Path) -> None:
+    text = "".join(chr(97 + i % 26) + ("\u00e9\n" if i % 9 == 0 else "") for i in range(1000))
+    (tmp_path / "a.txt").write_text(text)
+    config = DataConfig(paths=(str(tmp_path / "a.txt"),), tokenizer="chars", split="tail", validation_share=0.1)
+    made = prepare(config, tmp_path / "set")
+    assert made.eos_id is None
+    assert made.vocab_size == len(set(text))
+    characters = sorted(set(text))
+    place = int(len(text) * 0.9)
+    assert [characters[token] for token in made.train.tokens] == list(text[:place])
+    assert made.validation_text.read_text() == text[place:]
+    assert made.tokenizer().encode(text[:50]).ids == made.train.tokens[:50].tolist()
+    hashed = prepare(dataclasses.replace(config, split="hash"), tmp_path / "hashed")
+    assert hashed.fingerprint == made.fingerprint
+
+
+def test_a_tail_needs_one_document(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="takes the end of one document, and the corpus has 30"):
+        prepare(dataclasses.replace(corpus(tmp_path), split="tail"), tmp_path / "set")
+
+
+def test_limit_and_share_of_nothing(tmp_path: Path) -> None:
+    config = corpus(tmp_path)
+    made = prepare(dataclasses.replace(config, limit_bytes=800, validation_share=0.0), tmp_path / "set")
+    assert 400 < made.train.text_bytes <= 800
+    assert len(made.validation.tokens) == len(made.validation.ends) == made.validation.text_bytes == 0
+    assert compression_baselines(made) == {}
+
+
+def test_a_given_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
+    config = corpus(tmp_path)
+    own = prepare(config, tmp_path / "own")
+    again = prepare(dataclasses.replace(config, tokenizer=str(own.path)), tmp_path / "again")
+    assert again.eos_id == own.eos_id
+    assert np.array_equal(again.train.tokens, own.train.tokens)
+    with pytest.raises(DataError, match=r"data\.tokenizer = .*missing.*no such file"):
+        prepare(dataclasses.replace(config, tokenizer=str(tmp_path / "missing.json")), tmp_path / "no")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "train.idx", "tokenizer.json"])
+def test_truncated_missing_and_changed_files_are_refused(tmp_path: Path, name: str) -> None:
+    made = prepare(corpus(tmp_path), tmp_path / "set")
+    path = made.path / name
+    data = path.read_bytes()
+    path.write_bytes(data[:-3])
+    with pytest.raises(DataError, match=f"{name} is truncated: {len(data) - 3} bytes, the manifest says {len(data)}"):
+        TokenSet.open(made.path)
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    TokenSet.open(made.path)
+    with pytest.raises(DataError, match=f"{name} was changed"):
+        TokenSet.open(made.path, verify=True)
+    path.unlink()
+    with pytest.raises(DataError, match=f"{name} is missing"):
+        TokenSet.open(made.path)
+
+
+def test_a_directory_without_or_with_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no manifest\.json; run meshwright prepare"):
+        TokenSet.open(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"version": 1')
+    with pytest.raises(DataError, match="damaged"):
+        TokenSet.open(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"version": 99}')
+    with pytest.raises(DataError, match="format version 99"):
+        TokenSet.open(tmp_path)
+
+
+def test_an_empty_corpus_is_refused_and_leaves_no_set(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match="the corpus is empty"):
+        prepare(DataConfig(paths=(str(tmp_path / "a.txt"),)), tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["read-00000.text", "read-00000.index", "unit-000000.bin", "train.bin", "manifest.json"]
+)
+def test_a_full_disk_is_said_and_nothing_half_done_is_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    config = corpus(tmp_path)
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith(file):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    with pytest.raises(DataError, match=r"disk full while writing under .*data\.cache"):
+        prepare(config, tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+    assert not list(tmp_path.rglob(f"{file}*"))
+    monkeypatch.setattr(files.os, "fsync", real)
+    assert prepare(config, tmp_path / "set").fingerprint == prepare(config, tmp_path / "clean").fingerprint
+    assert not (tmp_path / "set.partial").exists()
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path) -> None:
+    made = prepare(corpus(tmp_path), tmp_path / "set")
+    check_vocabulary(made, made.vocab_size)
+    with pytest.raises(DataError, match=f"vocabulary has {made.vocab_size} tokens, the model's {made.vocab_size - 1}"):
+        check_vocabulary(made, made.vocab_size - 1)
+
+
+def test_bits_per_byte_stand_beside_the_compressors(tmp_path: Path) -> None:
+    made = prepare(corpus(tmp_path, 300), tmp_path / "set")
+    found = compression_baselines(made)
+    assert found["bytes"] == made.validation.text_bytes
+    assert 0.0 < found["xz"] < 8.0 and 0.0 < found["gzip"] < 8.0
+    targets = len(made.validation.tokens) - 1
+    loss = np.log(2.0) * 8.0 * made.validation.text_bytes / targets  # eight bits for each byte
+    assert made.validation.bits_per_byte(loss) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"vocab_size": 256}, "257 at least"),
+        ({"tokenizer": "chars", "vocab_size": 99}, "no effect"),
+        ({"validation_share": 1.0}, "below 1"),
+        ({"split": "tail", "validation_share": 0.0}, "no effect"),
+        ({"limit_bytes": 0}, "1 or more"),
+        ({"sequence": 0}, "1 or more"),
+        ({"workers": -1}, "1 or more"),
+        ({"tokenizer": ""}, "empty"),
+        ({"paths": ("",)}, "empty path"),
+    ],
+)
+def test_settings_that_contradict_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(**values).check()  # type: ignore[arg-type]
+
+
+def test_a_field_name_without_fields_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    with pytest.raises(ConfigError, match=r"data\.text_field = 'body' has no effect"):
+        prepare(DataConfig(paths=(str(tmp_path),), text_field="body"), tmp_path / "set")
+
+
+def test_the_manifest_vouches_for_every_file(tmp_path: Path) -> None:
+    made = prepare(corpus(tmp_path), tmp_path / "set")
+    found = {path.name for path in made.path.iterdir()}
+    assert found == {*made.manifest["files"], "manifest.json"}
+    for name, facts in made.manifest["files"].items():
+        assert hashlib.sha256((made.path / name).read_bytes()).hexdigest() == facts["sha256"]
