@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,18 +72,19 @@ def read_anatomy(module: nn.Module) -> Anatomy:
     }
     embedding = _accessor(module, "get_input_embeddings", names) or _first_embedding(outside)
     table = module.get_submodule(embedding) if embedding else None
-    vocab, width = (getattr(table, "num_embeddings", None), getattr(table, "embedding_dim", None)) if table else (None, None)
-    head = _accessor(module, "get_output_embeddings", names) or _head(outside, vocab)
-    config = getattr(module, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    rows, columns = (getattr(table, key, None) for key in ("num_embeddings", "embedding_dim"))
+    head = _accessor(module, "get_output_embeddings", names) or _head(outside, rows)
+    config: Any = getattr(module, "config", None)
+    transformers = config is not None and hasattr(config, "get_text_config")
+    text = config.get_text_config(decoder=True) if transformers else config
     context = next((v for k in _CONTEXTS if isinstance(v := getattr(text, k, None), int)), None)
     position = _position_table(outside, embedding)
     arguments = inspect.signature(module.forward).parameters
     positional = [key for key, item in arguments.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
     return Anatomy(
         embedding=embedding,
-        vocab=vocab,
-        width=width,
+        vocab=rows,
+        width=columns,
         stacks=stacks,
         final_norm=_final_norm(outside, head),
         head=head,
@@ -90,16 +92,16 @@ def read_anatomy(module: nn.Module) -> Anatomy:
         position_embedding=position,
         positions=_rows(module, position),
         context=context,
-        token_argument=next((key for key in _TOKENS if key in positional), positional[0] if positional else "input_ids"),
+        token_argument=next((key for key in _TOKENS if key in positional), (*positional, "input_ids")[0]),
         target_argument=next((key for key in _TARGETS if key in positional), None),
         arguments=frozenset(positional),
-        transformers=hasattr(config, "get_text_config"),
+        transformers=transformers,
     )
 
 
 _TOKENS = ("input_ids", "tokens", "idx", "x", "input", "inputs")
 _TARGETS = ("targets", "target", "labels", "label", "y")
-_CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context", "context_length", "block_size")
+_CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context", "block_size")
 
 
 def _stacks(module: nn.Module, path: str) -> list[tuple[str, ...]]:

@@ -83,10 +83,8 @@ def build_meta(config: ModelConfig, vocab: int | None = None, context: int | Non
         CheckpointError: for a directory whose weights are missing, foreign or of other sizes.
     """
     config.check()
-    if config.kind == "function":
-        build = _function(config, vocab, context)
-    else:
-        build = _transformers(config, vocab, context)
+    prepare = _function if config.kind == "function" else _transformers
+    build = prepare(config, vocab, context)
     with record(config.seed) as recording:
         try:
             module = build()
@@ -156,7 +154,8 @@ def _function(config: ModelConfig, vocab: int | None, context: int | None) -> Ca
         raise ConfigError(f"model.name = '{config.name}': can't import '{path}' from {here}: {error}") from error
     function = getattr(found, name, None)
     if not callable(function):
-        raise ConfigError(f"model.name = '{config.name}': '{path}' has no function '{name}'{nearest(name, vars(found))}")
+        hint = nearest(name, [key for key in vars(found) if not key.startswith("_")])
+        raise ConfigError(f"model.name = '{config.name}': '{path}' has no function '{name}'{hint}")
     taken = inspect.signature(function).parameters
     anything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in taken.values())
     given = {"vocab": vocab, "context": context} | config.sizes | config.extra

@@ -71,7 +71,7 @@ class ModelConfig(Config):
         """Checks what can be checked without the model.
 
         Raises:
-            ConfigError: for sizes below 1, heads that don't divide, a path that isn't there, size fields on a directory.
+            ConfigError: for sizes below 1, heads that don't divide, a path that isn't there, sizes on a directory.
         """
         for key, value in self.sizes.items():
             if value < 1:

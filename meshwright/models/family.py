@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -10,30 +12,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.config import ModelConfig
-
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
-    "width": ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dense_intermediate_size"),
-    "vocab": ("vocab_size",),
-    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-}
-"""For each size field, the attributes that carry it; all that a family has are set."""
-
-DROPOUTS = (
-    *("attn_pdrop", "resid_pdrop", "embd_pdrop", "emb_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
-    *("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "residual_dropout"),
-    *("resid_dropout", "embed_dropout", "embedding_dropout", "mlp_dropout", "dropout_p"),
+from meshwright.models.sizes import (
+    ACTIVE_EXPERTS,
+    DROPOUTS,
+    EXPERT_FFN,
+    PLAIN_FFN,
+    SPECIAL,
+    SYNONYMS,
+    dependent_values,
+    gated_ffn,
+    layer_count,
+    preset_heads,
+    size_of,
 )
-"""Attributes that are probabilities of a dropout."""
-
-_PLAIN_FFN = ("n_inner", "ffn_dim", "decoder_ffn_dim")
-_EXPERT_FFN = ("moe_intermediate_size", "expert_ffn_hidden_size")
-ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
 
 
 def family_config(config: ModelConfig, vocab: int | None, context: int | None) -> PreTrainedConfig:
@@ -71,7 +62,7 @@ def directory_config(config: ModelConfig, vocab: int | None, context: int | None
         raise ConfigError(f"model.name = '{config.name}' holds no transformers config: {error}") from error
     if config.fresh:
         return _sized(config, found, vocab, context, preset=False)
-    _apply(found.get_text_config(decoder=True), {name: config.dropout for name in DROPOUTS})
+    _apply(found.get_text_config(decoder=True), dict.fromkeys(DROPOUTS, config.dropout))
     _override(config, found)
     return found
 
@@ -81,81 +72,88 @@ def _sized(
 ) -> PreTrainedConfig:
     """Makes a config again from its class, so that whatever its constructor derives fits the new sizes."""
     text = default.get_text_config(decoder=True)
-    known = set(text.to_dict())
+    part = next((key for key, item in vars(default).items() if item is text), None)
+    text = text if part is not None else default
+    plain = text.to_dict()
     for key in config.sizes:
-        if not known & set(SYNONYMS[key]):
+        if not plain.keys() & set(SYNONYMS[key]):
             raise ConfigError(f"model.{key} = {config.sizes[key]} has no effect on '{config.name}'; drop it")
-    if config.dropout and not known & set(DROPOUTS):
+    if config.dropout and not plain.keys() & set(DROPOUTS):
         raise ConfigError(f"model.dropout = {config.dropout} has no effect on '{config.name}': it has none; drop it")
-    values = _values(config, text, known, vocab, context, preset)
-    values |= {key: None for key in _SPECIAL if key in known and preset}
-    values |= {key: config.dropout for key in DROPOUTS if key in known}
+    values = _sizes(config, plain, vocab, context, preset)
+    values |= dependent_values(plain, values, preset)
+    values |= {key: config.dropout for key in DROPOUTS if key in plain}
     values |= {} if config.tie is None else {"tie_word_embeddings": config.tie}
-    base = {} if preset else {key: item for key, item in text.to_dict().items() if key not in _derived(text)}
-    try:
-        sized = type(text)(**(base | values | _known_overrides(config, known)))
-    except Exception as error:
-        raise ConfigError(f"model '{config.name}' refuses these sizes: {error}") from error
-    if text is default:
+    base = {} if preset else {key: item for key, item in plain.items() if key not in _derived(plain)}
+    sized = _construct(config, type(text), base | values | _known_overrides(config, plain), plain)
+    if part is None:
         return sized
-    part = next(key for key, item in vars(default).items() if item is text)
     setattr(default, part, sized)
     if config.tie is not None:
         default.tie_word_embeddings = config.tie
     return default
 
 
-def _derived(text: PreTrainedConfig) -> set[str]:
-    lists = {key for key, item in text.to_dict().items() if isinstance(item, list) and len(item) == _layers(text)}
+def _construct(
+    config: ModelConfig, kind: type[PreTrainedConfig], values: dict[str, Any], plain: dict[str, Any]
+) -> PreTrainedConfig:
+    """Calls the config's class; a special token that must be a number becomes 0, lists by layer follow their number."""
+    count, old = layer_count(values), layer_count(plain)
+    lists = {key: item for key, item in plain.items() if isinstance(item, list) and old and len(item) == old}
+    error: Exception | None = None
+    for _ in range(len(SPECIAL) + 2):
+        try:
+            return kind(**values)
+        except Exception as refusal:
+            error = refusal
+        field = re.search(r"field '(\w+)'", str(error))
+        if field and field[1] in SPECIAL and values.get(field[1], 0) is None:
+            values[field[1]] = 0
+        elif lists:
+            values = {key: (item * (count // old + 1))[:count] for key, item in lists.items()} | values
+            lists = {}
+        else:
+            break
+    raise ConfigError(f"model '{config.name}' refuses these sizes: {error}") from error
+
+
+def _derived(plain: dict[str, Any]) -> set[str]:
+    lists = {key for key, item in plain.items() if isinstance(item, list) and len(item) == layer_count(plain)}
     return lists | {"head_dim", "transformers_version", "model_type", "architectures"}
 
 
-def _layers(text: PreTrainedConfig) -> int:
-    return next((getattr(text, key) for key in SYNONYMS["layers"] if isinstance(getattr(text, key, None), int)), 0)
-
-
-def _values(
-    config: ModelConfig, text: PreTrainedConfig, known: set[str], vocab: int | None, context: int | None, preset: bool
+def _sizes(
+    config: ModelConfig, plain: dict[str, Any], vocab: int | None, context: int | None, preset: bool
 ) -> dict[str, Any]:
-    """Attribute values for every size, our preset where nothing is set."""
+    """Attribute values for every size field, our preset where nothing is set."""
 
-    def current(key: str) -> int | None:
-        return next((getattr(text, name) for name in SYNONYMS[key] if getattr(text, name, None) is not None), None)
+    def pick(key: str, otherwise: int) -> int:
+        return getattr(config, key) or (otherwise if preset else size_of(plain, key) or otherwise)
 
-    def pick(key: str, otherwise: int | None) -> int | None:
-        return getattr(config, key) or (otherwise if preset else current(key))
-
-    width = pick("width", 256) or 256
-    heads = pick("heads", _preset_heads(width)) or 1
+    width = pick("width", 256)
+    heads = pick("heads", preset_heads(width))
     sizes = {
         "layers": pick("layers", 4),
         "width": width,
         "heads": heads,
-        "kv_heads": config.kv_heads or (heads if preset else min(heads, current("kv_heads") or heads)),
+        "kv_heads": config.kv_heads or (heads if preset else min(heads, size_of(plain, "kv_heads") or heads)),
         "vocab": config.vocab or vocab or pick("vocab", 512),
         "context": config.context or context or pick("context", 256),
         "experts": pick("experts", 4),
     }
-    values = {name: size for key, size in sizes.items() for name in SYNONYMS[key] if name in known and size}
-    gated, plain = max(64, round(width * 8 / 3 / 64) * 64), 4 * width
+    values = {name: size for key, size in sizes.items() for name in SYNONYMS[key] if name in plain}
     for name in SYNONYMS["ffn"]:
-        if name in known:
-            values[name] = pick("ffn", plain if name in _PLAIN_FFN else gated)
-    if "head_dim" in known and (preset or config.width or config.heads) and getattr(text, "head_dim", None):
-        values["head_dim"] = width // heads
-        values |= {"query_pre_attn_scalar": width // heads} if "query_pre_attn_scalar" in known else {}
+        if name in plain:
+            values[name] = pick("ffn", 4 * width if name in PLAIN_FFN else gated_ffn(width))
     if preset or config.experts:
-        values |= {name: (config.ffn or gated // 2) for name in _EXPERT_FFN if name in known}
-        values |= {name: min(2, sizes["experts"] or 2) for name in ACTIVE_EXPERTS if name in known}
+        values |= {name: (config.ffn or gated_ffn(width) // 2) for name in EXPERT_FFN if name in plain}
+        for name in ACTIVE_EXPERTS:
+            if isinstance(plain.get(name), int):
+                values[name] = min(2, sizes["experts"], plain[name])
     return values
 
 
-def _preset_heads(width: int) -> int:
-    wanted = max(4, width // 64)
-    return next(heads for heads in range(wanted, 0, -1) if width % heads == 0)
-
-
-def _known_overrides(config: ModelConfig, known: set[str]) -> dict[str, Any]:
+def _known_overrides(config: ModelConfig, known: Mapping[str, Any]) -> dict[str, Any]:
     for key in config.extra:
         if key not in known:
             raise ConfigError(f"model.overrides.{key} is no attribute of '{config.name}'{nearest(key, known)}")
@@ -164,7 +162,7 @@ def _known_overrides(config: ModelConfig, known: set[str]) -> dict[str, Any]:
 
 def _override(config: ModelConfig, found: PreTrainedConfig) -> None:
     text = found.get_text_config(decoder=True)
-    _apply(text, _known_overrides(config, set(text.to_dict())))
+    _apply(text, _known_overrides(config, text.to_dict()))
     if config.tie is not None:
         found.tie_word_embeddings = text.tie_word_embeddings = config.tie
 

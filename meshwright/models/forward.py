@@ -112,8 +112,8 @@ def _read(result: Any, tokens: torch.Tensor) -> ModelOutput:
             return ModelOutput(None, part.reshape(()))
     shapes = ", ".join(str(tuple(part.shape)) for part in tensors) or type(result).__name__
     raise ConfigError(
-        f"the model's forward gave {shapes} for tokens {tuple(tokens.shape)}; it must give logits (B, S, V), an object, "
-        "dict or tuple that holds them, or a scalar loss"
+        f"the model's forward gave {shapes} for tokens {tuple(tokens.shape)}; it must give logits (B, S, V), an "
+        "object, dict or tuple that holds them, or a scalar loss"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.models.build import BuiltModel
-from meshwright.models.family import ACTIVE_EXPERTS, SYNONYMS
+from meshwright.models.sizes import ACTIVE_EXPERTS, SYNONYMS
 from meshwright.shape import ModelShape
 
 _EXPERT = re.compile(r"(^|\.)(experts?|expert_\w+)(\.|$)")
@@ -30,10 +30,10 @@ def measure_shape(built: BuiltModel) -> ModelShape:
     embedding = sum(_below(sizes, name) for name in (anatomy.embedding, anatomy.position_embedding) if name)
     head = _below(sizes, anatomy.head) if anatomy.head else 0
     total = sum(sizes.values())
-    text = built.hf_config.get_text_config(decoder=True) if built.hf_config is not None else None
+    text = built.hf_config.get_text_config(decoder=True).to_dict() if built.hf_config is not None else {}
     experts, active = _config(text, *SYNONYMS["experts"]), _config(text, *ACTIVE_EXPERTS)
     width = anatomy.width or 0
-    heads = _config(text, *SYNONYMS["heads"]) if text is not None else 1
+    heads = _config(text, *SYNONYMS["heads"]) if text else 1
     head_size = _config(text, "head_dim") or (width // heads if heads else 0)
     return ModelShape(
         name=built.config.name,
@@ -57,8 +57,8 @@ def _below(sizes: dict[str, int], path: str) -> int:
     return sum(size for name, size in sizes.items() if name.startswith(f"{path}."))
 
 
-def _config(text: Any, *keys: str) -> int:
-    return next((found for key in keys if isinstance(found := getattr(text, key, None), int)), 0)
+def _config(text: dict[str, Any], *keys: str) -> int:
+    return next((found for key in keys if isinstance(found := text.get(key), int)), 0)
 
 
 def _matmul(module: nn.Module, anatomy: Any, share: float) -> int:

@@ -28,7 +28,7 @@ def check_documents(built: BuiltModel) -> None:
         return
     moved = document_leak(built.config)
     if moved > 1e-9:
-        raise ConfigError(_refusal(built.config.name, f"the second document's logits move by {moved:.1e} with the first"))
+        raise ConfigError(_refusal(built.config.name, f"a second document's logits move by {moved:.1e} with the first"))
 
 
 def document_leak(config: ModelConfig) -> float:

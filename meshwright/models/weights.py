@@ -98,7 +98,7 @@ class SafetensorsSource:
             raise CheckpointError(f"can't read '{key}' from {self._files[key]}: {error}") from error
 
     def _convert(self, origin: _Origin, name: str) -> torch.Tensor:
-        converter = deepcopy(origin.converter)
+        converter: Any = deepcopy(origin.converter)
         for pattern, key in origin.keys:
             converter.add_tensor(origin.target, key, pattern, self._slice(key, None))
         made = converter.convert(origin.target, model=self._module, config=self._module.config)

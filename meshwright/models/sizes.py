@@ -1,0 +1,92 @@
+"""What transformers' families call their sizes, and what else must change with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "width": ("hidden_size", "n_embd", "d_model", "emb_dim", "word_embed_proj_dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dense_intermediate_size"),
+    "vocab": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+}
+"""For each size field, the attributes that carry it; all that a family has are set."""
+
+DROPOUTS = (
+    *("attn_pdrop", "resid_pdrop", "embd_pdrop", "emb_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "residual_dropout"),
+    *("resid_dropout", "embed_dropout", "embedding_dropout", "mlp_dropout", "dropout_p"),
+)
+"""Attributes that are probabilities of a dropout."""
+
+PLAIN_FFN = ("n_inner", "ffn_dim", "decoder_ffn_dim")
+"""Feed-forward sizes of parts without a gate."""
+EXPERT_FFN = ("moe_intermediate_size", "expert_ffn_hidden_size")
+"""Feed-forward size of one expert, where it has its own attribute."""
+ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+"""Experts that one token visits."""
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
+"""Ids of tokens that belong to a tokenizer, not to a preset."""
+
+
+def size_of(plain: Mapping[str, Any], key: str) -> int | None:
+    """Returns the value of a size field in a family's plain config, None when it states none."""
+    return next((plain[name] for name in SYNONYMS[key] if isinstance(plain.get(name), int)), None)
+
+
+def layer_count(plain: Mapping[str, Any]) -> int:
+    """Returns the number of layers in a family's plain config, 0 when it states none."""
+    return size_of(plain, "layers") or 0
+
+
+def preset_heads(width: int) -> int:
+    """Returns heads of about 64 elements, at least 4, that divide the width."""
+    return next(heads for heads in range(max(4, width // 64), 0, -1) if width % heads == 0)
+
+
+def gated_ffn(width: int) -> int:
+    """Returns 8/3 of the width in whole 64s: as many weights as a plain part of 4 times the width.
+
+    Source: Touvron et al., LLaMA (2023), section 2.2.
+    """
+    return max(64, round(width * 8 / 3 / 64) * 64)
+
+
+def dependent_values(plain: Mapping[str, Any], values: Mapping[str, Any], preset: bool) -> dict[str, Any]:
+    """Returns the attributes that must follow the sizes, of those that a family has.
+
+    Args:
+        plain: the family's config as plain values, before.
+        values: new sizes, by the family's attribute names.
+        preset: whether the sizes are ours (token ids then belong to no tokenizer) or a directory's.
+    """
+    width, heads = size_of(values, "width") or 256, size_of(values, "heads")
+    found: dict[str, Any] = {key: None for key in SPECIAL if preset}
+    if "type_vocab_size" in plain and plain.get("pad_token_id") is not None:
+        found["pad_token_id"] = (size_of(values, "vocab") or 2) - 1  # these count positions from what isn't padding
+    found["is_decoder"] = True  # else a family of encoders reads the tokens that it must predict
+    if heads is not None and "qk_rope_head_dim" not in plain:
+        found |= {"head_dim": width // heads, "query_pre_attn_scalar": width // heads}
+        found["rotary_dim"] = min(plain.get("rotary_dim") or width // heads, width // heads)
+    elif heads is not None and preset:
+        found |= _latent(plain, width, width // heads)
+    if {"expand", "num_heads", "head_dim"} <= plain.keys():
+        size = min(plain["head_dim"], width)
+        found |= {"head_dim": size, "num_heads": width * plain["expand"] // size, "n_groups": 1}
+    if "attention_types" in plain:
+        layers = layer_count(values)
+        found["attention_types"] = [[["global", "local"], layers // 2]] if layers % 2 == 0 else [[["global"], layers]]
+    return {key: value for key, value in found.items() if key in plain}
+
+
+def _latent(plain: Mapping[str, Any], width: int, head: int) -> dict[str, Any]:
+    """Sizes of latent attention: half of each head turns with the position."""
+    turned = max(2, head // 4 * 2)
+    found = {"qk_rope_head_dim": turned, "qk_nope_head_dim": head, "v_head_dim": head, "qk_head_dim": head + turned}
+    ranks = {key: min(plain[key], width) for key in ("q_lora_rank", "kv_lora_rank") if isinstance(plain.get(key), int)}
+    return found | ranks
