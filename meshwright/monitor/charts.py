@@ -116,13 +116,14 @@ def line_chart(
         return f'<figure><p class="none">No values for {escape(title)}.</p></figure>'
     frame, above = _frame(drawn, from_zero, width)
     parts = [_axes(frame, "step", y_label)]
-    parts += [_mark(frame, mark) for mark in marks if frame.x0 <= mark.x <= frame.x1]
+    inside = [_mark(frame, mark) for mark in marks if frame.x0 <= mark.x <= frame.x1]
+    parts += [line for line, _ in inside] + [label for _, label in inside]
     parts += [_triangle(frame, x) for x in skipped if frame.x0 <= x <= frame.x1]
     body = "".join(_curve(frame, one) for one in drawn)
     clip = f"clip{zlib.crc32(title.encode())}"
-    inside = f'x="{frame.left}" y="{frame.top - 4}" width="{frame.right - frame.left + 4}" '
-    inside += f'height="{frame.bottom - frame.top + 8}"'
-    parts.append(f'<clipPath id="{clip}"><rect {inside}/></clipPath><g clip-path="url(#{clip})">{body}</g>')
+    size = f'width="{frame.right - frame.left + 4}" height="{frame.bottom - frame.top + 8}"'
+    rect = f'<rect x="{frame.left}" y="{frame.top - 4}" {size}/>'
+    parts.append(f'<clipPath id="{clip}">{rect}</clipPath><g clip-path="url(#{clip})">{body}</g>')
     if above:
         note = f"{above} value{'s' if above > 1 else ''} above the frame"
         parts.append(f'<text class="note" x="{frame.right}" y="{frame.top - 5}" text-anchor="end">{note}</text>')
@@ -170,13 +171,14 @@ def _axes(frame: _Frame, x_label: str, y_label: str) -> str:
     return "".join(parts)
 
 
-def _mark(frame: _Frame, mark: Mark) -> str:
+def _mark(frame: _Frame, mark: Mark) -> tuple[str, str]:
+    """Returns the line and its label; labels go over the lines of other marks."""
     x = frame.at_x(mark.x)
     # A label near the right edge is written to the left of its line, or it would leave the drawing.
     anchor, shift = ("end", -4) if x > frame.right - 80 else ("start", 4)
     line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>'
     place = f'x="{x + shift:.1f}" y="{frame.top + 9}" text-anchor="{anchor}"'
-    return f'{line}<text class="note halo" {place}>{escape(mark.label)}</text>'
+    return line, f'<text class="note halo" {place}>{escape(mark.label)}</text>' if mark.label else ""
 
 
 def _triangle(frame: _Frame, step: float) -> str:

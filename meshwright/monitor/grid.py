@@ -14,6 +14,8 @@ from meshwright.plan import Layout
 
 _MOST_RANKS = 256
 _MOST_COLUMNS = 16
+_NARROW = 90.0
+"""Width below which a cell holds its number alone."""
 
 
 def layout_grid(run: RunFiles) -> str:
@@ -30,8 +32,8 @@ def layout_grid(run: RunFiles) -> str:
     columns = shape[inner] if shape[inner] <= _MOST_COLUMNS else _MOST_COLUMNS
     shown = min(layout.world, _MOST_RANKS)
     seen = {event.get("rank"): event for event in run.of_kind("rank_started")}
-    tall = 26 + 15 * (len(shape) + bool(seen))
     wide = min(190.0, 990.0 / columns)
+    tall = 32 + 15 * ((len(shape) + bool(seen)) if wide >= _NARROW else 0)
     cells = []
     for rank in range(shown):
         row, column = divmod(rank, columns)
@@ -59,8 +61,8 @@ def _layout(run: RunFiles) -> Layout | None:
 
 def _cell(x: float, y: float, wide: float, tall: float, rank: int, lines: list[str]) -> str:
     parts = [f'<rect class="cell" x="{x:.1f}" y="{y}" width="{wide - 6:.1f}" height="{tall - 6}" rx="5"/>']
-    parts.append(f'<text class="rank" x="{x + 8:.1f}" y="{y + 17}">{rank if wide < 70 else f"rank {rank}"}</text>')
-    for place, line in enumerate(line for line in lines if line and wide >= 70):
+    parts.append(f'<text class="rank" x="{x + 8:.1f}" y="{y + 17}">{rank if wide < _NARROW else f"rank {rank}"}</text>')
+    for place, line in enumerate(line for line in lines if line and wide >= _NARROW):
         parts.append(f'<text x="{x + 8:.1f}" y="{y + 33 + 15 * place}">{escape(line)}</text>')
     return "".join(parts)
 

@@ -135,7 +135,7 @@ def _progress(course: Course, elapsed_s: float) -> RenderableType:
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True)
-    times = format_seconds(elapsed_s) + (f", {format_seconds(eta)} to go" if eta is not None else "")
+    times = format_seconds(elapsed_s) + (f", {format_seconds(eta)} to go" if eta else "")
     bar = ProgressBar(total=max(1, course.header.steps), completed=done, complete_style="cyan", finished_style="green")
     grid.add_row(Text(f"step {done}/{course.header.steps}", style="bold"), bar, Text(times))
     return grid
@@ -175,22 +175,23 @@ def _curve(losses: Sequence[float]) -> RenderableType:
 
 
 def _parts(last: StepRecord) -> list[RenderableType]:
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.table import Table
     from rich.text import Text
 
-    total = sum(last.parts.values())
-    rows: list[RenderableType] = []
+    grid, total = Table.grid(padding=(0, 2)), sum(last.parts.values())
     if total > 0:
-        bar, legend = Text.assemble(("time    ", "dim")), Text("        ")
+        bar, keys = Text(), []
         for place, (name, seconds) in enumerate(last.parts.items()):
             colour = _COLOURS[place % len(_COLOURS)]
             bar.append("█" * round(60 * seconds / total), style=colour)
-            legend.append("■ ", style=colour)
-            legend.append(f"{name} {seconds / total:.0%}  ")
-        rows += [bar, legend]
+            keys.append(Text.assemble(("■ ", colour), f"{name} {seconds / total:.0%} "))
+        grid.add_row(Text("time", style="dim"), Group(bar, Columns(keys)))
     if last.memory:
-        sizes = "  ".join(f"{name} {format_bytes(size)}" for name, size in last.memory.items())
-        rows += [Text.assemble(("memory  ", "dim"), sizes), Text("")]
-    return rows
+        sizes = [Text(f"{name} {format_bytes(size)} ") for name, size in last.memory.items()]
+        grid.add_row(Text("memory", style="dim"), Columns(sizes))
+    return [grid, Text("")]
 
 
 def braille(values: Sequence[float], width: int, height: int) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Self, TextIO
 
 from meshwright.events import Event, StepRecord
 from meshwright.monitor.config import MonitorConfig
@@ -26,6 +28,8 @@ class Monitor:
         """Starts with the JSON lines alone; use `Monitor.build`."""
         self._config, self._run_dir, self._rank, self._lines = config, run_dir, rank, lines
         self._shows: list[Sink] = []
+        self._lock = threading.Lock()
+        self._closed = False
 
     @classmethod
     def build(
@@ -36,7 +40,7 @@ class Monitor:
         rank: int = 0,
         resumed_step: int | None = None,
         stream: TextIO | None = None,
-    ) -> Monitor:
+    ) -> Self:
         """Opens the run's files and, on rank 0, its display.
 
         Args:
@@ -60,21 +64,34 @@ class Monitor:
 
     def step(self, record: StepRecord) -> None:
         """Records and shows one step."""
-        self._lines.step(record)
-        for sink in list(self._shows):
-            self._guard(sink, partial(sink.step, record))
+        with self._lock:
+            self._lines.step(record)
+            for sink in list(self._shows):
+                self._guard(sink, partial(sink.step, record))
 
     def event(self, event: Event) -> None:
-        """Records and shows one event."""
-        self._lines.event(event)
-        for sink in list(self._shows):
-            self._guard(sink, partial(sink.event, event))
+        """Records and shows one event; any thread may call it."""
+        with self._lock:
+            self._lines.event(event)
+            for sink in list(self._shows):
+                self._guard(sink, partial(sink.event, event))
+
+    def __enter__(self) -> Self:
+        """Returns the monitor, which the block's end closes however it ends."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the monitor."""
+        self.close()
 
     def close(self) -> None:
         """Gives the terminal back, says which parts drifted from the plan, and writes the report; closes the files.
 
-        Call it after the last event, on every rank, whatever way the run ended.
+        Call it after the last event, on every rank, whatever way the run ended. A second call does nothing.
         """
+        if self._closed:
+            return
+        self._closed = True
         for sink in list(self._shows):
             self._guard(sink, sink.close)
         self._shows.clear()
@@ -121,6 +138,8 @@ class Monitor:
         except Exception as error:
             if sink in self._shows:
                 self._shows.remove(sink)
+            with contextlib.suppress(Exception):
+                sink.close()
             self._lines.event(_failure(type(sink).__name__, error))
 
 

@@ -8,6 +8,8 @@ from html import escape
 # Okabe-Ito hues, which readers with any colour vision tell apart. Source: Okabe and Ito, Color Universal Design (2008).
 _LIGHT = ("#0067b0", "#d1600a", "#00805c", "#b0478c", "#9a7b00", "#8b929c", "#3b9fd6")
 _DARK = ("#5eb3f2", "#f59b51", "#3cc49b", "#e391c2", "#e3c452", "#7d8590", "#9fd6f7")
+_SHORT = 24
+"""Characters up to which a table's cell isn't broken into lines."""
 
 _STYLE = """
 *{box-sizing:border-box}
@@ -45,7 +47,7 @@ table{border-collapse:collapse;font-size:13.5px;width:100%}
 th,td{text-align:left;padding:5px 12px;border-bottom:1px solid var(--line);vertical-align:top}
 tr:last-child td{border-bottom:0}th{font-weight:600;color:var(--soft);font-size:12.5px;white-space:nowrap}
 td{overflow-wrap:anywhere}.num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td.bad{color:var(--bad);font-weight:600}
+td.word{white-space:nowrap}td.bad{color:var(--bad);font-weight:600}
 pre{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;white-space:pre-wrap;
  overflow-wrap:anywhere;font:13px/1.5 ui-monospace,Menlo,Consolas,"Liberation Mono",monospace;margin:6px 0 14px}
 details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
@@ -81,7 +83,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
     """
 
     def cell(tag: str, at: int, text: str) -> str:
-        names = [name for name, given in (("num", at in numbers), ("bad", bool(bad) and text == bad)) if given]
+        classes = (("num", at in numbers), ("bad", bool(bad) and text == bad), ("word", len(text) <= _SHORT))
+        names = [name for name, given in classes if given]
         kind = f' class="{" ".join(names)}"' if names else ""
         return f"<{tag}{kind}>{escape(text)}</{tag}>"
 

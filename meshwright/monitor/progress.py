@@ -206,7 +206,7 @@ def _names(group: Sequence[RankProgress], describe: Callable[[int], str] | None)
         rank = group[0].rank
         place = describe(rank).partition(": ")[2] if describe is not None else ""
         return f"rank {rank}" + (f" [{place}]" if place else "")
-    return f"ranks {_spans([one.rank for one in group])}"
+    return f"ranks {spans([one.rank for one in group])}"
 
 
 def _standing(ranks: Sequence[RankProgress]) -> str:
@@ -214,17 +214,17 @@ def _standing(ranks: Sequence[RankProgress]) -> str:
     for one in ranks:
         phases.setdefault(one.phase, []).append(one.rank)
     return ", ".join(
-        f"rank {found[0]} is in {phase}" if len(found) == 1 else f"ranks {_spans(found)} are in {phase}"
+        f"rank {found[0]} is in {phase}" if len(found) == 1 else f"ranks {spans(found)} are in {phase}"
         for phase, found in phases.items()
     )
 
 
-def _spans(ranks: Sequence[int]) -> str:
+def spans(ranks: Sequence[int]) -> str:
     """Returns ``0-3, 7`` for 0, 1, 2, 3 and 7."""
-    spans: list[list[int]] = []
+    found: list[list[int]] = []
     for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
         else:
-            spans.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+            found.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

@@ -7,6 +7,7 @@ whose name holds gzip or xz, taken as that compressor's bits per byte), ``sample
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from meshwright.monitor.drift import measure
 from meshwright.monitor.grid import layout_grid
 from meshwright.monitor.page import page, table, tiles
+from meshwright.monitor.progress import spans
 from meshwright.monitor.rundir import RunFiles, column, number, read_run
 from meshwright.monitor.sections import compression, compressors, course, drift, memory, time, traffic
 from meshwright.units import format_bytes, format_count, format_seconds
@@ -63,11 +65,11 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
 
 def _head(run: RunFiles) -> str:
     done = run.steps[-1]["step"] if run.steps else 0
-    started = run.events[0].get("time") if run.events else None
+    started = number(run.events[0].get("time")) if run.events else math.nan
     words = [run.state, f"{done} steps"]
     if run.layout:
         words.append(run.layout)
-    if started:
+    if math.isfinite(started):
         words.append(datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"))
     sub = f'<p class="sub">{escape(" · ".join(words))}</p>'
     return f"<h1>{escape(run.path.resolve().name)}</h1>{sub}{tiles(_numbers(run))}"
@@ -148,18 +150,32 @@ def _samples(run: RunFiles) -> str:
 
 
 def _events(run: RunFiles) -> str:
+    """Returns the table of events; ranks that start one after the other share a line."""
     if not run.events:
         return ""
     begin = number(run.events[0].get("time"))
-    kept = run.events if len(run.events) <= _MOST_EVENTS else [*run.events[:100], *run.events[-(_MOST_EVENTS - 100) :]]
-    lines = []
-    for event in kept:
-        hidden = ("kind", "rank", "pid", "host", "time", "text")
-        data = ", ".join(f"{key} {_flat(value)}" for key, value in event.items() if key not in hidden)
-        after = number(event.get("time")) - begin
-        who = f"rank {event.get('rank')}" if event.get("rank", -1) >= 0 else "launcher"
-        place = f"{event.get('host', '')}:{event.get('pid', '')}"
-        lines.append((f"{after:.1f} s" if math.isfinite(after) else "", who, event["kind"], data[:400], place))
-    gone = len(run.events) - len(kept)
-    left = f'<p class="small">{gone} events between are left out.</p>' if gone else ""
-    return left + table(("after", "who", "what", "data", "process"), lines, (0,))
+    lines: list[tuple[str, ...]] = []
+    for kind, group in itertools.groupby(run.events, key=lambda event: event["kind"]):
+        events = list(group)
+        if kind == "rank_started" and len(events) > 1:
+            ranks = f"ranks {spans([event.get('rank', -1) for event in events])}"
+            hosts = ", ".join(dict.fromkeys(str(event.get("host", "")) for event in events))
+            lines.append((_after(events[0], begin), ranks, kind, "", hosts))
+        else:
+            lines += [_event(event, begin) for event in events]
+    gone = len(lines) - _MOST_EVENTS
+    if gone > 0:
+        lines[100 : 100 + gone] = [("", "", f"{gone} more", "", "")]
+    return table(("after", "who", "what", "data", "process"), lines, (0,))
+
+
+def _event(event: Mapping[str, object], begin: float) -> tuple[str, ...]:
+    hidden = ("kind", "rank", "pid", "host", "time", "text")
+    data = ", ".join(f"{key} {_flat(value)}" for key, value in event.items() if key not in hidden)
+    who = f"rank {event.get('rank', '?')}" if event.get("rank") != -1 else "launcher"
+    return _after(event, begin), who, str(event["kind"]), data[:600], f"{event.get('host', '')}:{event.get('pid', '')}"
+
+
+def _after(event: Mapping[str, object], begin: float) -> str:
+    after = number(event.get("time")) - begin
+    return format_seconds(after) if math.isfinite(after) else ""

@@ -76,7 +76,7 @@ def read_run(run_dir: Path) -> RunFiles:
         plan = {}
     steps = {int(line["step"]): line for line in read_lines(run_dir / METRICS) if _whole(line.get("step"))}
     events = [line for line in read_lines(run_dir / EVENTS) if isinstance(line.get("kind"), str)]
-    events.sort(key=lambda event: event.get("time") or 0.0)
+    events.sort(key=lambda event: number(event.get("time") or 0.0))
     return RunFiles(
         path=run_dir,
         config=config,

@@ -21,8 +21,10 @@ def course(run: RunFiles) -> str:
     if not run.steps:
         return '<p class="none">No step was recorded.</p>'
     x = column(run.steps, "step")
-    marks = [Mark(x=number(event.get("step")), label="resumed") for event in run.of_kind("resumed")]
-    marks = [mark for mark in marks if math.isfinite(mark.x)]
+    resumed = [step for step in column(run.of_kind("resumed"), "step") if math.isfinite(step)]
+    word = "resumed" if len(resumed) < 4 else f"resumed {len(resumed)} times"
+    # Labels of many marks would cover each other: then the first one speaks for all.
+    marks = [Mark(x=step, label=word if len(resumed) < 4 or not at else "") for at, step in enumerate(resumed)]
     skipped = [step["step"] for step in run.steps if step.get("skipped")]
     evaluated = [event for event in run.of_kind("evaluated") if math.isfinite(number(event.get("step")))]
     evaluated.sort(key=lambda event: event["step"])
@@ -83,7 +85,8 @@ def time(run: RunFiles) -> str:
         rows.insert(0, ("planned", {name: float(value) for name, value in planned.items()}))
     if len(warm) >= 100:
         rows.append(("slowest 1 %", _mean_parts(slow)))
-    lines = [(name, *(format_seconds(parts.get(name, 0.0)) for _, parts in rows)) for name in rows[-1][1]]
+    names = dict.fromkeys(name for _, parts in rows for name in parts)
+    lines = [(name, *(format_seconds(parts[name]) if name in parts else "" for _, parts in rows)) for name in names]
     heads = ("part", *(label for label, _ in rows))
     return stacked_bars(rows, "Seconds of a step on rank 0", format_seconds) + table(heads, lines, range(1, len(heads)))
 

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from meshwright.events import CommTotals, Event, StepRecord
+from meshwright.monitor.charts import envelope, smoothed, tick_text, ticks
 from meshwright.monitor.report import write_report
 
 PLAN = {
@@ -167,6 +168,35 @@ def test_drift_beyond_the_bound_is_marked(tmp_path):
     run = make_run(tmp_path / "run", 40)
     text, _ = parsed(write_report(run, bound=0.25))
     row = text[text.index("parts.reduce") :]
-    assert 'class="bad">beyond' in row[: row.index("</tr>")]
+    assert 'class="bad word">beyond' in row[: row.index("</tr>")]
     row = text[text.index("memory.parameters") :]
     assert "within" in row[: row.index("</tr>")]
+
+
+def test_many_ranks_and_many_resumes_stay_readable(tmp_path):
+    run = make_run(tmp_path / "run", 12)
+    (run / "plan.json").write_text(json.dumps({"layout": {"text": "replicate=32,shard=16,zero=3"}}))
+    with (run / "events.jsonl").open("a") as file:
+        for step in range(6):
+            file.write(json.dumps({"kind": "resumed", "rank": 0, "time": 1_760_000_400.0 + step, "step": step}) + "\n")
+    text, _ = parsed(write_report(run))
+    assert "512 ranks" in text and "the first 256 are drawn" in text and text.count('class="cell"') == 256
+    assert "ranks 0-3" in text and "resumed 7 times" in text
+    assert text.count('class="mark"') > text.count("resumed 7 times</text>") > 0
+
+
+def test_axes_have_round_ticks():
+    assert ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
+    assert [tick_text(value, 2e-4) for value in (0, 2e-4, 1e-3)] == ["0", "2e-4", "1e-3"]
+    assert [tick_text(value, 5000) for value in (5000, 10_000, 2_500_000)] == ["5000", "10k", "2.500M"]
+    assert ticks(3.0, 3.0) == [3.0]
+
+
+def test_no_spike_is_lost_and_the_mean_keeps_its_ends():
+    x = list(range(10_000))
+    y = [1.0] * 10_000
+    y[7777] = 50.0
+    short_x, short_y = envelope(x, y, 100)
+    assert len(short_x) <= 202 and 50.0 in short_y and short_x == sorted(short_x)
+    assert smoothed([float(value) for value in range(100)]) == [float(value) for value in range(100)]
+    assert smoothed([1.0, math.nan, 1.0, 1.0]) == [1.0] * 4

@@ -36,6 +36,7 @@ def test_every_record_is_a_line_and_numbers_that_are_not_finite_become_null(tmp_
     sink.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0] == json.loads(json.dumps(record(1).to_json()))
     assert lines[0]["comm"] == [
         {"axis": "replicate", "op": "all_reduce", "calls": 2, "bytes": 800, "seconds": 0.02, "exposed_s": 0.01}
     ]
