@@ -184,7 +184,7 @@ def test_transformers_loads_the_tokenizer(config: DataConfig, tmp_path: Path, to
     chosen = DataConfig(paths=config.paths, tokenizer=tokenizer, **vocabulary)
     made = prepare(chosen, tmp_path / "set", workers=1)
     loaded = PreTrainedTokenizerFast.from_pretrained(made.path)
-    text = "alpha beta\n  3.5 na\u00efve"
+    text = "aged beach\n  3.5 na\u00efve"
     ids = made.tokenizer().encode(text, add_special_tokens=False).ids
     assert loaded(text, add_special_tokens=False)["input_ids"] == ids
     assert loaded.decode(ids) == text
