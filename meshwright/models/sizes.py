@@ -70,7 +70,10 @@ def dependent_values(plain: Mapping[str, Any], values: Mapping[str, Any], preset
     if "type_vocab_size" in plain and plain.get("pad_token_id") is not None:
         found["pad_token_id"] = (size_of(values, "vocab") or 2) - 1  # these count positions from what isn't padding
     found["is_decoder"] = True  # else a family of encoders reads the tokens that it must predict
-    if heads is not None and "qk_rope_head_dim" not in plain:
+    same = not preset and (width, heads) == (size_of(plain, "width"), size_of(plain, "heads"))
+    if same and "head_dim" in plain:
+        found["head_dim"] = plain["head_dim"]
+    elif heads is not None and "qk_rope_head_dim" not in plain:
         found |= {"head_dim": width // heads, "query_pre_attn_scalar": width // heads}
         found["rotary_dim"] = min(plain.get("rotary_dim") or width // heads, width // heads)
     elif heads is not None and preset:

@@ -1,0 +1,76 @@
+"""What every family must do: keep documents apart or say so, come back from its files slice by slice, export."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from meshwright.errors import ConfigError
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import materialise
+from meshwright.models.export import export_hf
+from meshwright.models.forward import document_positions, model_forward
+from meshwright.models.generate import generate_tokens
+from meshwright.models.probe import check_documents, document_leak
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+APART = ["gpt2", "llama", "qwen3", "mixtral", "gemma3_text", "olmo2", "gpt_neox"]
+TOGETHER = ["bloom", "mpt", "mamba", "falcon", "opt"]
+
+
+def tiny(name: str) -> ModelConfig:
+    return ModelConfig(name=name, layers=2, width=32)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_changed_document_leaves_the_next_one_alone(name):
+    assert document_leak(tiny(name)) < 1e-12
+    check_documents(build_meta(tiny(name), 64, 32))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_families_that_mix_documents_are_refused(name):
+    with pytest.raises(ConfigError, match=r"data.mask_documents = false"):
+        check_documents(build_meta(tiny(name), 64, 32))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3_text"])
+def test_a_document_reads_the_same_alone_and_packed(name):
+    built = build_meta(tiny(name), 64, 32)
+    module = materialise(built.module.double(), built.recipe, 1).eval()
+    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    starts = torch.zeros(2, 12, dtype=torch.bool)
+    starts[0, 5] = starts[0, 9] = starts[1, 0] = True
+    packed = model_forward(module, built.anatomy, tokens, document_positions(starts), True)
+    alone = model_forward(module, built.anatomy, tokens[:1, 5:9])
+    assert torch.allclose(packed[:1, 5:9], alone, rtol=0, atol=1e-12)
+    free = model_forward(module, built.anatomy, tokens)
+    assert (free[:1, 5:9] - alone).abs().max() > 1e-6
+    assert torch.allclose(free[1], packed[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "gemma3_text", "mamba"])
+def test_export_load_and_sample_agree_with_transformers(name, tmp_path: Path):
+    built = build_meta(tiny(name), 64, 32)
+    module = materialise(build_meta(tiny(name), 64, 32).module, built.recipe, built.config.seed).eval()
+    weights = [(key, built.tensor(key)) for key, _ in built.module.named_parameters()]
+    export_hf(built, weights, tmp_path / "out")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(reference(tokens).logits, model_forward(module, built.anatomy, tokens))
+    sample = generate_tokens(module, built.anatomy, [1, 2, 3], max_tokens=5, temperature=0)
+    expected = reference.generate(tokens.new_tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert sample == expected[0, 3:].tolist()
+
+    loaded = build_meta(ModelConfig(name=str(tmp_path / "out")))
+    for key, parameter in reference.named_parameters():
+        box = tuple((size // 3, size) for size in parameter.shape)
+        part = loaded.tensor(key, box, torch.float64)
+        assert torch.equal(part, parameter[tuple(slice(*edge) for edge in box)].double()), key
+    for group in loaded.anatomy.ties:
+        assert torch.equal(loaded.tensor(group[0]), loaded.tensor(group[1]))

@@ -1,0 +1,187 @@
+"""Anatomy, calling, sampling, counting, reading and writing, on users' modules and damaged directories."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.models.anatomy import read_anatomy
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import materialise
+from meshwright.models.export import export_hf
+from meshwright.models.forward import IGNORED, document_positions, model_forward, model_output
+from meshwright.models.generate import generate_tokens
+from meshwright.models.measure import measure_shape
+from meshwright.shape import ModelShape
+
+torch.set_num_threads(1)
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.mix(self.norm(x))
+
+class Small(nn.Module):
+    def __init__(self, vocab, width, layers, loss):
+        super().__init__()
+        self.loss = loss
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens, targets=None):
+        logits = self.head(self.norm(self.blocks(self.embed(tokens))))
+        if not self.loss:
+            return logits if targets is None else (logits, None)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+def make(vocab, width=16, layers=3, loss=False):
+    return Small(vocab, width, layers, loss)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch):
+    (tmp_path / "own_model.py").write_text(textwrap.dedent(SOURCE), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "own_model", raising=False)
+    return "own_model:make"
+
+
+def test_anatomy_and_shape_of_a_users_module(own):
+    built = build_meta(ModelConfig(name=own, layers=2), vocab=30, context=8)
+    anatomy = built.anatomy
+    assert (anatomy.embedding, anatomy.head, anatomy.final_norm) == ("embed", "head", "norm")
+    assert anatomy.layers == ("blocks.0", "blocks.1")
+    assert (anatomy.token_argument, anatomy.target_argument) == ("tokens", "targets")
+    shape = measure_shape(built)
+    block = 16 * 16 + 3 * 16
+    assert shape.layer_parameters == (block, block)
+    assert shape.parameters == 2 * block + 2 * 30 * 16 + 32 == sum(p.numel() for p in built.module.parameters())
+    assert shape.matmul_parameters == 2 * 256 + 30 * 16
+    assert shape.train_flops_per_token(8) == 6 * shape.matmul_parameters + 12 * 2 * 8 * 16
+    assert ModelShape.from_json(shape.to_json()) == shape
+
+
+def test_a_mixture_counts_only_active_experts():
+    shape = measure_shape(build_meta(ModelConfig(name="mixtral", experts=4, layers=1, width=32, ffn=64), 50, 16))
+    assert (shape.experts, shape.active_experts) == (4, 2)
+    assert shape.matmul_parameters == 4 * 32 * 32 + 4 * 32 + 2 * 3 * 32 * 64 + 50 * 32
+
+
+def test_settings_that_a_function_does_not_take_are_refused(own):
+    with pytest.raises(ConfigError, match="model.heads has no effect"):
+        build_meta(ModelConfig(name=own, heads=2), 30, 8)
+
+
+def test_logits_or_loss_of_a_users_module(own):
+    tokens = torch.randint(30, (2, 8))
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = IGNORED
+    built = build_meta(ModelConfig(name=own), 30, 8)
+    module = materialise(built.module, built.recipe, 1)
+    logits = model_forward(module, built.anatomy, tokens)
+    assert torch.equal(model_output(module, built.anatomy, tokens, targets).logits, logits)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    built = build_meta(ModelConfig(name=own, overrides={"loss": "true"}), 30, 8)
+    module = materialise(built.module, built.recipe, 1)
+    assert torch.equal(model_output(module, built.anatomy, tokens, targets).loss, expected)
+    with pytest.raises(ConfigError, match="position_ids"):
+        model_forward(module, built.anatomy, tokens, torch.zeros_like(tokens), True)
+
+
+def test_an_output_without_logits_is_refused():
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            return x.float()
+
+    module = Wrong(2, 2)
+    with pytest.raises(ConfigError, match="must give logits"):
+        model_forward(module, read_anatomy(module), torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_positions_start_anew_only_where_documents_do():
+    starts = torch.zeros(2, 6, dtype=torch.bool)
+    starts[:, 0] = True
+    assert document_positions(starts) is None
+    starts[1, 4] = True
+    assert document_positions(starts).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1]]
+
+
+def test_sampling_is_repeatable(own):
+    built = build_meta(ModelConfig(name=own), 30, 8)
+    module = materialise(built.module, built.recipe, 1)
+    first, again, other = (
+        generate_tokens(module, built.anatomy, [1], max_tokens=12, temperature=1.5, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first == again != other and len(first) == 12
+    assert module.training
+    stop = first[3]
+    assert stop not in generate_tokens(module, built.anatomy, [1], max_tokens=12, temperature=1.5, seed=1, stop=stop)
+    with pytest.raises(ConfigError, match="no token"):
+        generate_tokens(module, built.anatomy, [])
+
+
+def test_a_users_module_is_exported_as_safetensors(own, tmp_path):
+    built = build_meta(ModelConfig(name=own), 30, 8)
+    weights = {name: built.tensor(name) for name, _ in built.module.named_parameters()}
+    out = export_hf(built, weights.items(), tmp_path / "out", dtype=torch.bfloat16)
+    written = load_file(out / "model.safetensors")
+    assert all(torch.equal(written[name], value.bfloat16()) for name, value in weights.items())
+    assert (out / "meshwright.json").is_file()
+    with pytest.raises(CheckpointError, match="in use"):
+        export_hf(built, weights.items(), out)
+    weights.pop("head.weight")
+    with pytest.raises(CheckpointError, match=r"missing \['head.weight'\]"):
+        export_hf(built, weights.items(), tmp_path / "other")
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    built = build_meta(ModelConfig(name="llama", layers=1, width=32), 20, 16)
+    weights = [(name, built.tensor(name)) for name, _ in built.module.named_parameters()]
+    return export_hf(built, weights, tmp_path / "model")
+
+
+def test_a_directory_that_does_not_fit_is_refused(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    moved = dict(tensors)
+    moved["model.layers.9.foreign"] = moved.pop("model.norm.weight")
+    save_file(moved, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 missing \(model.norm.weight\); 1 foreign \(model.layers.9.foreign\)"):
+        build_meta(ModelConfig(name=str(folder)))
+    save_file(tensors | {"model.norm.weight": torch.ones(5)}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"\(5,\).*\(32,\)"):
+        build_meta(ModelConfig(name=str(folder)))
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="damaged"):
+        build_meta(ModelConfig(name=str(folder)))
+    file.unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        build_meta(ModelConfig(name=str(folder)))
+
+
+def test_a_directory_keeps_its_sizes_unless_made_fresh(folder):
+    with pytest.raises(ConfigError, match=r"model.fresh"):
+        build_meta(ModelConfig(name=str(folder), layers=2))
+    built = build_meta(ModelConfig(name=str(folder), layers=3, fresh=True))
+    assert len(built.anatomy.layers) == 3 and built.source is None and built.vocab == 20
+    with pytest.raises(ConfigError, match="vocabulary of 21"):
+        build_meta(ModelConfig(name=str(folder)), vocab=21)
