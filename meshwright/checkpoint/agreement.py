@@ -73,7 +73,10 @@ class Agreement:
         Raises:
             CheckpointError: the same on every rank, naming those that failed.
         """
-        outcomes = self.outcomes(work)
+        try:
+            outcomes = self.outcomes(work)
+        except CheckpointError as error:
+            raise CheckpointError(f"{what}: {error}") from error
         if any(outcome.error for outcome in outcomes):
             raise CheckpointError(f"{what}: {blame(outcomes)}")
         return [outcome.value for outcome in outcomes]

@@ -19,8 +19,8 @@ class CheckpointConfig(Config):
     backend: str = "dcp"
     """File format: the name of a backend's file in ``meshwright/checkpoint/``."""
     verify: bool = True
-    """Read each new file back and compare its checksum before the checkpoint counts and older ones are removed; false
-    compares sizes only. Loading always compares checksums."""
+    """Read each new file back from the disk and compare its checksum before the checkpoint counts and older ones are
+    removed; false compares sizes only. Loading always compares checksums."""
     wait_s: float = 600.0
     """Longest wait for another rank during a save or a load, in seconds; it must cover the slowest rank's write."""
 

@@ -260,8 +260,9 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        failures = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
-        raise CheckpointError("; ".join(failures[:4])) from None
+        failures = sorted(error.failures.items())[:4]
+        texts = [f"rank {rank}: {str(cause) or repr(cause)}" for rank, (cause, _) in failures]
+        raise CheckpointError("; ".join(texts)) from None
 
 
 @contextmanager

@@ -79,8 +79,13 @@ class SummedWriter(io.BufferedWriter):
         return self._checksum.record
 
 
-def measure(path: Path, algorithm: str) -> FileRecord:
+def measure(path: Path, algorithm: str, *, cold: bool = False) -> FileRecord:
     """Reads a file and returns its size and checksum.
+
+    Args:
+        path: the file.
+        algorithm: ``crc32`` or ``sha256``.
+        cold: drop the file's (synced) pages from memory first, where the system can, so that the disk is read.
 
     Raises:
         OSError: when it can't be read.
@@ -88,25 +93,28 @@ def measure(path: Path, algorithm: str) -> FileRecord:
     checksum = Checksum(algorithm)
     block = memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as stream:
+        if cold and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while count := stream.readinto(block):
             checksum.update(block[:count])
     return checksum.record
 
 
-def damage(path: Path, wanted: FileRecord, *, contents: bool = True) -> str | None:
+def damage(path: Path, wanted: FileRecord, *, contents: bool = True, cold: bool = False) -> str | None:
     """Returns what is wrong with a file, or None.
 
     Args:
         path: the file.
         wanted: what it should be.
         contents: whether to read it; false compares the size only.
+        cold: read it from the disk, not from memory.
     """
     try:
         size = path.stat().st_size
         if size != wanted.size:
             return f"{path.name} has {size} bytes instead of {wanted.size}"
         algorithm = wanted.checksum.partition(":")[0]
-        if contents and (found := measure(path, algorithm)) != wanted:
+        if contents and (found := measure(path, algorithm, cold=cold)) != wanted:
             return f"{path.name} is damaged: its checksum is {found.checksum} instead of {wanted.checksum}"
     except FileNotFoundError:
         return f"{path.name} is missing"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.plan import Layout
 
 MANIFEST = "manifest.json"
@@ -105,6 +105,13 @@ class Manifest:
             raise CheckpointError(f"{MANIFEST} has format {body.get('format')}; this version reads {_FORMAT}")
         if body["name"] != folder.name:
             raise CheckpointError(f"{MANIFEST} belongs to {body['name']}")
+        try:
+            return cls._from_body(body)
+        except (MeshwrightError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{MANIFEST} was written by another version: {error!r}") from error
+
+    @classmethod
+    def _from_body(cls, body: Mapping[str, Any]) -> Self:
         return cls(
             name=body["name"],
             step=body["step"],

@@ -90,7 +90,7 @@ class CheckpointStore:
             config: how many to keep, backend, verification.
             group: gloo group of the ranks (`agreement.build_group`); None for a process alone.
             stamp: told of each phase of a save as it begins on this rank: ``open``, ``write``, ``written``,
-                ``manifest``, ``rename``, ``renamed``, ``collect``, ``saved``.
+                ``manifest``, ``rename``, ``renamed``, ``collect``, ``saved``; it must not raise.
 
         Raises:
             ConfigError: for an unknown backend.
@@ -147,8 +147,9 @@ class CheckpointStore:
         """
         started, what = time.monotonic(), f"saving the checkpoint of step {step} failed"
         self._stamp("open")
-        names = self._ranks.once(what, lambda: self._open(step, meta, origin or Origin()))
-        folder, target = (self.root / name for name in names)
+        opened = self._ranks.everywhere(what, lambda: self._open(step, tensors, meta, origin or Origin()))
+        folder, target = (self.root / name for name in opened[0])
+        self._stamp("write")
         try:
             reports = self._ranks.everywhere(what, lambda: self._write(folder, tensors))
             files = {name: FileRecord(*record) for report in reports for name, record in report.items()}
@@ -231,8 +232,16 @@ class CheckpointStore:
         wanted = list(loaded.manifest.tensors) if names is None else names
         return find_backend(loaded.manifest.backend).read_full(loaded.path, wanted)
 
-    def _open(self, step: int, meta: Mapping[str, Any], origin: Origin) -> tuple[str, str]:
-        """Makes the folder to write in; returns its name and the name that it will get."""
+    def _open(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], origin: Origin
+    ) -> tuple[str, str] | None:
+        """Checks what is to be saved; rank 0 makes the folder, and returns its name and the name that it will get.
+
+        All that can fail on one rank alone stands here, before the backend's own collectives.
+        """
+        fit.tabulate(tensors)
+        if self._ranks.rank != 0:
+            return None
         try:
             json.dumps([dict(meta), origin.to_json()])
         except (TypeError, ValueError) as error:
@@ -250,11 +259,9 @@ class CheckpointStore:
 
     def _write(self, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
         """Writes this rank's part and checks it."""
-        self._stamp("write")
-        fit.tabulate(tensors)
         files = self._backend.write(folder, tensors, self._ranks.group)
         for name, record in files.items():
-            if fault := damage(folder / name, record, contents=self._config.verify):
+            if fault := damage(folder / name, record, contents=self._config.verify, cold=True):
                 raise CheckpointError(f"right after writing, {fault}")
         self._stamp("written")
         return files
@@ -276,7 +283,10 @@ class CheckpointStore:
         )
         found = {path.name for path in folder.iterdir()}
         if found != set(files):
-            raise CheckpointError(f"the folder holds {sorted(found)}, the ranks wrote {sorted(files)}")
+            raise CheckpointError(
+                f"rank 0 sees {len(found)} files where the ranks wrote {len(files)} "
+                f"({', '.join(sorted(found ^ set(files))[:4])}); {self.root} must be a folder that all nodes share"
+            )
         with SummedWriter(folder / MANIFEST, "sha256") as stream:
             stream.write(manifest.render())
         self._stamp("rename")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo  # the first DTensor imports it: once here instead of in every forked rank
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.contract import FileRecord, find_backend, known_backends
@@ -14,12 +15,25 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
 from tests.ranks.group import run_ranks
 
-SHAPES = {"weights/a": (7, 3), "weights/b": (2,), "exp_avg/a": (7, 3), "weights/c": (1, 5), "weights/d": (4, 6)}
+SHAPES = {"weights/a": (7, 3), "weights/b": (2,), "exp_avg/a": (7, 3), "weights/c": (1, 5), "weights/d": (301, 50)}
 
 
 def full(name):
     torch.manual_seed(sum(map(ord, name)))
     return torch.randn(SHAPES[name])
+
+
+def part(value, places, mesh):
+    """This rank's part of a tensor, and the DTensor around it; built by hand, since DTensor's own way starts slowly."""
+    local = value
+    for axis, place in enumerate(places):
+        if place.is_shard():
+            parts = list(torch.chunk(local, mesh.size(axis), place.dim))
+            parts += [parts[0].narrow(place.dim, 0, 0)] * (mesh.size(axis) - len(parts))
+            local = parts[mesh.get_local_rank(axis)]
+    return DTensor.from_local(
+        local.clone(), mesh, places, run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
 def state(layout, fill=True):
@@ -32,14 +46,23 @@ def state(layout, fill=True):
     if not layout:
         return values | plain
     mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
-    placements = [{"replicate": Replicate(), "shard": Shard(0), "tp": Shard(1)}[name] for name in layout]
-    two = {n: placements if len(SHAPES[n]) > 1 else [p if p != Shard(1) else Replicate() for p in placements] for n in SHAPES}
-    return {name: distribute_tensor(value, mesh, two[name]) for name, value in values.items()} | plain
+    places = [{"replicate": Replicate(), "shard": Shard(0), "tp": Shard(1)}[name] for name in layout]
+    flat = [Replicate() if place == Shard(1) else place for place in places]
+    return {name: part(value, places if value.ndim > 1 else flat, mesh) for name, value in values.items()} | plain
 
 
 def equal(state, wanted):
-    whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()}
-    return all(torch.equal(whole[name], wanted[name]) for name in wanted) and set(whole) == set(wanted)
+    """Whether each tensor, or this rank's part of it, has the bits of the one that is wanted."""
+    for name, tensor in state.items():
+        local = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            other = part(wanted[name], tensor.placements, tensor.device_mesh).to_local()
+        else:
+            other = wanted[name]
+        if not torch.equal(local, other):
+            return False
+    return set(state) == set(wanted)
 
 
 def save(rank, root, layout, step, backend):
@@ -98,7 +121,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path, backend, before, a
     saved = run_ranks(ranks, save, tmp_path, before, 5, backend)
     assert len({item.path for item in saved}) == 1
     size = sum(path.stat().st_size for path in saved[0].path.iterdir())
-    assert size < 40_000, "copies are written once"
+    assert 60_200 < size < 100_000, "copies are written once"
     for layout in after:
         ranks = 1
         for degree in layout.values():
