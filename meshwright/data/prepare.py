@@ -17,7 +17,7 @@ from meshwright.data.tokens import VERSION, TokenSet, read_manifest
 from meshwright.data.workers import Pool
 from meshwright.errors import ConfigError, DataError
 
-INLINE_BYTES = 2 << 20
+INLINE_BYTES = 1 << 19
 """Below this many bytes of input, starting a process costs more than it saves."""
 LOCK_S = 6 * 3600.0
 """Longest wait for another process that prepares the same set."""
@@ -64,13 +64,15 @@ def prepare(
     if out.exists():
         return _reuse(out, key)
     asked = config.workers if workers is None else workers
-    inline = asked <= 1 and sum(source.size for source in sources) < INLINE_BYTES
+    size = sum(source.size for source in sources)
+    inline = asked <= 1 and size < INLINE_BYTES
+    processes = asked or min(len(os.sched_getaffinity(0)), 1 + size // INLINE_BYTES)
     with full_disk(out.parent), lone_writer(out.with_name(out.name + ".lock"), LOCK_S):
         if out.exists():
             return _reuse(out, key)
         beside = out.with_name(out.name + ".partial")
         _claim(beside, key)
-        with Pool(asked or len(os.sched_getaffinity(0)), inline) as pool:
+        with Pool(processes, inline) as pool:
             job = Job(config=config, sources=sources, key=key, beside=beside, pool=pool, report=progress or _silent)
             work(job)
         settle(beside / "whole", out)

@@ -34,7 +34,7 @@ GROUP_BYTES = 8 << 20
 """Files up to so many bytes together are read by one task."""
 SAMPLE_BYTES = 16 << 20
 """Text that a tokenizer is trained on, at most."""
-UNIT_BYTES = (1 << 20, 64 << 20)
+UNIT_BYTES = (1 << 18, 64 << 20)
 """Least and most text that one task encodes; between them a 256th of the text."""
 
 

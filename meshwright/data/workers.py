@@ -104,7 +104,7 @@ class Pool:
     """Does tasks in several processes, or in this one when there is too little to do for starting another."""
 
     def __init__(self, processes: int, inline: bool) -> None:
-        """Starts nothing yet.
+        """Sets the number; the processes start with the ``with`` block.
 
         Args:
             processes: workers at most.
@@ -114,6 +114,9 @@ class Pool:
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Self:
+        if not self._inline:
+            for _ in range(self._processes):  # all at once, since each takes a third of a second to import
+                self._start()
         return self
 
     def __exit__(
@@ -138,14 +141,13 @@ class Pool:
                 done(self._worker().perform(task) if task["kind"] == "train" else perform(task, batched=False))
             return
         rest = iter(tasks)
-        idle: list[Worker] = []
-        fresh = list(self._workers)
+        idle = list(self._workers)
         with ThreadPoolExecutor(self._processes) as threads:
             pending: dict[Any, Worker] = {}
             try:
                 while True:
                     for task in itertools.islice(rest, self._processes - len(pending)):
-                        worker = idle.pop() if idle else fresh.pop() if fresh else self._start()
+                        worker = idle.pop()
                         pending[threads.submit(worker.perform, task)] = worker
                     if not pending:
                         return
