@@ -1,0 +1,44 @@
+"""``meshwright export``: writes a run's model in Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.cli.words import answer, read_positional, say, take_flag
+from meshwright.config import Config
+from meshwright.launch.preload import prepare_environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig(Config):
+    """usage: meshwright export RUN --to DIR."""
+
+    to: str
+    """Directory to make."""
+    dtype: Literal["float32", "bfloat16", "float16", "as-trained"] = "as-trained"
+    """Type of the written weights."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Exports the newest checkpoint that is whole."""
+    words = list(argv)
+    as_json = take_flag(words, "--json")
+    source, config = read_positional(ExportConfig, words, "export", "RUN")
+    prepare_environment()
+    import torch
+
+    from meshwright.cli.trained import newest_weights, run_model, run_tokens
+    from meshwright.models.export import export_hf
+
+    run_dir = Path(source)
+    step, values = newest_weights(run_dir)
+    dtype = None if config.dtype == "as-trained" else getattr(torch, config.dtype)
+    out = export_hf(run_model(run_dir), values, Path(config.to), tokenizer=run_tokens(run_dir).path, dtype=dtype)
+    say(f"exported step {step} of {run_dir} to {out}")
+    if as_json:
+        answer(json.dumps({"step": step, "run": str(run_dir), "to": str(out)}))
+    return 0

@@ -1,0 +1,62 @@
+"""The command line: finds the verb, runs it, turns errors into one clear paragraph and an exit status."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from meshwright import __version__
+from meshwright.errors import MeshwrightError, nearest
+
+VERBS = {
+    "train": "prepare text, plan, train, evaluate, checkpoint; goes on where an earlier run of the directory stopped",
+    "verify": "prove that layouts compute what one device computes",
+    "prepare": "turn text into token files",
+    "generate": "continue a prompt with a trained model",
+    "export": "write a run's model in Hugging Face format",
+}
+"""Each verb is a file of this folder with ``run(argv) -> int``."""
+
+INTERRUPTED = 130
+"""Exit status after a second Ctrl-C. Source: POSIX shells, 128 + SIGINT."""
+
+
+def usage() -> str:
+    """Returns the overview that ``--help`` prints."""
+    verbs = "\n".join(f"  {verb:<10}{purpose}" for verb, purpose in VERBS.items())
+    return (
+        f"meshwright {__version__}: plans, proves, runs and recovers distributed training of language models\n\n"
+        f"usage: meshwright VERB ...\n\n{verbs}\n\n"
+        "meshwright VERB --help lists what a verb takes\n"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command.
+
+    Args:
+        argv: words after the program's name.
+
+    Returns:
+        0 only for success; 1 for a failure, 2 for a refusal of what was asked, 130 after a second Ctrl-C.
+    """
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        sys.stdout.write(f"meshwright {__version__}\n")
+        return 0
+    verb = words[0]
+    if verb not in VERBS:
+        sys.stderr.write(f"error: unknown command '{verb}'{nearest(verb, VERBS)}\n")
+        return 2
+    try:
+        return int(importlib.import_module(f"meshwright.cli.{verb}").run(words[1:]))
+    except MeshwrightError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED

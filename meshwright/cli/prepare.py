@@ -1,0 +1,32 @@
+"""``meshwright prepare``: turns text into token files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.cli.inputs import prepared
+from meshwright.cli.words import answer, read_config, take_flag, take_value
+from meshwright.data.config import DataConfig
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prepares ``[PATH...] [--to DIR] [--json]`` and the fields of the data section, without its prefix."""
+    words = list(argv)
+    as_json = take_flag(words, "--json")
+    to = take_value(words, "--to")
+    paths: list[str] = []
+    while words and not words[0].startswith("-"):
+        paths.append(words.pop(0))
+    config = read_config(DataConfig, (["--paths", *paths] if paths else []) + words, "prepare")
+    token_set = prepared(config, Path(to) if to else None)
+    summary = {
+        "path": str(token_set.path),
+        "fingerprint": token_set.fingerprint,
+        "vocab_size": token_set.vocab_size,
+        "train_tokens": len(token_set.train.tokens),
+        "validation_tokens": len(token_set.validation.tokens),
+    }
+    answer(json.dumps(summary, indent=2) if as_json else str(token_set.path))
+    return 0

@@ -1,0 +1,32 @@
+"""How a run ended, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.cli.words import say
+
+
+def show_result(summary: Mapping[str, Any]) -> None:
+    """Prints the end of a run: losses, bits per byte beside gzip and xz, a sample, where everything lies."""
+    lines = [""]
+    if not summary["finished"]:
+        lines.append(f"interrupted after step {summary['step']}; the same command goes on from there")
+    if "validation_loss" in summary:
+        lines.append(
+            f"validation loss {summary['validation_loss']:.4f} nats a token, next token right in "
+            f"{100 * summary['accuracy']:.1f} %"
+        )
+    if "bits_per_byte" in summary:
+        others = ", ".join(
+            f"{name} {summary[f'{name}_bits_per_byte']:.3f}" for name in ("gzip", "xz") if f"{name}_bits_per_byte" in summary
+        )
+        lines.append(f"bits per byte of the held-out text: {summary['bits_per_byte']:.3f} (the same bytes by {others})")
+    if summary.get("sample"):
+        lines += ["", "sample:", f"  | {summary['prompt']}".replace("\n", "\n  | ") + "[...]"]
+        lines += ["  | " + line for line in str(summary["sample"]).strip("\n").split("\n")]
+    lines += ["", f"run directory: {summary['run']}"]
+    if summary.get("report"):
+        lines.append(f"report: {summary['report']}")
+    say("\n".join(lines))

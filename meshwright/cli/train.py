@@ -1,0 +1,209 @@
+"""``meshwright train``: from text and a model's name to a trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.cli.inputs import CONFIG, PLAN, ReadModel, prepared, read_model, run_config
+from meshwright.cli.words import answer, read_config, take_flag
+from meshwright.errors import ConfigError
+from meshwright.launch.choice import choose_launcher
+from meshwright.launch.devices import found_devices
+from meshwright.launch.preload import prepare_environment
+from meshwright.plan import Layout, Plan
+from meshwright.planner import rule
+from meshwright.train.run_config import RunConfig
+from meshwright.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from meshwright.data.tokens import TokenSet
+    from meshwright.launch.fork import ForkLauncher
+    from meshwright.launch.torchrun import TorchrunLauncher
+
+FREE_TO_CHANGE = {"layout", "devices", "run", "launch", "monitor", "checkpoint", "evaluation"}
+"""Sections that a resumed run may set anew; the curve doesn't depend on them. So may ``train.steps``, to go on longer."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Trains; exit status 0 when the run reached its last step, 1 when it was interrupted."""
+    words = list(argv)
+    as_json = take_flag(words, "--json")
+    config = read_config(RunConfig, words, "train")
+    prepare_environment()
+    launcher = choose_launcher(config.devices, config=config.launch)
+    config = _owned(config)
+    result = _train(config, launcher)
+    if as_json and result:
+        answer(json.dumps(result, indent=2))
+    return 0 if not result or result["finished"] else 1
+
+
+def _owned(config: RunConfig) -> RunConfig:
+    """Names a new run's directory, or takes up an old one's, which must be of the same config."""
+    if not config.run:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = config.model.name.rstrip("/").replace("/", "-").replace(":", "-").lstrip(".-")
+        return dataclasses.replace(config, run=str(Path("runs") / f"{name}-{stamp}"))
+    folder = Path(config.run)
+    if (folder / CONFIG).exists():
+        differing = _differences(run_config(folder).to_dict(), config.to_dict())
+        if differing:
+            raise ConfigError(
+                f"run directory {folder} belongs to another config: {'; '.join(differing)}; give another --run, or the "
+                "settings that it was made with"
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"run directory {folder} holds files but no {CONFIG}; give another --run")
+    return config
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> list[str]:
+    found: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        path = f"{where}.{key}" if where else key
+        if path in FREE_TO_CHANGE or path == "train.steps":
+            continue
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _differences(before, after, path)
+        elif before != after:
+            found.append(f"{path} was {before!r}, is {after!r}")
+    return found
+
+
+def make_plan(config: RunConfig, model: ReadModel, ranks: int, kind: str) -> Plan:
+    """Turns the config's layout into a plan, refusing what can't run."""
+    from meshwright.runtime.build import check
+
+    if config.layout == "auto":
+        plan = rule.choose(ranks, config.train.batch, model.sizes, _memory_bytes(ranks, kind), "float32")
+    else:
+        plan = rule.named_plan(Layout.parse(config.layout), ranks, model.sizes)
+    plan.layout.check_batch(config.train.batch)
+    check(plan.layout, kind, len(model.built.anatomy.layers))
+    return plan
+
+
+def _memory_bytes(ranks: int, kind: str) -> int:
+    import os
+
+    if kind == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def _train(config: RunConfig, launcher: ForkLauncher | TorchrunLauncher) -> dict[str, Any]:
+    from meshwright.launch.torchrun import TorchrunLauncher
+    from meshwright.models.measure import measure_shape
+    from meshwright.models.probe import check_documents
+    from meshwright.train.session import Job, run_rank
+
+    kind = found_devices(None).kind
+    context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
+    first = context is None or context.rank == 0
+    if config.layout != "auto":
+        Layout.parse(config.layout).check_ranks(launcher.ranks)
+    token_set = prepared(config.data, quiet=not first)
+    model = read_model(config, token_set.vocab_size, config.data.sequence)
+    if config.data.mask_documents and len(token_set.train.ends) > 1:
+        check_documents(model.built)
+    plan = make_plan(config, model, launcher.ranks, kind)
+    run_dir = Path(config.run)
+    header = _header(config, model, plan, token_set, kind)
+    if first:
+        _write_run(run_dir, config, plan)
+    else:
+        _wait_for(run_dir / PLAN, config.launch.group_s)
+    job = Job(
+        config=config,
+        plan=plan,
+        model=model.built,
+        run_dir=run_dir,
+        data_dir=token_set.path,
+        fingerprint=model.fingerprint,
+        header=header,
+        flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
+        peak_flops=None,
+    )
+    launcher.label = plan.layout.describe_rank
+    result = launcher.run(run_rank, job)[0]
+    if not first:
+        return {}
+    return _conclude(config, run_dir, token_set, result)
+
+
+def _write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
+    import tomli_w
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / CONFIG).write_text(tomli_w.dumps(config.to_dict()), encoding="utf-8")
+    (run_dir / PLAN).write_text(plan.dumps(), encoding="utf-8")
+
+
+def _wait_for(path: Path, limit_s: float) -> None:
+    """Waits until rank 0 has written a file."""
+    end = time.monotonic() + limit_s
+    while not path.exists():
+        if time.monotonic() > end:
+            raise ConfigError(f"{path} didn't appear within {limit_s:g} s; the nodes must share the run directory")
+        time.sleep(0.05)
+
+
+def _header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet, kind: str) -> dict[str, str]:
+    memory = ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.prediction.memory.items())
+    return {
+        "model": f"{config.model.name}, {format_count(model.sizes.total)} parameters, "
+        f"{len(model.built.anatomy.layers)} layers",
+        "data": f"{format_count(len(token_set.train.tokens))} tokens, vocabulary {token_set.vocab_size}",
+        "devices": f"{plan.ranks} x {kind}",
+        "layout": f"{plan.layout} ({plan.reason})",
+        "state": f"{memory} a rank",
+        "run": config.run,
+    }
+
+
+def _conclude(config: RunConfig, run_dir: Path, token_set: TokenSet, result: dict[str, Any]) -> dict[str, Any]:
+    """Adds sample and baselines to a finished run, rewrites its report, and shows how it ended."""
+    from meshwright.cli.result import show_result
+    from meshwright.data.tokens import compression_baselines
+    from meshwright.events import Event
+    from meshwright.monitor.report import write_report
+    from meshwright.monitor.sinks import JsonlSink
+
+    summary = dict(result) | {"run": str(run_dir)}
+    sink = JsonlSink(run_dir, metrics=False)
+    try:
+        if result["finished"]:
+            if config.train.sample_tokens:
+                prompt, text = _sample(config, run_dir, token_set)
+                summary |= {"prompt": prompt, "sample": text}
+                sink.event(Event(kind="sampled", rank=-1, data={"step": result["step"], "prompt": prompt, "text": text}))
+            if token_set.validation.text_bytes:
+                summary |= {f"{name}_bits_per_byte": bits for name, bits in compression_baselines(token_set).items()}
+            numbers = {key: value for key, value in summary.items() if isinstance(value, (int, float))}
+            sink.event(Event(kind="run_finished", rank=-1, data=numbers))
+    finally:
+        sink.close()
+    if config.monitor.report:
+        summary["report"] = str(write_report(run_dir, config.monitor.drift_bound))
+    show_result(summary)
+    return summary
+
+
+def _sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str, str]:
+    from meshwright.cli.trained import open_run
+
+    trained = open_run(run_dir)
+    prompt = config.train.sample
+    if not prompt:
+        with token_set.validation_text.open("rb") as file:
+            prompt = file.read(256).decode("utf-8", errors="ignore")[:64]
+    return prompt, trained.complete(prompt, max_tokens=config.train.sample_tokens)

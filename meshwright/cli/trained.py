@@ -1,0 +1,136 @@
+"""A trained model in one process: from a run's newest whole checkpoint, or from a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.cli.inputs import CACHE, CONFIG, run_config
+from meshwright.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+    from meshwright.models.build import BuiltModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A whole model on this process's device, with its tokenizer."""
+
+    built: BuiltModel
+    tokenizer: Tokenizer
+    eos: int | None
+    """Token that ends a text."""
+
+    def complete(self, prompt: str, *, max_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> str:
+        """Returns a sampled continuation of ``prompt``."""
+        from meshwright.models.generate import generate_tokens
+
+        ids = self.tokenizer.encode(prompt).ids
+        if not ids:
+            raise ConfigError("the prompt holds no token of the vocabulary; give at least one known character")
+        made = generate_tokens(
+            self.built.module,
+            self.built.anatomy,
+            ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            stop=self.eos,
+        )
+        return str(self.tokenizer.decode(ids + made))[len(self.tokenizer.decode(ids)) :]
+
+
+def newest_weights(run_dir: Path) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+    """Returns (step, iterator of (name, whole weight or buffer)) of a run's newest checkpoint that is whole.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
+    from meshwright.checkpoint.store import CheckpointStore
+    from meshwright.train.state import BUFFERS, WEIGHTS
+
+    store = CheckpointStore(run_dir / "checkpoints", run_config(run_dir).checkpoint)
+    found = store.find()
+    if found is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint yet; train it first")
+    wanted = [name for name in found.manifest.tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS)]
+    return found.step, ((name.partition("/")[2], value) for name, value in store.read_full(found, wanted))
+
+
+def run_model(run_dir: Path) -> BuiltModel:
+    """Builds a run's model on the meta device."""
+    from meshwright.models.build import build_meta
+
+    config = run_config(run_dir)
+    return build_meta(config.model, vocab=run_tokens(run_dir).vocab_size, context=config.data.sequence)
+
+
+def run_tokens(run_dir: Path) -> Any:
+    """Opens the prepared text of a run."""
+    from meshwright.data.prepare import prepared_path
+    from meshwright.data.tokens import TokenSet
+
+    return TokenSet.open(prepared_path(run_config(run_dir).data, CACHE))
+
+
+def open_run(run_dir: Path) -> Trained:
+    """Loads a run's newest whole checkpoint into memory."""
+    built, token_set = run_model(run_dir), run_tokens(run_dir)
+    _, values = newest_weights(run_dir)
+    _materialise(built, dict(values))
+    return Trained(built=built, tokenizer=token_set.tokenizer(), eos=token_set.eos_id)
+
+
+def open_directory(folder: Path) -> Trained:
+    """Loads a Hugging Face directory with its ``tokenizer.json``."""
+    from tokenizers import Tokenizer
+
+    from meshwright.models.build import build_meta
+    from meshwright.models.config import ModelConfig
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(f"{folder} has no tokenizer.json, which a prompt needs; export a run, or add the tokenizer")
+    built = build_meta(ModelConfig(name=str(folder)))
+    _materialise(built, {name: built.tensor(name) for name, _ in built.module.named_parameters()})
+    config: Any = built.hf_config
+    eos = getattr(config, "eos_token_id", None)
+    return Trained(built=built, tokenizer=Tokenizer.from_file(str(path)), eos=eos if isinstance(eos, int) else None)
+
+
+def open_trained(path: Path) -> Trained:
+    """Opens a run directory or a Hugging Face directory.
+
+    Raises:
+        ConfigError: when it is neither.
+    """
+    if (path / CONFIG).is_file():
+        return open_run(path)
+    if (path / "config.json").is_file():
+        return open_directory(path)
+    raise ConfigError(f"{path} is neither a run directory ({CONFIG}) nor a Hugging Face directory (config.json)")
+
+
+def _materialise(built: BuiltModel, values: dict[str, torch.Tensor]) -> None:
+    """Gives the meta module its memory and the values."""
+    import torch
+
+    from meshwright.models.deferred import retie
+
+    module = built.module
+    module.to_empty(device="cpu")
+    retie(module, built.recipe.ties)
+    built.fill_buffers(module, "cpu")
+    buffers = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(values[name])
+        for name in values.keys() & buffers.keys():
+            buffers[name].copy_(values[name])
+    module.eval()

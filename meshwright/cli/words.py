@@ -1,0 +1,106 @@
+"""From words to configs: a recipe first, flags over it, short forms for what is typed most."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from meshwright.config import Config, read_toml
+from meshwright.errors import ConfigError
+
+SHORT = {"--model": "--model.name", "--data": "--data.paths"}
+"""Short forms of flags: the section's name stands for its main field."""
+
+C = TypeVar("C", bound=Config)
+
+
+def take_flag(words: list[str], flag: str) -> bool:
+    """Removes a flag without value from ``words`` and returns whether it was there."""
+    if flag in words:
+        words.remove(flag)
+        return True
+    return False
+
+
+def take_value(words: list[str], flag: str) -> str | None:
+    """Removes ``flag VALUE`` from ``words`` and returns the value, or None when the flag isn't there."""
+    if flag not in words:
+        return None
+    place = words.index(flag)
+    if place + 1 >= len(words):
+        raise ConfigError(f"{flag} needs a value")
+    value = words[place + 1]
+    del words[place : place + 2]
+    return value
+
+
+def read_positional(kind: type[C], words: Sequence[str], verb: str, name: str) -> tuple[str, C]:
+    """Splits ``NAME --field value ...`` into the name and a config.
+
+    Raises:
+        ConfigError: when the name is missing, or as `read_config`.
+    """
+    rest = list(words)
+    if rest and rest[0] in ("-h", "--help"):
+        return "", _parsed(kind, rest, f"{verb} {name}", None)
+    if not rest or rest[0].startswith("-"):
+        raise ConfigError(f"meshwright {verb} needs {name} first; meshwright {verb} --help lists the rest")
+    return rest[0], _parsed(kind, rest[1:], f"{verb} {name}", None)
+
+
+def read_config(kind: type[C], words: Sequence[str], verb: str) -> C:
+    """Builds a config from ``[RECIPE.toml] [--section.field value ...]``; flags win.
+
+    Raises:
+        ConfigError: for a recipe that isn't there, an unknown key or flag (naming the nearest), or a wrong value.
+        SystemExit: after ``--help``.
+    """
+    rest = [_long(word) for word in words]
+    base = kind()
+    if rest and not rest[0].startswith("-"):
+        base = kind.from_dict(read_toml(Path(rest.pop(0))), base=base)
+    return _parsed(kind, rest, verb, base)
+
+
+def _parsed(kind: type[C], words: Sequence[str], verb: str, base: C | None) -> C:
+    """Lets tyro read the flags over ``base``; its complaints become a `ConfigError`."""
+    import tyro
+
+    complaint = io.StringIO()
+    start = {} if base is None else {"default": base}
+    try:
+        with contextlib.redirect_stderr(complaint):
+            config: C = tyro.cli(kind, prog=f"meshwright {verb}", args=list(words), **start)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ConfigError(_plain(complaint.getvalue()) or f"meshwright {verb}: the flags are not valid") from None
+    config.check_all()
+    return config
+
+
+def _long(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return SHORT.get(name, name) + equals + value
+
+
+def _plain(box: str) -> str:
+    """Takes the frame off tyro's message."""
+    lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
+    return " ".join(line for line in lines if line and line not in ("Parsing error", "Unrecognized options"))
+
+
+def say(text: str) -> None:
+    """Prints a line for people; results for programs go to standard output by `answer`."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def answer(text: str) -> None:
+    """Prints a result on standard output."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,113 @@
+"""Rows from token files to this rank's micro-batches, read ahead of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from meshwright.data.loader import Batch, Loader, evaluation_batches
+from meshwright.data.prefetch import Prefetcher, tensors
+from meshwright.data.tokens import TokenSet
+
+AHEAD = 2
+"""Steps whose rows are read ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward pass reads."""
+
+    tokens: torch.Tensor
+    """(B, S) int64."""
+    targets: torch.Tensor
+    """(B, S) int64, -100 where nothing is predicted."""
+    positions: torch.Tensor | None
+    """(B, S) int64 where a document begins inside a row; None where every row counts from 0 without a break."""
+
+
+class TokenFeed:
+    """This rank's part of every global batch.
+
+    Args:
+        token_set: prepared text.
+        rows: rows of the global batch.
+        sequence: tokens a row, S.
+        seed: of the order.
+        reader: (index, count) of this rank among the readers.
+        micro: micro-batches a step.
+        mask_documents: whether documents in a row are kept apart.
+        device: where tensors go.
+        start: first step.
+    """
+
+    def __init__(
+        self,
+        token_set: TokenSet,
+        *,
+        rows: int,
+        sequence: int,
+        seed: int,
+        reader: tuple[int, int],
+        micro: int,
+        mask_documents: bool,
+        device: torch.device,
+        start: int = 0,
+    ) -> None:
+        self._set, self._rows, self._sequence, self._reader = token_set, rows, sequence, reader
+        self._micro, self._device = micro, device
+        index, count = reader
+        self._loader = Loader(
+            token_set.train,
+            rows=rows,
+            sequence=sequence,
+            seed=seed,
+            index=index,
+            count=count,
+            mask_documents=mask_documents,
+        )
+        self._prefetcher = Prefetcher(self._loader, start, depth=AHEAD, to_device=self._split)
+
+    def _split(self, batch: Batch) -> list[MicroBatch]:
+        """Cuts a reader's rows into equal micro-batches and moves them; runs in the prefetching thread."""
+        broken = np.any(batch.positions[:, -1] != self._sequence - 1)
+        moved = tensors(batch, self._device)
+        parts = (moved.tokens, moved.targets, moved.positions)
+        chunks = zip(*(part.chunk(self._micro) for part in parts))
+        return [MicroBatch(tokens, targets, places if broken else None) for tokens, targets, places in chunks]
+
+    def micro_batches(self, step: int) -> Sequence[MicroBatch]:
+        """Returns this rank's micro-batches of a step; steps must be asked for in order."""
+        if step != self._prefetcher.step:
+            raise AssertionError(f"step {step} asked for, step {self._prefetcher.step} is next")
+        return next(self._prefetcher)
+
+    def epoch(self, step: int) -> float:
+        """Returns the passes over the training rows before a step."""
+        return self._loader.epoch(step)
+
+    def evaluation(self, rows: int | None) -> Iterator[MicroBatch]:
+        """Yields this rank's batches of held-out rows in order, the first ``rows`` of them or all."""
+        index, count = self._reader
+        share = self._rows // self._micro
+        seen = 0
+        if len(self._set.validation.tokens) < 2:
+            return
+        for batch in evaluation_batches(
+            self._set.validation, rows=share, sequence=self._sequence, index=index, count=count
+        ):
+            if rows is not None and seen >= rows:
+                return
+            seen += share
+            moved = tensors(batch, self._device)
+            yield MicroBatch(moved.tokens, moved.targets, None)
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Converts a loss over the whole held-out text, nats per token, to bits per byte of its UTF-8."""
+        return self._set.validation.bits_per_byte(loss)
+
+    def close(self) -> None:
+        """Ends the reading thread."""
+        self._prefetcher.close()
