@@ -148,8 +148,8 @@ def _sizes(
     if preset or config.experts:
         values |= {name: (config.ffn or gated_ffn(width) // 2) for name in EXPERT_FFN if name in plain}
         for name in ACTIVE_EXPERTS:
-            if isinstance(plain.get(name), int):
-                values[name] = min(2, sizes["experts"], plain[name])
+            if name in plain:
+                values[name] = min(2, sizes["experts"], plain[name] or 2)
     return values
 
 

@@ -68,7 +68,8 @@ def dependent_values(plain: Mapping[str, Any], values: Mapping[str, Any], preset
     width, heads = size_of(values, "width") or 256, size_of(values, "heads")
     found: dict[str, Any] = {key: None for key in SPECIAL if preset}
     if "type_vocab_size" in plain and plain.get("pad_token_id") is not None:
-        found["pad_token_id"] = (size_of(values, "vocab") or 2) - 1  # these count positions from what isn't padding
+        pad = found["pad_token_id"] = plain["pad_token_id"]  # these count positions from what isn't padding
+        found |= {key: value + pad + 1 for key, value in values.items() if key in SYNONYMS["context"]}
     found["is_decoder"] = True  # else a family of encoders reads the tokens that it must predict
     same = not preset and (width, heads) == (size_of(plain, "width"), size_of(plain, "heads"))
     if same and "head_dim" in plain:
@@ -81,6 +82,9 @@ def dependent_values(plain: Mapping[str, Any], values: Mapping[str, Any], preset
     if {"expand", "num_heads", "head_dim"} <= plain.keys():
         size = min(plain["head_dim"], width)
         found |= {"head_dim": size, "num_heads": width * plain["expand"] // size, "n_groups": 1}
+    if preset:
+        found |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": layer_count(values) // 4}
+        found |= {"n_shared_experts": 1} if plain.get("n_shared_experts", 0) is None else {}
     if "attention_types" in plain:
         layers = layer_count(values)
         found["attention_types"] = [[["global", "local"], layers // 2]] if layers % 2 == 0 else [[["global"], layers]]
@@ -91,5 +95,6 @@ def _latent(plain: Mapping[str, Any], width: int, head: int) -> dict[str, Any]:
     """Sizes of latent attention: half of each head turns with the position."""
     turned = max(2, head // 4 * 2)
     found = {"qk_rope_head_dim": turned, "qk_nope_head_dim": head, "v_head_dim": head, "qk_head_dim": head + turned}
+    found["head_dim"] = turned
     ranks = {key: min(plain[key], width) for key in ("q_lora_rank", "kv_lora_rank") if isinstance(plain.get(key), int)}
     return found | ranks
