@@ -1,4 +1,12 @@
-"""Keeps freed tensor memory in the process: glibc hands big blocks back to the kernel, and every page faults again."""
+"""Keeps freed tensor memory in the process: glibc hands big blocks back to the kernel, and every page faults again.
+
+By default glibc serves blocks over 32 MiB by mmap and gives them back when freed. Measured with
+``benchmarks/bench_host_memory.py`` on one core of a busy machine, default against kept: doubling a tensor of 64 MiB
+1.5 against 5.7 GiB/s, of 200 MiB 1.7 against 4.6 GiB/s, of 4 MiB and less no difference; a training step with 64 MiB of
+logits 64,628 against 7,649 page faults, 1.24 against 1.06 s, 1.4 against 0.5 s in the kernel. The price is holes: the
+peak of that step rose from 678 to 833 MiB, and that of a 20M GPT-2 by 3 % at 2 and 4 rows of 256 and by 11 % at 8 rows.
+``launch.keep_memory = false`` keeps the peak low instead. The top pad made no difference to peak or faults.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +44,7 @@ def keep_host_memory(top_pad_bytes: int = TOP_PAD_BYTES) -> HostMemory:
     Returns:
         What was done; nothing where the C library isn't glibc or where the user already tuned it.
     """
-    if not sys.platform.startswith("linux") or not os.confstr("CS_GNU_LIBC_VERSION"):
+    if not _has_glibc():
         return HostMemory(False, "the C library is not glibc")
     if any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
         return HostMemory(False, "the environment tunes malloc already")
@@ -46,3 +54,10 @@ def keep_host_memory(top_pad_bytes: int = TOP_PAD_BYTES) -> HostMemory:
     if not all(mallopt(name, value) for name, value in settings):
         return HostMemory(False, "mallopt refused")
     return HostMemory(True, f"mmap_max=0, trim_threshold=off, top_pad={top_pad_bytes} B")
+
+
+def _has_glibc() -> bool:
+    try:
+        return sys.platform.startswith("linux") and bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (OSError, ValueError):
+        return False

@@ -106,5 +106,5 @@ def test_what_the_user_tuned_stays(monkeypatch, name):
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr(host_memory.os, "confstr", lambda name: None)
+    monkeypatch.setattr(host_memory, "_has_glibc", lambda: False)
     assert host_memory.keep_host_memory() == host_memory.HostMemory(False, "the C library is not glibc")
