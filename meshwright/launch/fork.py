@@ -65,7 +65,9 @@ class ForkLauncher:
         """
         self.devices = devices if devices is not None else found_devices(ranks)
         self._count = ranks if ranks is not None else self.devices.count
-        self._label, self._config = label, config or LaunchConfig()
+        self.label = label
+        """Names a rank's place for messages; may be set until `wait`."""
+        self._config = config or LaunchConfig()
         self._run_id, self._generation = run_id or uuid.uuid4().hex[:12], generation
         self._ranks: list[RankProcess] = []
         self._interrupts = 0
@@ -239,7 +241,7 @@ class ForkLauncher:
         until = time.monotonic() + _SETTLE_S
         while time.monotonic() < until and not self._done():
             self._poll(0.02)
-        error = failure_error(self._failures(), self._count, self._label)
+        error = failure_error(self._failures(), self._count, self.label)
         self.cancel(self._config.grace_s)
         return error
 

@@ -92,7 +92,8 @@ class TorchrunLauncher:
     def __init__(self, context: RankContext, *, label: RankLabel | None = None) -> None:
         """Takes the place that `torchrun_context` found, and what names ranks in messages."""
         self.context = context
-        self._label = label
+        self.label = label
+        """Names a rank's place for messages; may be set until `wait`."""
         self._work: tuple[Entry, tuple[Any, ...]] | None = None
 
     @property
@@ -138,7 +139,7 @@ class TorchrunLauncher:
         try:
             return [entry(self.context, *args)]
         except MeshwrightError as error:
-            raise prefixed(error, rank_prefix(self.context.rank, self._label)) from error
+            raise prefixed(error, rank_prefix(self.context.rank, self.label)) from error
 
     def run(self, entry: Entry, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Starts and waits; see `start` and `wait`."""
