@@ -77,7 +77,7 @@ def main() -> None:
         for size, speed, faults in launcher.run(operations, timeout_s=120)[0]:
             print(f"  {size:4d} MiB: {speed:6.2f} GiB/s, {faults:6d} faults an operation")
         step_s, faults, peak, kernel = launcher.run(training_steps, rows, timeout_s=300)[0]
-        print(f"  {rows} rows: {step_s * 1e3:.0f} ms a step, {faults} faults, up to {peak:.0f} MiB, {kernel:.1f} s kernel")
+        print(f"  {rows} rows: {step_s:.3f} s a step, {faults} faults, peak {peak:.0f} MiB, kernel {kernel:.1f} s")
 
 
 if __name__ == "__main__":

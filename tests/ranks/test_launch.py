@@ -195,12 +195,12 @@ def _script(body: str, tmp_path: Path) -> subprocess.Popen[str]:
 
 
 LOOP = """
-import sys, time
+import os, sys, time
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 
 def work(context):
-    print("pid", __import__("os").getpid(), flush=True)
+    os.write(1, f"pid {{os.getpid()}}\\n".encode())
     while not ({polite} and context.stop.requested):
         time.sleep(0.01)
     return "saved"
@@ -247,6 +247,8 @@ def test_second_interrupt_ends_at_once(tmp_path):
 
 
 TORCHRUN = """
+import os
+
 import torch
 import torch.distributed as dist
 from meshwright.launch.choice import choose_launcher
@@ -256,7 +258,7 @@ def work(context):
     init_group(context, timeout_s=20, group_s=20)
     total = torch.tensor([float(context.rank + 1)])
     dist.all_reduce(total)
-    print("total", context.rank, context.world, total.item(), flush=True)
+    os.write(1, f"total {context.rank} {context.world} {total.item()}\\n".encode())
     dist.barrier()
     dist.destroy_process_group()
 
