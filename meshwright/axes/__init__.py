@@ -1,0 +1,1 @@
+"""Mesh axes: facts, derived groups, and what each does to a module."""

@@ -57,12 +57,13 @@ class Axis:
 def known_axes() -> dict[str, Axis]:
     """Returns every axis that has a file in this folder, outermost first.
 
-    A new axis joins by adding ``axes/<name>.py`` with an ``AXIS``; nothing else lists axes.
+    A new axis joins by adding ``axes/<name>.py`` with an ``AXIS``; nothing else lists axes. These files import torch
+    inside functions only, so that a layout can be read without it.
     """
     import meshwright.axes as folder
 
     found = []
-    for entry in pkgutil.iter_modules(folder.__path__):
+    for entry in (entry for entry in pkgutil.iter_modules(folder.__path__) if not entry.ispkg):
         module = importlib.import_module(f"{folder.__name__}.{entry.name}")
         axis = getattr(module, "AXIS", None)
         if isinstance(axis, Axis):

@@ -9,8 +9,8 @@ from meshwright.axes.axis import Axis, Holds, Reads
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.axes.reducer import GradientReducer
-    from meshwright.axes.wire import Wire
+    from meshwright.axes.comm.reducer import GradientReducer
+    from meshwright.axes.comm.wire import Wire
 
 AXIS = Axis(
     name="replicate",
@@ -31,6 +31,6 @@ def wrap(module: nn.Module, wire: Wire) -> GradientReducer:
     Returns:
         The reducer: call ``begin(last)`` before each micro-batch and ``finish()`` after the last backward.
     """
-    from meshwright.axes.reducer import GradientReducer
+    from meshwright.axes.comm.reducer import GradientReducer
 
     return GradientReducer(module, wire)

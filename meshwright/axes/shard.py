@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshwright.axes.wire import Wire
+    from meshwright.axes.comm.wire import Wire
 
 AXIS = Axis(
     name="shard",
@@ -143,7 +143,7 @@ def _gather_ahead(layers: Sequence[Any], prefetch: int) -> None:
 
 def _use_wire(unit: Any, wire: Wire) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
-    from meshwright.axes.sharded_comm import WireAllGather, WireReduceScatter
+    from meshwright.axes.comm.sharded import WireAllGather, WireReduceScatter
 
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)

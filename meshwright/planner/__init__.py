@@ -1,0 +1,1 @@
+"""From model, layout and devices to a plan."""

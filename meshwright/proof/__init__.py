@@ -1,0 +1,1 @@
+"""Proves that a layout computes what one device computes."""

@@ -1,0 +1,1 @@
+"""Makes a layout true on this rank."""

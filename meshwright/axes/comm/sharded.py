@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from meshwright.axes.wire import Wire
+from meshwright.axes.comm.wire import Wire
 
 
 class WireAllGather(AllGather):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from meshwright.axes.wire import Transfer, Wire
+from meshwright.axes.comm.wire import Transfer, Wire
 
 ALONE_BYTES = 1 << 20
 """Gradients of at least this size travel alone; smaller ones are packed until a bucket holds this much."""

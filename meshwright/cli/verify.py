@@ -1,0 +1,182 @@
+"""``meshwright verify``: proves for the user's own model that layouts compute what one device computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.cli.words import answer, read_config, say, take_flag
+from meshwright.config import Config
+from meshwright.data.config import DataConfig
+from meshwright.errors import ConfigError
+from meshwright.launch.devices import found_devices
+from meshwright.launch.preload import prepare_environment
+from meshwright.models.config import ModelConfig
+from meshwright.plan import Layout
+
+if TYPE_CHECKING:
+    from meshwright.models.build import BuiltModel
+    from meshwright.proof.compare import Verdict
+    from meshwright.proof.verify import Case
+    from meshwright.train.feed import MicroBatch
+
+PASSED, FAILED, REFUSED = 0, 1, 2
+"""Exit statuses: every layout equals one device; one doesn't; one couldn't run (and none failed)."""
+VOCABULARY = 199
+"""Tokens of made-up text; a prime, so that no degree divides it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyConfig(Config):
+    """What to prove. Without layouts: every layout of ``devices`` ranks."""
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="gpt2"))
+    """The model; a small clone of it (fewer, narrower layers) unless ``full``."""
+    layout: tuple[str, ...] = ()
+    """Layouts by text form; several may follow one ``--layout``."""
+    devices: int | None = None
+    """Number of ranks when no layout is named; None for all GPUs, else all cores."""
+    steps: int = 3
+    """Optimizer steps that are compared."""
+    dtype: Literal["float64", "float32", "bf16"] = "float64"
+    """Precision of layouts that name none; float64 is the proof, the others show rounding."""
+    full: bool = False
+    """The model as it is, instead of a small clone."""
+    rows: int = 0
+    """Rows of the global batch; 0 for the fewest, at least 8, that all layouts divide."""
+    sequence: int = 24
+    """Tokens a row."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Text to take tokens from; made-up tokens when no path is given."""
+    timeout_s: float = 600.0
+    """Limit for one layout."""
+
+    def check(self) -> None:
+        """Refuses counts under one."""
+        if self.steps < 1 or self.sequence < 2 or self.rows < 0 or self.timeout_s <= 0:
+            raise ConfigError(
+                f"verify: steps = {self.steps} must be at least 1, sequence = {self.sequence} at least 2, rows = "
+                f"{self.rows} at least 0 and timeout_s = {self.timeout_s} above 0"
+            )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Proves and prints a table or JSON; see `PASSED`, `FAILED`, `REFUSED` for the exit status."""
+    words = list(argv)
+    as_json = take_flag(words, "--json")
+    config = read_config(VerifyConfig, words, "verify")
+    prepare_environment()
+    from meshwright.proof.verify import verify
+
+    layouts = _layouts(config)
+    if len({layout.precision for layout in layouts}) > 1:
+        raise ConfigError("verify compares layouts of one precision; call it once for each")
+    case = _case(config, layouts)
+    if not as_json:
+        say(f"{_what(config)}: {len(layouts)} layouts against one device, {config.steps} steps, {layouts[0].precision}")
+    verdicts = verify(case, layouts, None if as_json else show)
+    passed = all(verdict.passed for verdict in verdicts)
+    if as_json:
+        answer(json.dumps({"passed": passed, "layouts": [verdict.to_json() for verdict in verdicts]}, indent=2))
+    else:
+        say("PASS" if passed else "FAIL")
+    if any(not verdict.passed and not verdict.refused for verdict in verdicts):
+        return FAILED
+    return PASSED if passed else REFUSED
+
+
+def show(verdict: Verdict) -> None:
+    """Prints one layout's line."""
+    if verdict.refused:
+        say(f"  refused  {verdict.layout}: {verdict.refused}")
+        return
+    word = "pass" if verdict.passed else "FAIL"
+    errors = (verdict.loss_error, verdict.grad_error, verdict.grad_norm_error, verdict.weight_error)
+    numbers = "  ".join(f"{name} {error:.1e}" for name, error in zip(("loss", "gradient", "norm", "weight"), errors))
+    say(f"  {word:<8} {verdict.layout:<58} {numbers}  worst {verdict.worst.name}")
+
+
+def _layouts(config: VerifyConfig) -> list[Layout]:
+    from meshwright.proof.verify import all_layouts
+
+    base = Layout(precision=config.dtype)
+    if not config.layout:
+        return all_layouts(found_devices(config.devices).count, base)
+    layouts = [Layout.parse(text) for text in config.layout]
+    if config.devices is not None:
+        for layout in layouts:
+            layout.check_ranks(config.devices)
+    return [
+        layout if "precision" in text else dataclasses.replace(layout, precision=config.dtype)
+        for text, layout in zip(config.layout, layouts)
+    ]
+
+
+def _case(config: VerifyConfig, layouts: Sequence[Layout]) -> Case:
+    from meshwright.models.build import build_meta
+    from meshwright.proof.reference import Recipe
+    from meshwright.proof.verify import Case
+
+    model = _model(config)
+    batches, vocab = _batches(config, layouts, model)
+
+    def build() -> BuiltModel:
+        return build_meta(model, vocab=vocab, context=config.sequence)
+
+    build()
+    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=config.timeout_s)
+
+
+def _model(config: VerifyConfig) -> ModelConfig:
+    from meshwright.models.build import shrink
+
+    model = dataclasses.replace(config.model, dropout=0.0)
+    return model if config.full or model.kind == "function" else shrink(model)
+
+
+def _what(config: VerifyConfig) -> str:
+    whole = config.full or config.model.kind == "function"
+    return config.model.name + ("" if whole else ", a small clone of it")
+
+
+def _batches(
+    config: VerifyConfig, layouts: Sequence[Layout], model: ModelConfig
+) -> tuple[Sequence[MicroBatch], int]:
+    """Returns global batches and their vocabulary: from the user's text, or made up."""
+    import torch
+
+    from meshwright.cli.inputs import prepared
+    from meshwright.data.loader import Loader
+    from meshwright.models.build import build_meta
+    from meshwright.proof.verify import made_up_batches
+    from meshwright.train.feed import MicroBatch
+
+    share = math.lcm(*(layout.reader(0)[1] * layout.microbatches for layout in layouts))
+    rows = config.rows or share * max(1, -(-8 // share))
+    if not config.data.paths:
+        built = build_meta(model, vocab=None if model.kind == "directory" else VOCABULARY, context=config.sequence)
+        vocab = min(built.vocab or VOCABULARY, VOCABULARY)
+        return made_up_batches(config.steps, rows, config.sequence, vocab, _masks(built)), vocab
+    token_set = prepared(config.data)
+    loader = Loader(token_set.train, rows=rows, sequence=config.sequence, seed=0, mask_documents=config.data.mask_documents)
+    made = []
+    for step in range(config.steps):
+        batch = loader.batch(step)
+        parts = (torch.from_numpy(item) for item in (batch.tokens, batch.targets, batch.positions))
+        made.append(MicroBatch(*parts))
+    return made, token_set.vocab_size
+
+
+def _masks(built: BuiltModel) -> bool:
+    """Whether the model keeps documents of a row apart."""
+    from meshwright.models.probe import check_documents
+
+    try:
+        check_documents(built)
+    except ConfigError:
+        return False
+    return True

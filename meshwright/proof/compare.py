@@ -1,0 +1,120 @@
+"""How far a run under a layout is from the reference, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+TINY_SHARE = 1e-3
+"""A weight's error is relative to its own largest entry, but to no less than this share of the model's largest.
+
+Some gradients are zero in exact arithmetic (a key's bias under softmax), and their rounding noise has no relative size.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worst:
+    """The weight that is furthest off."""
+
+    name: str
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The result for one layout; errors are relative."""
+
+    layout: str
+    passed: bool
+    loss_error: float
+    grad_error: float
+    grad_norm_error: float
+    weight_error: float
+    worst: Worst
+    refused: str = ""
+    """Why the layout couldn't run, if it couldn't; nothing was compared then."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values; infinite errors become strings that JSON can hold."""
+        plain = asdict(self)
+        if not self.refused:
+            del plain["refused"]
+        return {key: _finite(value) for key, value in plain.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def relative(found: float, wanted: float) -> float:
+    """Returns |found - wanted| / |wanted|; infinite when either isn't finite."""
+    if not (math.isfinite(found) and math.isfinite(wanted)):
+        return math.inf
+    return abs(found - wanted) / max(abs(wanted), 1e-300)
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> float:
+    """Returns the largest absolute entry of all tensors."""
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def part_error(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> float:
+    """Returns the largest |found - wanted| of a part over ``scale``; infinite when something isn't finite.
+
+    Args:
+        found: this rank's part.
+        wanted: the same part of the reference.
+        scale: what errors are relative to.
+    """
+    if found.shape != wanted.shape:
+        return math.inf
+    if not found.numel():
+        return 0.0
+    error = float((found.to(torch.float64) - wanted.to(torch.float64)).abs().max())
+    return error / max(scale, 1e-300) if math.isfinite(error) else math.inf
+
+
+def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Returns for each weight what its errors are relative to; see `TINY_SHARE`."""
+    floor = TINY_SHARE * largest(reference.values())
+    return {name: max(largest([tensor]), floor) for name, tensor in reference.items()}
+
+
+def merged(layout: str, ranks: list[dict[str, Any]], bound: float) -> Verdict:
+    """Takes the worst of all ranks.
+
+    Args:
+        layout: text form.
+        ranks: per rank ``loss``, ``norm`` (errors) and ``gradients``, ``weights`` (name to error).
+        bound: largest relative error that passes.
+    """
+    gradients = _by_name(rank["gradients"] for rank in ranks)
+    weights = _by_name(rank["weights"] for rank in ranks)
+    loss, norm = (max(rank[key] for rank in ranks) for key in ("loss", "norm"))
+    both = [*gradients.items(), *weights.items()]
+    name, error = max(both, key=lambda item: item[1], default=("", 0.0))
+    grad_error, weight_error = (max(found.values(), default=0.0) for found in (gradients, weights))
+    passed = max(loss, norm, grad_error, weight_error) <= bound
+    return Verdict(
+        layout=layout,
+        passed=passed,
+        loss_error=loss,
+        grad_error=grad_error,
+        grad_norm_error=norm,
+        weight_error=weight_error,
+        worst=Worst(name=name, error=error),
+    )
+
+
+def _by_name(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in errors:
+        for name, error in row.items():
+            found[name] = max(found.get(name, 0.0), error)
+    return found
