@@ -22,7 +22,6 @@ from meshwright.data.files import whole_file
 from meshwright.data.selection import DOCUMENT, Piece, document_row
 from meshwright.data.sources import Source
 
-_BATCH_BYTES = 1 << 20
 _HEADER = np.dtype([("tokens", "<u8"), ("ends", "<u8")])
 
 
@@ -31,7 +30,8 @@ def perform(task: dict[str, Any], batched: bool) -> dict[str, Any]:
 
     Args:
         task: ``kind`` (``read``, ``train`` or ``encode``) and the arguments of that kind.
-        batched: encode through the batch interface, which starts the library's threads in this process.
+        batched: encode through the batch interface, which is faster and starts the library's threads in this process
+            (a later fork would make it warn).
 
     Raises:
         DataError: for text that can't be read, or a full disk.
@@ -168,23 +168,13 @@ def _load(directory: Path, literal: bool = False) -> Tokenizer:
 def _subwords(
     tokenizer: Tokenizer, directory: Path, pieces: Iterable[Piece], dtype: str, batched: bool
 ) -> Iterator[NDArray[np.unsignedinteger]]:
-    if not batched:
-        for piece in pieces:
-            yield np.array(tokenizer.encode(read_piece(directory, piece), add_special_tokens=False).ids, dtype=dtype)
-        return
-    texts: list[str] = []
-    size = 0
     for piece in pieces:
-        texts.append(read_piece(directory, piece))
-        size += piece.stop - piece.start
-        if size >= _BATCH_BYTES:
-            yield from _batch(tokenizer, texts, dtype)
-            texts, size = [], 0
-    yield from _batch(tokenizer, texts, dtype)
-
-
-def _batch(tokenizer: Tokenizer, texts: list[str], dtype: str) -> Iterator[NDArray[np.unsignedinteger]]:
-    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        text = read_piece(directory, piece)
+        if batched:
+            # One text a call: the library's threads have nothing to share, so that each process keeps to its core.
+            encoding = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+        else:
+            encoding = tokenizer.encode(text, add_special_tokens=False)
         yield np.array(encoding.ids, dtype=dtype)
 
 

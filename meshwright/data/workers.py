@@ -175,8 +175,6 @@ def serve() -> None:
     lock = threading.Lock()
     threading.Thread(target=_beat, args=(answers, lock), daemon=True).start()
     for task in _tasks():
-        # One process a core does the work: the library's own threads would fight over the cores, except in training.
-        os.environ["TOKENIZERS_PARALLELISM"] = "true" if task["kind"] == "train" else "false"
         answer = json.dumps(_answer(task)).encode() + b"\n"
         with lock:
             view = memoryview(answer)
