@@ -1,7 +1,7 @@
 """The config base: frozen dataclasses that come from TOML, from Python or from flags, and refuse what they don't know.
 
-Every config is ``@dataclass(frozen=True, kw_only=True, slots=True)`` and derives from `Config`. A docstring stands under
-each field; cross-field rules stand in one ``check()``. Nothing mutates a config: derived values are properties.
+Every config is ``@dataclass(frozen=True, kw_only=True, slots=True)`` and derives from `Config`. A docstring stands
+under each field; cross-field rules stand in one ``check()``. Nothing mutates a config: derived values are properties.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Layout:
             if key in known_axes():
                 degrees[key] = _whole(key, value)
             elif key in choices:
-                values[key] = _choice(key, value, choices[key].type)
+                values[key] = _choice(key, value, str(choices[key].type))
             else:
                 raise PlanError(f"layout: unknown key '{key}'{nearest(key, [*known_axes(), *choices])}")
         if degrees.get("shard", 1) > 1 and "zero" not in values:

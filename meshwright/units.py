@@ -11,13 +11,11 @@ BytesPerSecond = NewType("BytesPerSecond", float)
 
 
 def _scaled(value: float, base: float, names: tuple[str, ...]) -> str:
-    size = float(value)
-    for name in names[:-1]:
-        if abs(size) < base:
+    size, name = float(value), names[0]
+    for name in names:
+        if abs(size) < base or name == names[-1]:
             break
         size /= base
-    else:
-        name = names[-1]
     digits = 0 if name == names[0] and size == int(size) else (2 if abs(size) < 10 else 1)
     return f"{size:.{digits}f} {name}".rstrip()
 

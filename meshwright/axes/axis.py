@@ -1,6 +1,6 @@
 """The contract of a mesh axis: it states facts, and every group that training needs follows from them.
 
-An axis file (`axes/<name>.py`) exports one `AXIS` and, when it changes modules, a `wrap(module, mesh, options)`. What its
+An axis file (`axes/<name>.py`) exports one `AXIS` and, when it changes modules, a `wrap(module, ...)`. What its
 ranks read, what they hold, and where it stands in the mesh is all that `axes.groups` needs to derive who loads which
 rows, over whom a gradient is summed, over whom a norm is summed and who writes a checkpoint.
 """
@@ -40,7 +40,7 @@ class Holds(Enum):
 class Axis:
     """Facts of one mesh axis.
 
-    ``order`` is the axis's place on the wire, outermost first: neighbours along a high-order axis are the nearest ranks.
+    ``order`` is the axis's place on the wire, outermost first: the nearest ranks are neighbours along the last axis.
     ``carves`` names the axes whose ranks this one factorises a second time (expert over shard, context and tensor); an
     axis that carves multiplies nothing into the world size.
     """

@@ -72,7 +72,7 @@ def gradient_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = N
 
 
 def norm_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
-    """Returns the axes over which a weight's squared norm is summed: those that split it, and those that hold stages."""
+    """Returns the axes over which a weight's squared norm is summed: those that split it or hold stages."""
     axes = known_axes() if axes is None else axes
     stages = tuple(name for name, axis in axes.items() if axis.holds is Holds.STAGE)
     return tuple(name for name in axes if name in sharded_on or name in stages)

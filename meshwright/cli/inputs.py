@@ -36,18 +36,20 @@ def prepared(config: DataConfig, out: Path | None = None, quiet: bool = False) -
     began = time.monotonic()
     token_set = prepare(config, folder, progress=None if quiet else _teller())
     if not quiet:
-        splits = f"{format_count(len(token_set.train.tokens))} + {format_count(len(token_set.validation.tokens))} held out"
-        say(f"text: {folder}: {splits} tokens, vocabulary {token_set.vocab_size} ({format_seconds(time.monotonic() - began)})")
+        trained, held = (format_count(len(split.tokens)) for split in (token_set.train, token_set.validation))
+        size, spent = token_set.vocab_size, format_seconds(time.monotonic() - began)
+        say(f"text: {folder}: {trained} + {held} held out tokens, vocabulary {size} ({spent})")
     return token_set
 
 
 def _teller(every_s: float = 2.0) -> Callable[[Any], None]:
-    told = {"stage": "", "at": time.monotonic()}
+    stage, at = "", time.monotonic()
 
     def tell(progress: Any) -> None:
+        nonlocal stage, at
         now = time.monotonic()
-        if progress.stage != told["stage"] or now - float(told["at"]) >= every_s:
-            told.update(stage=progress.stage, at=now)
+        if progress.stage != stage or now - at >= every_s:
+            stage, at = progress.stage, now
             done, total = format_bytes(progress.done_bytes), format_bytes(progress.total_bytes)
             say(f"text: {progress.stage} {done} of {total}")
 

@@ -19,9 +19,8 @@ def show_result(summary: Mapping[str, Any]) -> None:
             f"{100 * summary['accuracy']:.1f} %"
         )
     if "bits_per_byte" in summary:
-        others = ", ".join(
-            f"{name} {summary[f'{name}_bits_per_byte']:.3f}" for name in ("gzip", "xz") if f"{name}_bits_per_byte" in summary
-        )
+        found = {name: summary.get(f"{name}_bits_per_byte") for name in ("gzip", "xz")}
+        others = ", ".join(f"{name} {bits:.3f}" for name, bits in found.items() if bits is not None)
         lines.append(f"bits per byte of the held-out text: {summary['bits_per_byte']:.3f} (the same bytes by {others})")
     if summary.get("sample"):
         lines += ["", "sample:", f"  | {summary['prompt']}".replace("\n", "\n  | ") + "[...]"]

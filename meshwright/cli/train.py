@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshwright.launch.torchrun import TorchrunLauncher
 
 FREE_TO_CHANGE = {"layout", "devices", "run", "launch", "monitor", "checkpoint", "evaluation"}
-"""Sections that a resumed run may set anew; the curve doesn't depend on them. So may ``train.steps``, to go on longer."""
+"""What a resumed run may set anew, since the curve doesn't depend on it; ``train.steps`` too, to go on longer."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -185,7 +185,8 @@ def _conclude(config: RunConfig, run_dir: Path, token_set: TokenSet, result: dic
             if config.train.sample_tokens:
                 prompt, text = _sample(config, run_dir, token_set)
                 summary |= {"prompt": prompt, "sample": text}
-                sink.event(Event(kind="sampled", rank=-1, data={"step": result["step"], "prompt": prompt, "text": text}))
+                told = {"step": result["step"], "prompt": prompt, "text": text}
+                sink.event(Event(kind="sampled", rank=-1, data=told))
             if token_set.validation.text_bytes:
                 summary |= {f"{name}_bits_per_byte": bits for name, bits in compression_baselines(token_set).items()}
             numbers = {key: value for key, value in summary.items() if isinstance(value, (int, float))}

@@ -26,7 +26,9 @@ class Trained:
     eos: int | None
     """Token that ends a text."""
 
-    def complete(self, prompt: str, *, max_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> str:
+    def complete(
+        self, prompt: str, *, max_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    ) -> str:
         """Returns a sampled continuation of ``prompt``."""
         from meshwright.models.generate import generate_tokens
 

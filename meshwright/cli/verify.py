@@ -162,7 +162,8 @@ def _batches(
         vocab = min(built.vocab or VOCABULARY, VOCABULARY)
         return made_up_batches(config.steps, rows, config.sequence, vocab, _masks(built)), vocab
     token_set = prepared(config.data)
-    loader = Loader(token_set.train, rows=rows, sequence=config.sequence, seed=0, mask_documents=config.data.mask_documents)
+    masked = config.data.mask_documents
+    loader = Loader(token_set.train, rows=rows, sequence=config.sequence, seed=0, mask_documents=masked)
     made = []
     for step in range(config.steps):
         batch = loader.batch(step)

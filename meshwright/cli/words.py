@@ -7,7 +7,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from meshwright.config import Config, read_toml
 from meshwright.errors import ConfigError
@@ -71,10 +71,10 @@ def _parsed(kind: type[C], words: Sequence[str], verb: str, base: C | None) -> C
     import tyro
 
     complaint = io.StringIO()
-    start = {} if base is None else {"default": base}
+    start: Any = {} if base is None else {"default": base}
     try:
         with contextlib.redirect_stderr(complaint):
-            config: C = tyro.cli(kind, prog=f"meshwright {verb}", args=list(words), **start)
+            config = cast(C, tyro.cli(kind, prog=f"meshwright {verb}", args=list(words), **start))
     except SystemExit as end:
         if not end.code:
             raise

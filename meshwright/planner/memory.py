@@ -1,4 +1,4 @@
-"""Bytes of model state per rank, by layout: what the runtime's own tensors add up to, beside the ZeRO paper's figure."""
+"""Bytes of model state per rank, by layout: what the runtime's own tensors add up to, beside the ZeRO paper's."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def state_memory(layout: Layout, sizes: StateSizes) -> tuple[dict[str, int], dic
     weight (and of a reduced gradient). Uneven dims add at most one row a weight.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 3.1 (K = 12 bytes of optimizer state with float32 masters) and
-    figure 1; that FSDP2 keeps no low-precision shard at rest, and that level 3 holds the layer at work, the one gathered
-    ahead and the rest outside the layers, is the runtime's own property, checked by its tests.
+    figure 1; that FSDP2 keeps no low-precision shard at rest, and that level 3 holds the layer at work, the one
+    gathered ahead and the rest outside the layers, is the runtime's own property, checked by its tests.
     """
     shards, count = layout.degree("shard"), sizes.total
     wide = 8 if layout.precision == "float64" else 4
@@ -59,7 +59,7 @@ def state_memory(layout: Layout, sizes: StateSizes) -> tuple[dict[str, int], dic
 def paper_memory(layout: Layout, count: int) -> int:
     """Returns the ZeRO paper's bytes of model state per rank: c + g + K per parameter, divided as the level says.
 
-    Source: Rajbhandari et al., ZeRO (SC 2020), figure 1, with compute elements and gradients of c bytes each and K = 3w.
+    Source: Rajbhandari et al., ZeRO (SC 2020), figure 1, with compute elements and gradients of c bytes and K = 3w.
     """
     wide = 8 if layout.precision == "float64" else 4
     narrow = 2 if layout.mixed else wide

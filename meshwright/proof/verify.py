@@ -1,7 +1,7 @@
 """Proves that layouts compute what one device computes: same losses, norms, gradients and weights, on every rank.
 
-The reference is plain PyTorch (`proof.reference`). Under a layout every rank compares its own parts with the reference's,
-so a copy that is wrong on one rank alone is found too.
+The reference is plain PyTorch (`proof.reference`). Under a layout every rank compares its own parts with the
+reference's, so a copy that is wrong on one rank alone is found too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from meshwright.proof.reference import Recipe, train_plainly
 from meshwright.runtime.build import check
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
+from meshwright.train.loss import IGNORED
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program
@@ -125,7 +126,8 @@ def _reference(context: RankContext, case: Case, path: Path, wide: bool) -> None
         return model_forward(part, built.anatomy, batch.tokens, batch.positions, batch.positions is not None)
 
     trace = train_plainly(module, forward, [_moved(batch, device) for batch in case.batches], case.recipe)
-    torch.save({"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients, "weights": trace.weights}, path)
+    found = {"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients, "weights": trace.weights}
+    torch.save(found, path)
 
 
 def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -156,7 +158,6 @@ def _candidate(context: RankContext, case: Case, layout: Layout, path: Path) -> 
         program,
         optimizer,
         LossScaler(layout.precision == "fp16"),
-        nominal=case.batches[0].targets.numel(),
         clip=recipe.clip,
         seed=0,
         reader=reader[0],
@@ -173,7 +174,8 @@ def _candidate(context: RankContext, case: Case, layout: Layout, path: Path) -> 
 
     stepper.probe = look
     for step, batch in enumerate(case.batches):
-        outcome = stepper.run(step, _share(batch, reader, layout.microbatches, device), recipe.lr, False).read()
+        share, targets = _share(batch, reader, layout.microbatches, device), int((batch.targets != IGNORED).sum())
+        outcome = stepper.run(step, share, targets, recipe.lr, False).read()
         stepper.probe = None
         errors["loss"] = max(errors["loss"], relative(outcome["loss"], wanted["losses"][step]))
         errors["norm"] = max(errors["norm"], relative(outcome["grad_norm"], wanted["norms"][step]))
@@ -208,13 +210,13 @@ def all_layouts(ranks: int, base: Layout | None = None) -> list[Layout]:
         for zero in (1, 2, 3) if shard > 1 else (0,):
             for micro, recompute in ((1, "none"), (2, "none"), (1, "full"), (2, "selective")):
                 degrees = {"replicate": ranks // shard, "shard": shard}
-                changes = {"zero": zero, "microbatches": micro, "recompute": recompute}
-                found.append(dataclasses.replace(base, degrees=degrees, **changes))
+                layout = dataclasses.replace(base, degrees=degrees, zero=zero, microbatches=micro, recompute=recompute)
+                found.append(layout)
     return found
 
 
 def made_up_batches(steps: int, rows: int, sequence: int, vocab: int, documents: bool) -> list[MicroBatch]:
-    """Makes global batches whose target counts differ from row to row, so that a count per rank can't pass for a global one.
+    """Makes global batches whose target counts differ by row, so that a count per rank can't pass for a global one.
 
     Args:
         steps: number of batches.

@@ -67,7 +67,7 @@ def _compile(work: _Work) -> None:
 
 
 def _shard_data(work: _Work) -> None:
-    """Data axes: sharded state where the layout shards or where compute differs from the master weights, else copies."""
+    """Data axes: sharded state where the layout shards, or computes in another type than it keeps, else copies."""
     layout, mesh = work.layout, work.mesh
     if layout.zero or layout.mixed or layout.offload == "parameters":
         assert mesh is not None

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.axes.comm.wire import TrafficLog, Wire
 from meshwright.axes.groups import loss_axes
-from meshwright.axes.wire import TrafficLog, Wire
 from meshwright.plan import Layout
 
 WORLD = "world"

@@ -15,8 +15,8 @@ from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.weights import Weight, named_weights
 
 Compute = Callable[[nn.Module, Any, float], tuple[torch.Tensor, torch.Tensor]]
-"""(module, micro-batch, scale) to (loss to differentiate, sums): the loss is scale x the sum over target tokens, the sums
-are a float64 vector (loss sum, target tokens, right predictions), detached."""
+"""(module, micro-batch, scale) to (loss to differentiate, sums): the loss is scale x the sum over target tokens, the
+sums are a float64 vector (loss sum, target tokens, right predictions), detached."""
 
 
 class Sync(Protocol):

@@ -1,4 +1,7 @@
-"""Activation recompute: which layers keep what between forward and backward. Source: Chen et al. 2016; Korthikanti 2022."""
+"""Activation recompute: which layers keep what between forward and backward.
+
+Source: Chen et al., Sublinear Memory Cost (2016); Korthikanti et al., Reducing Activation Recomputation (2022).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ KEPT = tuple(
         (torch.ops.aten._scaled_dot_product_cudnn_attention, "default"),
     )
 )
-"""Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute and small to hold."""
+"""Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""
 
 
 def apply(layers: Sequence[nn.Module], mode: str, keep_random_state: bool) -> None:

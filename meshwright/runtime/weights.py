@@ -56,8 +56,8 @@ class Weight:
         split = 1
         if isinstance(self.parameter, DTensor):
             mesh = self.parameter.device_mesh
-            sizes = [mesh.size(dim) for dim, placed in enumerate(self.parameter.placements) if isinstance(placed, Shard)]
-            split = math.prod(sizes)
+            placed = enumerate(self.parameter.placements)
+            split = math.prod(mesh.size(dim) for dim, kind in placed if isinstance(kind, Shard))
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         return world // split
 

@@ -84,6 +84,10 @@ class TokenFeed:
             raise AssertionError(f"step {step} asked for, step {self._prefetcher.step} is next")
         return next(self._prefetcher)
 
+    def targets(self, step: int) -> int:
+        """Returns the target tokens of a step's whole global batch, from the index alone."""
+        return self._loader.global_targets(step)
+
     def epoch(self, step: int) -> float:
         """Returns the passes over the training rows before a step."""
         return self._loader.epoch(step)

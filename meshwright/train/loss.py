@@ -10,11 +10,11 @@ IGNORED = -100
 """Target that counts for nothing."""
 
 _IN_PLACE = {"UnsafeViewBackward0", "ViewBackward0", "MmBackward0", "AddmmBackward0", "ToCopyBackward0"}
-"""Producers of logits whose backward doesn't read the logits again, so that their memory may be reused."""
+"""Makers of logits whose backward doesn't read the logits again, so that their memory may be reused."""
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Forward makes loss, hits and gradient in one pass over rows that stay in cache; backward hands the gradient on."""
+    """Forward makes loss, hits and gradient in one pass over cached rows; backward hands the gradient on."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: float, reuse: bool) -> Any:

@@ -18,8 +18,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class LocalAdamW:
     """torch's AdamW on local parts.
 
-    The optimizer sees plain tensors that share storage with the weights' local parts, so fused kernels run on any mix of
-    meshes; the step's factor on gradients (normalisation, unscaling, clipping) is folded into the kernel.
+    The optimizer sees plain tensors that share storage with the weights' local parts, so fused kernels run on any mix
+    of meshes; the step's factor on gradients (normalisation, unscaling, clipping) is folded into the kernel.
 
     Args:
         weights: all weights of this rank.

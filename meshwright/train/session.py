@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.axes.wire import TrafficLog
+from meshwright.axes.comm.wire import TrafficLog
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
@@ -72,7 +72,8 @@ def model_compute(model: BuiltModel) -> Compute:
         assert output.loss is not None
         count = (batch.targets != IGNORED).sum()
         loss_sum = output.loss.detach().to(torch.float64) * count
-        return output.loss * (count * scale), torch.stack([loss_sum, count.to(torch.float64), count.new_zeros(()).double()])
+        sums = torch.stack([loss_sum, count.to(torch.float64), torch.zeros_like(loss_sum)])
+        return output.loss * (count * scale), sums
 
     return compute
 
@@ -129,7 +130,6 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
         program,
         optimizer,
         LossScaler(layout.precision == "fp16"),
-        nominal=config.train.batch * config.data.sequence,
         clip=config.optimizer.clip,
         seed=config.train.seed,
         reader=reader[0],

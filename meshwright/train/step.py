@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,6 @@ class Stepper:
         program: the built layout.
         optimizer: over the program's weights.
         scaler: loss scale.
-        nominal: target tokens of a global batch in which every position counts; the loss's scale before backward.
         clip: largest gradient norm; 0 for none.
         seed: base of the micro-batches' random states.
         reader: this rank's index among the readers.
@@ -89,24 +88,30 @@ class Stepper:
         program: Program,
         optimizer: LocalAdamW,
         scaler: LossScaler,
-        nominal: int,
         clip: float,
         seed: int,
         reader: int,
     ) -> None:
         self.program, self.optimizer, self.scaler = program, optimizer, scaler
-        self._nominal, self._clip, self._seed, self._reader = nominal, clip, seed, reader
+        self._clip, self._seed, self._reader = clip, seed, reader
+        self._targets = 1
+        self.probe: Callable[[torch.Tensor], None] | None = None
+        """Shown the factor from held to true gradients while these are whole: before clipping and update."""
         self._copies = 1
         if program.mesh is not None:
             shape, summed = program.mesh.layout.shape(), program.mesh.loss_axes
             self._copies = math.prod(size for name, size in shape.items() if name not in summed)
 
-    def run(self, step: int, batches: Sequence[Any], lr: float, stop: bool, stamp: Stamp | None = None) -> Outcome:
+    def run(
+        self, step: int, batches: Sequence[Any], targets: int, lr: float, stop: bool, stamp: Stamp | None = None
+    ) -> Outcome:
         """Runs one step.
 
         Args:
             step: steps done before this one.
             batches: this rank's micro-batches.
+            targets: target tokens of the whole global batch, as the index has it: the loss is divided by them before
+                backward, so that gradients have the same values under every layout, to the rounding of each operation.
             lr: learning rate.
             stop: whether this rank was asked to stop; all ranks learn of it.
             stamp: where to report progress.
@@ -115,12 +120,15 @@ class Stepper:
             Global sums; loss and norm are those of the whole global batch, normalised by its true target count.
         """
         program = self.program
-        scale = self.scaler.scale / self._nominal
+        self._targets = max(1, targets)
+        scale = self.scaler.scale / self._targets
         sums = program.forward_backward(
             batches, scale, lambda number: seed_of(self._seed, step, number, self._reader), stamp
         )
         fill_missing(program)
         norm, vector, factor = self.globals(sums, stop)
+        if self.probe is not None:
+            self.probe(factor)
         program.clock.lap("norm")
         if stamp:
             stamp.phase("optimizer", 0)
@@ -140,7 +148,7 @@ class Stepper:
         vector[:3] /= self._copies
         if program.mesh is not None and program.mesh.world.size > 1:
             program.mesh.world.all_reduce(vector).wait()
-        factor = self._nominal / (vector[1].clamp(min=1.0) * self.scaler.scale)
+        factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)
         return vector[3].sqrt() * factor, vector, factor
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:

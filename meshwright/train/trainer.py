@@ -26,7 +26,7 @@ from meshwright.train.state import load_state, save_state
 from meshwright.train.step import Outcome, Stepper
 
 SICK_STEPS = 5
-"""Steps in a row with a loss or gradient that isn't finite after which the run ends, unless a loss scale explains it."""
+"""Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
 METERED_STEPS = 2
 """First steps in which the state's bytes are read off; later ones hold the same."""
 
@@ -36,6 +36,9 @@ class Feed(Protocol):
 
     def micro_batches(self, step: int) -> Sequence[Any]:
         """Returns this rank's micro-batches of a step (steps done before it)."""
+
+    def targets(self, step: int) -> int:
+        """Returns the target tokens of a step's whole global batch."""
 
     def epoch(self, step: int) -> float:
         """Returns the passes over the training rows before a step."""
@@ -135,7 +138,8 @@ class Trainer:
         batches = parts.feed.micro_batches(self.step)
         parts.program.clock.lap("data")
         rate = learning_rate(self.step, steps, config.optimizer.lr, config.schedule)
-        outcome = parts.stepper.run(self.step, batches, rate, parts.stop_asked.requested, self._stamp)
+        targets, asked = parts.feed.targets(self.step), parts.stop_asked.requested
+        outcome = parts.stepper.run(self.step, batches, targets, rate, asked, self._stamp)
         values = outcome.read()
         record = self._record(outcome, values, time.perf_counter() - began)
         self._judge(record)
@@ -236,7 +240,8 @@ class Trainer:
             parts.store, self.step, parts.program, parts.optimizer, parts.stepper.scaler, parts.origin, self.tokens
         )
         self._saved_at = self.step
-        self._event("checkpoint_saved", step=self.step, path=str(saved.path), bytes=saved.size_bytes, seconds=saved.seconds)
+        told = {"path": str(saved.path), "bytes": saved.size_bytes, "seconds": saved.seconds}
+        self._event("checkpoint_saved", step=self.step, **told)
         parts.program.clock.drain()
 
     def _event(self, kind: str, **data: Any) -> None:
