@@ -131,9 +131,8 @@ def _train(config: RunConfig, launcher: ForkLauncher | TorchrunLauncher) -> dict
         fingerprint=model.fingerprint,
         header=header,
         flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
-        peak_flops=None,
     )
-    launcher.label = plan.layout.describe_rank
+    launcher.label = plan.layout.place
     result = launcher.run(run_rank, job)[0]
     if not first:
         return {}

@@ -79,7 +79,7 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
 
 
 def _launcher(ranks: int, layout: Layout | None) -> ForkLauncher:
-    return ForkLauncher(ranks, devices=found_devices(ranks), label=layout.describe_rank if layout else None)
+    return ForkLauncher(ranks, devices=found_devices(ranks), label=layout.place if layout else None)
 
 
 def _prove(case: Case, layout: Layout, path: Path) -> Verdict:

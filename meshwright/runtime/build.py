@@ -121,8 +121,6 @@ def check(layout: Layout, device_type: str, layers: int) -> None:
         raise PlanError(f"recompute={layout.recompute}: the model has {layers} repeated layers; K is at most that")
     if layout.compile and layers == 0:
         raise PlanError("compile=true compiles layer by layer, but no repeated layers were found in the model")
-    if layout.precision == "fp16" and device_type == "cpu":
-        raise PlanError("precision=fp16 wants a GPU: CPU kernels for it are missing or slow; write precision=bf16")
 
 
 def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.device, clock: Clock) -> Program:

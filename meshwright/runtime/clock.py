@@ -32,7 +32,10 @@ class Clock:
         self._marks.append((part, self._now()))
 
     def drain(self) -> dict[str, float]:
-        """Returns seconds by part since the last drain; on CUDA it waits for the last mark."""
+        """Returns seconds by part since the last drain; what comes after the last mark is in no part.
+
+        On CUDA it waits for the last mark.
+        """
         if self._cuda and self._marks:
             self._marks[-1][1].synchronize()
         parts: dict[str, float] = {}
@@ -41,4 +44,5 @@ class Clock:
             parts[part] = parts.get(part, 0.0) + spent
             self._last = mark
         self._marks.clear()
+        self._last = self._now()
         return parts

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from meshwright.runtime.weights import Box, Weight, owners
+from meshwright.runtime.weights import Box, Weight, owners, placed_like
 
 Fill = Callable[[str, Box], torch.Tensor]
 """Returns the values of one part of a weight: (name, box) to a CPU tensor of the box's shape."""
@@ -37,17 +36,6 @@ def _made(weight: Weight, device: torch.device, dtype: torch.dtype, fill: Fill) 
     local = torch.empty([stop - start for start, stop in box], dtype=kind, device=device)
     if local.numel():
         local.copy_(fill(weight.name, box))
-    if isinstance(parameter, DTensor):
-        held: torch.Tensor = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    else:
-        held = local
-    made = nn.Parameter(held, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(placed_like(parameter, local), requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made

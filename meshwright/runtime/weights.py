@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Box = tuple[tuple[int, int], ...]
@@ -73,16 +74,19 @@ class Weight:
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a tensor that stands to ``local`` (this rank's part of some state) as the parameter to its part."""
-        if not isinstance(self.parameter, DTensor):
-            return local
-        return DTensor.from_local(
-            local,
-            self.parameter.device_mesh,
-            self.parameter.placements,
-            run_check=False,
-            shape=self.parameter.shape,
-            stride=self.parameter.stride(),
-        )
+        return placed_like(self.parameter, local)
+
+
+def placed_like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns ``local`` as this rank's part of a tensor of ``whole``'s shape and placements; itself if that is plain.
+
+    Unlike ``DTensor.from_local`` it leaves the part where it is, in host memory for one.
+    """
+    if not isinstance(whole, DTensor):
+        return local
+    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+    spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
 
 
 def named_weights(module: nn.Module) -> list[Weight]:

@@ -24,9 +24,10 @@ from meshwright.monitor.display import RunHeader
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import PROGRESS, ProgressWriter
 from meshwright.plan import Plan
-from meshwright.runtime.build import Source, build
+from meshwright.runtime.build import DTYPES, Source, build
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.peak import measure_peak
 from meshwright.runtime.program import Compute, Program
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.loss import IGNORED, cross_entropy_sums
@@ -52,8 +53,6 @@ class Job:
     """What the display says about the run."""
     flops_per_token: float
     """Model FLOPs of one token, forward and backward."""
-    peak_flops: float | None
-    """Of all devices together, where known."""
 
 
 def model_compute(model: BuiltModel) -> Compute:
@@ -100,6 +99,13 @@ def build_program(model: BuiltModel, plan: Plan, device: torch.device, random: b
     )
     mesh = Mesh(layout, device.type, TrafficLog())
     return build(source, layout, mesh, device, Clock(device.type))
+
+
+def _peak(stepper: Stepper, device: torch.device, precision: str) -> float:
+    """Returns the matrix-product rate of all ranks together, measured while all of them multiply."""
+    best = max(measure_peak(device, dtype) for dtype in {DTYPES[precision], torch.float32})
+    own = torch.tensor([best], dtype=torch.float64, device=device)
+    return float(stepper.world_sum(own))
 
 
 def run_rank(context: RankContext, job: Job) -> dict[str, Any]:
@@ -160,7 +166,7 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
         rank=context.rank,
         stop_asked=context.stop,
         flops_per_token=job.flops_per_token,
-        peak_flops=job.peak_flops,
+        peak_flops=_peak(stepper, device, layout.precision),
     )
     trainer = Trainer(parts)
     start = trainer.resume()

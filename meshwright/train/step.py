@@ -146,15 +146,16 @@ class Stepper:
         parts = [*sums.to(squared.device).unbind(), squared, squared.new_tensor(float(stop))]
         vector = torch.stack(parts)
         vector[:3] /= self._copies
-        if program.mesh is not None and program.mesh.world.size > 1:
-            program.mesh.world.all_reduce(vector).wait()
+        self.world_sum(vector)
         factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)
         return vector[3].sqrt() * factor, vector, factor
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         """Returns this rank's (loss sum, targets, hits), float64, summed over all ranks that read other data."""
-        program = self.program
-        total = sums.to(torch.float64) / self._copies
-        if program.mesh is not None and program.mesh.world.size > 1:
-            program.mesh.world.all_reduce(total).wait()
-        return total
+        return self.world_sum(sums.to(torch.float64) / self._copies)
+
+    def world_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns ``values`` summed over all ranks, in place where there are several."""
+        if self.program.mesh is not None and self.program.mesh.world.size > 1:
+            self.program.mesh.world.all_reduce(values).wait()
+        return values
