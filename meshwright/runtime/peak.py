@@ -1,0 +1,32 @@
+"""The matrix-product rate that this rank reaches now, beside all others: what utilisation is measured against."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+SIZE = {"cpu": 512, "cuda": 8192}
+"""Edge of the square matrices: large enough for the device's best rate, small enough for a start-up."""
+SPAN_S = 0.05
+"""How long to multiply."""
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns FLOP/s of this rank's device for products of ``dtype`` matrices, the best of a few."""
+    edge = SIZE.get(device.type, 2048)
+    left, right = (torch.randn(edge, edge, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.mm(left, right)
+    best, end = float("inf"), time.perf_counter() + SPAN_S
+    while best == float("inf") or time.perf_counter() < end:
+        _settle(device)
+        began = time.perf_counter()
+        torch.mm(left, right, out=out)
+        _settle(device)
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * edge**3 / best
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
