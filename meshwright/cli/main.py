@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
         0 only for success; 1 for a failure, 2 for a refusal of what was asked, 130 after a second Ctrl-C.
     """
     words = list(argv)
+    if words and words[0] == "--":
+        del words[0]
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
         return 0 if words else 2

@@ -12,8 +12,9 @@ from typing import Any, TypeVar, cast
 from meshwright.config import Config, read_toml
 from meshwright.errors import ConfigError
 
-SHORT = {"--model": "--model.name", "--data": "--data.paths"}
-"""Short forms of flags: the section's name stands for its main field."""
+SHORT = {"--model": "--model.name", "--data": "--data.paths", "--run-dir": "--run"}
+"""Short forms of flags: the section's name stands for its main field. torchrun takes ``--run`` for its own
+``--run-path`` wherever it stands, so there ``--run-dir`` says the same."""
 
 C = TypeVar("C", bound=Config)
 
