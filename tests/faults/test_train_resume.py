@@ -1,0 +1,137 @@
+"""Runs killed at random moments go on to the bit; other layouts go on along the same curve."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import Running, call, curve, events, last_step, wait_until, words, write_corpus
+
+LAYOUTS = {"one": ("replicate=1", 1), "copies": ("replicate=2", 2), "shards": ("shard=2,zero=3", 2)}
+STEPS = 26
+KILLS = 7
+
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("resume")
+    write_corpus(root / "corpus.txt")
+    return root
+
+
+def command(root: Path, run: str, layout: str, devices: int, *more: str) -> list[str]:
+    return words(root, run, "--train.steps", str(STEPS), "--checkpoint.every", "2", *more, layout=layout, devices=devices)
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> dict[str, tuple[dict, float]]:
+    """The uninterrupted runs, and how long each took."""
+    found = {}
+    for name, (layout, devices) in LAYOUTS.items():
+        begun = time.monotonic()
+        status, text = call(command(root, f"whole-{name}", layout, devices), root / f"whole-{name}.log")
+        assert status == 0, text
+        found[name] = curve(root / f"whole-{name}"), time.monotonic() - begun
+        assert sorted(found[name][0]) == list(range(1, STEPS + 1))
+    return found
+
+
+def _kill(pids: list[int]) -> int:
+    """Kills processes at once, as far as they still live; returns 1 when one did."""
+    found = 0
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            found = 1
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_kill_at_random_moments_and_go_on_to_the_bit(name: str, root: Path, whole: dict) -> None:
+    layout, devices = LAYOUTS[name]
+    run, draw = root / f"killed-{name}", random.Random(name)
+    argv = command(root, run.name, layout, devices)
+    killed = 0
+    while killed < KILLS:
+        before = last_step(run)
+        running = Running(argv, root / f"killed-{name}.log")
+        moment = before - before % 2 + draw.choice((1, 2, 2, 3))
+        wait_until(lambda moment=moment: last_step(run) >= moment, 20)
+        time.sleep(draw.uniform(0.0, 0.08))
+        victims = [running.pid, *running.ranks()][:: draw.choice((1, -1))]
+        killed += _kill(victims[-1:] if killed % 3 == 2 else victims)
+        assert running.wait() != 0, running.text()
+        running.no_orphans()
+        assert last_step(run) < STEPS
+    status, text = call(argv, root / f"killed-{name}.log")
+    assert status == 0, text
+    assert curve(run) == whole[name][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout", "devices"), [("one", "replicate=1", 1), ("shards", "shard=2,zero=2", 2)])
+def test_kill_inside_a_save(name: str, layout: str, devices: int, root: Path, whole: dict) -> None:
+    run, draw = root / f"save-{name}", random.Random(1)
+    argv = command(root, run.name, layout, devices)
+    for _ in range(3):
+        running = Running(argv, root / f"save-{name}.log")
+        seen = len(events(run, "checkpoint_saved"))
+        while running.alive():
+            folders = {path.name for path in (run / "checkpoints").glob("*")} if run.exists() else set()
+            beside = [name for name in folders if not name.startswith("step-")]
+            if beside and len(events(run, "checkpoint_saved")) > seen:
+                break
+        time.sleep(draw.uniform(0, 0.02))
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+        running.no_orphans()
+    status, text = call(argv, root / f"save-{name}.log")
+    assert status == 0, text
+    found = curve(run)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    if name == "one":
+        assert found == whole[name][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-5), ("float64", 1e-9)])
+def test_another_layout_goes_on_along_the_same_curve(precision: str, bound: float, root: Path) -> None:
+    kind = f",precision={precision}"
+    argv = words(root, f"same-{precision}", "--train.steps", "9", layout="replicate=1" + kind)
+    assert call(argv, root / "same.log")[0] == 0
+    chain = [("shard=2,zero=3", 2, 3), ("replicate=1", 1, 6), ("replicate=2", 2, 9)]
+    run = root / f"changing-{precision}"
+    for layout, devices, stop in chain:
+        argv = words(root, run.name, "--train.steps", "9", layout=layout + kind, devices=devices)
+        running = Running(argv, root / "changing.log", before=lambda stop=stop: _end_after(stop))
+        assert running.wait() == (0 if stop == 9 else 1), running.text()
+        running.no_orphans()
+    expected, found = curve(root / f"same-{precision}"), curve(run)
+    assert sorted(found) == sorted(expected)
+    for step in expected:
+        for got, wanted in zip(found[step], expected[step]):
+            assert abs(got - wanted) <= bound * abs(wanted), (step, got, wanted)
+
+
+def _end_after(step: int) -> None:
+    """Ends the run politely after a step, as a signal would; the last step needs no asking."""
+    from meshwright.train.trainer import Trainer
+
+    whole = Trainer._one_step
+
+    def asked(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
+        if self.step + 1 == step < steps:
+            self._parts.stop_asked.request()
+        return whole(self, steps)
+
+    Trainer._one_step = asked  # type: ignore[method-assign]

@@ -1,0 +1,180 @@
+"""The test tool for whole runs: `meshwright train` in a forked process of its own session, so that starts cost little."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+from meshwright.cli.main import main
+from meshwright.launch.devices import Devices
+from meshwright.launch.preload import prepare_environment, release_threads
+
+WORDS = "the cat sat on a mat and she saw him run far from big old house".split()
+
+
+def write_corpus(path: Path, sentences: int = 300, seed: int = 0) -> Path:
+    """Writes a small text of few words and returns its path."""
+    draw = random.Random(seed)
+    lines = (" ".join(draw.choices(WORDS, k=9)) + "." for _ in range(sentences))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def words(root: Path, run: str, *more: str, layout: str = "replicate=1", devices: int = 1) -> list[str]:
+    """Returns the command of a tiny run; ``more`` wins."""
+    return [
+        *("train", "--model", "gpt2", "--model.layers", "2", "--model.width", "32", "--data", str(root / "corpus.txt")),
+        *("--data.tokenizer", "chars", "--data.sequence", "16", "--data.cache", str(root / "prepared")),
+        *("--data.workers", "1", "--train.batch", "8", "--train.steps", "24", "--train.sample-tokens", "0"),
+        *("--schedule.warmup", "2", "--evaluation.every", "0", "--checkpoint.every", "3"),
+        *("--monitor.display", "none", "--monitor.no-tensorboard", "--monitor.no-report"),
+        *("--layout", layout, "--devices", str(devices), "--run", str(root / run), *more),
+    ]
+
+
+@cache
+def warm() -> None:
+    """Imports once what every run imports, so that forked runs find it in memory."""
+    prepare_environment()
+    import transformers.models.gpt2.modeling_gpt2
+
+    import meshwright.models.measure
+    import meshwright.models.probe
+    import meshwright.train.session  # noqa: F401
+
+
+class Running:
+    """A command under way in a process of its own session."""
+
+    def __init__(self, argv: Sequence[str], output: Path, before: Callable[[], None] | None = None) -> None:
+        self.output = output
+        sys.stdout.flush()
+        sys.stderr.flush()
+        warm()
+        release_threads()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(argv, output, before)
+        self.status: int | None = None
+
+    @staticmethod
+    def _run(argv: Sequence[str], output: Path, before: Callable[[], None] | None) -> None:
+        status = 99
+        try:
+            os.setsid()
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for number in (1, 2):
+                os.dup2(file, number)
+            sys.stdout = os.fdopen(1, "w")
+            sys.stderr = os.fdopen(2, "w")
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            Devices.threads = lambda self, ranks: 1  # type: ignore[method-assign]
+            if before:
+                before()
+            status = main(argv)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+    def wait(self, limit_s: float = 40.0) -> int:
+        """Returns the exit status, or minus the signal that ended it."""
+        end = time.monotonic() + limit_s
+        while self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end:
+                os.killpg(self.pid, signal.SIGKILL)
+                raise AssertionError(f"still running after {limit_s} s: {self.text()}")
+            else:
+                time.sleep(0.005)
+        return self.status
+
+    def text(self) -> str:
+        """Returns what it printed."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def alive(self) -> list[int]:
+        """Returns the processes of its session that live, itself included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+                if int(fields[3]) == self.pid and fields[0] != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def ranks(self) -> list[int]:
+        """Returns its ranks' process ids."""
+        return [pid for pid in self.alive() if pid != self.pid]
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to the command's own process."""
+        os.kill(self.pid, number)
+
+    def no_orphans(self, limit_s: float = 8.0) -> None:
+        """Fails when a process of its session still lives after a moment."""
+        wait_until(lambda: not self.alive(), limit_s)
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    """Waits for a condition, a limited time."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.003)
+
+
+def call(argv: Sequence[str], output: Path, before: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Runs a command to its end and returns (exit status, what it printed)."""
+    running = Running(argv, output, before)
+    status = running.wait()
+    running.no_orphans()
+    return status, running.text()
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """Returns the lines of a run's metrics or events; a torn last line of a killed writer is left out."""
+    path = run / name
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def curve(run: Path) -> dict[int, tuple[float, float]]:
+    """Returns step to (loss, grad_norm); a step done twice must have come out the same to the bit."""
+    found: dict[int, tuple[float, float]] = {}
+    for row in rows(run):
+        value = (row["loss"], row["grad_norm"])
+        assert found.setdefault(row["step"], value) == value, f"step {row['step']} differs when done again"
+    return found
+
+
+def last_step(run: Path) -> int:
+    """Returns the last step that the metrics show, 0 before the first."""
+    found = rows(run)
+    return found[-1]["step"] if found else 0
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    """Returns a run's events of one kind."""
+    return [row for row in rows(run, "events.jsonl") if row["kind"] == kind]
