@@ -14,10 +14,11 @@ from meshwright.cli.inputs import CONFIG, PLAN, ReadModel, prepared, read_model,
 from meshwright.cli.words import answer, read_config, take_flag
 from meshwright.errors import ConfigError
 from meshwright.launch.choice import choose_launcher
-from meshwright.launch.devices import found_devices
+from meshwright.launch.devices import Devices, device_memory_bytes, found_devices
 from meshwright.launch.preload import prepare_environment
 from meshwright.plan import Layout, Plan
 from meshwright.planner import rule
+from meshwright.train.hooks import Hook
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count
 
@@ -35,10 +36,7 @@ def run(argv: Sequence[str]) -> int:
     words = list(argv)
     as_json = take_flag(words, "--json")
     config = read_config(RunConfig, words, "train")
-    prepare_environment()
-    launcher = choose_launcher(config.devices, config=config.launch)
-    config = _owned(config)
-    result = _train(config, launcher)
+    result = train(config)
     if as_json and result:
         answer(json.dumps(result, indent=2))
     return 0 if not result or result["finished"] else 1
@@ -77,36 +75,45 @@ def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> l
     return found
 
 
-def make_plan(config: RunConfig, model: ReadModel, ranks: int, kind: str) -> Plan:
+def make_plan(config: RunConfig, model: ReadModel, ranks: int, devices: Devices) -> Plan:
     """Turns the config's layout into a plan, refusing what can't run."""
     from meshwright.runtime.build import check
 
     if config.layout == "auto":
-        plan = rule.choose(ranks, config.train.batch, model.sizes, _memory_bytes(ranks, kind), "float32")
+        memory, precision = device_memory_bytes(devices, ranks), "bf16" if devices.kind == "cuda" else "float32"
+        plan = rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
     else:
         plan = rule.named_plan(Layout.parse(config.layout), ranks, model.sizes)
     plan.layout.check_batch(config.train.batch)
-    check(plan.layout, kind, len(model.built.anatomy.layers))
+    check(plan.layout, devices.kind, len(model.built.anatomy.layers))
     return plan
 
 
-def _memory_bytes(ranks: int, kind: str) -> int:
-    import os
+def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+    """Trains as the command does; for use from Python, in a process that has run no tensor operation yet.
 
-    if kind == "cuda":
-        import torch
+    Args:
+        config: the run; an empty ``run`` makes a new directory under ``runs/``.
+        hooks: called after each step on every rank; see `meshwright.train.hooks`.
 
-        return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    Returns:
+        How it ended: ``finished``, step, loss, validation loss, bits per byte, sample, run, report. Empty on the ranks
+        of torchrun other than the first.
+    """
+    config.check_all()
+    prepare_environment()
+    return _train(_owned(config), choose_launcher(config.devices, config=config.launch), tuple(hooks))
 
 
-def _train(config: RunConfig, launcher: ForkLauncher | TorchrunLauncher) -> dict[str, Any]:
+def _train(
+    config: RunConfig, launcher: ForkLauncher | TorchrunLauncher, hooks: tuple[Hook, ...]
+) -> dict[str, Any]:
     from meshwright.launch.torchrun import TorchrunLauncher
     from meshwright.models.measure import measure_shape
     from meshwright.models.probe import check_documents
     from meshwright.train.session import Job, run_rank
 
-    kind = found_devices(None).kind
+    devices = found_devices(None)
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     first = context is None or context.rank == 0
     if config.layout != "auto":
@@ -115,9 +122,9 @@ def _train(config: RunConfig, launcher: ForkLauncher | TorchrunLauncher) -> dict
     model = read_model(config, token_set.vocab_size, config.data.sequence)
     if config.data.mask_documents and len(token_set.train.ends) > 1:
         check_documents(model.built)
-    plan = make_plan(config, model, launcher.ranks, kind)
+    plan = make_plan(config, model, launcher.ranks, devices)
     run_dir = Path(config.run)
-    header = _header(config, model, plan, token_set, kind)
+    header = _header(config, model, plan, token_set, devices.kind)
     if first:
         _write_run(run_dir, config, plan)
     else:
@@ -130,6 +137,7 @@ def _train(config: RunConfig, launcher: ForkLauncher | TorchrunLauncher) -> dict
         data_dir=token_set.path,
         fingerprint=model.fingerprint,
         header=header,
+        hooks=hooks,
         flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
     )
     launcher.label = plan.layout.place

@@ -92,6 +92,26 @@ def count_gpus() -> int:
     return min(len(names), there)
 
 
+def device_memory_bytes(devices: Devices, local_world: int) -> int:
+    """Returns the memory that each of ``local_world`` ranks may use, without touching CUDA in this process.
+
+    The smallest GPU's, or an even share of the host's.
+
+    Raises:
+        ClusterError: when nvidia-smi doesn't say how much the GPUs have.
+    """
+    if devices.kind == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, local_world)
+    words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_S, check=True)
+        return min(int(line) for line in listed.stdout.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ClusterError(
+            f"nvidia-smi doesn't say how much memory the GPUs have ({error}); name the layout with --layout"
+        ) from error
+
+
 def _torch_is_cpu_build() -> bool:
     try:
         return importlib.metadata.version("torch").endswith("+cpu")

@@ -30,6 +30,7 @@ from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.peak import measure_peak
 from meshwright.runtime.program import Compute, Program
 from meshwright.train.feed import MicroBatch, TokenFeed
+from meshwright.train.hooks import Hook
 from meshwright.train.loss import IGNORED, cross_entropy_sums
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.run_config import RunConfig
@@ -53,6 +54,8 @@ class Job:
     """What the display says about the run."""
     flops_per_token: float
     """Model FLOPs of one token, forward and backward."""
+    hooks: tuple[Hook, ...] = ()
+    """Called after each step, on every rank."""
 
 
 def model_compute(model: BuiltModel) -> Compute:
@@ -166,6 +169,7 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
         rank=context.rank,
         stop_asked=context.stop,
         flops_per_token=job.flops_per_token,
+        hooks=job.hooks,
         peak_flops=_peak(stepper, device, layout.precision),
     )
     trainer = Trainer(parts)
