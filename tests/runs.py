@@ -1,7 +1,8 @@
-"""The test tool for whole runs: `meshwright train` in a forked process of its own session, so that starts cost little."""
+"""The test tool for whole runs: `meshwright train` in a forked process of its own session, so that starts are cheap."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -16,7 +17,7 @@ from meshwright.cli.main import main
 from meshwright.launch.devices import Devices
 from meshwright.launch.preload import prepare_environment, release_threads
 
-WORDS = "the cat sat on a mat and she saw him run far from big old house".split()
+WORDS = ("the", "cat", "sat", "on", "mats", "and", "she", "saw", "him", "run", "far", "from", "big", "old", "house")
 
 
 def write_corpus(path: Path, sentences: int = 300, seed: int = 0) -> Path:
@@ -43,11 +44,9 @@ def words(root: Path, run: str, *more: str, layout: str = "replicate=1", devices
 def warm() -> None:
     """Imports once what every run imports, so that forked runs find it in memory."""
     prepare_environment()
-    import transformers.models.gpt2.modeling_gpt2
-
-    import meshwright.models.measure
-    import meshwright.models.probe
-    import meshwright.train.session  # noqa: F401
+    for name in ("models.measure", "models.probe", "train.session"):
+        importlib.import_module(f"meshwright.{name}")
+    importlib.import_module("transformers.models.gpt2.modeling_gpt2")
 
 
 class Running:

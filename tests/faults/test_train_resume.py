@@ -29,7 +29,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(root: Path, run: str, layout: str, devices: int, *more: str) -> list[str]:
-    return words(root, run, "--train.steps", str(STEPS), "--checkpoint.every", "2", *more, layout=layout, devices=devices)
+    often = ("--train.steps", str(STEPS), "--checkpoint.every", "2")
+    return words(root, run, *often, *more, layout=layout, devices=devices)
 
 
 @pytest.fixture(scope="module")

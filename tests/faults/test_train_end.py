@@ -1,0 +1,125 @@
+"""A run ends as asked: Ctrl-C with a checkpoint, a second one at once, a lost rank within seconds; never an orphan."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.train.trainer import Trainer
+from tests.runs import Running, call, curve, events, last_step, wait_until, words, write_corpus
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("end")
+    write_corpus(root / "corpus.txt")
+    return root
+
+
+def at_step(step: int, rank: int, act: Callable[[], None]) -> Callable[[], None]:
+    """Returns what makes a rank act when it has done ``step`` steps."""
+
+    def plant() -> None:
+        whole = Trainer._one_step
+
+        def one_step(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
+            if self.step == step and self._parts.rank == rank:
+                act()
+            return whole(self, steps)
+
+        Trainer._one_step = one_step  # type: ignore[method-assign]
+
+    return plant
+
+
+def slowly() -> None:
+    """Makes every step take a while."""
+    whole = Trainer._one_step
+
+    def one_step(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
+        time.sleep(0.03)
+        return whole(self, steps)
+
+    Trainer._one_step = one_step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("replicate=1", 1), ("shard=2,zero=2", 2)])
+def test_one_interrupt_ends_with_a_checkpoint_and_goes_on_to_the_bit(layout: str, devices: int, root: Path) -> None:
+    run, whole = root / f"asked-{devices}", root / f"whole-{devices}"
+    options = {"layout": layout, "devices": devices}
+    assert call(words(root, whole.name, **options), root / "log")[0] == 0
+    argv = words(root, run.name, "--checkpoint.every", "0", **options)
+    running = Running(argv, root / "asked.log", before=slowly)
+    wait_until(lambda: last_step(run) >= 4)
+    running.kill(signal.SIGINT)
+    assert running.wait(15) == 1, running.text()
+    running.no_orphans()
+    ended = last_step(run)
+    assert 4 <= ended < 24
+    assert f"interrupted after step {ended}; the same command goes on" in running.text()
+    assert [event["step"] for event in events(run, "checkpoint_saved")] == [ended]
+    assert [event["step"] for event in events(run, "interrupted")] == [ended]
+    assert call(argv, root / "asked.log")[0] == 0
+    assert curve(run) == curve(whole)
+
+
+def test_a_second_interrupt_ends_at_once(root: Path) -> None:
+    run = root / "twice"
+    argv = words(root, run.name, layout="replicate=2", devices=2)
+    running = Running(argv, root / "twice.log", before=at_step(3, 1, lambda: time.sleep(60)))
+    wait_until(lambda: last_step(run) >= 3)
+    running.kill(signal.SIGINT)
+    time.sleep(0.3)
+    assert running.alive()
+    begun = time.monotonic()
+    running.kill(signal.SIGINT)
+    assert running.wait(10) == 130, running.text()
+    assert time.monotonic() - begun < 3
+    running.no_orphans(2)
+
+
+def _raises() -> None:
+    raise ZeroDivisionError("planted fault")
+
+
+@pytest.mark.parametrize(("layout", "rank"), [("replicate=2", 1), ("shard=2,zero=3", 0)])
+def test_a_rank_that_raises_takes_the_others_down(layout: str, rank: int, root: Path) -> None:
+    run = root / f"raised-{rank}"
+    argv = words(root, run.name, layout=layout, devices=2)
+    begun = time.monotonic()
+    running = Running(argv, root / "raised.log", before=at_step(4, rank, _raises))
+    assert running.wait(20) == 1
+    assert time.monotonic() - begun < 15
+    running.no_orphans(2)
+    text = running.text()
+    axis = layout.partition("=")[0]
+    told = text[text.index("Traceback") :]
+    assert told.index("planted fault") < 3000 and f"rank {rank}: {axis} {rank}" in text
+    assert text.index("ZeroDivisionError") < (text.find("Connection") + 1 or len(text))
+
+
+def test_a_rank_that_is_killed_takes_the_others_down(root: Path) -> None:
+    run = root / "lost"
+    argv = words(root, run.name, layout="shard=2,zero=3", devices=2)
+    running = Running(
+        argv, root / "lost.log", before=at_step(5, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    )
+    wait_until(lambda: last_step(run) >= 5)
+    begun = time.monotonic()
+    assert running.wait(15) == 1
+    assert time.monotonic() - begun < 8
+    running.no_orphans(2)
+    assert "rank 1" in running.text() and "SIGKILL" in running.text()
+
+
+def test_numbers_that_are_not_finite_end_the_run_with_a_cure(root: Path) -> None:
+    argv = words(root, "sick", "--optimizer.lr", "1e30", "--optimizer.clip", "0", "--schedule.shape", "constant")
+    status, text = call(argv, root / "sick.log")
+    assert status == 1
+    assert "not finite for 5 steps in a row; lower optimizer.lr = 1e+30" in text
+    assert [row["step"] for row in events(root / "sick", "step_skipped")][-1] == last_step(root / "sick") + 1
