@@ -123,6 +123,7 @@ def _train(
     if config.data.mask_documents and len(token_set.train.ends) > 1:
         check_documents(model.built)
     plan = make_plan(config, model, launcher.ranks, devices)
+    _check_ahead(config, plan.layout, token_set)
     run_dir = Path(config.run)
     header = _header(config, model, plan, token_set, devices.kind)
     if first:
@@ -147,12 +148,26 @@ def _train(
     return _conclude(config, run_dir, token_set, result)
 
 
+def _check_ahead(config: RunConfig, layout: Layout, token_set: TokenSet) -> None:
+    """Refuses before a rank starts what the ranks would refuse: too little text, an unknown checkpoint backend."""
+    from meshwright.checkpoint.contract import find_backend
+    from meshwright.data.loader import Loader
+
+    find_backend(config.checkpoint.backend)
+    index, count = layout.reader(0)
+    rows, sequence = config.train.batch, config.data.sequence
+    Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, index=index, count=count)
+
+
 def _write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
     import tomli_w
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / CONFIG).write_text(tomli_w.dumps(config.to_dict()), encoding="utf-8")
-    (run_dir / PLAN).write_text(plan.dumps(), encoding="utf-8")
+    for name, text in ((CONFIG, tomli_w.dumps(config.to_dict())), (PLAN, plan.dumps())):
+        # Renamed into place: a kill in between must not leave a run that no longer knows its config.
+        beside = run_dir / f".{name}.new"
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(run_dir / name)
 
 
 def _wait_for(path: Path, limit_s: float) -> None:

@@ -1,0 +1,158 @@
+"""Bad input is refused before a rank starts, in one paragraph with the cure, and leaves no run directory behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from tests.runs import words, write_corpus
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("refusals")
+    write_corpus(root / "corpus.txt", 60)
+    return root
+
+
+def refused(root: Path, capsys: pytest.CaptureFixture[str], *more: str, status: int = 1, **options) -> str:
+    """Returns the message; it stands alone, and nothing was begun."""
+    assert main(words(root, "refused", *more, **options)) == status
+    message = capsys.readouterr().err.rpartition("error: ")[2]
+    left = (root / "refused").exists()
+    shutil.rmtree(root / "refused", ignore_errors=True)
+    assert message and "Traceback" not in message and "[rank" not in message
+    assert not left
+    return message
+
+
+FLAGS = [
+    (["--train.stepz", "3"], ["--train.stepz", "Perhaps you meant", "--train.steps"]),
+    (["--optimiser.lr", "3"], ["--optimiser.lr", "--optimizer.lr"]),
+    (["--train.steps", "many"], ["--train.steps", "invalid literal", "'many'"]),
+    (["--monitor.display", "sometimes"], ["'sometimes'", "--monitor.display", "auto", "plain"]),
+    (["--train.batch", "0"], ["train.batch = 0", "at least 1"]),
+    (["--train.steps", "-4"], ["train.steps = -4", "at least 1"]),
+    (["--optimizer.beta2", "1.0"], ["optimizer.beta2 = 1.0", "under 1"]),
+    (["--schedule.floor", "2"], ["schedule.floor = 2.0", "from 0 to 1"]),
+    (["--schedule.warmup", "24"], ["schedule.warmup = 24", "train.steps = 24", "fewer warm-up steps"]),
+    (["--devices", "0"], ["devices = 0", "at least one"]),
+    (["--checkpoint.keep", "0"], ["checkpoint.keep = 0", "1 or more"]),
+    (["--data.sequence", "0"], ["data.sequence = 0", "1 or more"]),
+    (["--launch.collective-s", "0"], ["launch.collective_s = 0", "above 0"]),
+    (["--checkpoint.backend", "tape"], ["checkpoint.backend = 'tape'", "dcp"]),
+    (["--model.heads", "5"], ["model.width = 32", "model.heads = 5"]),
+]
+LAYOUTS = [
+    ("replicate=3", 2, ["multiply to 3", "2 ranks", "--layout replicate=2", "--devices 3"]),
+    ("replicate=2,shard=2,zero=3", 2, ["multiply to 4", "2 ranks", "--layout replicate=2"]),
+    ("replicte=2", 2, ["unknown key 'replicte'", "did you mean 'replicate'?"]),
+    ("replicate", 2, ["'replicate' has no value"]),
+    ("replicate=two", 2, ["replicate=two is not a whole number"]),
+    ("replicate=2,replicate=2", 2, ["'replicate' is given twice"]),
+    ("replicate=0", 2, ["replicate=0", "at least 1"]),
+    ("replicate=2,zero=2", 2, ["zero=2", "write shard=2,zero=2"]),
+    ("shard=2,zero=0", 2, ["shard=2 with zero=0", "write replicate=2"]),
+    ("shard=2,zero=4", 2, ["zero=4", "0, 1, 2 or 3"]),
+    ("replicate=1,microbatches=0", 1, ["microbatches=0"]),
+    ("replicate=1,microbatches=3", 1, ["batch of 8 rows", "6 or 9 rows"]),
+    ("replicate=3", 3, ["batch of 8 rows", "3 readers", "6 or 9 rows"]),
+    ("replicate=1,recompute=some", 1, ["recompute=some", "known: full, none, selective"]),
+    ("replicate=1,recompute=full:0", 1, ["recompute=full:0"]),
+    ("replicate=1,recompute=full:3", 1, ["recompute=full:3", "2 repeated layers"]),
+    ("replicate=1,precision=bf61", 1, ["precision=bf61", "did you mean 'bf16'?"]),
+    ("replicate=1,compile=yes", 1, ["compile=yes", "compile=true"]),
+    ("replicate=1,offload=optimizer", 1, ["offload=optimizer", "CPU", "leave offload out"]),
+    ("replicate=1,offload=parameters", 1, ["offload=parameters", "leave offload out"]),
+]
+MODELS = [
+    (["--model", "gpt3"], ["model.name = 'gpt3'", "no directory, function or model type; did you mean"]),
+    (["--model", "./nowhere"], ["./nowhere", "no such directory"]),
+    (["--model", "tests.nowhere:build"], ["tests.nowhere:build", "can't import"]),
+    (["--model", "tests.plain_model:bild"], ["no function 'bild'", "did you mean 'build'?"]),
+    (["--model.vocab", "7"], ["vocabulary", "larger than the model's 7", "model.vocab"]),
+    (["--model.experts", "2"], ["experts"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "told"), FLAGS, ids=lambda value: " ".join(value)[:30])
+def test_flags(flags: list[str], told: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(root, capsys, *flags)
+    assert all(part in message for part in told), message
+
+
+@pytest.mark.parametrize(("layout", "devices", "told"), LAYOUTS, ids=lambda value: str(value)[:30])
+def test_layouts(layout: str, devices: int, told: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(root, capsys, layout=layout, devices=devices)
+    assert all(part in message for part in told), message
+
+
+@pytest.mark.parametrize(("flags", "told"), MODELS, ids=lambda value: " ".join(value)[:30])
+def test_models(flags: list[str], told: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(root, capsys, *flags)
+    assert all(part in message for part in told), message
+
+
+def test_text_that_cannot_be_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no such file" in refused(root, capsys, "--data", str(root / "nowhere.txt"))
+    (root / "empty.txt").write_text("")
+    assert "empty.txt" in refused(root, capsys, "--data", str(root / "empty.txt"))
+    (root / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 40)
+    message = refused(root, capsys, "--data", str(root / "latin.txt"))
+    assert "UTF-8" in message and "latin.txt" in message
+    (root / "short.txt").write_text("abc")
+    assert "a row of sequence 16 needs 17" in refused(root, capsys, "--data", str(root / "short.txt"))
+
+
+def test_a_truncated_token_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = root / "damaged"
+    argv = ["prepare", str(root / "corpus.txt"), "--tokenizer", "chars", "--cache", str(cache), "--workers", "1"]
+    assert main(argv) == 0
+    (file,) = cache.glob("*/train*.bin")
+    file.write_bytes(file.read_bytes()[:-10])
+    message = refused(root, capsys, "--data.cache", str(cache))
+    assert str(file.name) in message
+    shutil.rmtree(cache)
+
+
+def test_a_recipe(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = root / "recipe.toml"
+    cases = {
+        "[train]\nstep = 3": ["unknown key 'train.step'", "did you mean 'steps'?"],
+        "[trian]\nsteps = 3": ["unknown key 'trian'", "did you mean 'train'?"],
+        "[train]\nsteps = '3'": ["train.steps = '3'", "must be int"],
+        "[monitor]\ndisplay = 'loud'": ["monitor.display = 'loud'", "'plain'"],
+        "[train\n": ["not valid TOML"],
+    }
+    for text, told in cases.items():
+        recipe.write_text(text)
+        assert main(["train", str(recipe), *words(root, "refused")[1:]]) == 1
+        message = capsys.readouterr().err
+        assert all(part in message for part in told), message
+    assert main(["train", str(root / "nowhere.toml")]) == 1
+    assert "no such recipe" in capsys.readouterr().err
+    assert not (root / "refused").exists()
+
+
+def test_a_directory_that_is_no_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = root / "other"
+    other.mkdir()
+    (other / "letter.txt").write_text("dear")
+    assert main(words(root, "other")) == 1
+    assert "holds files but no config.toml" in capsys.readouterr().err
+    assert [path.name for path in other.iterdir()] == ["letter.txt"]
+    for argv in (["generate", str(other), "--prompt", "x"], ["export", str(other), "--to", str(root / "x")]):
+        assert main(argv) == 1
+        assert str(other) in capsys.readouterr().err
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert main(["generate"]) == 1
+    assert "needs RUN|DIR" in capsys.readouterr().err
