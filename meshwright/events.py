@@ -58,7 +58,7 @@ class StepRecord:
     accuracy: float = 0.0
     """Share of target tokens whose logit was the largest."""
     mfu: float | None = None
-    """Model FLOP/s over the devices' peak, where the peak is known."""
+    """Model FLOP/s over the rate at which all ranks multiply matrices, measured at the start."""
     skipped: bool = False
     """True when the loss scaler skipped the update because a gradient was not finite."""
     comm: tuple[CommTotals, ...] = ()

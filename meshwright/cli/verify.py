@@ -78,7 +78,8 @@ def run(argv: Sequence[str]) -> int:
     case = _case(config, layouts)
     if not as_json:
         say(f"{_what(config)}: {len(layouts)} layouts against one device, {config.steps} steps, {layouts[0].precision}")
-    verdicts = verify(case, layouts, None if as_json else show)
+    width = max(len(str(layout)) for layout in layouts)
+    verdicts = verify(case, layouts, None if as_json else lambda verdict: show(verdict, width))
     passed = all(verdict.passed for verdict in verdicts)
     if as_json:
         answer(json.dumps({"passed": passed, "layouts": [verdict.to_json() for verdict in verdicts]}, indent=2))
@@ -89,15 +90,15 @@ def run(argv: Sequence[str]) -> int:
     return PASSED if passed else REFUSED
 
 
-def show(verdict: Verdict) -> None:
-    """Prints one layout's line."""
+def show(verdict: Verdict, width: int) -> None:
+    """Prints one layout's line, its name padded to ``width``."""
     if verdict.refused:
         say(f"  refused  {verdict.layout}: {verdict.refused}")
         return
     word = "pass" if verdict.passed else "FAIL"
     errors = (verdict.loss_error, verdict.grad_error, verdict.grad_norm_error, verdict.weight_error)
     numbers = "  ".join(f"{name} {error:.1e}" for name, error in zip(("loss", "gradient", "norm", "weight"), errors))
-    say(f"  {word:<8} {verdict.layout:<58} {numbers}  worst {verdict.worst.name}")
+    say(f"  {word:<8} {verdict.layout:<{width}}  {numbers}  worst {verdict.worst.name}")
 
 
 def _layouts(config: VerifyConfig) -> list[Layout]:

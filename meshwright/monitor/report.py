@@ -96,7 +96,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
         found.append(("Tokens/s", format_count(speeds[len(speeds) // 2]), "median over steps"))
     mfu = sorted(value for value in column(steps, "mfu") if math.isfinite(value))
     if mfu:
-        found.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}", "model FLOP/s over the devices' peak"))
+        found.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}", "model FLOP/s over the ranks' matrix-product rate"))
     found.append(("Tokens", format_count(number(steps[-1].get("tokens_total"))), f"{len(steps)} steps recorded"))
     peak = max((number((step.get("memory") or {}).get("peak")) for step in steps), default=math.nan)
     if math.isfinite(peak):

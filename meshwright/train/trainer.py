@@ -226,7 +226,8 @@ class Trainer:
             found["bits_per_byte"] = parts.feed.bits_per_byte(loss)
         self.validation_loss = loss
         seconds = time.perf_counter() - began
-        self._event("evaluated", step=self.step, targets=int(sums_all[1]), seconds=seconds, **found)
+        told = {key.removeprefix("validation_"): value for key, value in found.items()}
+        self._event("evaluated", step=self.step, targets=int(sums_all[1]), seconds=seconds, **told)
         parts.program.clock.drain()
         if parts.program.mesh is not None:
             parts.program.mesh.log.drain()
