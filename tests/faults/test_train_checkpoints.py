@@ -1,0 +1,127 @@
+"""A run beside a full disk, damaged checkpoints and another run's directory."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+import meshwright.checkpoint.files as files
+from tests.runs import call, curve, events, last_step, rows, words, write_corpus
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and ``whole``, a finished run of 24 steps with a checkpoint every 3."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    write_corpus(root / "corpus.txt")
+    assert call(words(root, "whole", "--checkpoint.keep", "9"), root / "log")[0] == 0
+    return root
+
+
+@pytest.fixture
+def stopped(root: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of the run as it stood after 12 steps, with checkpoints of 9 and 12."""
+    run = root / request.node.name.partition("[")[0]
+    shutil.copytree(root / "whole", run)
+    for folder in (run / "checkpoints").iterdir():
+        if folder.name not in ("step-00000009", "step-00000012"):
+            shutil.rmtree(folder)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:12]))
+    return run
+
+
+def damage(folder: Path) -> None:
+    """Flips a bit in the middle of a checkpoint's largest file."""
+    file = max(folder.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told(root: Path, stopped: Path) -> None:
+    damage(stopped / "checkpoints" / "step-00000012")
+    status, text = call(words(root, stopped.name), root / "log")
+    assert status == 0, text
+    (refused,) = events(stopped, "checkpoint_refused")
+    assert "step-00000012" in refused["path"] and refused["reason"]
+    assert [event["step"] for event in events(stopped, "resumed")] == [9]
+    assert curve(stopped) == curve(root / "whole")
+    assert [row["step"] for row in rows(stopped)][12:15] == [10, 11, 12]
+
+
+def test_only_damaged_checkpoints_end_the_run_with_a_cure(root: Path, stopped: Path) -> None:
+    for folder in (stopped / "checkpoints").iterdir():
+        damage(folder)
+    before = sorted(path.name for path in (stopped / "checkpoints").iterdir())
+    status, text = call(words(root, stopped.name), root / "log")
+    assert status == 1
+    assert "step-00000012" in text and "step-00000009" in text and "Traceback" not in text
+    assert last_step(stopped) == 12
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == before
+
+
+def test_a_run_of_another_config_is_refused(root: Path, stopped: Path) -> None:
+    config = (stopped / "config.toml").read_bytes()
+    for flag, value, told in (
+        ("--optimizer.lr", "0.5", "optimizer.lr was 0.001, is 0.5"),
+        ("--model.layers", "3", "model.layers was 2, is 3"),
+        ("--train.batch", "16", "train.batch was 8, is 16"),
+        ("--train.seed", "4", "train.seed was 0, is 4"),
+    ):
+        status, text = call(words(root, stopped.name, flag, value), root / "log")
+        assert status == 1
+        assert "belongs to another config" in text and told in text and "another --run" in text
+    assert (stopped / "config.toml").read_bytes() == config and last_step(stopped) == 12
+
+
+def test_checkpoints_of_another_model_are_refused(root: Path, stopped: Path) -> None:
+    config = stopped / "config.toml"
+    config.write_text(config.read_text().replace("width = 32", "width = 48"))
+    status, text = call(words(root, stopped.name, "--model.width", "48"), root / "log")
+    assert status == 1
+    assert "step-00000012" in text and "model" in text and "Traceback" not in text
+
+
+def test_a_finished_run_has_nothing_to_do_and_goes_on_when_steps_are_added(root: Path) -> None:
+    run = root / "longer"
+    shutil.copytree(root / "whole", run)
+    before = curve(run)
+    status, text = call(words(root, run.name), root / "log")
+    assert status == 0, text
+    assert curve(run) == before
+    status, text = call(words(root, run.name, "--train.steps", "27"), root / "log")
+    assert status == 0, text
+    assert sorted(curve(run)) == list(range(1, 28))
+
+
+def _fill_disk() -> None:
+    """Lets the disk be full from the third checkpoint's first file on."""
+    write = files.SummedWriter.write
+    left = [200_000]
+
+    def full(self: files.SummedWriter, data):  # type: ignore[no-untyped-def]
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    files.SummedWriter.write = full  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("replicate=1", 1), ("shard=2,zero=3", 2)])
+def test_a_full_disk_ends_the_run_and_the_last_checkpoint_stands(layout: str, devices: int, root: Path) -> None:
+    run, whole = root / f"full-{devices}", root / f"room-{devices}"
+    argv = words(root, run.name, layout=layout, devices=devices)
+    status, text = call(argv, root / "log", before=_fill_disk)
+    assert status == 1
+    assert "checkpoint of step" in text and "stand" in text and "Traceback" not in text
+    saved = [event["step"] for event in events(run, "checkpoint_saved")]
+    folders = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("step-")]
+    assert sorted(folders) == [f"step-{step:08d}" for step in saved]
+    assert call(argv, root / "log")[0] == 0
+    assert call(words(root, whole.name, layout=layout, devices=devices), root / "log")[0] == 0
+    assert curve(run) == curve(whole)
