@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -58,6 +59,10 @@ def main(argv: Sequence[str]) -> int:
         return int(importlib.import_module(f"meshwright.cli.{verb}").run(words[1:]))
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
+        return 1
+    except BrokenPipeError:
+        # Whoever read the output has gone (a pager, head); what was to be said can't be.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

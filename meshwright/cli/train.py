@@ -118,6 +118,8 @@ def _train(
     first = context is None or context.rank == 0
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
+    if config.model.kind == "type":
+        read_model(config, None, None)  # a wrong name or size is known before text is prepared
     token_set = prepared(config.data, quiet=not first)
     model = read_model(config, token_set.vocab_size, config.data.sequence)
     if config.data.mask_documents and len(token_set.train.ends) > 1:

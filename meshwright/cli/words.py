@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,9 +91,14 @@ def _long(word: str) -> str:
 
 
 def _plain(box: str) -> str:
-    """Takes the frame off tyro's message."""
+    """Takes the frame off tyro's message, and of an unknown flag's all but the flag and the nearest one."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
-    return " ".join(line for line in lines if line and line not in ("Parsing error", "Unrecognized options"))
+    text = " ".join(line for line in lines if line and line not in ("Parsing error", "Unrecognized options"))
+    unknown = re.search(r"Unrecognized options?: (--\S+?),?(?:\s|$)", text)
+    if unknown is None:
+        return text.removeprefix("Value error ")
+    near = re.search(r"Perhaps you meant: (--[\w.-]+)", text)
+    return f"unknown flag {unknown[1]}" + (f"; did you mean {near[1]}?" if near else "; --help lists all flags")
 
 
 def say(text: str) -> None:
