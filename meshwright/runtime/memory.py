@@ -22,21 +22,23 @@ def _storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(sizes.values())
 
 
-def _gathered(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns FSDP2's (gathered parameters, whole gradients kept for later) of a module; empty without FSDP2."""
+def _gathered(units: Iterable[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns FSDP2's (gathered parameters, whole gradients kept for later) of its units, on the way or arrived."""
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
-    for part in module.modules():
-        state: Any = getattr(part, "_get_fsdp_state", lambda: None)()
-        if state is None:
-            continue
+    for unit in units:
+        state = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for item in (item for group in groups if group is not None for item in group.fsdp_params):
-            parameters.extend(getattr(item, "all_gather_outputs", []))
-            whole = getattr(item, "_unsharded_param", None)
-            if whole is not None:
-                kept = getattr(item, "unsharded_accumulated_grad", None)
-                gradients.extend(grad for grad in (whole.grad, kept) if grad is not None)
+        for group in (group for group in groups if group is not None):
+            under_way = getattr(group, "_all_gather_result", None)
+            if under_way is not None:
+                parameters.append(under_way.all_gather_output)
+            for item in group.fsdp_params:
+                parameters.extend(getattr(item, "all_gather_outputs", []))
+                whole = getattr(item, "_unsharded_param", None)
+                if whole is not None:
+                    kept = getattr(item, "unsharded_accumulated_grad", None)
+                    gradients.extend(grad for grad in (whole.grad, kept) if grad is not None)
     return parameters, gradients
 
 
@@ -49,12 +51,20 @@ class StateMeter:
     """
 
     def __init__(self, module: nn.Module, weights: list[Weight]) -> None:
-        self._module, self._weights = module, weights
+        self._weights = weights
+        self._units = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+        # After FSDP2's own: the unit at work is gathered then, and the next one is on its way.
+        self._hooks = [unit.register_forward_pre_hook(lambda *_: self.sample()) for unit in self._units]
         self.parameters = self.gradients = 0
 
+    def close(self) -> None:
+        """Looks no more."""
+        for hook in self._hooks:
+            hook.remove()
+
     def sample(self) -> None:
-        """Looks at the tensors now: called between forward and backward, and before the optimizer."""
-        gathered, whole = _gathered(self._module)
+        """Looks at the tensors now: called before each unit's forward, after forward, and before the optimizer."""
+        gathered, whole = _gathered(self._units)
         self.parameters = max(self.parameters, _storage_bytes(gathered))
         parts = [weight.gradient for weight in self._weights]
         self.gradients = max(self.gradients, _storage_bytes([*parts, *whole]))

@@ -145,7 +145,8 @@ class Trainer:
         self._judge(record)
         self.step += 1
         self.tokens += record.tokens
-        if self.step >= METERED_STEPS:
+        if self.step >= METERED_STEPS and parts.program.meter is not None:
+            parts.program.meter.close()
             parts.program.meter = None
         parts.monitor.step(record)
         return record, values["stop"] > 0
