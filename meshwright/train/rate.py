@@ -24,7 +24,9 @@ def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) ->
         return peak
     last = max(config.warmup + 1, steps - 1)
     if config.shape == "wsd":
-        start = max(config.warmup, round(steps * (1 - config.decay_share)))
+        start = round(steps * (1 - config.decay_share))
+        if config.decay_share:
+            start = max(config.warmup, min(start, last - 1))
         done = max(0.0, (step - start) / max(1, last - start))
     else:
         done = (step - config.warmup) / (last - config.warmup)
