@@ -6,6 +6,7 @@ reference's, so a copy that is wrong on one rank alone is found too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import tempfile
@@ -28,6 +29,7 @@ from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict, Worst, largest, merged, part_error, relative, scales
 from meshwright.proof.reference import Recipe, train_plainly
 from meshwright.runtime.build import check
+from meshwright.runtime.wide import Wide
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED
@@ -115,17 +117,20 @@ def _reference(context: RankContext, case: Case, path: Path, wide: bool) -> None
     built = case.build()
     if wide:
         use_float64(built.module)
-    module = built.module.to(dtype).to_empty(device=device)
+    module = built.module.to_empty(device=device)
     retie(module, built.recipe.ties)
     built.fill_buffers(module, device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.copy_(built.tensor(name))
+            # Buffers keep their type, as under a layout: tables of angles are float32 in either.
+            parameter.data = built.tensor(name).to(device=device, dtype=dtype)
 
     def forward(part: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-        return model_forward(part, built.anatomy, batch.tokens, batch.positions, batch.positions is not None)
+        with Wide() if wide else contextlib.nullcontext():
+            return model_forward(part, built.anatomy, batch.tokens, batch.positions, batch.positions is not None)
 
-    trace = train_plainly(module, forward, [_moved(batch, device) for batch in case.batches], case.recipe)
+    batches = [_moved(batch, device) for batch in case.batches]
+    trace = train_plainly(module, forward, batches, case.recipe)
     found = {"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients, "weights": trace.weights}
     torch.save(found, path)
 

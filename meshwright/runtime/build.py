@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.axes import replicate, shard
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
-from meshwright.runtime import recompute
+from meshwright.runtime import recompute, wide
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.materialise import Fill, materialise
 from meshwright.runtime.mesh import Mesh
@@ -53,6 +53,11 @@ class _Work:
     layout: Layout
     mesh: Mesh | None
     sync: list[Sync] = field(default_factory=list)
+
+
+def _widen(work: _Work) -> None:
+    if work.layout.precision == "float64":
+        wide.apply([work.source.module, *work.source.layers])
 
 
 def _recompute(work: _Work) -> None:
@@ -101,7 +106,7 @@ class _LateReplicate:
         self._reducer.finish()
 
 
-TRANSFORMS: tuple[Callable[[_Work], None], ...] = (_recompute, _compile, _shard_data)
+TRANSFORMS: tuple[Callable[[_Work], None], ...] = (_widen, _recompute, _compile, _shard_data)
 """In this order; an axis that changes modules adds its own (split, tensor, expert, context come before recompute)."""
 
 
