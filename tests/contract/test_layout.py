@@ -1,0 +1,148 @@
+"""A layout's text form says everything, both ways; a plan is JSON both ways; what can't be is refused with the cure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from meshwright.errors import PlanError
+from meshwright.plan import Layout, Plan
+from meshwright.planner.memory import StateSizes, paper_memory, state_memory
+from meshwright.planner.rule import choose, named_plan
+
+SIZES = StateSizes(total=1_000_000, layers=(200_000,) * 4)
+DEGREES = [{}, {"replicate": 4}, {"shard": 3}, {"replicate": 2, "shard": 8}]
+
+
+def layouts() -> list[Layout]:
+    found = []
+    choices = itertools.product(
+        DEGREES,
+        (1, 4),
+        ("none", "full", "selective:2"),
+        ("float32", "float64", "bf16"),
+        ("none", "optimizer"),
+        (True, False),
+    )
+    for degrees, micro, recompute, precision, offload, compiled in choices:
+        for zero in (1, 2, 3) if "shard" in degrees else (0,):
+            found.append(
+                Layout(
+                    degrees=degrees,
+                    zero=zero,
+                    microbatches=micro,
+                    recompute=recompute,
+                    precision=precision,
+                    offload=offload,
+                    compile=compiled,
+                )
+            )
+    return found
+
+
+def test_text_and_json_say_everything() -> None:
+    texts = set()
+    for layout in layouts():
+        assert Layout.parse(str(layout)) == layout
+        assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+        texts.add(str(layout))
+    assert len(texts) == len(layouts())
+
+
+def test_defaults_and_spaces() -> None:
+    assert str(Layout()) == "replicate=1" and Layout.parse("") == Layout.parse("replicate=1") == Layout()
+    assert Layout.parse(" shard = 2 , microbatches=3 ") == Layout(degrees={"shard": 2}, zero=3, microbatches=3)
+    assert str(Layout.parse("shard=2,replicate=3")) == "replicate=3,shard=2,zero=3"
+    assert Layout.parse("replicate=2,shard=1") == Layout(degrees={"replicate": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("shards=2", "did you mean 'shard'"),
+        ("zero", "has no value"),
+        ("shard=2,shard=2", "given twice"),
+        ("shard=-1", "at least 1"),
+        ("shard=1.5", "not a whole number"),
+        ("replicate=4,zero=1", "write shard=4,zero=1"),
+        ("zero=1", "write zero=0"),
+        ("shard=2,zero=9", "0, 1, 2 or 3"),
+        ("precision=float", "did you mean 'float"),
+        ("offload=disk", "known: none, optimizer, parameters"),
+        ("recompute=none:2", "full:K or selective:K"),
+        ("compile=1", "compile=true or compile=false"),
+    ],
+)
+def test_what_cannot_be(text: str, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        Layout.parse(text)
+
+
+def test_the_nearest_layout_that_works_works() -> None:
+    for layout, ranks in itertools.product(layouts(), (1, 2, 5, 6, 12)):
+        if layout.world == ranks:
+            layout.check_ranks(ranks)
+            continue
+        with pytest.raises(PlanError) as refused:
+            layout.check_ranks(ranks)
+        cure = str(refused.value).partition("--layout ")[2].partition(", or --devices")[0]
+        Layout.parse(cure).check_ranks(ranks)
+        assert f"--devices {layout.world}" in str(refused.value)
+
+
+def test_the_nearest_batch_that_works_works() -> None:
+    for layout, rows in itertools.product(layouts()[::7], (1, 7, 16, 33)):
+        share = layout.reader(0)[1] * layout.microbatches
+        if rows % share == 0:
+            layout.check_batch(rows)
+            continue
+        with pytest.raises(PlanError, match=f"batch of {rows} rows") as refused:
+            layout.check_batch(rows)
+        cure = str(refused.value).partition("works: ")[2].removesuffix(" rows")
+        for size in cure.split(" or "):
+            layout.check_batch(int(size))
+
+
+def test_plans_are_json_both_ways() -> None:
+    for layout in layouts()[::5]:
+        plan = named_plan(layout, layout.world, SIZES)
+        assert Plan.from_json(json.loads(plan.dumps())) == plan
+        assert plan.prediction.memory.keys() == plan.prediction.formula.keys() - {"zero_paper_bytes"}
+
+
+def test_memory_falls_with_every_level_and_every_shard() -> None:
+    for micro, precision in itertools.product((1, 4), ("float32", "bf16", "float64")):
+        rows = []
+        for shard, zero in itertools.product((2, 4, 8), (1, 2, 3)):
+            layout = Layout(degrees={"shard": shard}, zero=zero, microbatches=micro, precision=precision)
+            memory, _ = state_memory(layout, SIZES)
+            rows.append((shard, zero, sum(memory.values()), paper_memory(layout, SIZES.total)))
+        for shard, zero, total, paper in rows:
+            for other_shard, other_zero, other, other_paper in rows:
+                if shard >= other_shard and zero >= other_zero:
+                    assert total <= other and paper <= other_paper
+
+
+def test_the_paper_s_own_example() -> None:
+    """Source: Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 devices, mixed precision."""
+    found = []
+    for zero in (1, 2, 3):
+        layout = Layout(degrees={"shard": 64}, zero=zero, precision="bf16")
+        found.append(round(paper_memory(layout, 7_500_000_000) / 1e9, 1))
+    assert found == [31.4, 16.6, 1.9]
+    assert paper_memory(Layout(precision="bf16"), 7_500_000_000) == 120_000_000_000
+
+
+def test_the_rule_takes_the_lowest_level_that_fits() -> None:
+    need = {zero: sum(state_memory(Layout(degrees={"shard": 4}, zero=zero), SIZES)[0].values()) for zero in (1, 3)}
+    assert str(choose(4, 8, SIZES, 1 << 40, "float32").layout) == "replicate=4"
+    assert str(choose(1, 8, SIZES, 1 << 40, "float32").layout) == "replicate=1"
+    plan = choose(4, 8, SIZES, int(need[1] / 0.6) + 9, "float32")
+    assert plan.layout.zero == 1 and list(plan.rejected) == ["replicate=4"]
+    assert choose(4, 8, SIZES, int(need[3] / 0.6) + 9, "float32").layout.zero == 3
+    with pytest.raises(PlanError, match="more devices or fewer layers"):
+        choose(4, 8, SIZES, 1000, "float32")
+    with pytest.raises(PlanError, match="batch of 9 rows"):
+        choose(4, 9, SIZES, 1 << 40, "float32")
