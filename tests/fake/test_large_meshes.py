@@ -1,0 +1,87 @@
+"""512 ranks of the fake process group: the real wrapping code of any rank, on meta tensors, in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import json, sys
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from meshwright.axes.comm.wire import TrafficLog
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.plan import Layout
+from meshwright.planner.memory import StateSizes, state_memory
+from meshwright.runtime import build as builder
+from meshwright.runtime.clock import Clock
+from meshwright.runtime.mesh import Mesh
+
+text, rank = sys.argv[1], int(sys.argv[2])
+layout = Layout.parse(text)
+torch.set_num_threads(1)
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+model = build_meta(ModelConfig(name="llama", layers=2, width=512, heads=8, ffn=1024, tie=False), vocab=2048, context=32)
+layers = [model.module.get_submodule(name) for name in model.anatomy.layers]
+counts = [sum(item.numel() for item in layer.parameters()) for layer in layers]
+total = sum(item.numel() for item in model.module.parameters())
+builder.settle = lambda module: None
+fills = []
+def fill(name, box):
+    size = [stop - start for start, stop in box]
+    fills.append((name, box))
+    return torch.empty(size, device="meta")
+source = builder.Source(module=model.module, layers=layers, compute=None, fill=fill, fill_buffers=lambda *_: None)
+mesh = Mesh(layout, "cpu", TrafficLog())
+program = builder.build(source, layout, mesh, torch.device("meta"), Clock("cpu"))
+memory, _ = state_memory(layout, StateSizes(total=total, layers=tuple(counts)))
+print(json.dumps({
+    "held": sum(weight.local.nbytes for weight in program.weights),
+    "planned": memory["optimizer"] // 3 if layout.zero else memory["parameters"],
+    "copies": sorted({weight.copies for weight in program.weights}),
+    "boxes": {weight.name: weight.box for weight in program.weights},
+    "shapes": {weight.name: weight.shape for weight in program.weights},
+    "meta": all(weight.local.is_meta for weight in program.weights),
+    "axes": {name: wire.size for name, wire in mesh.wires.items()},
+    "index": mesh.wires["shard"].index,
+}))
+"""
+
+
+def rank(text: str, number: int) -> dict:
+    import json
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RANK, text, str(number)],
+        cwd=ROOT, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("replicate=64,shard=8,zero=3", 511), ("replicate=8,shard=64,zero=1", 77), ("shard=512,zero=2", 300)],
+)
+def test_a_rank_of_512_holds_what_was_planned(text: str, number: int) -> None:
+    found = rank(text, number)
+    shard = found["axes"]["shard"]
+    assert found["meta"] and found["index"] == number % shard
+    assert found["copies"] == [512 // shard]
+    assert found["held"] == pytest.approx(found["planned"], rel=0.02)
+    for name, shape in found["shapes"].items():
+        (start, stop), *rest = found["boxes"][name]
+        assert [start, stop] == [found["index"] * shape[0] // shard, (found["index"] + 1) * shape[0] // shard]
+        assert rest == [[0, size] for size in shape[1:]]
+
+
+@pytest.mark.slow
+def test_copies_over_512_ranks_hold_everything() -> None:
+    found = rank("replicate=512", 511)
+    assert found["held"] == found["planned"] and found["copies"] == [512]
