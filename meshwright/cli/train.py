@@ -108,6 +108,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
 def _train(
     config: RunConfig, launcher: ForkLauncher | TorchrunLauncher, hooks: tuple[Hook, ...]
 ) -> dict[str, Any]:
+    from meshwright.cli.trained import check_prompt
     from meshwright.launch.torchrun import TorchrunLauncher
     from meshwright.models.measure import measure_shape
     from meshwright.models.probe import check_documents
@@ -121,6 +122,8 @@ def _train(
     if config.model.kind == "type":
         read_model(config, None, None)  # a wrong name or size is known before text is prepared
     token_set = prepared(config.data, quiet=not first)
+    if config.train.sample and config.train.sample_tokens:
+        check_prompt(token_set.tokenizer(), config.train.sample)
     model = read_model(config, token_set.vocab_size, config.data.sequence)
     if config.data.mask_documents and len(token_set.train.ends) > 1:
         check_documents(model.built)

@@ -32,9 +32,8 @@ class Trained:
         """Returns a sampled continuation of ``prompt``."""
         from meshwright.models.generate import generate_tokens
 
+        check_prompt(self.tokenizer, prompt)
         ids = self.tokenizer.encode(prompt).ids
-        if not ids:
-            raise ConfigError("the prompt holds no token of the vocabulary; give at least one known character")
         made = generate_tokens(
             self.built.module,
             self.built.anatomy,
@@ -46,6 +45,18 @@ class Trained:
             stop=self.eos,
         )
         return str(self.tokenizer.decode(ids + made))[len(self.tokenizer.decode(ids)) :]
+
+
+def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
+    """Refuses a prompt that the vocabulary can't say.
+
+    Raises:
+        ConfigError: names the characters without a token.
+    """
+    unknown = sorted({character for character in prompt if not tokenizer.encode(character).ids})
+    if unknown or not prompt:
+        told = f"has no token for {', '.join(map(repr, unknown[:8]))}" if unknown else "can't go on from nothing"
+        raise ConfigError(f"the prompt {prompt[:40]!r}: the vocabulary {told}; use characters of the training text")
 
 
 def newest_weights(run_dir: Path) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:

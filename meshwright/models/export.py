@@ -34,7 +34,7 @@ def export_hf(
         built: from `build_meta`; its module becomes real here.
         tensors: (name, whole value) of every parameter; of tied names one is enough.
         out: directory to make; it must be absent or empty.
-        tokenizer: directory whose ``*.json`` and ``*.txt`` files go along.
+        tokenizer: directory whose tokenizer files go along.
         dtype: type of the written weights; None keeps that of ``tensors``.
 
     Returns:
@@ -55,7 +55,7 @@ def export_hf(
         else:
             _save_plain(built, values, beside, dtype)
         for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-            if file.suffix in (".json", ".txt", ".model") and not (beside / file.name).exists():
+            if _is_tokenizer(file.name) and not (beside / file.name).exists():
                 shutil.copy(file, beside / file.name)
         with contextlib.suppress(FileNotFoundError):
             out.rmdir()
@@ -64,6 +64,12 @@ def export_hf(
         shutil.rmtree(beside, ignore_errors=True)
         raise CheckpointError(f"can't export to {out}: {error}") from error
     return out
+
+
+def _is_tokenizer(name: str) -> bool:
+    """True for the files that transformers reads a tokenizer from. Source: its ``save_pretrained`` of tokenizers."""
+    known = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
+    return name.startswith(("tokenizer", "chat_template")) or name in known
 
 
 def _complete(built: BuiltModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

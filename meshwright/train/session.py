@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ def build_program(model: BuiltModel, plan: Plan, device: torch.device, random: b
     return build(source, layout, mesh, device, Clock(device.type))
 
 
+def _progress(context: RankContext, job: Job) -> Path:
+    """Returns the file of this host's stamps: clocks and shared memory end at a host's edge."""
+    return job.run_dir / (PROGRESS if context.nodes == 1 else f"{socket.gethostname()}-{PROGRESS}")
+
+
 def _peak(stepper: Stepper, device: torch.device, precision: str) -> float:
     """Returns the matrix-product rate of all ranks together, measured while all of them multiply."""
     best = max(measure_peak(device, dtype) for dtype in {DTYPES[precision], torch.float32})
@@ -119,7 +125,7 @@ def run_rank(context: RankContext, job: Job) -> dict[str, Any]:
     """
     config = job.config
     init_group(context, timeout_s=config.launch.collective_s, group_s=config.launch.group_s)
-    progress = ProgressWriter(job.run_dir / PROGRESS, context.rank, context.generation)
+    progress = ProgressWriter(_progress(context, job), context.rank, context.generation)
     progress.stamp("start", 0, 0)
     try:
         with contextlib.ExitStack() as stack:
@@ -147,7 +153,7 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
     store = CheckpointStore.build(job.run_dir / "checkpoints", config.checkpoint)
     latest = store.latest()
     header = RunHeader(
-        steps=config.train.steps, rows=job.header, progress=job.run_dir / PROGRESS, describe=layout.describe_rank
+        steps=config.train.steps, rows=job.header, progress=_progress(context, job), describe=layout.describe_rank
     )
     monitor = Monitor.build(
         config.monitor, job.run_dir, header, rank=context.rank, resumed_step=latest.step if latest else None
@@ -174,19 +180,25 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
     )
     trainer = Trainer(parts)
     start = trainer.resume()
-    feed = TokenFeed(
-        token_set,
-        rows=config.train.batch,
-        sequence=config.data.sequence,
-        seed=config.train.seed,
-        reader=reader,
-        micro=layout.microbatches,
-        mask_documents=config.data.mask_documents,
-        device=device,
-        start=start,
-    )
+    feed = _feed(job, token_set, reader, device, start)
     stack.callback(feed.close)
     parts.feed = feed
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": start, "layout": str(layout)}))
     return trainer.run()
+
+
+def _feed(job: Job, token_set: TokenSet, reader: tuple[int, int], device: torch.device, start: int) -> TokenFeed:
+    """Opens this rank's part of the text, from step ``start`` on."""
+    data, train = job.config.data, job.config.train
+    return TokenFeed(
+        token_set,
+        rows=train.batch,
+        sequence=data.sequence,
+        seed=train.seed,
+        reader=reader,
+        micro=job.plan.layout.microbatches,
+        mask_documents=data.mask_documents,
+        device=device,
+        start=start,
+    )
