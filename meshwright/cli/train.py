@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.cli.hosts import run_on_hosts, show_commands
 from meshwright.cli.inputs import CONFIG, PLAN, ReadModel, prepared, read_model, run_config
-from meshwright.cli.words import answer, read_config, take_flag
+from meshwright.cli.words import answer, read_config, take_flag, take_value
 from meshwright.errors import ConfigError
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.devices import Devices, device_memory_bytes, found_devices
@@ -35,7 +36,11 @@ def run(argv: Sequence[str]) -> int:
     """Trains; exit status 0 when the run reached its last step, 1 when it was interrupted."""
     words = list(argv)
     as_json = take_flag(words, "--json")
+    hostfile, dry = take_value(words, "--hostfile"), take_flag(words, "--dry-run")
     config = read_config(RunConfig, words, "train")
+    if hostfile is not None or dry:
+        config = _owned(config)
+        return show_commands(words, config, hostfile) if dry else run_on_hosts(words, config, str(hostfile))
     result = train(config)
     if as_json and result:
         answer(json.dumps(result, indent=2))

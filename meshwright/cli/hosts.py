@@ -1,0 +1,76 @@
+"""Training on the hosts of a hostfile: one torchrun on each over ssh, or the commands to paste."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from meshwright.cli.words import answer
+from meshwright.launch.choice import choose_launcher
+from meshwright.launch.hostfile import HostfileLauncher, read_hostfile
+from meshwright.plan import Layout
+from meshwright.train.run_config import RunConfig
+
+
+def run_on_hosts(words: Sequence[str], config: RunConfig, hostfile: str) -> int:
+    """Trains on every host, in the same folder and with the same words; returns the exit status.
+
+    Args:
+        words: the command's words without ``--hostfile``. The first Ctrl-C is typed on every host, where the ranks end
+            with a checkpoint; the second ends everything at once.
+        config: what they say, its run directory named; all hosts must see that directory.
+        hostfile: path of a file with a ``host slots=8`` a line.
+
+    Raises:
+        PlanError: when the layout's degrees don't multiply to the slots.
+        LaunchError: when a host fails; the others are ended.
+    """
+    launcher, asked = _launcher(config, hostfile), 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            raise KeyboardInterrupt
+        launcher.interrupt()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        launcher.start(_argv(words, config))
+        launcher.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        launcher.cancel(config.launch.grace_s)
+    return 0
+
+
+def show_commands(words: Sequence[str], config: RunConfig, hostfile: str | None) -> int:
+    """Prints what would be started where, and starts nothing."""
+    if hostfile is not None:
+        for line in _launcher(config, hostfile).shell_lines(_argv(words, config)):
+            answer(line)
+        return 0
+    for command in choose_launcher(config.devices, config=config.launch).commands(["train", *words]):
+        answer(f"{command.host}: {' '.join(command.argv)}")
+    return 0
+
+
+def _launcher(config: RunConfig, hostfile: str) -> HostfileLauncher:
+    launcher = HostfileLauncher(read_hostfile(Path(hostfile)))
+    if config.layout != "auto":
+        Layout.parse(config.layout).check_ranks(launcher.ranks)
+    return launcher
+
+
+def _argv(words: Sequence[str], config: RunConfig) -> list[str]:
+    """Returns the words for torchrun: the run's directory by the name that torchrun leaves alone."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in ("--run", "--run-dir"):
+            next(rest, None)
+        elif not word.startswith(("--run=", "--run-dir=")):
+            kept.append(word)
+    return ["train", *kept, "--run-dir", config.run]

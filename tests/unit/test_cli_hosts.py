@@ -1,0 +1,48 @@
+"""Training from a hostfile: what would run where, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.launch import hostfile as launch_hostfile
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "hosts"
+    path.write_text("first slots=2\nsecond slots=2  # the same machine again\n")
+    return str(path)
+
+
+def test_dry_run_names_the_run_for_torchrun(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--layout", "shard=4", "--run", "here", "--hostfile", hosts, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        remote = shlex.split(shlex.split(line)[-1])
+        assert f"--node-rank={rank}" in remote
+        assert remote[-2:] == ["--run-dir", "here"] and "--run" not in remote and "--hostfile" not in remote
+    assert not Path("here").exists()
+
+
+def test_degrees_must_multiply_to_the_slots(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--layout", "shard=3", "--hostfile", hosts]) == 1
+    assert "there are 4 ranks; nearest that works: --layout shard=4" in capsys.readouterr().err
+
+
+def test_a_host_that_fails_is_named(hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    fake = tmp_path / "ssh"
+    fake.write_text("#!/bin/sh\n[ \"$1\" = second ] && exit 7\nexec sleep 30\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(launch_hostfile.HostfileLauncher.__init__, "__kwdefaults__", {
+        **launch_hostfile.HostfileLauncher.__init__.__kwdefaults__, "ssh": (os.fspath(fake),),
+    })  # fmt: skip
+    assert main(["train", "--layout", "shard=4", "--hostfile", hosts]) == 1
+    assert "[second] ended with status 7" in capsys.readouterr().err
