@@ -137,10 +137,12 @@ def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
         time.sleep(0.003)
 
 
-def call(argv: Sequence[str], output: Path, before: Callable[[], None] | None = None) -> tuple[int, str]:
+def call(
+    argv: Sequence[str], output: Path, before: Callable[[], None] | None = None, limit_s: float = 40.0
+) -> tuple[int, str]:
     """Runs a command to its end and returns (exit status, what it printed)."""
     running = Running(argv, output, before)
-    status = running.wait()
+    status = running.wait(limit_s)
     running.no_orphans()
     return status, running.text()
 
