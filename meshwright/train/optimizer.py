@@ -32,6 +32,7 @@ class LocalAdamW:
         self._held = [weight for weight in weights if weight.local.numel()]
         self._all = list(weights)
         self._parts = [self._part(weight) for weight in self._held]
+        self._host_gradients = [_host_like(weight.local) for weight in self._held] if on_host else []
         self._of = {weight.name: part for weight, part in zip(self._held, self._parts)}
         decays = [config.decay == "all" or len(weight.shape) >= 2 for weight in self._held]
         groups: list[dict[str, Any]] = []
@@ -51,7 +52,7 @@ class LocalAdamW:
     def _part(self, weight: Weight) -> nn.Parameter:
         local = weight.local
         if self._on_host:
-            local = local.to("cpu").pin_memory() if local.is_cuda else local.clone()
+            local = _host_like(local).copy_(local)
         return nn.Parameter(local, requires_grad=False)
 
     def step(self, lr: float, factor: torch.Tensor) -> None:
@@ -63,18 +64,27 @@ class LocalAdamW:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        grads = [weight.gradient for weight in self._held]
-        for part, grad in zip(self._parts, grads):
-            assert grad is not None
-            part.grad = grad.to(part.device, non_blocking=True) if self._on_host else grad
         if self._on_host:
-            factor = factor.to("cpu")
+            factor = self._fetch(factor)
+        else:
+            for part, weight in zip(self._parts, self._held):
+                part.grad = weight.gradient
         self._apply(factor)
         for part in self._parts:
             part.grad = None
         if self._on_host:
             for weight, part in zip(self._held, self._parts):
                 weight.local.copy_(part, non_blocking=True)
+
+    def _fetch(self, factor: torch.Tensor) -> torch.Tensor:
+        """Copies gradients to host memory, through pinned buffers, and waits for the last; returns the factor there."""
+        for part, weight, place in zip(self._parts, self._held, self._host_gradients):
+            assert weight.gradient is not None
+            place.copy_(weight.gradient, non_blocking=True)
+            part.grad = place
+        if factor.is_cuda:
+            torch.cuda.current_stream(factor.device).synchronize()
+        return factor.to("cpu")
 
     def _apply(self, factor: torch.Tensor) -> None:
         """Runs the kernel; fused float32 takes factor and skip as arguments, without another pass over gradients."""
@@ -127,3 +137,8 @@ class LocalAdamW:
         return sum(
             tensor.nbytes for state in self._optimizer.state.values() for tensor in state.values() if tensor.dim()
         )
+
+
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor of the same shape and type in host memory, pinned where a GPU copies to and from it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
