@@ -1,0 +1,136 @@
+"""Care of the processes that a benchmark starts: time limits, no orphans, and how much other programs disturb them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+QUIET_CORES = 0.15
+"""Cores that other programs may keep busy while a machine counts as quiet."""
+
+
+def run_limited(command: Sequence[str], more: Mapping[str, str], limit_s: float, folder: Path) -> tuple[str, str]:
+    """Runs a command in a folder with a time limit; whatever it leaves behind is killed.
+
+    Raises:
+        RuntimeError: when it fails or takes too long, with the end of its output.
+    """
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu", **more}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"took more than {limit_s:.0f} s: {' '.join(command[:6])}") from None
+    finally:
+        kill_descendants()
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"exit status {process.returncode}: " + " | ".join(errors.strip().splitlines()[-4:]))
+    return output, errors
+
+
+class ForeignLoad:
+    """Tells how many cores were busy with anything but this process's children."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy_s = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), busy_s, used.ru_utime + used.ru_stime
+
+    def read(self) -> float:
+        """Returns the mean since this was made; children count once they have been reaped."""
+        wall, busy, own = (now - then for now, then in zip(self._now(), self._start))
+        return max(0.0, (busy - own) / wall)
+
+
+def wait_until_quiet(limit_s: float = 8.0) -> None:
+    """Waits until other programs leave the cores alone for a second, but not for long."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        meter = ForeignLoad()
+        time.sleep(1.0)
+        if meter.read() < QUIET_CORES:
+            return
+
+
+def become_subreaper() -> None:
+    """Makes orphans of what is started here children of this process, so that they can be found."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def kill_descendants() -> None:
+    """Kills and reaps every process below this one."""
+    for _ in range(50):
+        parents: dict[int, list[int]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                rest = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents.setdefault(int(rest[1]), []).append(int(stat.parent.name))
+        below, queue = [], [os.getpid()]
+        while queue:
+            found = parents.get(queue.pop(), [])
+            below += found
+            queue += found
+        for pid in below:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.05)
+
+
+class CpuWatch(threading.Thread):
+    """Reads off the CPU time of a run's ranks when its metrics reach given steps, from outside."""
+
+    def __init__(self, run: Path, steps: tuple[int, int]) -> None:
+        super().__init__(daemon=True)
+        self._run, self._steps = run, steps
+        self._seen: list[float] = []
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Looks at the file 20 times a second."""
+        for step in self._steps:
+            while not self._ended.wait(0.05):
+                metrics = self._run / "metrics.jsonl"
+                if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
+                    self._seen.append(self._cpu_s())
+                    break
+
+    def _cpu_s(self) -> float:
+        """Returns user and system seconds of all ranks so far."""
+        events = map(json.loads, (self._run / "events.jsonl").read_text().splitlines())
+        total = 0
+        for pid in [event["pid"] for event in events if event["kind"] == "rank_started"]:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+        return total / os.sysconf("SC_CLK_TCK")
+
+    def a_step(self) -> float:
+        """Ends watching; returns CPU seconds of all ranks a step between the two, 0.0 when it came too late."""
+        self._ended.set()
+        self.join()
+        first, last = self._steps
+        return (self._seen[1] - self._seen[0]) / (last - first) if len(self._seen) == 2 else 0.0

@@ -1,0 +1,277 @@
+"""How fast a step is, at 2 ranks on the CPU: meshwright against scripts written by hand and against other frameworks.
+
+Contenders run one after the other, each in new processes, in rounds whose order rotates; ratios are taken within a
+round and their median is reported, with the least and the most. Every contender trains the same 20M GPT-2 in float32 on
+the same token file, with fused AdamW, clipping and a logged loss.
+
+    python benchmarks/throughput.py [--only meshwright,ddp] [--rounds 3] [--steps 8] [--setting medium] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from processes import CpuWatch, ForeignLoad, become_subreaper, run_limited, wait_until_quiet
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+SETTINGS = {"small": (4, 128), "medium": (4, 256)}
+"""Rows of the global batch and tokens a row."""
+WARM_UP = 3
+RANKS = 2
+LIMIT_S = 180.0
+DATA = ("--vocab-size", "24000", "--limit-bytes", "12000000", "--validation-share", "0")
+CACHE = ROOT / "build" / "throughput"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train."""
+
+    name: str
+    rival: str
+    """The script that it is measured against beside ddp."""
+    script: str = ""
+    """File under benchmarks/; empty for meshwright."""
+    mode: str = ""
+    """Mode of the script, or meshwright's layout."""
+    extra: tuple[str, ...] = ()
+    """More flags for meshwright."""
+    optional: bool = False
+    """Runs only when named."""
+
+    @property
+    def peer(self) -> bool:
+        """Whether it needs the other environment."""
+        return self.script.startswith("peers/")
+
+
+CONTENDERS = (
+    Contender("ddp", "ddp", "scripts/ddp.py"),
+    Contender("fsdp2-zero2", "fsdp2-zero2", "scripts/fsdp2.py", "zero2"),
+    Contender("fsdp2-zero3", "fsdp2-zero3", "scripts/fsdp2.py", "zero3"),
+    Contender("meshwright-replicate", "ddp", mode="replicate=2"),
+    Contender("meshwright-zero1", "fsdp2-zero2", mode="shard=2,zero=1"),
+    Contender("meshwright-zero2", "fsdp2-zero2", mode="shard=2,zero=2"),
+    Contender("meshwright-zero3", "fsdp2-zero3", mode="shard=2,zero=3"),
+    Contender("meshwright-lean-replicate", "ddp", "", "replicate=2", ("--launch.no-keep-memory",), True),
+    Contender("meshwright-lean-zero3", "fsdp2-zero3", "", "shard=2,zero=3", ("--launch.no-keep-memory",), True),
+    Contender("accelerate-ddp", "ddp", "peers/accelerate_.py", "ddp"),
+    Contender("accelerate-zero2", "fsdp2-zero2", "peers/accelerate_.py", "zero2"),
+    Contender("accelerate-zero3", "fsdp2-zero3", "peers/accelerate_.py", "zero3"),
+    Contender("deepspeed-zero1", "fsdp2-zero2", "peers/deepspeed_.py", "zero1"),
+    Contender("deepspeed-zero2", "fsdp2-zero2", "peers/deepspeed_.py", "zero2"),
+    Contender("deepspeed-zero3", "fsdp2-zero3", "peers/deepspeed_.py", "zero3"),
+    Contender("trainer-ddp", "ddp", "peers/trainer_.py", "ddp"),
+    Contender("trainer-zero2", "fsdp2-zero2", "peers/trainer_.py", "zero2"),
+    Contender("trainer-zero3", "fsdp2-zero3", "peers/trainer_.py", "zero3"),
+    Contender("fabric-ddp", "ddp", "peers/fabric_.py", "ddp"),
+    Contender("fabric-zero2", "fsdp2-zero2", "peers/fabric_.py", "zero2"),
+    Contender("fabric-zero3", "fsdp2-zero3", "peers/fabric_.py", "zero3"),
+)
+
+
+@dataclass
+class Sample:
+    """One run of one contender."""
+
+    step_s: list[float]
+    """Timed steps, from the end of the step before to the end of this one."""
+    first_step_s: float
+    """From the start of the first process to the end of the first step."""
+    peak_bytes: list[int]
+    """Most resident memory, by rank."""
+    loss: list[float]
+    cpu_s: float
+    """CPU seconds of all ranks a timed step: what contention for the cores disturbs least."""
+    parameter_bytes: int
+    """Parameters that rank 0 holds between steps."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """meshwright's own account: median seconds by part."""
+    foreign: float = 0.0
+    """Cores that other programs kept busy meanwhile."""
+
+
+def main() -> int:
+    """Measures and prints tables."""
+    options = _options()
+    become_subreaper()
+    chosen = select(options.only)
+    tokens = prepare()
+    results: dict[str, Any] = {}
+    began = time.monotonic()
+    for setting in options.setting or list(SETTINGS):
+        samples = measure(chosen, SETTINGS[setting], tokens, options.rounds, options.steps)
+        results[setting] = {name: [dataclasses.asdict(one) for one in many] for name, many in samples.items()}
+        print(table(setting, chosen, samples), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps({"options": vars(options) | {"json": ""}, "runs": results}, indent=1))
+    print(f"{time.monotonic() - began:.0f} s in all; load {os.getloadavg()[0]:.1f} at the end")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names or beginnings of names, separated by commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help=f"timed steps; {WARM_UP} more go before them")
+    parser.add_argument("--setting", action="append", choices=tuple(SETTINGS), help="may be given twice; both if not")
+    parser.add_argument("--json", type=Path, help="file for all samples")
+    return parser.parse_args()
+
+
+def select(only: str) -> list[Contender]:
+    """Returns the contenders asked for; without names all that can run here."""
+    names = [name for name in only.split(",") if name]
+    if names:
+        chosen = [one for one in CONTENDERS if any(one.name == n or one.name.startswith(n + "-") for n in names)]
+        unknown = [n for n in names if not any(one.name == n or one.name.startswith(n + "-") for one in CONTENDERS)]
+        if unknown:
+            raise SystemExit(f"no contender {unknown}; there are {', '.join(one.name for one in CONTENDERS)}")
+        return [one for one in chosen if not one.optional or one.name in names]
+    chosen = [one for one in CONTENDERS if not one.optional]
+    if not PEERS.exists():
+        print("without the other frameworks: sh benchmarks/peers/install.sh makes their environment", flush=True)
+        chosen = [one for one in chosen if not one.peer]
+    return chosen
+
+
+def prepare() -> Path:
+    """Prepares the text once and returns the prepared directory."""
+    command = [sys.executable, "-m", "meshwright", "prepare", *DATA, "--cache", str(CACHE), "--json"]
+    output, _ = run_limited(command, {}, LIMIT_S, ROOT)
+    return Path(json.loads(output)["path"])
+
+
+def measure(
+    chosen: Sequence[Contender], setting: tuple[int, int], data: Path, rounds: int, steps: int
+) -> dict[str, list[Sample]]:
+    """Runs every contender once a round; the order moves on by one place each round."""
+    samples: dict[str, list[Sample]] = {one.name: [] for one in chosen}
+    for number in range(rounds):
+        place = number * len(chosen) // max(1, rounds)
+        for one in [*chosen[place:], *chosen[:place]]:
+            wait_until_quiet()
+            meter = ForeignLoad()
+            try:
+                sample = run_contender(one, setting, data, steps)
+                samples[one.name].append(dataclasses.replace(sample, foreign=meter.read()))
+            except RuntimeError as error:
+                print(f"{one.name}: {error}", file=sys.stderr, flush=True)
+    return samples
+
+
+def run_contender(one: Contender, setting: tuple[int, int], data: Path, steps: int) -> Sample:
+    """Trains for the warm-up and the timed steps in new processes."""
+    rows, sequence = setting
+    if not one.script:
+        return _run_meshwright(one, rows, sequence, WARM_UP + steps)
+    python = str(PEERS if one.peer else sys.executable)
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command += [str(HERE / one.script), "--tokens", str(data / "train.bin"), "--rows", str(rows)]
+    command += ["--sequence", str(sequence), "--steps", str(WARM_UP + steps), "--mode", one.mode]
+    command += ["--started", repr(time.time())]
+    output, errors = run_limited(command, {"PYTHONPATH": str(HERE / "scripts"), "OMP_NUM_THREADS": "1"}, LIMIT_S, ROOT)
+    line = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
+    if line is None:
+        raise RuntimeError("gave no result: " + " | ".join(errors.strip().splitlines()[-3:]))
+    found = json.loads(line.removeprefix("RESULT "))
+    found["step_s"] = found["step_s"][WARM_UP:]
+    found["cpu_s"] = statistics.median(found["cpu_s"][WARM_UP:])
+    return Sample(**found)
+
+
+def _run_meshwright(one: Contender, rows: int, sequence: int, steps: int) -> Sample:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        recipe = {
+            "model": "gpt2", "model.layers": 6, "model.width": 384, "model.heads": 6, "model.vocab": 24000,
+            "model.context": 256, "devices": RANKS, "layout": one.mode, "data.cache": CACHE, "data.sequence": sequence,
+            "train.steps": steps, "train.batch": rows, "train.sample-tokens": 0, "schedule.warmup": 1,
+            "evaluation.every": 0, "checkpoint.every": 0, "run": run,
+        }  # fmt: skip
+        words = [word for key, value in recipe.items() for word in (f"--{key}", str(value))]
+        data = [word.replace("--", "--data.") for word in DATA]
+        command = [sys.executable, "-m", "meshwright", "train", *words, *data, "--data.no-mask-documents"]
+        started = time.time()
+        watch = CpuWatch(run, (WARM_UP, steps))
+        watch.start()
+        try:
+            run_limited([*command, "--monitor.no-report", *one.extra], {}, LIMIT_S, ROOT)
+        finally:
+            cpu_s = watch.a_step()
+        return dataclasses.replace(_read_run(run, started), cpu_s=cpu_s)
+
+
+def _read_run(run: Path, started: float) -> Sample:
+    """Reads a run directory; what passes between steps (records, hooks) is spread evenly over the steps."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    events = {event["kind"]: event for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())}
+    begun, saved = events["run_started"]["time"], events["checkpoint_saved"]
+    between = max(0.0, saved["time"] - saved["seconds"] - begun - sum(line["step_s"] for line in lines)) / len(lines)
+    timed = lines[WARM_UP:]
+    parts = {name: statistics.median(line["parts"].get(name, 0.0) for line in timed) for name in timed[0]["parts"]}
+    return Sample(
+        step_s=[line["step_s"] + between for line in timed],
+        first_step_s=begun + lines[0]["step_s"] - started,
+        peak_bytes=[lines[-1]["memory"]["peak"]],
+        loss=[line["loss"] for line in lines],
+        cpu_s=0.0,
+        parameter_bytes=lines[-1]["memory"].get("parameters", 0),
+        parts=parts | {"between": between},
+    )
+
+
+def table(setting: str, chosen: Sequence[Contender], samples: dict[str, list[Sample]]) -> str:
+    """Formats medians and ratios of speed (above 1 is faster than the script)."""
+    rows, sequence = SETTINGS[setting]
+    lines = [
+        f"{setting}: {rows} rows x {sequence} tokens a step, {RANKS} ranks",
+        f"{'contender':<26}{'step ms':>9}{'tokens/s':>10}{'of ddp (least-most)':>22}{'of its fsdp2 script':>22}"
+        f"{'CPU s':>8}{'of ddp':>8}{'peak MiB':>10}{'first step s':>14}{'foreign cores':>15}",
+    ]
+    ddp_cpu_s = statistics.median([sample.cpu_s for sample in samples.get("ddp", [])] or [0.0])
+    for one in chosen:
+        many = samples[one.name]
+        if not many:
+            lines.append(f"{one.name:<26}{'failed':>9}")
+            continue
+        step_s = statistics.median(step for sample in many for step in sample.step_s)
+        peak = statistics.median(max(sample.peak_bytes) for sample in many)
+        cpu_s = statistics.median(sample.cpu_s for sample in many)
+        first = statistics.median(sample.first_step_s for sample in many)
+        rival = "" if one.rival == "ddp" else spread(many, samples.get(one.rival, []))
+        lines.append(
+            f"{one.name:<26}{step_s * 1e3:>9.0f}{rows * sequence / step_s:>10.0f}"
+            f"{spread(many, samples.get('ddp', [])):>22}{rival:>22}"
+            f"{cpu_s:>8.2f}{ddp_cpu_s / max(cpu_s, 1e-9):>8.2f}{peak / MIB:>10.0f}{first:>14.1f}"
+            f"{max(sample.foreign for sample in many):>15.2f}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def spread(many: Sequence[Sample], rivals: Sequence[Sample]) -> str:
+    """Returns the median over rounds of the ratio of step times, with the least and the most."""
+    ratios = [
+        statistics.median(rival.step_s) / statistics.median(sample.step_s) for sample, rival in zip(many, rivals)
+    ]
+    if not ratios:
+        return ""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
