@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +210,7 @@ def _conclude(config: RunConfig, run_dir: Path, token_set: TokenSet, result: dic
     from meshwright.monitor.report import write_report
     from meshwright.monitor.sinks import JsonlSink
 
-    summary = dict(result) | {"run": str(run_dir)}
+    summary: dict[str, Any] = dict(result) | {"run": str(run_dir)}
     sink = JsonlSink(run_dir, metrics=False)
     try:
         if result["finished"]:
@@ -227,8 +227,27 @@ def _conclude(config: RunConfig, run_dir: Path, token_set: TokenSet, result: dic
         sink.close()
     if config.monitor.report:
         summary["report"] = str(write_report(run_dir, config.monitor.drift_bound))
+    summary["state"] = _state(run_dir)
     show_result(summary)
     return summary
+
+
+def _state(run_dir: Path) -> dict[str, dict[str, int]]:
+    """Returns bytes of model state of rank 0 by part, planned and measured, and the ZeRO paper's total."""
+    from meshwright.monitor.rundir import read_run
+
+    read = read_run(run_dir)
+    planned = read.plan.get("prediction", {})
+    measured: Mapping[str, int] = next((step["memory"] for step in read.steps if "parameters" in step.get("memory", {})), {})
+    parts = {
+        part: {"planned": int(size), "measured": int(measured[part])}
+        for part, size in planned.get("memory", {}).items()
+        if part in measured
+    }
+    if not parts:
+        return {}
+    total = {key: sum(row[key] for row in parts.values()) for key in ("planned", "measured")}
+    return parts | {"total": total | {"zero_paper": int(planned["formula"]["zero_paper_bytes"])}}
 
 
 def _sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str, str]:
