@@ -238,7 +238,8 @@ def _state(run_dir: Path) -> dict[str, dict[str, int]]:
 
     read = read_run(run_dir)
     planned = read.plan.get("prediction", {})
-    measured: Mapping[str, int] = next((step["memory"] for step in read.steps if "parameters" in step.get("memory", {})), {})
+    rows = (step.get("memory", {}) for step in read.steps)
+    measured: Mapping[str, int] = next((row for row in rows if "parameters" in row), {})
     parts = {
         part: {"planned": int(size), "measured": int(measured[part])}
         for part, size in planned.get("memory", {}).items()

@@ -89,7 +89,7 @@ def test_kill_inside_a_save(name: str, layout: str, devices: int, root: Path, wh
         seen = len(events(run, "checkpoint_saved"))
         while running.alive():
             folders = {path.name for path in (run / "checkpoints").glob("*")} if run.exists() else set()
-            beside = [name for name in folders if not name.startswith("step-")]
+            beside = [folder for folder in folders if folder.startswith(".writing-")]
             if beside and len(events(run, "checkpoint_saved")) > seen:
                 break
         time.sleep(draw.uniform(0, 0.02))

@@ -30,7 +30,7 @@ def refused(root: Path, capsys: pytest.CaptureFixture[str], *more: str, status: 
 
 
 FLAGS = [
-    (["--train.stepz", "3"], ["--train.stepz", "Perhaps you meant", "--train.steps"]),
+    (["--train.stepz", "3"], ["--train.stepz", "did you mean --train.steps?"]),
     (["--optimiser.lr", "3"], ["--optimiser.lr", "--optimizer.lr"]),
     (["--train.steps", "many"], ["--train.steps", "invalid literal", "'many'"]),
     (["--monitor.display", "sometimes"], ["'sometimes'", "--monitor.display", "auto", "plain"]),
