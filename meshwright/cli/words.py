@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 from meshwright.config import Config, read_toml
 from meshwright.errors import ConfigError
@@ -76,13 +76,32 @@ def _parsed(kind: type[C], words: Sequence[str], verb: str, base: C | None) -> C
     start: Any = {} if base is None else {"default": base}
     try:
         with contextlib.redirect_stderr(complaint):
-            config = cast(C, tyro.cli(kind, prog=f"meshwright {verb}", args=list(words), **start))
+            config = cast(C, tyro.cli(kind, prog=f"meshwright {verb}", args=_switched(kind, words), **start))
     except SystemExit as end:
         if not end.code:
             raise
         raise ConfigError(_plain(complaint.getvalue()) or f"meshwright {verb}: the flags are not valid") from None
     config.check_all()
     return config
+
+
+def _switched(kind: type[Config], words: Sequence[str]) -> list[str]:
+    """Turns ``--section.switch true`` and ``... false`` into tyro's ``--section.switch``, ``--section.no-switch``."""
+    found: list[str] = []
+    for word in words:
+        if word.lower() not in ("true", "false") or not found or not _is_switch(kind, found[-1]):
+            found.append(word)
+        elif word.lower() == "false":
+            section, dot, name = found[-1][2:].rpartition(".")
+            found[-1] = f"--{section}{dot}no-{name}"
+    return found
+
+
+def _is_switch(kind: type[Config], flag: str) -> bool:
+    hint: Any = kind
+    for name in flag.removeprefix("--").replace("-", "_").split("."):
+        hint = get_type_hints(hint).get(name) if isinstance(hint, type) and issubclass(hint, Config) else None
+    return flag.startswith("--") and hint is bool
 
 
 def _long(word: str) -> str:
