@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_NAMES = 24
+"""Known words that a message lists when none is near."""
+
 
 class MeshwrightError(Exception):
     """Root of every error that meshwright raises on purpose; the command line prints it without a traceback."""
@@ -56,4 +59,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"
-    return "; known: " + ", ".join(names)
+    more = ", ..." if len(names) > MOST_NAMES else ""
+    return "; known: " + ", ".join(names[:MOST_NAMES]) + more

@@ -247,11 +247,21 @@ def _flattened(work: Callable[[], Any]) -> Any:
         return work()
     except CheckpointError:
         raise
-    except OSError as error:
-        place = f" ({error.filename})" if error.filename else ""
-        raise CheckpointError(f"{error.strerror or error}{place}") from None
     except Exception as error:
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+        root = _system_error(error)
+        if root is None:
+            raise CheckpointError(f"{type(error).__name__}: {error}") from error
+        place = f" ({root.filename})" if root.filename else ""
+        raise CheckpointError(f"{root.strerror or root}{place}") from None
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Returns the operating system's error behind another one: torch's writers hide a full disk behind their own."""
+    for _ in range(8):
+        if error is None or isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextmanager

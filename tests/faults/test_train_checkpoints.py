@@ -119,6 +119,7 @@ def test_a_full_disk_ends_the_run_and_the_last_checkpoint_stands(layout: str, de
     status, text = call(argv, root / "log", before=_fill_disk)
     assert status == 1
     assert "checkpoint of step" in text and "stand" in text and "Traceback" not in text
+    assert "No space left on device" in text
     saved = [event["step"] for event in events(run, "checkpoint_saved")]
     folders = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("step-")]
     assert sorted(folders) == [f"step-{step:08d}" for step in saved]
