@@ -52,12 +52,17 @@ class Contender:
     """More flags for meshwright."""
     optional: bool = False
     """Runs only when named."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables for its processes."""
 
     @property
     def peer(self) -> bool:
         """Whether it needs the other environment."""
         return self.script.startswith("peers/")
 
+
+KEPT = (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(2**40)), ("MALLOC_TOP_PAD_", str(2**26)))
+"""What meshwright asks of glibc by ``launch.keep_memory``, as variables."""
 
 CONTENDERS = (
     Contender("ddp", "ddp", "scripts/ddp.py"),
@@ -69,6 +74,8 @@ CONTENDERS = (
     Contender("meshwright-zero3", "fsdp2-zero3", mode="shard=2,zero=3"),
     Contender("meshwright-lean-replicate", "ddp", "", "replicate=2", ("--launch.no-keep-memory",), True),
     Contender("meshwright-lean-zero3", "fsdp2-zero3", "", "shard=2,zero=3", ("--launch.no-keep-memory",), True),
+    Contender("ddp-kept", "ddp", "scripts/ddp.py", optional=True, environment=KEPT),
+    Contender("fsdp2-kept-zero3", "fsdp2-zero3", "scripts/fsdp2.py", "zero3", optional=True, environment=KEPT),
     Contender("accelerate-ddp", "ddp", "peers/accelerate_.py", "ddp"),
     Contender("accelerate-zero2", "fsdp2-zero2", "peers/accelerate_.py", "zero2"),
     Contender("accelerate-zero3", "fsdp2-zero3", "peers/accelerate_.py", "zero3"),
@@ -184,7 +191,8 @@ def run_contender(one: Contender, setting: tuple[int, int], data: Path, steps: i
     command += [str(HERE / one.script), "--tokens", str(data / "train.bin"), "--rows", str(rows)]
     command += ["--sequence", str(sequence), "--steps", str(WARM_UP + steps), "--mode", one.mode]
     command += ["--started", repr(time.time())]
-    output, errors = run_limited(command, {"PYTHONPATH": str(HERE / "scripts"), "OMP_NUM_THREADS": "1"}, LIMIT_S, ROOT)
+    environment = {"PYTHONPATH": str(HERE / "scripts"), "OMP_NUM_THREADS": "1", **dict(one.environment)}
+    output, errors = run_limited(command, environment, LIMIT_S, ROOT)
     line = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
     if line is None:
         raise RuntimeError("gave no result: " + " | ".join(errors.strip().splitlines()[-3:]))

@@ -238,7 +238,8 @@ def _state(run_dir: Path) -> dict[str, dict[str, int]]:
 
     read = read_run(run_dir)
     planned = read.plan.get("prediction", {})
-    rows = (step.get("memory", {}) for step in read.steps)
+    # A run may have had other layouts before this one.
+    rows = (step.get("memory", {}) for step in reversed(read.steps) if step.get("layout") == read.layout)
     measured: Mapping[str, int] = next((row for row in rows if "parameters" in row), {})
     parts = {
         part: {"planned": int(size), "measured": int(measured[part])}

@@ -18,6 +18,8 @@ _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|[Ss]ocket (closed|error|Timeout)|ncclRemoteError|"
     r"remote process exited|NCCL communicator was aborted|failed to recv, got 0 bytes|wait timeout after"
 )
+LOST_CONTACT = "lost contact with another rank"
+"""What our own errors say when the other side has gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,9 @@ class RankFailure:
     @property
     def is_echo(self) -> bool:
         """True when the rank only noticed that another one had gone."""
-        return bool(self.trace) and not self.error and bool(_LOST_PEER.search(self.summary))
+        if self.error:
+            return LOST_CONTACT in self.summary
+        return bool(self.trace) and bool(_LOST_PEER.search(self.summary))
 
 
 def describe_exception(rank: int, error: BaseException, time: float) -> RankFailure:

@@ -10,6 +10,7 @@ import pytest
 from meshwright.errors import CheckpointError, LaunchError
 from meshwright.launch import host_memory, preload
 from meshwright.launch.failure import (
+    LOST_CONTACT,
     RankFailure,
     describe_exception,
     describe_status,
@@ -108,3 +109,10 @@ def test_what_the_user_tuned_stays(monkeypatch, name):
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(host_memory, "_has_glibc", lambda: False)
     assert host_memory.keep_host_memory() == host_memory.HostMemory(False, "the C library is not glibc")
+
+
+def test_a_checkpoint_that_lost_contact_is_no_cause() -> None:
+    echo = describe_exception(1, CheckpointError(f"saving failed: {LOST_CONTACT}: Connection reset by peer"), 1.0)
+    killed = describe_status(0, -9, 2.0)
+    assert echo.is_echo and not killed.is_echo
+    assert first_failure([echo, killed]) is killed
