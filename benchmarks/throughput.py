@@ -35,6 +35,8 @@ LIMIT_S = 180.0
 DATA = ("--vocab-size", "24000", "--limit-bytes", "12000000", "--validation-share", "0")
 CACHE = ROOT / "build" / "throughput"
 MIB = 2**20
+DISTURBED_CORES = 0.2
+"""Cores kept busy by other programs from which a run counts as disturbed."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     began = time.monotonic()
     for setting in options.setting or list(SETTINGS):
-        samples = measure(chosen, SETTINGS[setting], tokens, options.rounds, options.steps)
+        samples = measure(chosen, SETTINGS[setting], tokens, options)
         results[setting] = {name: [dataclasses.asdict(one) for one in many] for name, many in samples.items()}
         print(table(setting, chosen, samples), flush=True)
         if options.json:
@@ -136,6 +138,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps; {WARM_UP} more go before them")
     parser.add_argument("--setting", action="append", choices=tuple(SETTINGS), help="may be given twice; both if not")
+    parser.add_argument("--patience", type=int, default=1, help="how often a disturbed run is tried again")
     parser.add_argument("--json", type=Path, help="file for all samples")
     return parser.parse_args()
 
@@ -164,21 +167,30 @@ def prepare() -> Path:
 
 
 def measure(
-    chosen: Sequence[Contender], setting: tuple[int, int], data: Path, rounds: int, steps: int
+    chosen: Sequence[Contender], setting: tuple[int, int], data: Path, options: argparse.Namespace
 ) -> dict[str, list[Sample]]:
-    """Runs every contender once a round; the order moves on by one place each round."""
+    """Runs every contender once a round; each round begins elsewhere in their order."""
+    rounds = options.rounds
     samples: dict[str, list[Sample]] = {one.name: [] for one in chosen}
     for number in range(rounds):
         place = number * len(chosen) // max(1, rounds)
         for one in [*chosen[place:], *chosen[:place]]:
-            wait_until_quiet()
-            meter = ForeignLoad()
             try:
-                sample = run_contender(one, setting, data, steps)
-                samples[one.name].append(dataclasses.replace(sample, foreign=meter.read()))
+                samples[one.name].append(_least_disturbed(one, setting, data, options))
             except RuntimeError as error:
                 print(f"{one.name}: {error}", file=sys.stderr, flush=True)
     return samples
+
+
+def _least_disturbed(one: Contender, setting: tuple[int, int], data: Path, options: argparse.Namespace) -> Sample:
+    """Runs a contender again while other programs disturb it; of all its runs the least disturbed one counts."""
+    tried: list[Sample] = []
+    while len(tried) <= options.patience and not (tried and tried[-1].foreign < DISTURBED_CORES):
+        wait_until_quiet()
+        meter = ForeignLoad()
+        sample = run_contender(one, setting, data, options.steps)
+        tried.append(dataclasses.replace(sample, foreign=meter.read()))
+    return min(tried, key=lambda sample: sample.foreign)
 
 
 def run_contender(one: Contender, setting: tuple[int, int], data: Path, steps: int) -> Sample:

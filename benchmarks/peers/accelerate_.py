@@ -1,9 +1,14 @@
-"""The same training through Hugging Face accelerate: ``--mode ddp``, ``zero2`` or ``zero3`` (both its FSDP2)."""
+"""The same training through Hugging Face accelerate: ``--mode ddp``, ``zero2`` or ``zero3`` (both its FSDP2).
+
+On the CPU accelerate (1.15) drops an FSDP plugin without a word and trains copies; so its state is told by hand what it
+is told by itself on a GPU, which runs its FSDP2 code as it is.
+"""
 
 from __future__ import annotations
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from task import CLIP, VOCABULARY, Record, build_model, build_optimizer, rate_factor, read_task, windows
 from torch.nn.functional import cross_entropy
 
@@ -20,6 +25,8 @@ else:
         state_dict_type="SHARDED_STATE_DICT",
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
 plain = build_model()
 model, optimizer = accelerator.prepare(plain, build_optimizer(plain))
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: rate_factor(step, task.steps))
@@ -35,5 +42,5 @@ for _ in range(task.steps):
     schedule.step()
     optimizer.zero_grad()
     record.lap(loss.item())
-record.show(model)
+record.show(model, sharded=task.mode != "ddp")
 accelerator.end_training()

@@ -36,5 +36,5 @@ for _ in range(task.steps):
     engine.backward(loss)
     engine.step()
     record.lap(loss.item())
-record.show(engine)
+record.show(engine, sharded=task.mode == "zero3")
 dist.destroy_process_group()

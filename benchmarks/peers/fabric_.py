@@ -47,5 +47,5 @@ for _ in range(task.steps):
     schedule.step()
     optimizer.zero_grad()
     record.lap(loss.item())
-record.show(model)
+record.show(model, sharded=task.mode != "ddp")
 torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The same training through transformers' Trainer: ``--mode ddp``, or ``zero2``/``zero3`` (FSDP2 by accelerate)."""
+"""The same training through transformers' Trainer: ``--mode ddp``, or ``zero2``/``zero3`` (transformers' own FSDP2)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from task import BETAS, CLIP, LEARNING_RATE, Record, build_model, decay_groups, rate_factor, read_task, windows
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 task = read_task()
 record = Record(task)
@@ -37,19 +38,22 @@ class Laps(TrainerCallback):
             record.lap(float(logs["loss"]))
 
 
+def sharded_model(folder: str) -> torch.nn.Module:
+    """Loads the model as transformers shards it by itself; the Trainer leaves it as it is then.
+
+    Its ``fsdp`` argument would go through accelerate, which drops it on the CPU without a word.
+    """
+    build_model().save_pretrained(folder)
+    style = "free_full_weight" if task.mode == "zero3" else "keep_full_weight"
+    plan = {"transformer.wte": "keep_full_weight", "transformer.wpe": "keep_full_weight", "transformer.h.*": style}
+    plan |= {"transformer.ln_f": "keep_full_weight", "lm_head": "keep_full_weight"}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(fsdp_size=2, fsdp_plan=plan), dtype=torch.float32
+    )
+
+
 def settings(folder: str) -> TrainingArguments:
     """Returns the Trainer's arguments: no saving, a logged loss each step."""
-    more: dict[str, Any] = {}
-    if task.mode != "ddp":
-        more = {
-            "fsdp": True,
-            "fsdp_config": {
-                "version": 2,
-                "reshard_after_forward": task.mode == "zero3",
-                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": ["GPT2Block"],
-            },
-        }
     return TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -65,12 +69,11 @@ def settings(folder: str) -> TrainingArguments:
         disable_tqdm=True,
         dataloader_pin_memory=False,
         bf16=False,
-        **more,
     )
 
 
 with tempfile.TemporaryDirectory() as folder:
-    model = build_model()
+    model = build_model() if task.mode == "ddp" else sharded_model(folder)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, task.steps))
     trainer = Trainer(
@@ -81,5 +84,5 @@ with tempfile.TemporaryDirectory() as folder:
         callbacks=[Laps()],
     )
     trainer.train()
-    record.show(trainer.model_wrapped)
+    record.show(trainer.model_wrapped, sharded=task.mode != "ddp")
 torch.distributed.destroy_process_group()

@@ -33,5 +33,5 @@ for _ in range(task.steps):
     schedule.step()
     optimizer.zero_grad(set_to_none=True)
     record.lap(loss.item())
-record.show(model)
+record.show(model, sharded=True)
 dist.destroy_process_group()

@@ -121,20 +121,23 @@ class Record:
         if len(self.step_s) == 1:
             self.first_step_s = time.time() - self.task.started
 
-    def show(self, model: torch.nn.Module) -> None:
-        """Prints one JSON line from rank 0, with the peaks of all ranks and the bytes of parameters that it holds."""
+    def show(self, model: torch.nn.Module, sharded: bool = False) -> None:
+        """Prints one JSON line from rank 0; refuses to when a model that should be sharded is held whole."""
         import torch.distributed as dist
 
         ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (peak_bytes(), self.cpu_s))
         if dist.get_rank() == 0:
+            held, whole = held_bytes(model), sum(4 * weight.numel() for weight in build_model().parameters())
+            if sharded and held > 0.75 * whole:
+                raise RuntimeError(f"holds {held} of {whole} bytes of parameters: nothing was sharded")
             found = {
                 "step_s": self.step_s,
                 "cpu_s": [sum(one) for one in zip(*(cpu_s for _, cpu_s in ranks))],
                 "loss": self.losses,
                 "first_step_s": self.first_step_s,
                 "peak_bytes": [peak for peak, _ in ranks],
-                "parameter_bytes": held_bytes(model),
+                "parameter_bytes": held,
             }
             print("RESULT " + json.dumps(found), flush=True)
 
