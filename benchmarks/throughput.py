@@ -112,6 +112,8 @@ class Sample:
     """meshwright's own account: median seconds by part."""
     foreign: float = 0.0
     """Cores that other programs kept busy meanwhile."""
+    round: int = 0
+    """Which round it ran in: ratios pair samples of one round."""
 
 
 def main() -> int:
@@ -162,7 +164,7 @@ def select(only: str) -> list[Contender]:
 def prepare() -> Path:
     """Prepares the text once and returns the prepared directory."""
     command = [sys.executable, "-m", "meshwright", "prepare", *DATA, "--cache", str(CACHE), "--json"]
-    output, _ = run_limited(command, {}, LIMIT_S, ROOT)
+    output = run_limited(command, {}, LIMIT_S, ROOT)
     return Path(json.loads(output)["path"])
 
 
@@ -176,7 +178,8 @@ def measure(
         place = number * len(chosen) // max(1, rounds)
         for one in [*chosen[place:], *chosen[:place]]:
             try:
-                samples[one.name].append(_least_disturbed(one, setting, data, options))
+                sample = _least_disturbed(one, setting, data, options)
+                samples[one.name].append(dataclasses.replace(sample, round=number))
             except RuntimeError as error:
                 print(f"{one.name}: {error}", file=sys.stderr, flush=True)
     return samples
@@ -204,10 +207,8 @@ def run_contender(one: Contender, setting: tuple[int, int], data: Path, steps: i
     command += ["--sequence", str(sequence), "--steps", str(WARM_UP + steps), "--mode", one.mode]
     command += ["--started", repr(time.time())]
     environment = {"PYTHONPATH": str(HERE / "scripts"), "OMP_NUM_THREADS": "1", **dict(one.environment)}
-    output, errors = run_limited(command, environment, LIMIT_S, ROOT)
-    line = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
-    if line is None:
-        raise RuntimeError("gave no result: " + " | ".join(errors.strip().splitlines()[-3:]))
+    output = run_limited(command, environment, LIMIT_S, ROOT, until="RESULT ")
+    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     found = json.loads(line.removeprefix("RESULT "))
     found["step_s"] = found["step_s"][WARM_UP:]
     found["cpu_s"] = statistics.median(found["cpu_s"][WARM_UP:])
@@ -285,8 +286,9 @@ def table(setting: str, chosen: Sequence[Contender], samples: dict[str, list[Sam
 
 def spread(many: Sequence[Sample], rivals: Sequence[Sample]) -> str:
     """Returns the median over rounds of the ratio of step times, with the least and the most."""
+    of_round = {rival.round: statistics.median(rival.step_s) for rival in rivals}
     ratios = [
-        statistics.median(rival.step_s) / statistics.median(sample.step_s) for sample, rival in zip(many, rivals)
+        of_round[sample.round] / statistics.median(sample.step_s) for sample in many if sample.round in of_round
     ]
     if not ratios:
         return ""
