@@ -180,9 +180,21 @@ def measure(
             try:
                 sample = _least_disturbed(one, setting, data, options)
                 samples[one.name].append(dataclasses.replace(sample, round=number))
+                _say(one, number, sample)
             except RuntimeError as error:
                 print(f"{one.name}: {error}", file=sys.stderr, flush=True)
     return samples
+
+
+def _say(one: Contender, number: int, sample: Sample) -> None:
+    """Tells people how it goes, so that what was measured is known even when the rest is cut off."""
+    print(
+        f"round {number + 1}: {one.name} {statistics.median(sample.step_s) * 1e3:.0f} ms, {sample.cpu_s:.2f} CPU s, "
+        f"{max(sample.peak_bytes) / MIB:.0f} MiB, first step {sample.first_step_s:.1f} s, "
+        f"foreign {sample.foreign:.2f} cores",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _least_disturbed(one: Contender, setting: tuple[int, int], data: Path, options: argparse.Namespace) -> Sample:
