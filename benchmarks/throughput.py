@@ -1,10 +1,12 @@
-"""How fast a step is, at 2 ranks on the CPU: meshwright against scripts written by hand and against other frameworks.
+"""How fast a step is, at 2 or 4 ranks on the CPU: meshwright against scripts by hand and against other frameworks.
 
 Contenders run one after the other, each in new processes, in rounds whose order rotates; ratios are taken within a
-round and their median is reported, with the least and the most. Every contender trains the same 20M GPT-2 in float32 on
-the same token file, with fused AdamW, clipping and a logged loss.
+round and their median is reported, with the least and the most. Every contender trains the same 20M model in float32 on
+the same token file, with fused AdamW, clipping and a logged loss: a GPT-2 along the data axes, a llama along ``tp``,
+``pp`` and ``cp``. On the llama all start from the same weights and read the same rows; their losses must agree.
 
-    python benchmarks/throughput.py [--only meshwright,ddp] [--rounds 3] [--steps 8] [--setting medium] [--json OUT]
+    python benchmarks/throughput.py [--model llama] [--ranks 4] [--only meshwright,ddp] [--rounds 3] [--steps 8]
+        [--setting medium] [--json OUT]
 """
 
 from __future__ import annotations
@@ -22,75 +24,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contenders import CONTENDERS, Contender, select
 from processes import CpuWatch, ForeignLoad, become_subreaper, run_limited, wait_until_quiet
+from reference import STEPS, model_words, write_reference
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
-SETTINGS = {"small": (4, 128), "medium": (4, 256)}
-"""Rows of the global batch and tokens a row."""
+SETTINGS = {
+    "gpt2": {"small": (4, 128), "medium": (4, 256)},
+    "llama": {"small": (8, 128), "medium": (8, 256)},
+}
+"""Rows of the global batch and tokens a row, by model; 8 micro-batches want 8 rows."""
 WARM_UP = 3
-RANKS = 2
 LIMIT_S = 180.0
-DATA = ("--vocab-size", "24000", "--limit-bytes", "12000000", "--validation-share", "0")
+VOCABULARY = {"gpt2": 24000, "llama": 8000}
+DATA = ("--limit-bytes", "12000000", "--validation-share", "0")
+GPT2 = (
+    "--model", "gpt2", "--model.layers", "6", "--model.width", "384", "--model.heads", "6", "--model.vocab", "24000",
+    "--model.context", "256",
+)  # fmt: skip
 CACHE = ROOT / "build" / "throughput"
 MIB = 2**20
 DISTURBED_CORES = 0.2
 """Cores kept busy by other programs from which a run counts as disturbed."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to train."""
-
-    name: str
-    rival: str
-    """The script that it is measured against beside ddp."""
-    script: str = ""
-    """File under benchmarks/; empty for meshwright."""
-    mode: str = ""
-    """Mode of the script, or meshwright's layout."""
-    extra: tuple[str, ...] = ()
-    """More flags for meshwright."""
-    optional: bool = False
-    """Runs only when named."""
-    environment: tuple[tuple[str, str], ...] = ()
-    """Variables for its processes."""
-
-    @property
-    def peer(self) -> bool:
-        """Whether it needs the other environment."""
-        return self.script.startswith("peers/")
-
-
-KEPT = (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(2**40)), ("MALLOC_TOP_PAD_", str(2**26)))
-"""What meshwright asks of glibc by ``launch.keep_memory``, as variables."""
-
-CONTENDERS = (
-    Contender("ddp", "ddp", "scripts/ddp.py"),
-    Contender("fsdp2-zero2", "fsdp2-zero2", "scripts/fsdp2.py", "zero2"),
-    Contender("fsdp2-zero3", "fsdp2-zero3", "scripts/fsdp2.py", "zero3"),
-    Contender("meshwright-replicate", "ddp", mode="replicate=2"),
-    Contender("meshwright-zero1", "fsdp2-zero2", mode="shard=2,zero=1"),
-    Contender("meshwright-zero2", "fsdp2-zero2", mode="shard=2,zero=2"),
-    Contender("meshwright-zero3", "fsdp2-zero3", mode="shard=2,zero=3"),
-    Contender("meshwright-lean-replicate", "ddp", "", "replicate=2", ("--launch.no-keep-memory",), True),
-    Contender("meshwright-lean-zero3", "fsdp2-zero3", "", "shard=2,zero=3", ("--launch.no-keep-memory",), True),
-    Contender("ddp-kept", "ddp", "scripts/ddp.py", optional=True, environment=KEPT),
-    Contender("fsdp2-kept-zero3", "fsdp2-zero3", "scripts/fsdp2.py", "zero3", optional=True, environment=KEPT),
-    Contender("accelerate-ddp", "ddp", "peers/accelerate_.py", "ddp"),
-    Contender("accelerate-zero2", "fsdp2-zero2", "peers/accelerate_.py", "zero2"),
-    Contender("accelerate-zero3", "fsdp2-zero3", "peers/accelerate_.py", "zero3"),
-    Contender("deepspeed-zero1", "fsdp2-zero2", "peers/deepspeed_.py", "zero1"),
-    Contender("deepspeed-zero2", "fsdp2-zero2", "peers/deepspeed_.py", "zero2"),
-    Contender("deepspeed-zero3", "fsdp2-zero3", "peers/deepspeed_.py", "zero3"),
-    Contender("trainer-ddp", "ddp", "peers/trainer_.py", "ddp"),
-    Contender("trainer-zero2", "fsdp2-zero2", "peers/trainer_.py", "zero2"),
-    Contender("trainer-zero3", "fsdp2-zero3", "peers/trainer_.py", "zero3"),
-    Contender("fabric-ddp", "ddp", "peers/fabric_.py", "ddp"),
-    Contender("fabric-zero2", "fsdp2-zero2", "peers/fabric_.py", "zero2"),
-    Contender("fabric-zero3", "fsdp2-zero3", "peers/fabric_.py", "zero3"),
-)
+ALIKE = 1e-3
+"""Relative difference between losses of one step that rounding may make in the first steps of the llama."""
+ALIKE_STEPS = 5
 
 
 @dataclass
@@ -120,50 +80,44 @@ def main() -> int:
     """Measures and prints tables."""
     options = _options()
     become_subreaper()
-    chosen = select(options.only)
-    tokens = prepare()
+    chosen = select(options.only, options.model, options.ranks, PEERS.exists())
+    tokens = prepare(options.model)
     results: dict[str, Any] = {}
+    wrong: list[str] = []
     began = time.monotonic()
-    for setting in options.setting or list(SETTINGS):
-        samples = measure(chosen, SETTINGS[setting], tokens, options)
+    for setting in options.setting or list(SETTINGS[options.model]):
+        samples = measure(chosen, SETTINGS[options.model][setting], tokens, options)
         results[setting] = {name: [dataclasses.asdict(one) for one in many] for name, many in samples.items()}
-        print(table(setting, chosen, samples), flush=True)
+        print(table(f"{options.model} {setting}", SETTINGS[options.model][setting], chosen, samples), flush=True)
+        wrong += unlike(samples) if options.model == "llama" else []
         if options.json:
             options.json.write_text(json.dumps({"options": vars(options) | {"json": ""}, "runs": results}, indent=1))
     print(f"{time.monotonic() - began:.0f} s in all; load {os.getloadavg()[0]:.1f} at the end")
-    return 0
+    for line in wrong:
+        print(line)
+    return int(bool(wrong))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names or beginnings of names, separated by commas")
+    parser.add_argument("--model", choices=tuple(SETTINGS), default="gpt2")
+    parser.add_argument("--ranks", type=int, choices=sorted({one.ranks for one in CONTENDERS}), default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps; {WARM_UP} more go before them")
-    parser.add_argument("--setting", action="append", choices=tuple(SETTINGS), help="may be given twice; both if not")
+    parser.add_argument("--setting", action="append", choices=("small", "medium"), help="may come twice; both if not")
     parser.add_argument("--patience", type=int, default=1, help="how often a disturbed run is tried again")
     parser.add_argument("--json", type=Path, help="file for all samples")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if WARM_UP + options.steps > STEPS:
+        parser.error(f"--steps {options.steps}: at most {STEPS - WARM_UP}")
+    return options
 
 
-def select(only: str) -> list[Contender]:
-    """Returns the contenders asked for; without names all that can run here."""
-    names = [name for name in only.split(",") if name]
-    if names:
-        chosen = [one for one in CONTENDERS if any(one.name == n or one.name.startswith(n + "-") for n in names)]
-        unknown = [n for n in names if not any(one.name == n or one.name.startswith(n + "-") for one in CONTENDERS)]
-        if unknown:
-            raise SystemExit(f"no contender {unknown}; there are {', '.join(one.name for one in CONTENDERS)}")
-        return [one for one in chosen if not one.optional or one.name in names]
-    chosen = [one for one in CONTENDERS if not one.optional]
-    if not PEERS.exists():
-        print("without the other frameworks: sh benchmarks/peers/install.sh makes their environment", flush=True)
-        chosen = [one for one in chosen if not one.peer]
-    return chosen
-
-
-def prepare() -> Path:
-    """Prepares the text once and returns the prepared directory."""
-    command = [sys.executable, "-m", "meshwright", "prepare", *DATA, "--cache", str(CACHE), "--json"]
+def prepare(model: str) -> Path:
+    """Prepares the text once, with a model's vocabulary, and returns the prepared directory."""
+    words = ["--vocab-size", str(VOCABULARY[model]), *DATA]
+    command = [sys.executable, "-m", "meshwright", "prepare", *words, "--cache", str(CACHE), "--json"]
     output = run_limited(command, {}, LIMIT_S, ROOT)
     return Path(json.loads(output)["path"])
 
@@ -214,9 +168,12 @@ def run_contender(one: Contender, setting: tuple[int, int], data: Path, steps: i
     if not one.script:
         return _run_meshwright(one, rows, sequence, WARM_UP + steps)
     python = str(PEERS if one.peer else sys.executable)
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(one.ranks)]
     command += [str(HERE / one.script), "--tokens", str(data / "train.bin"), "--rows", str(rows)]
     command += ["--sequence", str(sequence), "--steps", str(WARM_UP + steps), "--mode", one.mode]
+    command += ["--micro", str(one.micro)]
+    if one.model == "llama":
+        command += ["--reference", str(write_reference(CACHE, data, rows, sequence))]
     command += ["--started", repr(time.time())]
     environment = {"PYTHONPATH": str(HERE / "scripts"), "OMP_NUM_THREADS": "1", **dict(one.environment)}
     output = run_limited(command, environment, LIMIT_S, ROOT, until="RESULT ")
@@ -231,14 +188,15 @@ def _run_meshwright(one: Contender, rows: int, sequence: int, steps: int) -> Sam
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         recipe = {
-            "model": "gpt2", "model.layers": 6, "model.width": 384, "model.heads": 6, "model.vocab": 24000,
-            "model.context": 256, "devices": RANKS, "layout": one.mode, "data.cache": CACHE, "data.sequence": sequence,
+            "devices": one.ranks, "layout": one.mode, "data.cache": CACHE, "data.sequence": sequence,
+            "data.vocab-size": VOCABULARY[one.model],
             "train.steps": steps, "train.batch": rows, "train.sample-tokens": 0, "schedule.warmup": 1,
             "evaluation.every": 0, "checkpoint.every": 0, "run": run,
         }  # fmt: skip
         words = [word for key, value in recipe.items() for word in (f"--{key}", str(value))]
-        data = [word.replace("--", "--data.") for word in DATA]
-        command = [sys.executable, "-m", "meshwright", "train", *words, *data, "--data.no-mask-documents"]
+        words += [word.replace("--", "--data.") for word in DATA]
+        words += GPT2 if one.model == "gpt2" else model_words()
+        command = [sys.executable, "-m", "meshwright", "train", *words, "--data.no-mask-documents"]
         started = time.time()
         watch = CpuWatch(run, (WARM_UP, steps))
         watch.start()
@@ -268,12 +226,26 @@ def _read_run(run: Path, started: float) -> Sample:
     )
 
 
-def table(setting: str, chosen: Sequence[Contender], samples: dict[str, list[Sample]]) -> str:
+def unlike(samples: dict[str, list[Sample]]) -> list[str]:
+    """Returns a line for each contender whose first losses aren't those of the first one, as they must be."""
+    many = {name: found[0].loss[:ALIKE_STEPS] for name, found in samples.items() if found}
+    lines = []
+    for name, losses in list(many.items())[1:]:
+        first, expected = next(iter(many.items()))
+        worst = max(abs(one - other) / other for one, other in zip(losses, expected))
+        if worst > ALIKE:
+            lines.append(f"{name} trains something else than {first}: losses {losses} against {expected}")
+    return lines
+
+
+def table(
+    title: str, setting: tuple[int, int], chosen: Sequence[Contender], samples: dict[str, list[Sample]]
+) -> str:
     """Formats medians and ratios of speed (above 1 is faster than the script)."""
-    rows, sequence = SETTINGS[setting]
+    rows, sequence = setting
     lines = [
-        f"{setting}: {rows} rows x {sequence} tokens a step, {RANKS} ranks",
-        f"{'contender':<26}{'step ms':>9}{'tokens/s':>10}{'of ddp (least-most)':>22}{'of its fsdp2 script':>22}"
+        f"{title}: {rows} rows x {sequence} tokens a step, {chosen[0].ranks} ranks",
+        f"{'contender':<26}{'step ms':>9}{'tokens/s':>10}{'of ddp (least-most)':>22}{'of its own script':>22}"
         f"{'CPU s':>8}{'of ddp':>8}{'peak MiB':>10}{'first step s':>14}{'foreign cores':>15}",
     ]
     ddp_cpu_s = statistics.median([sample.cpu_s for sample in samples.get("ddp", [])] or [0.0])

@@ -59,6 +59,8 @@ class StepRecord:
     """Share of target tokens whose logit was the largest."""
     mfu: float | None = None
     """Model FLOP/s over the rate at which all ranks multiply matrices, measured at the start."""
+    experts: tuple[float, ...] = ()
+    """In a mixture: share of the router's choices that went to each expert, over all layers."""
     skipped: bool = False
     """True when the loss scaler skipped the update because a gradient was not finite."""
     comm: tuple[CommTotals, ...] = ()

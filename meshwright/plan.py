@@ -16,10 +16,16 @@ from typing import Any, Self
 from meshwright.axes.axis import known_axes
 from meshwright.axes.groups import describe_rank, mesh_shape, reader, world_size
 from meshwright.errors import PlanError, nearest
+from meshwright.schedules.action import Schedule
+from meshwright.schedules.file import build_schedule
+from meshwright.schedules.spec import known_schedules
 
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
 OFFLOADS = ("none", "optimizer", "parameters")
 RECOMPUTES = ("none", "full", "selective")
+ATTENTIONS = ("heads", "gather")
+DEFAULT_SCHEDULE = "1f1b"
+"""Where there is a pipeline and the layout names no schedule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +47,21 @@ class Layout:
     """``optimizer``: optimizer state and update in host memory; ``parameters``: parameters and gradients as well."""
     compile: bool = False
     """Run each layer through torch.compile."""
+    schedule: str = ""
+    """Order of work along ``pp``: ``gpipe``, ``1f1b``, ``interleaved``, ``loopedbfs``, ``zerobubble``, ``zbv``,
+    ``dualpipev`` or ``file:PATH``; empty is ``1f1b`` where there is a pipeline."""
+    stages: int = 0
+    """Stages that each rank of ``pp`` runs; 0 is what the schedule asks for."""
+    split: str = ""
+    """Layers of each stage in order, as ``5-7-6-6``; empty balances by cost."""
+    sequence: bool = False
+    """Between the parts that ``tp`` shards, split the tokens over its ranks (sequence parallel)."""
+    attention: str = ""
+    """How ``cp`` computes attention: ``heads`` exchanges tokens for heads, ``gather`` collects keys and values; empty
+    takes heads where they divide, else gather."""
+    rows: str = ""
+    """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed, ``5x4-3x2`` for
+    six; empty shares them evenly. Losses and gradients are weighted by tokens, so the training is the same."""
 
     def __post_init__(self) -> None:
         """Refuses values that no run could have."""
@@ -73,9 +94,46 @@ class Layout:
         ):
             if value not in known:
                 raise PlanError(f"{name}={value} is unknown{nearest(value, known)}")
+        self._check_axes()
         mode, colon, count = self.recompute.partition(":")
         if colon and (mode == "none" or not count.isdigit() or int(count) < 1):
             raise PlanError(f"recompute={self.recompute}: write full:K or selective:K with K layers of at least 1")
+
+    def _check_axes(self) -> None:
+        """Refuses choices of an axis that isn't used, and expert degrees that the other axes can't carry."""
+        needs = {"schedule": "pp", "stages": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}
+        for name, axis in needs.items():
+            if getattr(self, name) and self.degree(axis) == 1:
+                value = str(getattr(self, name)).lower()
+                raise PlanError(f"{name}={value} has no effect without {axis}; write {axis}=2 or more, or drop it")
+        if self.attention not in ("", *ATTENTIONS):
+            raise PlanError(f"attention={self.attention} is unknown{nearest(self.attention, ATTENTIONS)}")
+        if self.split and not all(part.isdigit() and int(part) for part in self.split.split("-")):
+            raise PlanError(f"split={self.split}: write the layers of each stage, each at least 1, as split=5-7-6-6")
+        if self.rows:
+            self._check_shares()
+        if self.stages < 0:
+            raise PlanError(f"stages={self.stages}: each rank runs 1 stage or more")
+        for name, fact in known_axes().items():
+            held = math.prod(self.degree(other) for other in fact.carves)
+            if fact.carves and held % self.degree(name):
+                among = " x ".join(fact.carves)
+                raise PlanError(
+                    f"{name}={self.degree(name)} divides the ranks of {among} a second time, and those are {held}; "
+                    f"nearest that works: {name}={math.gcd(held, self.degree(name))}"
+                )
+
+    def _check_shares(self) -> None:
+        readers = reader(0, self.degrees)[1]
+        numbers = [number for part in self.rows.split("-") for number in part.split("x", 1)]
+        if not all(number.isdigit() and int(number) for number in numbers):
+            raise PlanError(f"rows={self.rows}: write the share of each reader, at least 1, as rows=5-3 or 5x4-3x2")
+        parts = self.shares()
+        if len(parts) != readers:
+            even = "-".join(["1"] * readers)
+            raise PlanError(f"rows={self.rows} has {len(parts)} shares, but {readers} readers; for one, rows={even}")
+        if len(set(parts)) == 1:
+            raise PlanError(f"rows={self.rows} shares the rows evenly, which has no effect; drop it")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -128,6 +186,17 @@ class Layout:
         """Returns the size of an axis, 1 when it isn't used."""
         return self.degrees.get(axis, 1)
 
+    def pipeline(self) -> Schedule:
+        """Builds the schedule; of one rank and stage without ``pp``.
+
+        Raises:
+            PlanError: there is no such schedule, or it doesn't fit.
+        """
+        name = self.schedule or DEFAULT_SCHEDULE
+        spec = known_schedules().get(name)
+        stages = self.stages or (spec.least_stages if spec else 1)
+        return build_schedule(name, self.degree("pp"), stages, self.microbatches)
+
     def shape(self) -> dict[str, int]:
         """Returns the mesh's axes and sizes, outermost first."""
         return mesh_shape(self.degrees)
@@ -135,6 +204,27 @@ class Layout:
     def reader(self, rank: int) -> tuple[int, int]:
         """Returns (index, count): which part of each global batch a rank reads."""
         return reader(rank, self.degrees)
+
+    def shares(self) -> list[int]:
+        """Returns the share of each reader in the rows of every micro-batch."""
+        if not self.rows:
+            return [1] * reader(0, self.degrees)[1]
+        shares: list[int] = []
+        for part in self.rows.split("-"):
+            share, _, times = part.partition("x")
+            shares += [int(share)] * int(times or 1)
+        return shares
+
+    def span(self, rank: int, rows: int) -> tuple[int, int]:
+        """Returns (first row, row after the last) of a global batch of ``rows`` that a rank reads."""
+        index, shares = self.reader(rank)[0], self.shares()
+        unit = rows // sum(shares)
+        return unit * sum(shares[:index]), unit * sum(shares[: index + 1])
+
+    @property
+    def batch_unit(self) -> int:
+        """The rows of a global batch must be a multiple of this."""
+        return sum(self.shares()) * self.microbatches
 
     def describe_rank(self, rank: int) -> str:
         """Returns ``rank 3: replicate 1, shard 1``."""
@@ -164,12 +254,12 @@ class Layout:
         Raises:
             PlanError: names the numbers and the nearest batches that work.
         """
-        readers = reader(0, self.degrees)[1]
-        share = readers * self.microbatches
-        if rows % share:
-            near = [size for size in (rows // share * share, (rows // share + 1) * share) if size]
+        unit = self.batch_unit
+        if rows % unit:
+            near = [size for size in (rows // unit * unit, (rows // unit + 1) * unit) if size]
+            whom = f"shares of {self.rows}" if self.rows else f"{unit // self.microbatches} readers"
             raise PlanError(
-                f"batch of {rows} rows doesn't divide over {readers} readers x {self.microbatches} micro-batches; "
+                f"batch of {rows} rows doesn't divide over {whom} x {self.microbatches} micro-batches; "
                 f"nearest that works: {' or '.join(str(size) for size in near)} rows"
             )
 
@@ -183,9 +273,13 @@ class Layout:
 
     def with_degrees(self, degrees: Mapping[str, int]) -> Layout:
         """Returns the same choices over other degrees; the ZeRO level drops to 0 when nothing is left to shard over."""
-        shard = degrees.get("shard", 1)
-        zero = (self.zero or 3) if shard > 1 else 0
-        return dataclasses.replace(self, degrees=dict(degrees), zero=zero)
+        changes: dict[str, Any] = {"zero": (self.zero or 3) if degrees.get("shard", 1) > 1 else 0}
+        if degrees.get("pp", 1) == 1:
+            changes |= {"schedule": "", "stages": 0, "split": ""}
+        changes |= {} if degrees.get("tp", 1) > 1 else {"sequence": False}
+        changes |= {} if reader(0, degrees)[1] == reader(0, self.degrees)[1] else {"rows": ""}
+        changes |= {} if degrees.get("cp", 1) > 1 else {"attention": ""}
+        return dataclasses.replace(self, degrees=dict(degrees), **changes)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values that `from_json` takes back."""
@@ -228,6 +322,8 @@ class Prediction:
     """Parts of step_s in seconds."""
     traffic: Mapping[str, int] = field(default_factory=dict)
     """Bytes that each rank sends per step, by axis."""
+    learned: float = 1.0
+    """What earlier runs on these machines took over what was priced; step_s and parts are scaled by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

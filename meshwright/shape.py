@@ -4,10 +4,102 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.units import Flops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """One product of tokens with a weight: (T, inner) x (inner, outer)."""
+
+    name: str
+    """What it is: ``qkv``, ``out``, ``up``, ``down``, ``router``, ``head`` ..."""
+    inner: int
+    """Width that is summed over."""
+    outer: int
+    """Width of the result."""
+    split: str = ""
+    """``columns``: tp divides the result, ``rows``: the sum; empty: every rank of tp computes all of it."""
+    experts: bool = False
+    """Whether it is one routed expert's, run on the tokens that visit it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """Sizes of one block: what its time, its saved activations and its traffic are computed from."""
+
+    products: tuple[Product, ...]
+    """Matrix products of a forward, in order; an expert's are listed once, not once an expert."""
+    width: int
+    """D."""
+    parameters: int
+    """All parameters, those of the experts included."""
+    expert_parameters: int = 0
+    """Those of routed experts, which ``ep`` spreads."""
+    heads: int = 0
+    """H; 0 for a block without attention over all tokens."""
+    kv_heads: int = 0
+    """K."""
+    head_size: int = 0
+    """E of queries and keys."""
+    value_size: int = 0
+    """E of values."""
+    window: int = 0
+    """Tokens that a query looks back at most; 0 is all of them."""
+    sinks: bool = False
+    """Whether the softmax has a learned sink beside the keys (GPT-OSS)."""
+    latent: int = 0
+    """Widths of low-rank queries, keys and values together, which tp doesn't divide; 0 without them."""
+    ffn: int = 0
+    """F of the branch that every token visits: dense, or the shared experts."""
+    gated: bool = False
+    """Whether the feed-forward part multiplies two branches (SwiGLU)."""
+    norm: str = "rms"
+    """``rms`` or ``layer``."""
+    dropout: bool = False
+    """Whether its code has dropout, so that masks are saved."""
+    experts: int = 0
+    """X; 0 for a dense block."""
+    active_experts: int = 0
+    """Routed experts that a token visits."""
+    expert_ffn: int = 0
+    """F of a routed expert."""
+
+    @property
+    def query_width(self) -> int:
+        """H times E."""
+        return self.heads * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        """Keys of all heads: K times E."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def value_width(self) -> int:
+        """Values of all kv heads."""
+        return self.kv_heads * self.value_size
+
+    @property
+    def mixed_width(self) -> int:
+        """Weighted values of all query heads: what the output product reads."""
+        return self.heads * self.value_size
+
+    def attended(self, sequence: int) -> float:
+        """Returns the keys that a query sees on average under the causal mask."""
+        if not self.window or self.window >= sequence:
+            return sequence / 2
+        return self.window - self.window * self.window / (2 * sequence)
+
+    def forward_flops_per_token(self) -> Flops:
+        """Returns two operations a weight that a token multiplies, attention scores left out."""
+        total = sum(
+            2.0 * product.inner * product.outer * (self.active_experts if product.experts else 1)
+            for product in self.products
+        )
+        return Flops(total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +135,12 @@ class ModelShape:
     """X; 0 for a dense model."""
     active_experts: int = 0
     """Experts that one token visits."""
+    tied: bool = False
+    """Whether the head is the embedding."""
+    positions: int = 0
+    """Learned positions; 0 without them."""
+    blocks: tuple[LayerShape, ...] = ()
+    """Every block, in order; equal ones may be one object. Empty where only the totals are known."""
 
     def forward_flops_per_token(self, sequence: int) -> Flops:
         """Returns 2 N + 4 L S H E: two operations a matmul weight, scores and weighted values over S tokens.
@@ -68,4 +166,79 @@ class ModelShape:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelShape:
         """Builds the shape from what `to_json` gave."""
-        return cls(**{**values, "layer_parameters": tuple(values["layer_parameters"])})
+        blocks = tuple(
+            LayerShape(**{**block, "products": tuple(Product(**product) for product in block["products"])})
+            for block in values.get("blocks", ())
+        )
+        return cls(**{**values, "layer_parameters": tuple(values["layer_parameters"]), "blocks": blocks})
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of an operator."""
+
+    kind: str
+    """``product``, ``attention`` or ``element``."""
+    name: str
+    """As torch names it: ``mm``, ``add``."""
+    sizes: tuple[int, ...]
+    """Of a product (batch, M, N, K); of attention (B, H, S queries, S keys, E); else empty."""
+    flops: float
+    """Of products and attention, two for each multiplication and addition; counted as executed over all pairs."""
+    bytes: int
+    """Read and written: all its tensor arguments and results."""
+    kept_bytes: int = 0
+    """Results of a product or of attention: what selective recompute keeps of it."""
+    summed: bool = False
+    """Of a product, whether it sums over tokens: the left factor is a transposed view."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Work:
+    """What one call of a module computes, sends and keeps."""
+
+    forward: list[Operator] = field(default_factory=list)
+    """In order."""
+    backward: list[Operator] = field(default_factory=list)
+    """In order."""
+    saved_bytes: int = 0
+    """Kept between forward and backward: distinct memory that is no parameter, the module's input included."""
+    input_bytes: int = 0
+    """Of the inputs that gradients flow to: what full recompute keeps."""
+    sent: list[tuple[str, int, int]] = field(default_factory=list)
+    """Collectives over the wires that the module was wrapped with: (operation, bytes of the whole tensor, degree)."""
+
+    @property
+    def selective_bytes(self) -> int:
+        """Kept under selective recompute: the input, and the results of products and attention."""
+        return self.input_bytes + sum(item.kept_bytes for item in self.forward)
+
+    def flops(self, kind: str, backward: bool = False) -> float:
+        """Returns the FLOPs of one kind of operator."""
+        return sum(item.flops for item in (self.backward if backward else self.forward) if item.kind == kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWork:
+    """What a model computes and keeps on one micro-batch, as its own modules do it."""
+
+    rows: int
+    """Of the micro-batch."""
+    layers: tuple[Work, ...]
+    """Of each kind of layer."""
+    counts: tuple[int, ...]
+    """Layers of each kind."""
+    rest: Work
+    """What lies outside of the layers: embedding, masks, final norm, head."""
+
+    def operators(self, backward: bool = False) -> list[tuple[int, Operator]]:
+        """Returns every operator with how often it runs."""
+        found: list[tuple[int, Operator]] = []
+        for count, work in (*zip(self.counts, self.layers), (1, self.rest)):
+            found += [(count, item) for item in (work.backward if backward else work.forward)]
+        return found
+
+    @property
+    def saved_bytes(self) -> int:
+        """Kept between forward and backward by all layers and what lies around them."""
+        return sum(count * work.saved_bytes for count, work in zip(self.counts, self.layers)) + self.rest.saved_bytes

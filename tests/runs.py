@@ -85,7 +85,7 @@ class Running:
         finally:
             os._exit(status)
 
-    def wait(self, limit_s: float = 40.0) -> int:
+    def wait(self, limit_s: float = 90.0) -> int:
         """Returns the exit status, or minus the signal that ended it."""
         end = time.monotonic() + limit_s
         while self.status is None:
@@ -124,12 +124,12 @@ class Running:
         """Sends a signal to the command's own process."""
         os.kill(self.pid, number)
 
-    def no_orphans(self, limit_s: float = 8.0) -> None:
+    def no_orphans(self, limit_s: float = 20.0) -> None:
         """Fails when a process of its session still lives after a moment."""
         wait_until(lambda: not self.alive(), limit_s)
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     """Waits for a condition, a limited time."""
     end = time.monotonic() + limit_s
     while not condition():
@@ -138,7 +138,7 @@ def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
 
 
 def call(
-    argv: Sequence[str], output: Path, before: Callable[[], None] | None = None, limit_s: float = 40.0
+    argv: Sequence[str], output: Path, before: Callable[[], None] | None = None, limit_s: float = 90.0
 ) -> tuple[int, str]:
     """Runs a command to its end and returns (exit status, what it printed)."""
     running = Running(argv, output, before)

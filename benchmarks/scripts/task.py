@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, CONTEXT, LAYERS, WIDTH, HEADS = 24000, 256, 6, 384, 6
 LEARNING_RATE, FLOOR, WARMUP, CLIP, DECAY, BETAS = 1e-3, 0.1, 1, 1.0, 0.1, (0.9, 0.95)
@@ -32,6 +33,10 @@ class Task:
     """Unix time at which the whole contender was started."""
     mode: str
     """Which of its modes the script runs."""
+    micro: int
+    """Micro-batches of a step."""
+    reference: str
+    """Folder with the llama, its first weights and every step's rows; empty for the GPT-2 and rows of its own."""
 
 
 def read_task() -> Task:
@@ -42,6 +47,8 @@ def read_task() -> Task:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--started", type=float, default=time.time())
     parser.add_argument("--mode", default="")
+    parser.add_argument("--micro", type=int, default=1)
+    parser.add_argument("--reference", default="")
     return Task(**vars(parser.parse_args()))
 
 
@@ -64,6 +71,23 @@ def build_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
+def build_llama(folder: str, **settings: Any) -> LlamaForCausalLM:
+    """Returns the llama that a folder holds, in float32, with the weights that meshwright starts from.
+
+    Args:
+        folder: in Hugging Face format.
+        settings: more for ``from_pretrained``.
+    """
+    config = LlamaConfig.from_pretrained(folder)
+    config.use_cache = False
+    return LlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **settings).train()
+
+
+def model_of(task: Task) -> torch.nn.Module:
+    """Returns the model that the task names."""
+    return build_llama(task.reference) if task.reference else build_model()
+
+
 def decay_groups(model: torch.nn.Module) -> list[dict]:
     """Returns AdamW's groups: matrices decay, vectors don't."""
     weights = list(model.parameters())
@@ -82,7 +106,7 @@ def rate_factor(step: int, steps: int) -> float:
     """Returns the learning rate of a step (from 0) as a share of the peak: one warm-up step, then half a cosine."""
     if step < WARMUP:
         return (step + 1) / (WARMUP + 1)
-    done = (step - WARMUP) / max(1, steps - WARMUP)
+    done = (step - WARMUP) / max(1, steps - 1 - WARMUP)
     return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -94,6 +118,22 @@ def windows(task: Task, rank: int, world: int) -> Iterator[tuple[torch.Tensor, t
         starts = random.integers(0, len(tokens) - task.sequence - 1, task.rows // world)
         rows = torch.from_numpy(np.stack([tokens[i : i + task.sequence + 1] for i in starts]).astype(np.int64))
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def batches_of(task: Task, index: int = 0, count: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields a reader's (tokens, targets) of each step: the reference's rows, the same in meshwright, or random ones.
+
+    Args:
+        task: what to train.
+        index: of the reader.
+        count: of readers.
+    """
+    if not task.reference:
+        yield from windows(task, index, count)
+    share = task.rows // count
+    for step in np.load(Path(task.reference) / "rows.npy", mmap_mode="r"):
+        rows = torch.from_numpy(step[:, index * share : (index + 1) * share].astype(np.int64))
+        yield rows[0], rows[1]
 
 
 class Record:
@@ -126,17 +166,17 @@ class Record:
         import torch.distributed as dist
 
         ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (peak_bytes(), self.cpu_s))
+        dist.all_gather_object(ranks, (peak_bytes(), self.cpu_s, self.losses))
         if dist.get_rank() == 0:
-            held, whole = held_bytes(model), sum(4 * weight.numel() for weight in build_model().parameters())
+            held, whole = held_bytes(model), sum(4 * weight.numel() for weight in model_of(self.task).parameters())
             if sharded and held > 0.75 * whole:
                 raise RuntimeError(f"holds {held} of {whole} bytes of parameters: nothing was sharded")
             found = {
                 "step_s": self.step_s,
-                "cpu_s": [sum(one) for one in zip(*(cpu_s for _, cpu_s in ranks))],
-                "loss": self.losses,
+                "cpu_s": [sum(one) for one in zip(*(cpu_s for _, cpu_s, _ in ranks))],
+                "loss": [sum(one) / len(ranks) for one in zip(*(losses for _, _, losses in ranks))],
                 "first_step_s": self.first_step_s,
-                "peak_bytes": [peak for peak, _ in ranks],
+                "peak_bytes": [peak for peak, _, _ in ranks],
                 "parameter_bytes": held,
             }
             print("RESULT " + json.dumps(found), flush=True)

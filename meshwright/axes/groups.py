@@ -85,3 +85,37 @@ def writes(rank: int, sharded_on: Sequence[str], degrees: Mapping[str, int]) -> 
     return all(
         place[name] == 0 or name in sharded_on or axes[name].holds is Holds.STAGE for name in mesh_shape(degrees, axes)
     )
+
+
+def carved_groups(
+    name: str, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Returns who does what with whom along an axis that factorises the ranks of others a second time.
+
+    The ranks that differ along the carved axes alone form a block, in row-major order; the axis is its fastest part.
+
+    Args:
+        name: an axis that carves.
+        degrees: axis name to degree; absent means 1.
+        axes: the known axes.
+
+    Returns:
+        Three partitions of the world: the axis's own groups; the ranks of one block that hold the same part; and all
+        ranks that hold the same part, in whichever block, of those that read other data.
+    """
+    axes = known_axes() if axes is None else axes
+    carved, degree = axes[name].carves, degrees.get(name, 1)
+    outside = [other for other in loss_axes(axes) if other not in carved]
+    keyed = [key for key in mesh_shape(degrees, axes) if key not in carved]
+    blocks: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world_size(degrees, axes)):
+        place = coordinates(rank, degrees, axes)
+        blocks.setdefault(tuple(place[key] for key in keyed), []).append(rank)
+    own = [block[at : at + degree] for block in blocks.values() for at in range(0, len(block), degree)]
+    rest = [block[at::degree] for block in blocks.values() for at in range(degree)]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for key, block in blocks.items():
+        fixed = tuple(index for other, index in zip(keyed, key) if other not in outside)
+        for at in range(degree):
+            holders.setdefault((*fixed, at), []).extend(block[at::degree])
+    return own, rest, [sorted(group) for group in holders.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from meshwright.axes.axis import Axis, Holds, Reads
@@ -21,16 +22,16 @@ AXIS = Axis(
 )
 
 
-def wrap(module: nn.Module, wire: Wire) -> GradientReducer:
-    """Makes every gradient of ``module`` a sum over the axis, communicated while backward still runs.
+def wrap(parameters: Iterable[nn.Parameter], wire: Wire) -> GradientReducer:
+    """Makes every gradient a sum over the axis, communicated while backward still runs.
 
     Args:
-        module: a module with plain parameters; it stays as it is, hooks are added.
-        wire: the axis's collectives.
+        parameters: plain ones, in the order in which forward uses them; they stay as they are, hooks are added.
+        wire: collectives of the ranks that hold copies of them.
 
     Returns:
         The reducer: call ``begin(last)`` before each micro-batch and ``finish()`` after the last backward.
     """
     from meshwright.axes.comm.reducer import GradientReducer
 
-    return GradientReducer(module, wire)
+    return GradientReducer(parameters, wire)

@@ -44,6 +44,18 @@ class ShardOptions:
     """Layers gathered ahead of the one that computes."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Apart:
+    """Modules inside the layers whose copies, and so whose shards, live on other ranks than those of the rest."""
+
+    modules: Sequence[nn.Module]
+    """Each a unit of gathering of its own, in order."""
+    mesh: DeviceMesh
+    """Of one dimension: the ranks that share the shards."""
+    wires: Sequence[Wire]
+    """As `wrap` takes them."""
+
+
 class ShardedState:
     """Steers the sharded module through a step: which micro-batch communicates what, and when shards are restored."""
 
@@ -90,7 +102,12 @@ class CopySum:
 
 
 def wrap(
-    module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, options: ShardOptions, wires: Sequence[Wire]
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    options: ShardOptions,
+    wires: Sequence[Wire],
+    apart: Apart | None = None,
 ) -> ShardedState:
     """Shards ``module`` over a mesh of one dimension, layer by layer.
 
@@ -100,6 +117,7 @@ def wrap(
         mesh: ``(shard,)``.
         options: how.
         wires: collectives of the shard axis and, where the shards have copies, of the axis of these.
+        apart: modules that are sharded over other ranks; None for none.
 
     Returns:
         The state that the step steers.
@@ -116,29 +134,47 @@ def wrap(
         "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
         "reshard_after_forward": options.zero == 3,
     }
+    others: Sequence[Any] = apart.modules if apart else ()
+    for inner in others:
+        assert apart is not None
+        fully_shard(inner, **{**settings, "mesh": apart.mesh})
     for layer in layers:
         fully_shard(layer, **settings)
     root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
-        _gather_ahead(layers, options.prefetch)
-    units = (root, *layers)
-    copies = [CopySum(wire) for wire in wires[1:] for _ in units]
-    for unit, copy in zip(units, copies):
-        unit.set_all_reduce_hook(copy)
-    for unit in units:
-        _use_wire(unit, wires[0])
+        _gather_ahead(layers, others, options.prefetch)
+    copies = _connect((root, *layers), wires)
+    if apart is not None:
+        copies += _connect(others, apart.wires)
     return ShardedState(root, options, copies)
 
 
-def _gather_ahead(layers: Sequence[Any], prefetch: int) -> None:
+def _connect(units: Sequence[Any], wires: Sequence[Wire]) -> list[CopySum]:
+    """Makes units communicate through ``wires``; returns what sums over the second, one a unit."""
+    copies = []
+    for unit in units:
+        _use_wire(unit, wires[0])
+        for wire in wires[1:]:
+            copies.append(CopySum(wire))
+            unit.set_all_reduce_hook(copies[-1])
+    return copies
+
+
+def _gather_ahead(layers: Sequence[Any], others: Sequence[Any], prefetch: int) -> None:
     """Gathers ahead of compute, forward in order and backward in reverse, by asynchronous collectives.
 
-    On CUDA FSDP2 does so by itself, with streams of its own; the CPU has none.
+    A layer is needed before what is inside it, either way. On CUDA FSDP2 does so by itself, with streams of its own;
+    the CPU has none.
     """
-    for place, layer in enumerate(layers):
-        layer._set_unshard_async_op(True)
-        layer.set_modules_to_forward_prefetch(list(layers[place + 1 : place + 1 + prefetch]))
-        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(0, place - prefetch) : place])))
+    inside = [[part for part in others if part in set(layer.modules())] for layer in layers]
+    units = [[layer, *parts] for layer, parts in zip(layers, inside)]
+    forward = [unit for group in units for unit in group]
+    backward = [unit for group in reversed(units) for unit in group]
+    for place, unit in enumerate(forward):
+        unit._set_unshard_async_op(True)
+        unit.set_modules_to_forward_prefetch(forward[place + 1 : place + 1 + prefetch])
+    for place, unit in enumerate(backward):
+        unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + prefetch])
 
 
 def _use_wire(unit: Any, wire: Wire) -> None:

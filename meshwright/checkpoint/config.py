@@ -16,7 +16,7 @@ class CheckpointConfig(Config):
     """Steps between checkpoints; 0 writes only the one at the end of the run."""
     keep: int = 3
     """Number of newest good checkpoints that stay; older ones are removed once the new one stands."""
-    backend: str = "dcp"
+    backend: str = "image"
     """File format: the name of a backend's file in ``meshwright/checkpoint/``."""
     verify: bool = True
     """Read each new file back from the disk and compare its checksum before the checkpoint counts and older ones are

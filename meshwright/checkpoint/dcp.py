@@ -137,6 +137,9 @@ class _SavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: Any) -> Any:
         return _flattened(lambda: super(_SavePlanner, self).create_global_plan(all_plans))
 
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return _held(self.state_dict, index, super().lookup_object)
+
 
 class _Reader(FileSystemReader):
     """DCP's reader with a safe unpickler; it reads the metadata once, and takes no rank's own file for it."""
@@ -155,6 +158,11 @@ class _Reader(FileSystemReader):
 class _LoadPlanner(DefaultLoadPlanner):
     """DCP's planner for a flat mapping that refuses a plan which doesn't fill every element of this rank's part."""
 
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        given = dict(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = given  # DCP drops what is neither a tensor nor a plain value
+
     def create_local_plan(self) -> Any:
         plan = _flattened(super().create_local_plan)
         filled: dict[str, int] = {}
@@ -165,6 +173,15 @@ class _LoadPlanner(DefaultLoadPlanner):
             if filled.get(name, 0) != wanted:
                 raise CheckpointError(f"'{name}': {filled.get(name, 0)} of {wanted} elements would be filled")
         return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _held(self.state_dict, index, super().lookup_tensor)
+
+
+def _held(state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]) -> Any:
+    """Returns the memory behind an index; DCP's own search takes a part of a tensor for nothing but a Tensor."""
+    found = state[index.fqn]
+    return otherwise(index) if isinstance(found, Tensor) else found.__get_tensor_shard__(index)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import Tensor
 
 from meshwright.checkpoint.contract import TensorRecord
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.errors import CheckpointError
 
 _SHOWN = 8
@@ -75,3 +77,14 @@ def _listed(names: list[str]) -> str:
 
 def _shown(record: TensorRecord) -> str:
     return f"{record.dtype} {record.shape}"
+
+
+def check(
+    path: Path, manifest: Manifest, wanted: Mapping[str, TensorRecord], expect: Mapping[str, str]
+) -> None:
+    """Refuses a good checkpoint of something else."""
+    if reason := misfit(wanted, manifest.tensors):
+        raise CheckpointError(f"{path} is a checkpoint of another model: {reason}")
+    for name, value in expect.items():
+        if (found := manifest.origin.to_json()[name]) != value:
+            raise CheckpointError(f"{path} comes from another {name}: its fingerprint is {found}, not {value}")

@@ -26,8 +26,13 @@ from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.contract import FileRecord, TensorRecord, find_backend
 from meshwright.checkpoint.files import SummedWriter, damage
 from meshwright.checkpoint.folder import Entry, Folder, Refused, whole
+from meshwright.checkpoint.image import copy_image
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
+from meshwright.checkpoint.snapshot import State
 from meshwright.errors import CheckpointError
+
+IMAGE = "image"
+"""Name of the backend whose files are images of snapshots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +87,7 @@ class CheckpointStore:
         config: CheckpointConfig | None = None,
         group: ProcessGroup | None = None,
         stamp: Callable[[str], None] = lambda phase: None,
+        fence: Callable[[], None] | None = None,
     ) -> None:
         """Opens a folder; it is created by the first save.
 
@@ -91,6 +97,7 @@ class CheckpointStore:
             group: gloo group of the ranks (`agreement.build_group`); None for a process alone.
             stamp: told of each phase of a save as it begins on this rank: ``open``, ``write``, ``written``,
                 ``manifest``, ``rename``, ``renamed``, ``collect``, ``saved``; it must not raise.
+            fence: raises when others have taken over the run; asked right before a checkpoint gets its name.
 
         Raises:
             ConfigError: for an unknown backend.
@@ -99,23 +106,36 @@ class CheckpointStore:
         self.root = Path(root).absolute()
         self._config = config or CheckpointConfig()
         self._folder = Folder(self.root)
-        self._backend = find_backend(self._config.backend)
+        find_backend(self._config.backend)
         self._ranks = Agreement(group)
-        self._stamp = stamp
+        self._stamp, self._fence = stamp, fence or (lambda: None)
         self._step: int | None = None
         self._refused: set[Path] = set()
         self._clean = False
 
     @classmethod
     def build(
-        cls, root: Path, config: CheckpointConfig | None = None, stamp: Callable[[str], None] = lambda phase: None
+        cls,
+        root: Path,
+        config: CheckpointConfig | None = None,
+        stamp: Callable[[str], None] = lambda phase: None,
+        fence: Callable[[], None] | None = None,
     ) -> Self:
         """Opens a folder for all ranks of the run, over a gloo group whose waits end after ``config.wait_s``.
 
         Every rank must call it; without an initialised process group the process is alone.
         """
         config = config or CheckpointConfig()
-        return cls(root, config, build_group(config.wait_s) if dist.is_initialized() else None, stamp)
+        return cls(root, config, build_group(config.wait_s) if dist.is_initialized() else None, stamp, fence)
+
+    def went_on(self, step: int) -> None:
+        """Tells that the run goes on from a state of this step from elsewhere; later checkpoints may stand."""
+        self._step = step
+
+    @property
+    def agreement(self) -> Agreement:
+        """How the ranks of this store agree."""
+        return self._ranks
 
     def entries(self) -> list[Entry]:
         """Returns every checkpoint from oldest to newest, unverified."""
@@ -145,15 +165,39 @@ class CheckpointStore:
             CheckpointError: the same on every rank: a full or read-only disk, an error in a writer, a lost rank, or a
                 folder that already holds later checkpoints of a run that wasn't resumed.
         """
+        backend = find_backend(self._config.backend)
+
+        def write(folder: Path) -> dict[str, FileRecord]:
+            return backend.write(folder, tensors, self._ranks.group)
+
+        return self._save(step, self._config.backend, write, lambda: fit.tabulate(tensors), meta, origin or Origin())
+
+    def save_state(self, step: int, state: State, meta: Mapping[str, Any], origin: Origin) -> Saved:
+        """Writes a checkpoint of what ranks left in memory; by a process alone. See `save`."""
+
+        def write(folder: Path) -> dict[str, FileRecord]:
+            return {name: record for one in state.snapshots for name, record in copy_image(folder, one).items()}
+
+        return self._save(step, IMAGE, write, lambda: None, meta, origin)
+
+    def _save(
+        self,
+        step: int,
+        backend: str,
+        write: Callable[[Path], dict[str, FileRecord]],
+        check: Callable[[], object],
+        meta: Mapping[str, Any],
+        origin: Origin,
+    ) -> Saved:
         started, what = time.monotonic(), f"saving the checkpoint of step {step} failed"
         self._stamp("open")
-        opened = self._ranks.everywhere(what, lambda: self._open(step, tensors, meta, origin or Origin()))
+        opened = self._ranks.everywhere(what, lambda: self._open(step, check, meta, origin))
         folder, target = (self.root / name for name in opened[0])
         self._stamp("write")
         try:
-            reports = self._ranks.everywhere(what, lambda: self._write(folder, tensors))
+            reports = self._ranks.everywhere(what, lambda: self._write(folder, write))
             files = {name: FileRecord(*record) for report in reports for name, record in report.items()}
-            self._ranks.once(what, lambda: self._commit(folder, target, step, files, meta, origin or Origin()))
+            self._ranks.once(what, lambda: self._commit(folder, target, step, backend, files, meta, origin))
         except CheckpointError as error:
             if self._ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -209,7 +253,7 @@ class CheckpointStore:
         started, refused = time.monotonic(), list[Refused]()
         wanted = self._union(targets)
         for path, manifest in self._candidates(step, refused):
-            _check_fit(path, manifest, wanted, expect or {})
+            fit.check(path, manifest, wanted, expect or {})
             backend = find_backend(manifest.backend)
             outcomes = self._ranks.outcomes(partial(backend.read, path, targets, self._ranks.group))
             if any(outcome.error for outcome in outcomes):
@@ -233,13 +277,13 @@ class CheckpointStore:
         return find_backend(loaded.manifest.backend).read_full(loaded.path, wanted)
 
     def _open(
-        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], origin: Origin
+        self, step: int, check: Callable[[], object], meta: Mapping[str, Any], origin: Origin
     ) -> tuple[str, str] | None:
         """Checks what is to be saved; rank 0 makes the folder, and returns its name and the name that it will get.
 
         All that can fail on one rank alone stands here, before the backend's own collectives.
         """
-        fit.tabulate(tensors)
+        check()
         if self._ranks.rank != 0:
             return None
         try:
@@ -257,9 +301,9 @@ class CheckpointStore:
             )
         return self._folder.begin(step)
 
-    def _write(self, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
+    def _write(self, folder: Path, write: Callable[[Path], dict[str, FileRecord]]) -> dict[str, FileRecord]:
         """Writes this rank's part and checks it."""
-        files = self._backend.write(folder, tensors, self._ranks.group)
+        files = write(folder)
         for name, record in files.items():
             if fault := damage(folder / name, record, contents=self._config.verify, cold=True):
                 raise CheckpointError(f"right after writing, {fault}")
@@ -267,7 +311,14 @@ class CheckpointStore:
         return files
 
     def _commit(
-        self, folder: Path, target: Path, step: int, files: dict[str, FileRecord], meta: Mapping, origin: Origin
+        self,
+        folder: Path,
+        target: Path,
+        step: int,
+        backend: str,
+        files: dict[str, FileRecord],
+        meta: Mapping,
+        origin: Origin,
     ) -> None:
         """Writes the manifest, and gives the checkpoint its name once everything is on the disk."""
         self._stamp("manifest")
@@ -275,9 +326,9 @@ class CheckpointStore:
             name=target.name,
             step=step,
             ranks=self._ranks.count,
-            backend=self._config.backend,
+            backend=backend,
             files=dict(sorted(files.items())),
-            tensors=self._backend.describe(folder),
+            tensors=find_backend(backend).describe(folder),
             origin=origin,
             meta=meta,
         )
@@ -290,6 +341,7 @@ class CheckpointStore:
         with SummedWriter(folder / MANIFEST, "sha256") as stream:
             stream.write(manifest.render())
         self._stamp("rename")
+        self._fence()
         self._folder.rename(folder, target)
         self._stamp("renamed")
 
@@ -336,13 +388,8 @@ class CheckpointStore:
 
     def _accepted(self, path: Path, manifest: Manifest, refused: list[Refused], started: float) -> Loaded:
         self._step = manifest.step
-        return Loaded(
-            step=manifest.step,
-            path=path,
-            manifest=manifest,
-            refused=tuple(refused),
-            seconds=time.monotonic() - started,
-        )
+        seconds = time.monotonic() - started
+        return Loaded(step=manifest.step, path=path, manifest=manifest, refused=tuple(refused), seconds=seconds)
 
     def _none(self, step: int | None, refused: list[Refused], required: bool) -> None:
         where = f"{self.root}" + (f" at step {step}" if step is not None else "")
@@ -351,14 +398,3 @@ class CheckpointStore:
             raise CheckpointError(f"no checkpoint in {where} is good: {reasons}")
         if required:
             raise CheckpointError(f"there is no checkpoint in {where}")
-
-
-def _check_fit(
-    path: Path, manifest: Manifest, wanted: Mapping[str, TensorRecord], expect: Mapping[str, str]
-) -> None:
-    """Refuses a good checkpoint of something else."""
-    if reason := fit.misfit(wanted, manifest.tensors):
-        raise CheckpointError(f"{path} is a checkpoint of another model: {reason}")
-    for name, value in expect.items():
-        if (found := manifest.origin.to_json()[name]) != value:
-            raise CheckpointError(f"{path} comes from another {name}: its fingerprint is {found}, not {value}")

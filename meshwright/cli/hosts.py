@@ -1,4 +1,4 @@
-"""Training on the hosts of a hostfile: one torchrun on each over ssh, or the commands to paste."""
+"""Training on the hosts of a hostfile: a supervisor or torchrun on each over ssh, or the commands to paste."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_on_hosts(words: Sequence[str], config: RunConfig, hostfile: str) -> int:
 
     Raises:
         PlanError: when the layout's degrees don't multiply to the slots.
-        LaunchError: when a host fails; the others are ended.
+        LaunchError: when a host fails; the others are ended. With ``recovery.enabled`` when all fail.
     """
     launcher, asked = _launcher(config, hostfile), 0
 
@@ -58,19 +58,19 @@ def show_commands(words: Sequence[str], config: RunConfig, hostfile: str | None)
 
 
 def _launcher(config: RunConfig, hostfile: str) -> HostfileLauncher:
-    launcher = HostfileLauncher(read_hostfile(Path(hostfile)))
+    launcher = HostfileLauncher(read_hostfile(Path(hostfile)), supervised=config.recovery.enabled)
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
     return launcher
 
 
 def _argv(words: Sequence[str], config: RunConfig) -> list[str]:
-    """Returns the words for torchrun: the run's directory by the name that torchrun leaves alone."""
+    """Returns the words for each host: the run's directory by the name that torchrun leaves alone, and no devices."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
-        if word in ("--run", "--run-dir"):
+        if word in ("--run", "--run-dir", "--devices"):
             next(rest, None)
-        elif not word.startswith(("--run=", "--run-dir=")):
+        elif not word.startswith(("--run=", "--run-dir=", "--devices=")):
             kept.append(word)
     return ["train", *kept, "--run-dir", config.run]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
 import time
@@ -12,15 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.words import say
 from meshwright.config import read_toml
-from meshwright.errors import ConfigError
-from meshwright.planner.memory import StateSizes
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.launch.devices import Devices
+from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from meshwright.axes.table import ShardingTable
+    from meshwright.cluster.cluster import Cluster
     from meshwright.data.config import DataConfig
     from meshwright.data.tokens import TokenSet
     from meshwright.models.build import BuiltModel
+    from meshwright.planner.measured import Measure
+    from meshwright.shape import ModelWork
+    from meshwright.train.facts import Facts
 
 CACHE = Path("prepared")
 """Where prepared text is kept unless ``data.cache`` says otherwise."""
@@ -81,6 +89,68 @@ def read_model(config: RunConfig, vocab: int | None, context: int | None) -> Rea
         sizes=StateSizes(total=sum(item.numel() for _, item in named), layers=tuple(layers)),
         fingerprint=hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
     )
+
+
+def model_parts(built: BuiltModel, facts: Facts) -> ModelParts:
+    """Returns what prices every axis: the model's weights by name, and what a layout knows of them."""
+    named = built.module.named_parameters(remove_duplicate=False)
+    anatomy = built.anatomy
+    return ModelParts.of(named, anatomy.layers, anatomy.ties, facts.table, facts.spine, facts.experts)
+
+
+def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:
+    """Returns what runs a model's modules on fake tensors for a layout, once for each size and split.
+
+    Args:
+        built: the model on meta.
+        sequence: tokens a row.
+        precision: of compute.
+    """
+    import torch
+
+    from meshwright.models.table import sharding_table
+    from meshwright.models.work import measure_model
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}.get(precision, torch.float32)
+
+    @functools.cache
+    def table(degree: int) -> ShardingTable:
+        return sharding_table(built, degree)
+
+    @functools.cache
+    def measured(rows: int, degree: int, split: bool) -> ModelWork | None:
+        try:
+            split_by = table(degree) if degree > 1 else None
+            return measure_model(built, rows, sequence, dtype, split_by, degree, split)
+        except MeshwrightError:
+            return None
+
+    return lambda layout, rows: measured(rows, layout.degree("tp"), layout.sequence)
+
+
+def cluster_here(devices: Devices, ranks: int) -> Cluster:
+    """Returns the machines of a run as a cluster, with what was measured on them where it was.
+
+    Args:
+        devices: of this node; the others are taken to be alike.
+        ranks: on all nodes.
+
+    Raises:
+        ClusterError: for a GPU that the catalogue doesn't know.
+    """
+    from meshwright.launch.machine import this_cluster
+
+    nodes = max(1, ranks // devices.found) if devices.kind == "cuda" else 1
+    return this_cluster(dataclasses.replace(devices, count=ranks // nodes), nodes)
+
+
+def ledger_here(devices: Devices, ranks: int) -> tuple[Path, str]:
+    """Returns the file of this machine's runs, and what the machine is called in it."""
+    from meshwright.cluster.calibration import machine_key
+    from meshwright.launch.machine import calibration_folder, machine_facts
+    from meshwright.planner.ledger import NAME
+
+    return calibration_folder() / NAME, machine_key(machine_facts(devices, ranks))
 
 
 def run_config(run_dir: Path) -> RunConfig:

@@ -12,9 +12,13 @@ from meshwright.errors import MeshwrightError, nearest
 
 VERBS = {
     "train": "prepare text, plan, train, evaluate, checkpoint; goes on where an earlier run of the directory stopped",
+    "plan": "choose the fastest layout that fits some machines, say what it takes and why the others lose",
     "verify": "prove that layouts compute what one device computes",
+    "inspect": "what a model is made of, how each axis can split it, what a layout's ranks would hold",
     "prepare": "turn text into token files",
     "generate": "continue a prompt with a trained model",
+    "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",
+    "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
     "export": "write a run's model in Hugging Face format",
 }
 """Each verb is a file of this folder with ``run(argv) -> int``."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.cli.words import say
-from meshwright.units import format_bytes
+from meshwright.units import format_bytes, format_seconds
 
 
 def show_result(summary: Mapping[str, Any]) -> None:
@@ -23,6 +23,12 @@ def show_result(summary: Mapping[str, Any]) -> None:
         found = {name: summary.get(f"{name}_bits_per_byte") for name in ("gzip", "xz")}
         others = ", ".join(f"{name} {bits:.3f}" for name, bits in found.items() if bits is not None)
         lines.append(f"bits per byte of the held-out text: {summary['bits_per_byte']:.3f} (the same bytes by {others})")
+    if summary.get("time"):
+        time = summary["time"]
+        off = time["measured"] / time["planned"] - 1
+        lines.append(
+            f"a step took {format_seconds(time['measured'])}, planned {format_seconds(time['planned'])} ({off:+.0%})"
+        )
     if summary.get("state"):
         lines += ["", *_state_lines(summary["state"])]
     if summary.get("sample"):

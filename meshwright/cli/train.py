@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -10,41 +11,62 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.cli import trials
 from meshwright.cli.hosts import run_on_hosts, show_commands
-from meshwright.cli.inputs import CONFIG, PLAN, ReadModel, prepared, read_model, run_config
+from meshwright.cli.inputs import (
+    CONFIG,
+    PLAN,
+    ReadModel,
+    ledger_here,
+    prepared,
+    read_model,
+    run_config,
+)
+from meshwright.cli.layouts import facts_of, leaner, make_plans, plan_for_less
+from meshwright.cli.nodes import Nodes, NodeWords, take_nodes
 from meshwright.cli.words import answer, read_config, take_flag, take_value
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, RankError
 from meshwright.launch.choice import choose_launcher
-from meshwright.launch.devices import Devices, device_memory_bytes, found_devices
+from meshwright.launch.devices import found_devices
+from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.preload import prepare_environment
 from meshwright.plan import Layout, Plan
-from meshwright.planner import rule
+from meshwright.planner.ledger import record
 from meshwright.train.hooks import Hook
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from meshwright.data.tokens import TokenSet
-    from meshwright.launch.fork import ForkLauncher
     from meshwright.launch.torchrun import TorchrunLauncher
+    from meshwright.train.facts import Facts
+    from meshwright.train.session import Job
 
-FREE_TO_CHANGE = {"layout", "devices", "run", "launch", "monitor", "checkpoint", "evaluation"}
+PREEMPTED = 143
+"""Exit status of a run that SIGTERM ended, its last state on disk. Source: POSIX shells, 128 + SIGTERM."""
+FREE_TO_CHANGE = {
+    *("layout", "trials", "model.sharding", "devices", "run", "launch", "monitor", "checkpoint", "evaluation"),
+    "recovery",
+}
 """What a resumed run may set anew, since the curve doesn't depend on it; ``train.steps`` too, to go on longer."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Trains; exit status 0 when the run reached its last step, 1 when it was interrupted."""
+    """Trains; exit status 0 when the run reached its last step, 1 when it was interrupted, 143 by SIGTERM."""
     words = list(argv)
     as_json = take_flag(words, "--json")
     hostfile, dry = take_value(words, "--hostfile"), take_flag(words, "--dry-run")
+    place = take_nodes(words)
     config = read_config(RunConfig, words, "train")
     if hostfile is not None or dry:
         config = _owned(config)
         return show_commands(words, config, hostfile) if dry else run_on_hosts(words, config, str(hostfile))
-    result = train(config)
-    if as_json and result:
+    result = train(config, nodes=place)
+    if as_json and "run" in result:
         answer(json.dumps(result, indent=2))
-    return 0 if not result or result["finished"] else 1
+    if not result or result["finished"]:
+        return 0
+    return PREEMPTED if result["terminated"] else 1
 
 
 def _owned(config: RunConfig) -> RunConfig:
@@ -80,48 +102,37 @@ def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> l
     return found
 
 
-def make_plan(config: RunConfig, model: ReadModel, ranks: int, devices: Devices) -> Plan:
-    """Turns the config's layout into a plan, refusing what can't run."""
-    from meshwright.runtime.build import check
-
-    if config.layout == "auto":
-        memory, precision = device_memory_bytes(devices, ranks), "bf16" if devices.kind == "cuda" else "float32"
-        plan = rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
-    else:
-        plan = rule.named_plan(Layout.parse(config.layout), ranks, model.sizes)
-    plan.layout.check_batch(config.train.batch)
-    check(plan.layout, devices.kind, len(model.built.anatomy.layers))
-    return plan
-
-
-def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+def train(config: RunConfig, hooks: Sequence[Hook] = (), nodes: NodeWords | None = None) -> dict[str, Any]:
     """Trains as the command does; for use from Python, in a process that has run no tensor operation yet.
 
     Args:
         config: the run; an empty ``run`` makes a new directory under ``runs/``.
         hooks: called after each step on every rank; see `meshwright.train.hooks`.
+        nodes: this node's place, when the same is done on others.
 
     Returns:
         How it ended: ``finished``, step, loss, validation loss, bits per byte, sample, run, report. Empty on the ranks
-        of torchrun other than the first.
+        of torchrun other than the first; ``finished`` and ``terminated`` on nodes that don't lead at the end.
     """
     config.check_all()
     prepare_environment()
+    if nodes is not None:
+        return _train(_owned(config), nodes.place(config), tuple(hooks))
     return _train(_owned(config), choose_launcher(config.devices, config=config.launch), tuple(hooks))
 
 
 def _train(
-    config: RunConfig, launcher: ForkLauncher | TorchrunLauncher, hooks: tuple[Hook, ...]
+    config: RunConfig, launcher: ForkLauncher | TorchrunLauncher | Nodes, hooks: tuple[Hook, ...]
 ) -> dict[str, Any]:
     from meshwright.cli.trained import check_prompt
     from meshwright.launch.torchrun import TorchrunLauncher
     from meshwright.models.measure import measure_shape
     from meshwright.models.probe import check_documents
-    from meshwright.train.session import Job, run_rank
+    from meshwright.train.session import Job
 
     devices = found_devices(None)
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
-    first = context is None or context.rank == 0
+    first = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
     if config.model.kind == "type":
@@ -132,18 +143,19 @@ def _train(
     model = read_model(config, token_set.vocab_size, config.data.sequence)
     if config.data.mask_documents and len(token_set.train.ends) > 1:
         check_documents(model.built)
-    plan = make_plan(config, model, launcher.ranks, devices)
-    _check_ahead(config, plan.layout, token_set)
+    if config.trials and context is not None:
+        raise ConfigError("trials start ranks of their own, which under torchrun are there already; drop trials")
     run_dir = Path(config.run)
+    tried = config.trials if not (run_dir / PLAN).exists() else 0
+    offers = make_plans(config, model, launcher.ranks, devices, max(1, tried))
+    plan, facts = offers[0]
+    _check_ahead(config, plan.layout, token_set)
     header = _header(config, model, plan, token_set, devices.kind)
-    if first:
-        _write_run(run_dir, config, plan)
-    else:
-        _wait_for(run_dir / PLAN, config.launch.group_s)
     job = Job(
         config=config,
         plan=plan,
         model=model.built,
+        facts=facts,
         run_dir=run_dir,
         data_dir=token_set.path,
         fingerprint=model.fingerprint,
@@ -151,11 +163,73 @@ def _train(
         hooks=hooks,
         flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
     )
-    launcher.label = plan.layout.place
-    result = launcher.run(run_rank, job)[0]
+    if tried:
+        at, rows = trials.fastest(job, offers)
+        plan, facts = offers[at]
+        plan = dataclasses.replace(plan, reason=f"fastest of {len(rows)} that were tried; {plan.reason}")
+        header = _header(config, model, plan, token_set, devices.kind)
+        job = dataclasses.replace(job, plan=plan, facts=facts, header=header)
+        trials.written(run_dir, rows)
+    if first:
+        _write_run(run_dir, config, plan)
+    else:
+        _wait_for(run_dir / PLAN, config.launch.group_s)
+    if isinstance(launcher, Nodes):
+        result, first = _nodes_result(config, model, job, launcher)
+    else:
+        result = _ranks_result(config, model, job, launcher)
     if not first:
-        return {}
-    return _conclude(config, run_dir, token_set, result)
+        return {name: result[name] for name in ("finished", "terminated")} if isinstance(launcher, Nodes) else {}
+    return _conclude(config, run_dir, token_set, plan, result)
+
+
+def _ranks_result(
+    config: RunConfig, model: ReadModel, job: Job, launcher: ForkLauncher | TorchrunLauncher
+) -> dict[str, Any]:
+    """Runs the job; ranks that this process forks are started again when they fail."""
+    from meshwright.resilience.supervisor import Supervisor
+    from meshwright.train.session import run_rank
+    from meshwright.train.shortage import OUT_OF_MEMORY
+
+    if not isinstance(launcher, ForkLauncher) or not config.recovery.enabled:
+        launcher.label = job.plan.layout.place
+        result = launcher.run(run_rank, job)[0]
+        return result | {"terminated": isinstance(launcher, ForkLauncher) and launcher.terminated}
+    devices = launcher.devices
+
+    def plans(ranks: int) -> tuple[Plan, Facts]:
+        return plan_for_less(config, model, ranks, devices, job.plan.layout)
+
+    def announce(changed: Job) -> Job:
+        _write_run(job.run_dir, config, changed.plan)
+        rows = _layout_rows(changed.plan, devices.kind)
+        return dataclasses.replace(changed, header=job.header | rows)
+
+    supervisor = Supervisor(job, devices, plans, announce)
+    try:
+        result = supervisor.run()
+    except RankError as error:
+        if OUT_OF_MEMORY not in str(error):
+            raise
+        raise RankError(f"{error}\n{leaner(config, model, devices, job.plan)}") from error
+    return result | {"terminated": supervisor.terminated}
+
+
+def _nodes_result(config: RunConfig, model: ReadModel, job: Job, nodes: Nodes) -> tuple[dict[str, Any], bool]:
+    """Runs this node's share of the job; returns how it ended, and whether this node led then."""
+    from meshwright.resilience.agent import Agent, Seat
+
+    def plans(ranks: int) -> tuple[Plan, Facts]:
+        return plan_for_less(config, model, ranks, nodes.devices, job.plan.layout)
+
+    def remake(plan: Plan) -> Job:
+        facts, rows = facts_of(config, model, plan.layout, nodes.devices), _layout_rows(plan, nodes.devices.kind)
+        return dataclasses.replace(job, plan=plan, facts=facts, header=job.header | rows)
+
+    seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port)
+    agent = Agent(job, nodes.devices, seat, plans, remake, lambda plan: _write_run(job.run_dir, config, plan))
+    result = agent.run()
+    return result | {"terminated": agent.terminated}, agent.leads
 
 
 def _check_ahead(config: RunConfig, layout: Layout, token_set: TokenSet) -> None:
@@ -164,9 +238,8 @@ def _check_ahead(config: RunConfig, layout: Layout, token_set: TokenSet) -> None
     from meshwright.data.loader import Loader
 
     find_backend(config.checkpoint.backend)
-    index, count = layout.reader(0)
     rows, sequence = config.train.batch, config.data.sequence
-    Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, index=index, count=count)
+    Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
 
 
 def _write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
@@ -190,19 +263,28 @@ def _wait_for(path: Path, limit_s: float) -> None:
 
 
 def _header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet, kind: str) -> dict[str, str]:
-    memory = ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.prediction.memory.items())
     return {
         "model": f"{config.model.name}, {format_count(model.sizes.total)} parameters, "
         f"{len(model.built.anatomy.layers)} layers",
         "data": f"{format_count(len(token_set.train.tokens))} tokens, vocabulary {token_set.vocab_size}",
-        "devices": f"{plan.ranks} x {kind}",
-        "layout": f"{plan.layout} ({plan.reason})",
-        "state": f"{memory} a rank",
+        **_layout_rows(plan, kind),
         "run": config.run,
     }
 
 
-def _conclude(config: RunConfig, run_dir: Path, token_set: TokenSet, result: dict[str, Any]) -> dict[str, Any]:
+def _layout_rows(plan: Plan, kind: str) -> dict[str, str]:
+    """Returns the rows of the header that follow from the plan."""
+    memory = ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.prediction.memory.items())
+    return {
+        "devices": f"{plan.ranks} x {kind}",
+        "layout": f"{plan.layout} ({plan.reason})",
+        "state": f"{memory} a rank",
+    }
+
+
+def _conclude(
+    config: RunConfig, run_dir: Path, token_set: TokenSet, plan: Plan, result: dict[str, Any]
+) -> dict[str, Any]:
     """Adds sample and baselines to a finished run, rewrites its report, and shows how it ended."""
     from meshwright.cli.result import show_result
     from meshwright.data.tokens import compression_baselines
@@ -228,6 +310,9 @@ def _conclude(config: RunConfig, run_dir: Path, token_set: TokenSet, result: dic
     if config.monitor.report:
         summary["report"] = str(write_report(run_dir, config.monitor.drift_bound))
     summary["state"] = _state(run_dir)
+    summary["time"] = _time(run_dir)
+    if result["finished"] and summary["time"]:
+        _remember(plan, summary["time"])
     show_result(summary)
     return summary
 
@@ -250,6 +335,25 @@ def _state(run_dir: Path) -> dict[str, dict[str, int]]:
         return {}
     total = {key: sum(row[key] for row in parts.values()) for key in ("planned", "measured")}
     return parts | {"total": total | {"zero_paper": int(planned["formula"]["zero_paper_bytes"])}}
+
+
+def _time(run_dir: Path) -> dict[str, float]:
+    """Returns the median seconds of a step, planned and measured; empty where one of them isn't known."""
+    from meshwright.monitor.drift import measure
+    from meshwright.monitor.rundir import read_run
+
+    read = read_run(run_dir)
+    planned = (read.plan.get("prediction") or {}).get("step_s")
+    measured = measure([step for step in read.steps if step.get("layout") == read.layout])["step_s"]
+    return {"planned": planned, "measured": measured} if planned and measured else {}
+
+
+def _remember(plan: Plan, time_s: Mapping[str, float]) -> None:
+    """Adds the run to what this machine has taught; a cache that can't be written is no reason to fail a run."""
+    path, machine = ledger_here(found_devices(None), plan.ranks)
+    row = {"layout": str(plan.layout), "priced_s": time_s["planned"] / plan.prediction.learned}
+    with contextlib.suppress(OSError):
+        record(path, machine, row | {"measured_s": time_s["measured"]})
 
 
 def _sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str, str]:

@@ -133,7 +133,7 @@ class Loader:
             step=step,
             tokens=np.ascontiguousarray(tokens),
             targets=targets,
-            positions=np.ascontiguousarray(positions),
+            positions=np.require(positions, requirements=("C", "W")),
             row_ids=row_ids,
             targets_count=targets.size - ignored,
         )
@@ -189,11 +189,18 @@ def evaluation_steps(split: Split, rows: int, sequence: int) -> int:
 
 
 def evaluation_batches(
-    split: Split, *, rows: int, sequence: int, index: int = 0, count: int = 1
+    split: Split,
+    *,
+    rows: int,
+    sequence: int,
+    index: int = 0,
+    count: int = 1,
+    row_range: tuple[int, int] | None = None,
 ) -> Iterator[Batch]:
     """Yields batches in which every token of a split but its first is a target exactly once, in order.
 
-    All readers get the same number of batches of the same shape: what is over is padded with ignored targets.
+    All readers get the same number of batches, each reader always of the same shape: what is over is padded with
+    ignored targets.
     Targets across a document's end count here, so that the sum of the losses is the cost of the whole text.
 
     Args:
@@ -202,11 +209,12 @@ def evaluation_batches(
         sequence: tokens a row (S).
         index: which reader this is.
         count: number of readers.
+        row_range: (first row, row after the last) of an uneven share, instead of index and count.
 
     Raises:
         DataError: when the batch doesn't divide, or there is nothing to evaluate.
     """
-    first, last = share(rows, index, count)
+    first, last = row_range or share(rows, index, count)
     length = len(split.tokens)
     if sequence < 1 or length < 2:
         raise DataError(

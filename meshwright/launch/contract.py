@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,8 +38,34 @@ class RankContext:
     """Name of the run, part of every key in the store."""
     nodes: int = 1
     """Number of nodes."""
+    node: int | None = None
+    """Number of this node, where each has a supervisor of its own."""
+    interface: str = ""
+    """Network interface by which other nodes reach this one; empty for the library's own choice."""
     stop: StopFlag = field(default_factory=StopFlag, compare=False, repr=False)
     """Raised when the user asks the run to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a node's ranks stand among those of all nodes."""
+
+    node: int
+    """Number of this node."""
+    nodes: int
+    """Nodes with ranks."""
+    first: int
+    """Global rank of the first rank here."""
+    world: int
+    """Ranks on all nodes."""
+    host: str
+    """Where the store is."""
+    port: int
+    """Its port."""
+    listener: socket.socket | None = None
+    """The store's listening socket, on the node of rank 0; the launcher closes it."""
+    interface: str = ""
+    """Network interface by which the other nodes reach this one."""
 
 
 Entry = Callable[..., Any]

@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,10 +30,20 @@ class Devices:
     """How many there are: GPUs, or cores."""
     cores: int
     """Cores that this process may use."""
+    slots: tuple[int, ...] = ()
+    """Which devices the ranks use, in order of local ranks; the first ones when empty."""
+
+    def slot(self, local_rank: int) -> int:
+        """Returns which of this node's devices a rank uses."""
+        return self.slots[local_rank] if self.slots else local_rank
 
     def name(self, local_rank: int) -> str:
         """Returns torch's name of a rank's device: ``cpu`` or ``cuda:<i>``."""
-        return "cpu" if self.kind == "cpu" else f"cuda:{local_rank}"
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.slot(local_rank)}"
+
+    def only(self, slots: Sequence[int]) -> Devices:
+        """Returns some of the devices, one rank each."""
+        return replace(self, count=len(slots), slots=tuple(slots))
 
     def threads(self, local_world: int) -> int:
         """Returns how many threads each of ``local_world`` ranks gets for its operations."""

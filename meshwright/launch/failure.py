@@ -91,8 +91,15 @@ def _signal_name(number: int) -> str:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """Returns the failure that caused the others: the earliest one that isn't merely a lost peer."""
-    return min(failures, key=lambda failure: (failure.is_echo, failure.time, bool(failure.trace), failure.rank))
+    """Returns the failure that caused the others: the earliest one that isn't merely a lost peer.
+
+    A rank that a signal ended comes before those that raised: what they raised may be its echo in words of their own.
+    """
+
+    def order(failure: RankFailure) -> tuple[bool, bool, float, bool, int]:
+        return failure.is_echo, failure.status >= 0, failure.time, bool(failure.trace), failure.rank
+
+    return min(failures, key=order)
 
 
 def rank_prefix(rank: int, label: RankLabel | None = None) -> str:

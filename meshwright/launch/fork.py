@@ -6,26 +6,27 @@ import gc
 import os
 import selectors
 import signal
+import socket
 import sys
-import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from meshwright.errors import LaunchError
 from meshwright.launch.child import Birth, run_rank
 from meshwright.launch.config import LaunchConfig
-from meshwright.launch.contract import Entry, HostCommand, RankContext
+from meshwright.launch.contract import Entry, HostCommand, Place, RankContext
 from meshwright.launch.devices import Devices, found_devices
-from meshwright.launch.failure import RankFailure, RankLabel, failure_error
+from meshwright.launch.failure import RankFailure, RankLabel, failure_error, first_failure
 from meshwright.launch.preload import fork_obstacle, release_threads
 from meshwright.launch.process import RankProcess
 from meshwright.launch.rendezvous import open_store_socket
-from meshwright.launch.signals import STOP_SIGNAL
+from meshwright.launch.signals import STOP_SIGNAL, interrupts_to
 
 _POLL_S = 0.1
 _SETTLE_S = 0.3
@@ -49,6 +50,9 @@ class ForkLauncher:
         config: LaunchConfig | None = None,
         run_id: str | None = None,
         generation: int = 0,
+        disposable: bool = False,
+        interrupts: int = 0,
+        place: Place | None = None,
     ) -> None:
         """Checks that the ranks can be had.
 
@@ -59,6 +63,9 @@ class ForkLauncher:
             config: limits.
             run_id: name of the run; made up when None.
             generation: how many times this run's ranks have been started before.
+            disposable: kill all ranks at once when one fails, since others will take their place.
+            interrupts: how often the user has asked already that the run end.
+            place: where these ranks stand, when there are others on other nodes.
 
         Raises:
             ClusterError: when more GPU ranks are asked for than there are GPUs.
@@ -69,8 +76,12 @@ class ForkLauncher:
         """Names a rank's place for messages; may be set until `wait`."""
         self._config = config or LaunchConfig()
         self._run_id, self._generation = run_id or uuid.uuid4().hex[:12], generation
+        self._disposable, self._place = disposable, place
         self._ranks: list[RankProcess] = []
-        self._interrupts = 0
+        self.failures: tuple[RankFailure, ...] = ()
+        """What was seen when the ranks failed, the cause first; empty while all is well."""
+        self._interrupts = self._asked_before = interrupts
+        self._terminated = False
         self._stop_sent = 0
         self._stop_at: float | None = None
 
@@ -88,6 +99,16 @@ class ForkLauncher:
     def interrupted(self) -> bool:
         """True when the user asked the run to end."""
         return self._interrupts > 0
+
+    @property
+    def interrupts(self) -> int:
+        """How often the user asked."""
+        return self._interrupts
+
+    @property
+    def terminated(self) -> bool:
+        """True when it was SIGTERM that asked, as schedulers do before they take a node away."""
+        return self._terminated
 
     def commands(self, argv: Sequence[str]) -> list[HostCommand]:
         """Returns the one command that starts everything on this node."""
@@ -112,35 +133,57 @@ class ForkLauncher:
         obstacle = fork_obstacle()
         if obstacle is not None:
             raise LaunchError(f"ranks can't be forked: {obstacle}; start them from a process that has not done so")
-        self._ranks, self._interrupts, self._stop_sent, self._stop_at = [], 0, 0, None
+        self._ranks, self.failures, self._interrupts = [], (), self._asked_before
+        self._stop_sent, self._stop_at = 0, None
         release_threads()
         gc.collect()
         gc.freeze()
         try:
-            with open_store_socket(self._count) as listener:
+            with self._store_socket() as listener:
                 for rank in range(self._count):
-                    context = self._context(rank, listener.getsockname()[1], listener.fileno())
-                    self._fork(context, entry, args, listener.fileno())
+                    context = self._context(rank, listener)
+                    self._fork(context, entry, args, listener)
         except BaseException:
             self.cancel()
             raise
         finally:
             gc.unfreeze()
 
-    def _context(self, rank: int, port: int, listen_fd: int) -> RankContext:
-        return RankContext(
-            rank=rank,
+    def _store_socket(self) -> AbstractContextManager[socket.socket | None]:
+        if self._place is None:
+            return open_store_socket(self._count)
+        return self._place.listener if self._place.listener is not None else nullcontext()
+
+    def _context(self, local_rank: int, listener: socket.socket | None) -> RankContext:
+        context = RankContext(
+            rank=local_rank,
             world=self._count,
-            local_rank=rank,
+            local_rank=local_rank,
             local_world=self._count,
-            device=self.devices.name(rank),
-            port=port,
-            listen_fd=listen_fd if rank == 0 else None,
+            device=self.devices.name(local_rank),
             generation=self._generation,
             run_id=self._run_id,
         )
+        place = self._place
+        if place is None:
+            assert listener is not None
+            host, port = listener.getsockname()[:2]
+        else:
+            host, port = place.host, place.port
+            context = replace(
+                context,
+                rank=place.first + local_rank,
+                world=place.world,
+                nodes=place.nodes,
+                node=place.node,
+                interface=place.interface,
+            )
+        serves = context.rank == 0 and listener is not None
+        return replace(context, host=host, port=port, listen_fd=listener.fileno() if listener and serves else None)
 
-    def _fork(self, context: RankContext, entry: Entry, args: tuple[Any, ...], listen_fd: int) -> None:
+    def _fork(
+        self, context: RankContext, entry: Entry, args: tuple[Any, ...], listener: socket.socket | None
+    ) -> None:
         receive, send = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -148,7 +191,7 @@ class ForkLauncher:
         try:
             birth = Birth(
                 pipe=send,
-                close=(receive,) if context.rank == 0 else (receive, listen_fd),
+                close=(receive,) if listener is None or context.rank == 0 else (receive, listener.fileno()),
                 mask=frozenset(blocked),
                 parent=os.getpid(),
                 threads=self.devices.threads(self._count),
@@ -166,11 +209,15 @@ class ForkLauncher:
         os.set_blocking(receive, False)
         self._ranks.append(RankProcess(context.rank, pid, receive))
 
-    def wait(self, timeout_s: float | None = None) -> list[Any]:
+    def wait(
+        self, timeout_s: float | None = None, watch: Callable[[], None] | None = None, wake: int = -1
+    ) -> list[Any]:
         """Waits for all ranks; the first that fails takes the others down.
 
         Args:
             timeout_s: limit in seconds; None waits as long as the ranks work.
+            watch: called some times a second meanwhile; what it raises ends the ranks.
+            wake: descriptor that calls for ``watch`` at once when there is something to read.
 
         Returns:
             What each rank returned, by rank.
@@ -181,12 +228,14 @@ class ForkLauncher:
         """
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            with self._interrupt_handlers():
+            with interrupts_to(self._count_interrupt):
                 while not self._done():
-                    self._poll(_POLL_S)
+                    self._poll(_POLL_S, wake)
                     self._obey(limit, timeout_s)
                     if self._failures():
                         raise self._end_failed()
+                    if watch is not None:
+                        watch()
             return [rank.outcome[1] for rank in self._ranks if rank.outcome is not None]
         finally:
             self.cancel()
@@ -201,14 +250,17 @@ class ForkLauncher:
     def _failures(self) -> list[RankFailure]:
         return [failure for rank in self._ranks if (failure := rank.failure()) is not None]
 
-    def _poll(self, seconds: float) -> None:
+    def _poll(self, seconds: float, wake: int = -1) -> None:
         """Takes in what the ranks sent, and reaps those that ended."""
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 if rank.open:
                     selector.register(rank.pipe, selectors.EVENT_READ, rank)
+            if wake >= 0:
+                selector.register(wake, selectors.EVENT_READ)
             for key, _ in selector.select(seconds) if selector.get_map() else self._doze(seconds):
-                key.data.read()
+                if key.data is not None:
+                    key.data.read()
         for rank in self._ranks:
             rank.reap()
 
@@ -239,11 +291,18 @@ class ForkLauncher:
     def _end_failed(self) -> Exception:
         """Listens a moment for an earlier cause, then ends all ranks and returns the error to raise."""
         until = time.monotonic() + _SETTLE_S
-        while time.monotonic() < until and not self._done():
+        while time.monotonic() < until and not self._done() and not self._is_clear():
             self._poll(0.02)
-        error = failure_error(self._failures(), self._count, self.label)
-        self.cancel(self._config.grace_s)
+        failures = self._failures()
+        first = first_failure(failures)
+        self.failures = (first, *(failure for failure in failures if failure is not first))
+        error = failure_error(failures, self._count, self.label)
+        self.cancel(0.0 if self._disposable else self._config.grace_s)
         return error
+
+    def _is_clear(self) -> bool:
+        """Whether a rank was ended by a signal: no other can have failed before it, as far as this node can tell."""
+        return self._disposable and any(failure.status < 0 for failure in self._failures())
 
     def cancel(self, grace_s: float = 0.0) -> None:
         """Ends all ranks and reaps them.
@@ -272,18 +331,6 @@ class ForkLauncher:
             if rank.status is None:
                 rank.signal(number)
 
-    @contextmanager
-    def _interrupt_handlers(self) -> Iterator[None]:
-        """Counts SIGINT and SIGTERM instead of dying of them, while the ranks run."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._count_interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _count_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1
+        self._terminated |= number == signal.SIGTERM

@@ -1,4 +1,4 @@
-"""Several nodes from one terminal: reads a hostfile, shows the torchrun command of each host, runs them over ssh."""
+"""Several nodes from one terminal: reads a hostfile, shows the command of each host, runs them over ssh."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 class HostfileLauncher:
-    """Runs one torchrun on each host over ssh; the first host that fails takes the others down. A `CommandLauncher`."""
+    """Runs a supervisor or torchrun on each host over ssh; a `CommandLauncher`.
+
+    Without supervisors the first host that fails takes the others down.
+    """
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class HostfileLauncher:
         folder: Path | None = None,
         ssh: Sequence[str] = SSH,
         run_id: str = "meshwright",
+        supervised: bool = False,
     ) -> None:
         """Takes the hosts; nothing is started.
 
@@ -87,10 +91,12 @@ class HostfileLauncher:
             folder: working directory on every host; this one's when None.
             ssh: command and options before the host's name.
             run_id: name of the run.
+            supervised: run a supervisor on each host in place of torchrun; these go on when a host fails.
         """
         self.hosts = list(hosts)
         self._port, self._python, self._folder = port, python, folder or Path.cwd()
         self._ssh, self._run_id = tuple(ssh), run_id
+        self._supervised = supervised
         self._started: list[tuple[Host, subprocess.Popen[bytes]]] = []
 
     @property
@@ -99,8 +105,17 @@ class HostfileLauncher:
         return sum(host.slots for host in self.hosts)
 
     def commands(self, argv: Sequence[str]) -> list[HostCommand]:
-        """Returns the dry run: the torchrun command of each host for ``meshwright <argv>``."""
+        """Returns the dry run: the command of each host for ``meshwright <argv>``."""
         head = self.hosts[0].address
+        if self._supervised:
+            many = ("--devices", str(self.ranks), "--nodes", str(len(self.hosts)), "--meet", f"{head}:{self._port}")
+            return [
+                HostCommand(
+                    host.name,
+                    (*(self._python, "-m", "meshwright", *argv), *many, "--node", str(at), "--slots", str(host.slots)),
+                )
+                for at, host in enumerate(self.hosts)
+            ]
         return [
             HostCommand(
                 host.name,
@@ -125,7 +140,8 @@ class HostfileLauncher:
 
     def _over_ssh(self, command: HostCommand) -> list[str]:
         variables = [f"{name}={value}" for name, value in command.environment]
-        remote = f"cd {shlex.quote(str(self._folder))} && exec {shlex.join(['env', *variables, *command.argv])}"
+        environment = ["env", *variables] if variables else []
+        remote = f"cd {shlex.quote(str(self._folder))} && exec {shlex.join([*environment, *command.argv])}"
         return [*self._ssh, command.host, remote]
 
     def start(self, argv: Sequence[str]) -> None:
@@ -146,17 +162,20 @@ class HostfileLauncher:
         """Waits until every host is done.
 
         Raises:
-            LaunchError: for the first host that failed, or when the time is up; the others have been ended then.
+            LaunchError: for the first host that failed (the others have been ended then; supervised ones go on, so that
+                all must have failed), or when the time is up.
         """
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while any(process.poll() is None for _, process in self._started):
-                self._check_failed()
+                if not self._supervised:
+                    self._check_failed()
                 if limit is not None and time.monotonic() > limit:
                     busy = ", ".join(host.name for host, process in self._started if process.poll() is None)
                     raise LaunchError(f"{busy} did not end within {timeout_s:g} s and were ended")
                 time.sleep(0.05)
-            self._check_failed()
+            if not self._supervised or all(process.returncode for _, process in self._started):
+                self._check_failed()
         finally:
             self.cancel(3.0)
 

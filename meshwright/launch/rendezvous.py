@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ LOOPBACK = "127.0.0.1"
 """Ranks of one node meet here: host names may resolve slowly, wrongly or not at all."""
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 """What that interface is called."""
+_SIOCGIFADDR = 0x8915
+"""Source: linux/sockios.h."""
 
 
 def open_store_socket(ranks: int) -> socket.socket:
@@ -32,6 +36,54 @@ def open_store_socket(ranks: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((LOOPBACK, 0))
     listener.listen(max(128, 2 * ranks))
+    return listener
+
+
+def address_to(host: str, port: int = 9) -> str:
+    """Returns this node's own address on the route to another one, without sending anything.
+
+    Raises:
+        LaunchError: when there is no route, or the name isn't known.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port or 9))
+        except OSError as error:
+            raise LaunchError(f"no route to {host}: {error.strerror or error}; give the address of node 0") from error
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Returns the name of the network interface that has an address; empty when it can't be told (Linux only)."""
+    if address.startswith("127."):
+        return LOOPBACK_INTERFACE
+    if not sys.platform.startswith("linux"):
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
+
+
+def listen_at(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
+    """Listens at an address of this node, at a free port where none is named.
+
+    Raises:
+        LaunchError: when the address isn't this node's, or the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        raise LaunchError(f"can't listen at {address}:{port}: {error.strerror}; give another port") from error
+    listener.listen(backlog)
     return listener
 
 
@@ -96,7 +148,13 @@ def init_group(
     if dist.is_initialized():
         raise LaunchError("this rank is in a process group already; destroy it before forming another")
     use_gpu = context.device.startswith("cuda")
-    if context.nodes == 1:
+    if context.node is not None:
+        # The store looks up the name of who connects, which takes 10 s by default where no name server answers.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    if context.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", context.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", context.interface)
+    elif context.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = store if store is not None else open_store(context, group_s)
     if use_gpu:

@@ -6,6 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNAL = signal.SIGUSR1
@@ -28,6 +31,20 @@ def die_with_parent(parent: int | None = None) -> None:
         # It may have gone before the kernel was told.
         if os.getppid() != expected:
             os._exit(1)
+
+
+@contextmanager
+def interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Hands SIGINT and SIGTERM to a handler for a while; does nothing off the main thread, which has no say in them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class StopFlag:

@@ -36,6 +36,8 @@ class BuiltModel:
     """Its parts by name."""
     source: SafetensorsSource | None
     """The directory's weights, None when they are made from the seed."""
+    caching: tuple[Any, ...] = ()
+    """Configs that asked for a cache of keys before `without_cache`; an export says so again."""
 
     @property
     def hf_config(self) -> Any | None:
@@ -102,13 +104,28 @@ def build_meta(config: ModelConfig, vocab: int | None = None, context: int | Non
     anatomy = read_anatomy(module)
     _check_sizes(config, anatomy, vocab, context)
     source = SafetensorsSource(Path(config.name), module) if config.kind == "directory" and not config.fresh else None
-    return BuiltModel(config, module, recipe, anatomy, source)
+    return BuiltModel(config, module, recipe, anatomy, source, without_cache(module))
 
 
 def is_transformers(module: nn.Module) -> bool:
     """True for a transformers model."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def without_cache(module: nn.Module) -> tuple[Any, ...]:
+    """Lets forward build no cache of keys unless it is asked to, in place; returns the configs that said otherwise.
+
+    Some families' forwards take no argument that says so. Training never reads the cache, and a recomputed layer would
+    find in it what its first run left there.
+    """
+    if not is_transformers(module):
+        return ()
+    configs = [module.config.get_text_config(decoder=True), *(vars(part).get("config") for part in module.modules())]
+    found = tuple({id(config): config for config in configs if getattr(config, "use_cache", False)}.values())
+    for config in found:
+        config.use_cache = False
+    return found
 
 
 def use_float64(module: nn.Module) -> None:

@@ -43,6 +43,9 @@ class ModelConfig(Config):
     """Attention kernel of a transformers model; auto is sdpa where the family has it, else eager."""
     overrides: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Any attribute of the family's transformers config; a string that parses as a TOML value is one."""
+    sharding: dict[str, str] = field(default_factory=dict)
+    """Rows of the sharding table that override what was read: a glob on weight names to ``whole``, ``columns`` or
+    ``rows``; ``"model.layers.*.mlp.down_proj" = "whole"``."""
     seed: int = 1
     """Seed of the initial weights: the same weights for every layout and number of ranks."""
     tie: bool | None = None

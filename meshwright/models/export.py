@@ -107,6 +107,8 @@ def _save_transformers(
         for name, parameter in module.named_parameters():
             parameter.copy_(values[name])
     module.config.dtype = kind
+    for config in built.caching:
+        config.use_cache = True
     module.save_pretrained(folder)
 
 

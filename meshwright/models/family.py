@@ -87,11 +87,23 @@ def _sized(
     base = {} if preset else {key: item for key, item in plain.items() if key not in _derived(plain)}
     sized = _construct(config, type(text), base | values | _known_overrides(config, plain), plain)
     if part is None:
-        return sized
-    setattr(default, part, sized)
+        default = sized
+    else:
+        setattr(default, part, sized)
+    if preset:
+        _shorten(default, sized)
     if config.tie is not None:
         default.tie_word_embeddings = config.tie
     return default
+
+
+def _shorten(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Gives the parts that read images or sound few layers: tokens alone never reach them."""
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig) and part is not text:
+            for key in SYNONYMS["layers"]:
+                if isinstance(getattr(part, key, None), int) and getattr(part, key) > 1:
+                    setattr(part, key, 1)
 
 
 def _construct(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.models.blocks import read_blocks
 from meshwright.models.build import BuiltModel
 from meshwright.models.sizes import ACTIVE_EXPERTS, SYNONYMS
 from meshwright.shape import ModelShape
@@ -50,6 +51,9 @@ def measure_shape(built: BuiltModel) -> ModelShape:
         vocab=anatomy.vocab or 0,
         experts=experts,
         active_experts=active if experts else 0,
+        tied=bool(anatomy.head) and head == 0,
+        positions=anatomy.positions or 0,
+        blocks=read_blocks(built),
     )
 
 

@@ -170,22 +170,26 @@ def record(seed: int) -> Iterator[Recording]:
 @contextlib.contextmanager
 def _stand_ins(recording: Recording) -> Iterator[None]:
     """Replaces the `SILENT_ON_META` functions wherever they were imported to, and puts them back."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    for name in SILENT_ON_META:
-        original = getattr(nn.init, name)
-        stand_in = _stand_in(recording, original)
-        for module in list(sys.modules.values()):
-            space = getattr(module, "__dict__", {})
-            tables = [space, table] if isinstance(table := space.get("TORCH_INIT_FUNCTIONS"), dict) else [space]
-            for target in tables:
-                if target.get(name) is original:
-                    undo.append((target, name, original))
-                    target[name] = stand_in
+    originals = {name: getattr(nn.init, name) for name in SILENT_ON_META}
+    pairs = {name: (original, _stand_in(recording, original)) for name, original in originals.items()}
+    for name, (original, stand_in) in pairs.items():
+        _exchange(name, original, stand_in)
     try:
         yield
     finally:
-        for target, name, original in undo:
-            target[name] = original
+        # Also where a module took one that was imported meanwhile: it would write into this recording for ever.
+        for name, (original, stand_in) in pairs.items():
+            _exchange(name, stand_in, original)
+
+
+def _exchange(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Puts one function in the place of another in every module that has it, and in transformers' table of them."""
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", {})
+        table = space.get("TORCH_INIT_FUNCTIONS")
+        for target in (space, table) if isinstance(table, dict) else (space,):
+            if target.get(name) is old:
+                target[name] = new
 
 
 def _stand_in(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:

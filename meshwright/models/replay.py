@@ -86,13 +86,15 @@ class Replay:
             base = base if base.dtype == item.dtype else base.view(item.dtype)
             return base.as_strided(item.shape, item.stride, item.offset)
 
-        state = torch.random.get_rng_state()
+        state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+        torch.set_num_threads(1)  # the last bits of an orthogonal matrix depend on how many compute it
         try:
             with torch.no_grad():
                 for op in self._needed(ref.storage, len(self.recording.ops)):
                     self._replay(op, seed, view)
         finally:
             torch.random.set_rng_state(state)
+            torch.set_num_threads(threads)
         return view(ref)
 
     def _label(self, storage: int) -> str:

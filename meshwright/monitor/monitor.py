@@ -17,7 +17,7 @@ from meshwright.monitor.drift import compare, measure
 from meshwright.monitor.live import LiveDisplay
 from meshwright.monitor.report import write_report
 from meshwright.monitor.rundir import read_run
-from meshwright.monitor.sinks import METRICS, JsonlSink, Sink, truncate_metrics
+from meshwright.monitor.sinks import EVENTS, METRICS, EventTail, JsonlSink, Sink, truncate_metrics
 from meshwright.monitor.tensorboard import TensorBoardSink
 
 
@@ -30,6 +30,7 @@ class Monitor:
         self._shows: list[Sink] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._tail = EventTail(run_dir / EVENTS) if rank == 0 else None
 
     @classmethod
     def build(
@@ -63,11 +64,14 @@ class Monitor:
         return monitor
 
     def step(self, record: StepRecord) -> None:
-        """Records and shows one step."""
+        """Records and shows one step, and shows what the supervisor has to say meanwhile."""
         with self._lock:
             self._lines.step(record)
             for sink in list(self._shows):
                 self._guard(sink, partial(sink.step, record))
+            for event in self._tail.read() if self._tail is not None and self._shows else ():
+                for sink in list(self._shows):
+                    self._guard(sink, partial(sink.event, event))
 
     def event(self, event: Event) -> None:
         """Records and shows one event; any thread may call it."""

@@ -21,6 +21,7 @@ from meshwright.errors import RankError
 PROGRESS = "progress.bin"
 PHASES = (
     "start", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "checkpoint", "sample", "export", "done",
+    "snapshot",
 )  # fmt: skip
 """Phases by code; new ones go to the end."""
 
@@ -115,6 +116,11 @@ class ProgressWriter:
         if not self._map.closed:
             self.stamp("done")
             self._map.close()
+
+
+def node_progress(node: int) -> str:
+    """Returns the name of the file of a node's ranks, where several nodes share a run directory."""
+    return f"node-{node}-{PROGRESS}"
 
 
 def reset_progress(path: Path, ranks: int) -> None:

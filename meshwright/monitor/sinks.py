@@ -15,6 +15,9 @@ from meshwright.events import Event, StepRecord
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+SUPERVISOR = -1
+"""Rank of events of the process that started the ranks."""
+_EVENT_FIELDS = {field.name for field in dataclasses.fields(Event)}
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord))
 
 
@@ -78,6 +81,38 @@ class LineFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class EventTail:
+    """What a supervisor has appended to ``events.jsonl`` since the last look: its lines bear rank -1."""
+
+    def __init__(self, path: Path) -> None:
+        """Starts at the present end of the file."""
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[Event]:
+        """Returns the supervisor's new events; costs one system call where nothing was written."""
+        try:
+            if os.stat(self._path).st_size <= self._at:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        found = []
+        for line in whole.splitlines():
+            try:
+                values = json.loads(line)
+            except ValueError:
+                continue
+            if values.get("rank") == SUPERVISOR:
+                data = {key: value for key, value in values.items() if key not in _EVENT_FIELDS}
+                found.append(Event(kind=str(values.get("kind")), rank=SUPERVISOR, data=data))
+        return found
 
 
 class JsonlSink:

@@ -93,6 +93,9 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "speed/tokens_per_s": record.tokens_per_s,
         "speed/step_s": record.step_s,
     }
+    if record.experts:
+        values["experts/fullest_over_mean"] = max(record.experts) * len(record.experts)
+        values["experts/idle"] = float(sum(share == 0 for share in record.experts))
     if record.mfu is not None:
         values["speed/mfu"] = record.mfu
     values |= {f"memory/{name}_bytes": float(size) for name, size in record.memory.items()}

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from meshwright.errors import PlanError
 from meshwright.plan import Layout, Plan, Prediction
-from meshwright.planner.memory import StateSizes, paper_memory, state_memory
+from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, state_memory
 from meshwright.units import format_bytes
 
 STATE_SHARE = 0.6
 """Share of a device's memory that model state may take; the rest is for activations, buffers and the framework."""
 
 
-def predict(layout: Layout, sizes: StateSizes) -> Prediction:
+def predict(layout: Layout, sizes: StateSizes | ModelParts) -> Prediction:
     """Prices the state of a layout."""
     memory, formula = state_memory(layout, sizes)
-    return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, sizes.total))})
+    held = sizes.total
+    if isinstance(sizes, ModelParts):
+        fullest = max(position_memory(layout, sizes), key=lambda position: position.total_bytes)
+        held = fullest.held.elements
+    return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, held))})
 
 
-def named_plan(layout: Layout, ranks: int, sizes: StateSizes) -> Plan:
+def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts) -> Plan:
     """Returns the plan for a layout that the user named."""
     layout.check_ranks(ranks)
     return Plan(layout=layout, prediction=predict(layout, sizes), ranks=ranks, reason="named by the user")

@@ -10,6 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+Forward = Callable[[nn.Module, Any], torch.Tensor]
+"""(module, batch) to logits (B, S, V)."""
+SEEDS = 8
+"""Random states under which a forward is run that draws numbers: what they decide may seldom matter."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Trace:
@@ -37,15 +42,16 @@ class Recipe:
 
 
 def train_plainly(
-    module: nn.Module, forward: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any], recipe: Recipe
+    module: nn.Module, forward: Forward, batches: Sequence[Any], recipe: Recipe, training: bool = True
 ) -> Trace:
     """Trains ``module`` on one device, a whole global batch at a time.
 
     Args:
         module: materialised, in the dtype of the proof.
-        forward: (module, batch) to logits (B, S, V).
+        forward: of the model.
         batches: global batches with ``.targets``, one a step.
         recipe: optimizer.
+        training: whether the module is in training mode.
 
     Returns:
         Losses, norms, first gradients and last weights.
@@ -59,7 +65,7 @@ def train_plainly(
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, foreach=False
     )
-    module.train()
+    module.train(training)
     for batch in batches:
         optimizer.zero_grad(set_to_none=True)
         logits = forward(module, batch)
@@ -76,3 +82,61 @@ def train_plainly(
         trace.norms.append(float(norm))
     trace.weights = {name: item.detach().clone() for name, item in named}
     return trace
+
+
+def spread(module: nn.Module, forward: Forward, batch: Any, training: bool = True) -> float:
+    """Returns by how much one device's logits differ when random numbers do, relative to the largest; 0 for not at all.
+
+    Dropout of probability zero and layers that are never skipped draw numbers too, but nothing follows from them.
+
+    Args:
+        module: as `train_plainly`; its buffers are left as they were.
+        forward: of the model.
+        batch: one global batch.
+        training: whether the module is in training mode.
+    """
+    module.train(training)
+    buffers = {name: item.clone() for name, item in module.named_buffers()}
+    device = batch.targets.device
+    first, apart = torch.empty(0), 0.0
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        for seed in range(SEEDS):
+            torch.manual_seed(seed)
+            before = random_state(device)
+            logits = forward(module, batch)
+            first = logits if seed == 0 else first
+            apart = max(apart, float((logits - first).abs().max()) / max(float(first.abs().max()), 1e-30))
+            if seed and not apart and torch.equal(before, random_state(device)):
+                break
+        for name, item in module.named_buffers():
+            if name in buffers and buffers[name].shape == item.shape:
+                item.copy_(buffers[name])
+    return apart
+
+
+def drawing(module: nn.Module, forward: Forward, batch: Any) -> str:
+    """Returns the name and kind of the first module that draws random numbers; "" where none does."""
+    found: list[str] = []
+    states: list[torch.Tensor] = []
+    device = batch.targets.device
+
+    def enter(_part: nn.Module, _args: Any) -> None:
+        states.append(random_state(device))
+
+    def leave(part: nn.Module, _args: Any, _out: Any) -> None:
+        if not torch.equal(states.pop(), random_state(device)):
+            found.append(f"{names[part]} ({type(part).__name__})")  # what is inside leaves before what is around it
+
+    names = {part: name or "the model" for name, part in module.named_modules()}
+    hooks = [part.register_forward_pre_hook(enter) for part in names]
+    hooks += [part.register_forward_hook(leave) for part in names]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        forward(module, batch)
+    for hook in hooks:
+        hook.remove()
+    return found[0] if found else ""
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Returns the state of the generator that a device's random numbers come from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

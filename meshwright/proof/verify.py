@@ -7,7 +7,6 @@ reference's, so a copy that is wrong on one rank alone is found too.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwright.axes.wide import Wide
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
@@ -27,10 +27,11 @@ from meshwright.models.deferred import retie
 from meshwright.models.forward import model_forward
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict, Worst, largest, merged, part_error, relative, scales
-from meshwright.proof.reference import Recipe, train_plainly
+from meshwright.proof.masks import Masks
+from meshwright.proof.reference import Forward, Recipe, drawing, spread, train_plainly
 from meshwright.runtime.build import check
-from meshwright.runtime.wide import Wide
 from meshwright.train.config import OptimizerConfig
+from meshwright.train.facts import Facts, check_shapes, read_facts
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED
 from meshwright.train.optimizer import LocalAdamW
@@ -41,6 +42,8 @@ from meshwright.train.step import Stepper
 BOUNDS = {"float64": 1e-9, "float32": 2e-3, "bf16": 0.1}
 """Largest relative error that passes, by precision; only float64 leaves no room for a wrong gradient to hide."""
 GROUP_S = 60.0
+SEED = 0
+"""Of the random numbers in forward: dropout's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +58,8 @@ class Case:
     """Optimizer."""
     timeout_s: float = 600.0
     """Limit for one layout."""
+    training: bool = True
+    """Whether the model is in training mode, on both sides; without it one that draws random numbers can be proven."""
 
 
 def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None] | None = None) -> list[Verdict]:
@@ -71,10 +76,11 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         path = Path(folder) / "reference.pt"
-        wide = layouts[0].precision == "float64"
-        _launcher(1, None).run(_reference, case, path, wide, timeout_s=case.timeout_s)
+        precision = layouts[0].precision
+        why = _launcher(1, None).run(_reference, case, path, precision, timeout_s=case.timeout_s)[0]
+        known: dict[Any, Facts] = {}
         for layout in layouts:
-            verdicts.append(_prove(case, layout, path))
+            verdicts.append(_refusal(layout, why) if why else _prove(case, layout, path, known))
             if done:
                 done(verdicts[-1])
     return verdicts
@@ -84,15 +90,19 @@ def _launcher(ranks: int, layout: Layout | None) -> ForkLauncher:
     return ForkLauncher(ranks, devices=found_devices(ranks), label=layout.place if layout else None)
 
 
-def _prove(case: Case, layout: Layout, path: Path) -> Verdict:
+def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, Facts]) -> Verdict:
     try:
-        layout.check_batch(len(case.batches[0].tokens))
         device = found_devices(layout.world).kind
-        check(layout, device, len(case.build().anatomy.layers))
+        built = case.build()
+        check(layout, device, len(built.anatomy.layers))
+        key = (layout.degree("tp"), layout.degree("cp"))
+        facts = read_facts(built, layout, known.get(key))
+        known[key] = facts
+        check_shapes(facts, layout, *case.batches[0].tokens.shape)
     except MeshwrightError as error:
         return _refusal(layout, str(error))
     try:
-        ranks = _launcher(layout.world, layout).run(_candidate, case, layout, path, timeout_s=case.timeout_s)
+        ranks = _launcher(layout.world, layout).run(_candidate, case, layout, path, facts, timeout_s=case.timeout_s)
     except PlanError as error:
         return _refusal(layout, str(error))
     return merged(str(layout), ranks, BOUNDS[layout.precision])
@@ -111,8 +121,9 @@ def _refusal(layout: Layout, why: str) -> Verdict:
     )
 
 
-def _reference(context: RankContext, case: Case, path: Path, wide: bool) -> None:
-    """Trains plainly on this one rank and writes what it gave."""
+def _reference(context: RankContext, case: Case, path: Path, precision: str) -> str:
+    """Trains plainly on this one rank and writes what it gave; returns why nothing can be compared with it."""
+    wide = precision == "float64"
     dtype, device = torch.float64 if wide else torch.float32, torch.device(context.device)
     built = case.build()
     if wide:
@@ -125,14 +136,39 @@ def _reference(context: RankContext, case: Case, path: Path, wide: bool) -> None
             # Buffers keep their type, as under a layout: tables of angles are float32 in either.
             parameter.data = built.tensor(name).to(device=device, dtype=dtype)
 
+    batches = [_moved(batch, device) for batch in case.batches]
+    steps = {id(batch): step for step, batch in enumerate(batches)}
+
     def forward(part: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-        with Wide() if wide else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if part.training:
+                name = f"{SEED},{steps[id(batch)]}"
+                stack.enter_context(Masks(part, built.anatomy.layers, len(batch.tokens), name))
+            stack.enter_context(Wide() if wide else contextlib.nullcontext())
             return model_forward(part, built.anatomy, batch.tokens, batch.positions, batch.positions is not None)
 
-    batches = [_moved(batch, device) for batch in case.batches]
-    trace = train_plainly(module, forward, batches, case.recipe)
+    if why := _draws(module, forward, batches[0], case.training, BOUNDS[precision]):
+        return why
+    trace = train_plainly(module, forward, batches, case.recipe, case.training)
     found = {"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients, "weights": trace.weights}
     torch.save(found, path)
+    return ""
+
+
+def _draws(module: torch.nn.Module, forward: Forward, batch: MicroBatch, training: bool, bound: float) -> str:
+    """Why a model that draws random numbers can't be compared with itself; "" for any other."""
+    apart = spread(module, forward, batch, training)
+    if apart <= bound:
+        return ""
+    cure = "take what draws them out of the model"
+    if training and spread(module, forward, batch, training=False) <= bound:
+        cure = "nearest that works: verify it in evaluation mode, where it draws none (--training false)"
+    module.train(training)
+    where = drawing(module, forward, batch) or "the model"
+    return (
+        f"its forward draws random numbers in {'training' if training else 'evaluation'}, in {where}: two runs of it "
+        f"on one device differ by {apart:.1e}, and a proof needs {bound:g}; {cure}"
+    )
 
 
 def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -140,14 +176,16 @@ def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(batch.tokens.to(device), batch.targets.to(device), places)
 
 
-def _candidate(context: RankContext, case: Case, layout: Layout, path: Path) -> dict[str, Any]:
+def _candidate(context: RankContext, case: Case, layout: Layout, path: Path, facts: Facts) -> dict[str, Any]:
     """Trains under the layout on this rank and compares its parts with the reference."""
     torch.set_num_threads(1)
     init_group(context, timeout_s=case.timeout_s, group_s=GROUP_S)
     wanted = torch.load(path, map_location="cpu", weights_only=True)
     device = torch.device(context.device)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven")
-    program = build_program(case.build(), plan, device, random=False)
+    program = build_program(case.build(), plan, device, facts=facts)
+    for part in program.parts:
+        part.module.train(case.training)
     recipe = case.recipe
     config = OptimizerConfig(
         lr=recipe.lr,
@@ -157,15 +195,13 @@ def _candidate(context: RankContext, case: Case, layout: Layout, path: Path) -> 
         weight_decay=recipe.weight_decay,
         clip=recipe.clip,
     )
-    reader = layout.reader(context.rank)
     optimizer = LocalAdamW(program.weights, config, on_host=layout.offload == "optimizer")
     stepper = Stepper(
         program,
         optimizer,
         LossScaler(layout.precision == "fp16"),
         clip=recipe.clip,
-        seed=0,
-        reader=reader[0],
+        seed=SEED,
     )
     errors: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "gradients": {}, "weights": {}}
     scale = scales(wanted["gradients"])
@@ -173,13 +209,13 @@ def _candidate(context: RankContext, case: Case, layout: Layout, path: Path) -> 
     def look(factor: torch.Tensor) -> None:
         for weight in program.weights:
             assert weight.gradient is not None
-            part = wanted["gradients"][weight.name][tuple(slice(*span) for span in weight.box)]
+            part = weight.part(wanted["gradients"][weight.name])
             found = weight.gradient.cpu().to(torch.float64) * factor.cpu()
             errors["gradients"][weight.name] = part_error(found, part, scale[weight.name])
 
     stepper.probe = look
     for step, batch in enumerate(case.batches):
-        share, targets = _share(batch, reader, layout.microbatches, device), int((batch.targets != IGNORED).sum())
+        share, targets = _share(batch, layout, context.rank, device), int((batch.targets != IGNORED).sum())
         outcome = stepper.run(step, share, targets, recipe.lr, False).read()
         stepper.probe = None
         errors["loss"] = max(errors["loss"], relative(outcome["loss"], wanted["losses"][step]))
@@ -187,37 +223,17 @@ def _candidate(context: RankContext, case: Case, layout: Layout, path: Path) -> 
     floor = recipe.lr * len(case.batches)
     for weight in program.weights:
         whole = wanted["weights"][weight.name]
-        part = whole[tuple(slice(*span) for span in weight.box)]
-        errors["weights"][weight.name] = part_error(weight.local.cpu(), part, max(largest([whole]), floor))
+        size = max(largest([whole]), floor)
+        errors["weights"][weight.name] = part_error(weight.local.cpu(), weight.part(whole), size)
     return errors
 
 
-def _share(batch: MicroBatch, reader: tuple[int, int], micro: int, device: torch.device) -> list[MicroBatch]:
-    """Cuts this reader's rows out of a global batch, and those into micro-batches."""
-    index, count = reader
-    rows = len(batch.tokens) // count
-    mine = slice(index * rows, (index + 1) * rows)
+def _share(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -> list[MicroBatch]:
+    """Cuts a rank's rows out of a global batch, and those into micro-batches."""
+    mine, micro = slice(*layout.span(rank, len(batch.tokens))), layout.microbatches
     places = [None] * micro if batch.positions is None else list(batch.positions[mine].chunk(micro))
     parts = zip(batch.tokens[mine].chunk(micro), batch.targets[mine].chunk(micro), places)
     return [_moved(MicroBatch(tokens, targets, place), device) for tokens, targets, place in parts]
-
-
-def all_layouts(ranks: int, base: Layout | None = None) -> list[Layout]:
-    """Returns every way to use ``ranks`` ranks over the data axes, with and without accumulation and recompute.
-
-    Args:
-        ranks: number of ranks.
-        base: choices that all of them share (precision, compile).
-    """
-    base = base or Layout()
-    found: list[Layout] = []
-    for shard in (size for size in range(1, ranks + 1) if ranks % size == 0):
-        for zero in (1, 2, 3) if shard > 1 else (0,):
-            for micro, recompute in ((1, "none"), (2, "none"), (1, "full"), (2, "selective")):
-                degrees = {"replicate": ranks // shard, "shard": shard}
-                layout = dataclasses.replace(base, degrees=degrees, zero=zero, microbatches=micro, recompute=recompute)
-                found.append(layout)
-    return found
 
 
 def made_up_batches(steps: int, rows: int, sequence: int, vocab: int, documents: bool) -> list[MicroBatch]:

@@ -9,14 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.axes import replicate, shard
+from meshwright.axes import cp, ep, replicate, shard, wide
+from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.wire import Wire
+from meshwright.axes.experts import ExpertRows
+from meshwright.axes.groups import gradient_axes
+from meshwright.axes.spine import Spine
+from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
-from meshwright.runtime import recompute, wide
+from meshwright.runtime import chance, pipeline, recompute, tensor
 from meshwright.runtime.clock import Clock
+from meshwright.runtime.load import ExpertMeter
 from meshwright.runtime.materialise import Fill, materialise
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Compute, Program, Sync
+from meshwright.runtime.program import Compute, LossView, Part, Program
 
 DTYPES = {
     "float32": torch.float32,
@@ -33,8 +40,8 @@ class Source:
 
     module: nn.Module
     """On the meta device (or materialised, when ``fill`` is None)."""
-    layers: Sequence[nn.Module]
-    """Its repeated blocks, in order: the units of gathering, recompute and compilation."""
+    layers: Sequence[str]
+    """Names of its repeated blocks, in order: the units of gathering, recompute, compilation and splitting."""
     compute: Compute
     """Forward and loss of one micro-batch."""
     fill: Fill
@@ -42,63 +49,153 @@ class Source:
     fill_buffers: Callable[[nn.Module, torch.device], None]
     """Puts the module's buffers on a device, with their values."""
     random: bool = False
-    """Whether forward draws random numbers."""
+    """Whether forward may draw random numbers."""
+    ties: Sequence[Sequence[str]] = ()
+    """Groups of parameter names that are one parameter."""
+    table: ShardingTable | None = None
+    """What axes do to each weight; needed by layouts with an axis that splits layers."""
+    spine: Spine | None = None
+    """How forward goes through the layers; needed by layouts with a pipeline."""
+    attention: str = "heads"
+    """How ``cp`` computes attention: ``heads`` or ``gather``."""
+    experts: Sequence[ExpertRows] = ()
+    """Its experts modules; needed by layouts with ``ep``."""
 
 
 @dataclass(slots=True)
-class _Work:
+class Work:
     """What the transforms pass along."""
 
     source: Source
     layout: Layout
     mesh: Mesh | None
-    sync: list[Sync] = field(default_factory=list)
+    parts: list[Part]
+    view: LossView = field(default_factory=LossView)
+    chance: Chance | None = None
 
 
-def _widen(work: _Work) -> None:
+def _split(work: Work) -> None:
+    if work.layout.degree("pp") > 1:
+        assert work.mesh is not None
+        work.parts = pipeline.split(work.source, work.layout, work.mesh)
+
+
+def _tensor(work: Work) -> None:
+    layout = work.layout
+    if layout.degree("tp") == 1:
+        return
+    assert work.mesh is not None and work.source.table is not None
+    apart = [rows.module for rows in work.source.experts] if layout.degree("ep") > 1 else []
+    work.view.vocab = tensor.split(work.parts, work.source.table, work.mesh, apart)
+
+
+def _expert(work: Work) -> None:
+    layout, mesh = work.layout, work.mesh
+    if layout.degree("ep") == 1:
+        return
+    assert mesh is not None
+    ep.check(work.source.experts, layout.degree("ep"))
+    same = mesh.wires["tp"] if layout.degree("tp") > 1 and not layout.sequence else None
+    for part in work.parts:
+        held = {name: child for name, child in part.module.named_modules() if child._parameters}
+        for rows in (rows for rows in work.source.experts if rows.module in held):
+            experts: Any = held[rows.module]
+            part.places |= ep.wrap(experts, rows, mesh.wires["ep"], mesh.wires["ep_copies"].size, same)
+            if layout.compile:  # how many tokens come is known at run time alone
+                experts.forward = torch.compiler.disable(experts.forward)
+
+
+def _context(work: Work) -> None:
+    layout, mesh, table = work.layout, work.mesh, work.source.table
+    if layout.degree("cp") == 1:
+        return
+    assert mesh is not None and table is not None
+    for part in work.parts:
+        tensor_place = (mesh.wires["tp"].index, layout.degree("tp"))
+        splits = layout.degree("tp") if layout.sequence else 1
+        cp.wrap_model(part.module, table, mesh.wires["cp"], tensor_place, work.source.attention, splits)
+    work.view.tokens = (mesh.wires["cp"].index, layout.degree("cp"), work.source.attention == "gather")
+
+
+def _chance(work: Work) -> None:
+    source = work.source
+    if source.random:
+        work.chance = chance.install(
+            work.parts, source.layers, source.table, source.experts, work.mesh, source.attention
+        )
+
+
+def _widen(work: Work) -> None:
     if work.layout.precision == "float64":
-        wide.apply([work.source.module, *work.source.layers])
+        for part in work.parts:
+            wide.apply([part.module, *part.layers])
 
 
-def _recompute(work: _Work) -> None:
-    recompute.apply(work.source.layers, work.layout.recompute, work.source.random)
+def _recompute(work: Work) -> None:
+    names = work.source.layers
+    wanted = {names[place] for place in recompute.chosen(len(names), work.layout.recompute)}
+    for part in work.parts:
+        held = [child for name, child in part.module.named_modules() if name in wanted]
+        again = work.chance.again if work.chance is not None else None
+        recompute.apply([layer for layer in held if layer in part.layers], work.layout.recompute, again)
 
 
-def _compile(work: _Work) -> None:
+def _compile(work: Work) -> None:
     if work.layout.compile:
-        for layer in work.source.layers:
+        for layer in (layer for part in work.parts for layer in part.layers):
             compiled: Any = torch.compile(layer.forward)
             layer.forward = compiled  # type: ignore[method-assign]
 
 
-def _shard_data(work: _Work) -> None:
+def _shard_data(work: Work) -> None:
     """Data axes: sharded state where the layout shards, or computes in another type than it keeps, else copies."""
     layout, mesh = work.layout, work.mesh
-    if layout.zero or layout.mixed or layout.offload == "parameters":
-        assert mesh is not None
-        options = shard.ShardOptions(
-            zero=layout.zero,
-            compute=DTYPES[layout.precision] if layout.mixed else None,
-            offload=layout.offload == "parameters",
-        )
-        wires = [mesh.wires[name] for name in ("shard", "replicate") if name == "shard" or layout.degree(name) > 1]
-        work.sync.append(shard.wrap(work.source.module, work.source.layers, mesh.axes("shard"), options, wires))
-    elif layout.degree("replicate") > 1:
-        assert mesh is not None
-        work.sync.append(_LateReplicate(work.source.module, mesh))
+    for part in work.parts:
+        if layout.zero or layout.mixed or layout.offload == "parameters":
+            assert mesh is not None
+            options = shard.ShardOptions(
+                zero=layout.zero,
+                compute=DTYPES[layout.precision] if layout.mixed else None,
+                offload=layout.offload == "parameters",
+            )
+            copies = mesh.across(gradient_axes((shard.AXIS.name,)))
+            wires = [mesh.wires["shard"], *([copies] if copies.size > 1 else [])]
+            apart = _apart(part, mesh, [mesh.wires["replicate"]] if layout.degree("replicate") > 1 else [])
+            part.sync.insert(0, shard.wrap(part.module, part.layers, mesh.axes("shard"), options, wires, apart))
+        elif mesh is not None:
+            experts = {name for name, place in part.places.items() if ep.AXIS.name in place.axes}
+            names = [name for name, _ in part.module.named_parameters()]
+            for wire, own in (
+                (mesh.across(gradient_axes(())), [name for name in names if name not in experts]),
+                (mesh.wires.get("ep_copies"), [name for name in names if name in experts]),
+            ):
+                if own and wire is not None and wire.size > 1:
+                    part.sync.insert(0, _LateReplicate(part.module, own, wire))
+
+
+def _apart(part: Part, mesh: Mesh, copies: Sequence[Wire]) -> shard.Apart | None:
+    """The experts modules of a part, whose shards lie on the ranks that hold the same experts."""
+    owners = {name.rpartition(".")[0]: None for name, place in part.places.items() if ep.AXIS.name in place.axes}
+    if not owners:
+        return None
+    return shard.Apart(
+        modules=[part.module.get_submodule(name) for name in owners],
+        mesh=mesh.holders("ep"),
+        wires=[mesh.wires["ep_shard"], *copies],
+    )
 
 
 class _LateReplicate:
-    """Attaches the replicate axis's hooks to parameters once they are materialised (hooks don't survive that)."""
+    """Attaches a reducer's hooks to parameters once they are materialised (hooks don't survive that)."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        self._module, self._wire = module, mesh.wires["replicate"]
+    def __init__(self, module: nn.Module, names: Sequence[str], wire: Wire) -> None:
+        self._module, self._names, self._wire = module, names, wire
         self._reducer: Any = None
 
     def begin(self, last: bool) -> None:
         """Announces a micro-batch."""
         if self._reducer is None:
-            self._reducer = replicate.wrap(self._module, self._wire)
+            self._reducer = replicate.wrap([self._module.get_parameter(name) for name in self._names], self._wire)
         self._reducer.begin(last)
 
     def finish(self) -> None:
@@ -106,8 +203,18 @@ class _LateReplicate:
         self._reducer.finish()
 
 
-TRANSFORMS: tuple[Callable[[_Work], None], ...] = (_widen, _recompute, _compile, _shard_data)
-"""In this order; an axis that changes modules adds its own (split, tensor, expert, context come before recompute)."""
+TRANSFORMS: tuple[Callable[[Work], None], ...] = (
+    _split,
+    _tensor,
+    _expert,
+    _context,
+    _chance,
+    _widen,
+    _recompute,
+    _compile,
+    _shard_data,
+)
+"""In this order; an axis that changes modules adds its own."""
 
 
 def check(layout: Layout, device_type: str, layers: int) -> None:
@@ -126,6 +233,7 @@ def check(layout: Layout, device_type: str, layers: int) -> None:
         raise PlanError(f"recompute={layout.recompute}: the model has {layers} repeated layers; K is at most that")
     if layout.compile and layers == 0:
         raise PlanError("compile=true compiles layer by layer, but no repeated layers were found in the model")
+    pipeline.check(layout, layers)
 
 
 def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.device, clock: Clock) -> Program:
@@ -141,16 +249,26 @@ def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.devic
     Returns:
         The program, its weights materialised as this rank's parts.
     """
-    work = _Work(source, layout, mesh)
+    layers = [source.module.get_submodule(name) for name in source.layers]
+    work = Work(source, layout, mesh, [Part(source.module, layers)])
     for transform in TRANSFORMS:
         transform(work)
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
-    materialise(source.module, host, master, source.fill)
-    source.fill_buffers(source.module, device)
-    settle(source.module)
-    source.module.train()
-    return Program(source.module, source.compute, work.sync, mesh, clock)
+    for part in work.parts:
+        materialise(part.module, part.places, host, master, source.fill)
+        source.fill_buffers(part.module, device)
+        settle(part.module)
+        part.module.train()
+    program: Program
+    if mesh is not None and layout.degree("pp") > 1:
+        program = pipeline.PipelineProgram(work.parts, source.compute, work.view, mesh, clock, layout)
+    else:
+        program = Program(work.parts, source.compute, work.view, mesh, clock)
+    if source.experts and not layout.compile:
+        program.experts = ExpertMeter(work.parts, source.experts)
+    program.chance = work.chance
+    return program
 
 
 def settle(module: nn.Module) -> None:

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from meshwright.runtime.weights import Box, Weight, owners, placed_like
+from meshwright.axes.placement import Box, Place, count
+from meshwright.runtime.weights import Weight, cut, owners, placed_like
 
 Fill = Callable[[str, Box], torch.Tensor]
 """Returns the values of one part of a weight: (name, box) to a CPU tensor of the box's shape."""
 
 
-def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype, fill: Fill) -> None:
+def materialise(
+    module: nn.Module, places: Mapping[str, Place], device: torch.device, dtype: torch.dtype, fill: Fill
+) -> None:
     """Replaces every meta parameter by this rank's part of it, with values from ``fill``; ties stay ties.
 
     Args:
         module: wrapped by the axes, parameters on the meta device (plain or DTensor).
+        places: which part of the whole weight a parameter stands for, by name; absent where it is whole.
         device: where the parts go.
         dtype: of the master weights (floating-point ones; others keep theirs).
         fill: values by name and box.
     """
     with torch.no_grad():
-        for name, parameter, places in list(owners(module)):
-            made = _made(Weight(name, parameter), device, dtype, fill)
-            for part, attribute in places:
+        for name, parameter, holders in list(owners(module)):
+            place = places.get(name) or Place.whole(name, tuple(parameter.shape), 1)
+            made = _made(Weight(parameter, place), device, dtype, fill)
+            for part, attribute in holders:
                 part._parameters[attribute] = made
 
 
 def _made(weight: Weight, device: torch.device, dtype: torch.dtype, fill: Fill) -> nn.Parameter:
     parameter = weight.parameter
     kind = dtype if parameter.is_floating_point() else parameter.dtype
-    box = weight.box
-    local = torch.empty([stop - start for start, stop in box], dtype=kind, device=device)
-    if local.numel():
-        local.copy_(fill(weight.name, box))
+    local = torch.empty(weight.local.shape, dtype=kind, device=device)
+    for piece in weight.pieces:
+        if count(piece.whole):
+            cut(local, piece.local).copy_(fill(weight.name, piece.whole))
     made = nn.Parameter(placed_like(parameter, local), requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,13 +46,13 @@ class StateMeter:
     """Keeps the largest number of bytes seen for parameters and gradients, master weights apart.
 
     Args:
-        module: the wrapped model.
+        modules: the wrapped stages.
         weights: its weights.
     """
 
-    def __init__(self, module: nn.Module, weights: list[Weight]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], weights: list[Weight]) -> None:
         self._weights = weights
-        self._units = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+        self._units = [part for module in modules for part in module.modules() if hasattr(part, "_get_fsdp_state")]
         # After FSDP2's own: the unit at work is gathered then, and the next one is on its way.
         self._hooks = [unit.register_forward_pre_hook(lambda *_: self.sample()) for unit in self._units]
         self.parameters = self.gradients = 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.axes.axis import known_axes
 from meshwright.axes.comm.wire import TrafficLog, Wire
-from meshwright.axes.groups import loss_axes
+from meshwright.axes.groups import carved_groups, loss_axes
 from meshwright.plan import Layout
 
 WORLD = "world"
@@ -34,6 +37,48 @@ class Mesh:
         )
         self.world = Wire(WORLD, dist.group.WORLD, log)
         self.wires = {name: Wire(name, self.device_mesh.get_group(name), log) for name in shape}
+        for name, axis in known_axes().items():
+            if axis.carves and layout.degree(name) > 1:
+                self._carve(name)
+
+    def _carve(self, name: str) -> None:
+        """Adds the wires of an axis that factorises others' ranks a second time.
+
+        ``ep``: its own ranks; ``ep_shard``: those of a block that hold the same part, which may share it as shards;
+        ``ep_copies``: all that hold the same part.
+        """
+        for suffix, groups in zip(("", "_shard", "_copies"), carved_groups(name, self.layout.degrees)):
+            group, _ = dist.new_subgroups_by_enumeration(groups)
+            self.wires[name + suffix] = Wire(name + suffix, group, self.log)
+
+    def holders(self, name: str) -> DeviceMesh:
+        """Returns the ranks that may share shards of what a carving axis splits, as a mesh of one dimension."""
+        wire = f"{name}_shard"
+        return DeviceMesh.from_group(self.wires[wire].group, self.device_type, mesh_dim_names=(wire,))
+
+    def across(self, names: Sequence[str]) -> Wire:
+        """Returns a wire over the product of some axes; all ranks must ask for it together."""
+        used = [name for name in names if self.layout.degree(name) > 1] or list(names[:1])
+        if len(used) == 1:
+            return self.wires[used[0]]
+        key = "+".join(used)
+        if key not in self.wires:
+            dims = [tuple(self.layout.shape()).index(name) for name in used]
+            last = range(-len(dims), 0)
+            size = math.prod(self.layout.degree(name) for name in used)
+            lines = self.device_mesh.mesh.movedim(dims, tuple(last)).reshape(-1, size)
+            group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+            self.wires[key] = Wire(key, group, self.log)
+        return self.wires[key]
+
+    def neighbours(self, name: str, size: int) -> Wire:
+        """Returns a wire over runs of ``size`` neighbours along an axis; all ranks must ask for it together."""
+        key = f"{name}_{size}"
+        if key not in self.wires:
+            lines = self.device_mesh.mesh.movedim(tuple(self.layout.shape()).index(name), -1).reshape(-1, size)
+            group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+            self.wires[key] = Wire(name, group, self.log)
+        return self.wires[key]
 
     def axes(self, *names: str) -> DeviceMesh:
         """Returns the sub-mesh over some axes."""

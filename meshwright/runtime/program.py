@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.random import seed_all
+from meshwright.axes.comm.vocabulary import VocabShard
+from meshwright.axes.placement import Place
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.memory import StateMeter
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.weights import Weight, named_weights
 
-Compute = Callable[[nn.Module, Any, float], tuple[torch.Tensor, torch.Tensor]]
-"""(module, micro-batch, scale) to (loss to differentiate, sums): the loss is scale x the sum over target tokens, the
-sums are a float64 vector (loss sum, target tokens, right predictions), detached."""
+
+@dataclass(slots=True)
+class LossView:
+    """What the loss of a micro-batch must know of the layout."""
+
+    vocab: VocabShard | None = None
+    """The run of the vocabulary whose logits this rank has; None for all."""
+    tokens: tuple[int, int, bool] = (0, 1, False)
+    """(index, count, balanced): which of each row's tokens this rank has logits of; see `axes.cp.own_tokens`."""
+
+
+Compute = Callable[[nn.Module, Any, float, LossView], tuple[torch.Tensor, torch.Tensor]]
+"""(module, micro-batch, scale, view) to (loss to differentiate, sums): the loss is scale x the sum over target tokens,
+the sums are a float64 vector (loss sum, target tokens, right predictions), detached."""
 
 
 class Sync(Protocol):
@@ -27,6 +44,29 @@ class Sync(Protocol):
 
     def finish(self) -> None:
         """Called after the last backward; when it returns, every gradient is the sum over the axis."""
+
+
+class ExpertCounts(Protocol):
+    """What counts the tokens of each expert."""
+
+    def drain(self, device: torch.device) -> torch.Tensor:
+        """Returns this rank's counts since the last call, float64 (X,)."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One stage of the model on this rank; without a pipeline axis the whole model is its only part."""
+
+    module: nn.Module
+    """The stage; its names are those of the whole model."""
+    layers: list[nn.Module]
+    """Its repeated blocks, in order."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """Which part of the whole weight a parameter stands for, by name in the module; absent where it is whole."""
+    sync: list[Sync] = field(default_factory=list)
+    """What sums its gradients, in the order in which it finishes."""
+    stage: int = 0
+    """Its number among all stages."""
 
 
 @dataclass(slots=True)
@@ -41,31 +81,65 @@ class Program:
     """The model as this rank runs it under a layout.
 
     Args:
-        module: wrapped and materialised.
+        parts: wrapped and materialised; exactly one here.
         compute: forward and loss of one micro-batch.
-        sync: axes that sum gradients, in the order in which they finish.
+        view: what the loss must know of the layout.
         mesh: ranks and wires; None for a single rank without a process group.
         clock: books the parts of a step.
     """
 
     def __init__(
-        self, module: nn.Module, compute: Compute, sync: Sequence[Sync], mesh: Mesh | None, clock: Clock
+        self, parts: Sequence[Part], compute: Compute, view: LossView, mesh: Mesh | None, clock: Clock
     ) -> None:
-        self.module, self.mesh, self.clock = module, mesh, clock
-        self._compute, self._sync = compute, tuple(sync)
-        self.weights: list[Weight] = named_weights(module)
-        self.meter: StateMeter | None = StateMeter(module, self.weights)
+        self.parts, self.mesh, self.clock, self.view = tuple(parts), mesh, clock, view
+        self._compute = compute
+        copies = 1
+        if mesh is not None:
+            copies = mesh.world.size // mesh.layout.degree("pp")
+        self.weights: list[Weight] = []
+        """Every trained weight that this rank holds a part of, once."""
+        self.frozen: list[Weight] = []
+        """Those that aren't trained."""
+        for part in self.parts:
+            for weight in named_weights(part.module, part.places, copies, frozen=True):
+                (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
+        self.chance: Chance | None = None
+        """Random numbers of forwards that may draw some."""
+        self.experts: ExpertCounts | None = None
+        """Counts the tokens of each expert, in a mixture."""
+        self.meter: StateMeter | None = StateMeter([part.module for part in self.parts], self.weights)
         """Looks at the state's bytes while set; the trainer unsets it after the first steps."""
 
+    @property
+    def module(self) -> nn.Module:
+        """The first part's module."""
+        return self.parts[0].module
+
+    @property
+    def reporters(self) -> int:
+        """Number of ranks that report the same loss sums: those along the axes that read the same data."""
+        if self.mesh is None:
+            return 1
+        shape = self.mesh.layout.shape()
+        return math.prod(size for name, size in shape.items() if name not in self.mesh.loss_axes)
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, buffer) of the buffers that the model itself saves."""
+        for part in self.parts:
+            for prefix, child in part.module.named_modules():
+                for name, buffer in child._buffers.items():
+                    if buffer is not None and name not in child._non_persistent_buffers_set:
+                        yield f"{prefix}.{name}" if prefix else name, buffer
+
     def forward_backward(
-        self, batches: Sequence[Any], scale: float, seed_for: Callable[[int], int], stamp: Stamp | None = None
+        self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:
         """Runs a step's micro-batches and sums gradients over every axis that reads other data.
 
         Args:
             batches: this rank's micro-batches, in order.
             scale: factor on the summed loss before backward.
-            seed_for: micro-batch number to the seed of its random state (dropout).
+            key: (seed, step) of its random numbers (dropout).
             stamp: where to report progress.
 
         Returns:
@@ -73,12 +147,12 @@ class Program:
         """
         total: torch.Tensor | None = None
         for number, batch in enumerate(batches):
-            for sync in self._sync:
+            for sync in self.parts[0].sync:
                 sync.begin(number == len(batches) - 1)
-            torch.manual_seed(seed_for(number))
             if stamp:
                 stamp.phase("forward", number)
-            loss, sums = self._compute(self.module, batch, scale)
+            with self.drawing(batches, number, key):
+                loss, sums = self._compute(self.module, batch, scale, self.view)
             self.clock.lap("forward")
             if self.meter is not None:
                 self.meter.sample()
@@ -90,11 +164,32 @@ class Program:
             self.clock.lap("backward")
             if self.meter is not None:
                 self.meter.sample()
-        for sync in self._sync:
+        for sync in self.parts[0].sync:
             sync.finish()
         self.clock.lap("reduce")
         assert total is not None
         return total
+
+    @contextlib.contextmanager
+    def drawing(self, batches: Sequence[Any], number: int, key: tuple[int, int]) -> Iterator[None]:
+        """Around the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
+        rows = [len(batch.tokens) for batch in batches]
+        first = 0
+        if self.mesh is not None:
+            layout, shares = self.mesh.layout, self.mesh.layout.shares()
+            share = shares[layout.reader(self.mesh.rank)[0]]
+            first = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
+        first += sum(rows[:number])
+        # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
+        seed_all(hash((*key, first)) % 2**63)
+        if self.chance is None:
+            yield
+            return
+        self.chance.begin(key, first, batches[number].tokens.shape)
+        try:
+            yield
+        finally:
+            self.chance.end()
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
@@ -102,7 +197,7 @@ class Program:
         training = self.module.training
         self.module.eval()
         try:
-            return self._compute(self.module, batch, 1.0)[1]
+            return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
             self.module.train(training)
 

@@ -6,7 +6,7 @@ Source: Chen et al., Sublinear Memory Cost (2016); Korthikanti et al., Reducing 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.errors import PlanError
 
+Forward = Callable[..., Any]
 KEPT = tuple(
     getattr(namespace, name)
     for namespace, name in (
@@ -31,31 +32,44 @@ KEPT = tuple(
 """Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""
 
 
-def apply(layers: Sequence[nn.Module], mode: str, keep_random_state: bool) -> None:
-    """Makes layers recompute: their forward is replaced by one that drops what ``mode`` doesn't keep.
-
-    Args:
-        layers: the model's repeated blocks, in order.
-        mode: ``none``, ``full``, ``selective``, or either with ``:K`` for K of the layers, evenly spaced.
-        keep_random_state: whether the layers draw random numbers (dropout), which must be the same again.
+def chosen(layers: int, mode: str) -> frozenset[int]:
+    """Returns which of a model's layers recompute, evenly spaced: none, all, or the K of ``full:K``.
 
     Raises:
         PlanError: when K is more than the layers there are, or there are none to recompute.
     """
     name, _, count = mode.partition(":")
     if name == "none":
-        return
-    number = int(count) if count else len(layers)
-    if not layers or number > len(layers):
-        raise PlanError(f"recompute={mode}: the model has {len(layers)} layers; K is at most that")
+        return frozenset()
+    number = int(count) if count else layers
+    if not layers or number > layers:
+        raise PlanError(f"recompute={mode}: the model has {layers} layers; K is at most that")
+    return frozenset(place * layers // number for place in range(number))
+
+
+def apply(layers: Sequence[nn.Module], mode: str, again: Callable[[Forward], Forward] | None) -> None:
+    """Makes layers recompute: their forward is replaced by one that drops what ``mode`` doesn't keep.
+
+    Args:
+        layers: those that `chosen` names.
+        mode: ``full`` or ``selective``, with or without ``:K``.
+        again: where layers draw random numbers: a forward, at each call, to one that draws the same whenever it is
+            called once more.
+    """
     contexts: dict[str, Any] = {}
-    if name == "selective":
+    if mode.startswith("selective"):
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    for place in range(number):
-        layer: Any = layers[place * len(layers) // number]
-        layer.forward = functools.partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=keep_random_state, **contexts
-        )
+    for item in layers:
+        layer: Any = item
+        layer.forward = _recomputing(layer.forward, again, contexts)
+
+
+def _recomputing(plain: Forward, again: Callable[[Forward], Forward] | None, contexts: dict[str, Any]) -> Forward:
+    options = {"use_reentrant": False, "preserve_rng_state": False, **contexts}
+    if again is None:
+        return functools.partial(checkpoint, plain, **options)
+    repeated = again
+    return lambda *args, **kwargs: checkpoint(repeated(plain), *args, **options, **kwargs)
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

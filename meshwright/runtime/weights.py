@@ -1,10 +1,12 @@
-"""Every weight as this rank holds it: its local part, that part's place in the whole, and its gradient."""
+"""Every weight as this rank holds it: its local part, that part's boxes in the whole, and its gradient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,19 +14,30 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: (start, stop) for each dim."""
+from meshwright.axes.pieces import Pieces
+from meshwright.axes.placement import Box, Piece, Place
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class Weight:
     """One parameter of the model on this rank.
 
-    ``name`` is its fully qualified name; a tied weight has one entry, under the name that comes first.
+    ``place`` says which part of the whole weight the parameter stands for; a data axis may shard that part once more,
+    in which case ``parameter`` is a DTensor of the part's shape. A tied weight has one entry.
     """
 
-    name: str
     parameter: nn.Parameter
+    place: Place
+
+    @property
+    def name(self) -> str:
+        """Fully qualified name in the whole model; of tied names the first."""
+        return self.place.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight."""
+        return self.place.shape
 
     @property
     def local(self) -> torch.Tensor:
@@ -39,42 +52,61 @@ class Weight:
         return grad._local_tensor if isinstance(grad, DTensor) else grad
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole weight."""
-        return tuple(self.parameter.shape)
-
-    @property
     def sharded_on(self) -> tuple[str, ...]:
         """Axes that split this weight."""
         if not isinstance(self.parameter, DTensor):
-            return ()
+            return self.place.axes
         names = self.parameter.device_mesh.mesh_dim_names or ()
-        return tuple(name for name, placed in zip(names, self.parameter.placements) if isinstance(placed, Shard))
+        data = (name for name, placed in zip(names, self.parameter.placements) if isinstance(placed, Shard))
+        return (*self.place.axes, *data)
 
     @property
-    def copies(self) -> int:
-        """Number of ranks of the world that hold the same part."""
-        split = 1
-        if isinstance(self.parameter, DTensor):
-            mesh = self.parameter.device_mesh
-            placed = enumerate(self.parameter.placements)
-            split = math.prod(mesh.size(dim) for dim, kind in placed if isinstance(kind, Shard))
-        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        return world // split
-
-    @property
-    def box(self) -> Box:
-        """Place of this rank's part in the whole weight; an empty part has start == stop."""
+    def shards(self) -> int:
+        """Number of parts that a data axis cuts the place into."""
         if not isinstance(self.parameter, DTensor):
-            return tuple((0, size) for size in self.parameter.shape)
-        shape, offset = compute_local_shape_and_global_offset(
-            self.parameter.shape, self.parameter.device_mesh, self.parameter.placements
+            return 1
+        mesh = self.parameter.device_mesh
+        return math.prod(
+            mesh.size(dim) for dim, kind in enumerate(self.parameter.placements) if isinstance(kind, Shard)
         )
-        return tuple((start, start + size) for start, size in zip(offset, shape))
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Boxes that the local part is made of; ``copies`` counts the ranks of the world that hold each."""
+        rows = None
+        if isinstance(self.parameter, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(
+                self.parameter.shape, self.parameter.device_mesh, self.parameter.placements
+            )
+            rows = (offset[0], offset[0] + shape[0])
+        shards = self.shards
+        return tuple(
+            Piece(local=piece.local, whole=piece.whole, copies=max(1, piece.copies // shards))
+            for piece in self.place.pieces(rows)
+        )
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the values of a tensor of the whole weight's shape that belong to this rank, laid out as `local`."""
+        out = torch.empty(self.local.shape, dtype=whole.dtype, device=whole.device)
+        for piece in self.pieces:
+            cut(out, piece.local).copy_(cut(whole, piece.whole))
+        return out
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a tensor that stands to ``local`` (this rank's part of some state) as the parameter to its part."""
         return placed_like(self.parameter, local)
+
+    def saved(self, local: torch.Tensor) -> Any:
+        """Returns ``local`` (this rank's part of some state) as a checkpoint takes it: boxes of the whole."""
+        if self.place.is_whole:
+            return self.like(local)
+        parts = [(piece.whole, cut(local, piece.local)) for piece in self.pieces]
+        return Pieces(self.shape, parts, local.dtype)
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Returns a box of a tensor as a view."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 def placed_like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -89,9 +121,20 @@ def placed_like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
 
 
-def named_weights(module: nn.Module) -> list[Weight]:
-    """Returns every trainable parameter of ``module`` once, in the order of definition."""
-    return [Weight(name, item) for name, item in module.named_parameters() if item.requires_grad]
+def named_weights(module: nn.Module, places: Mapping[str, Place], copies: int, frozen: bool = False) -> list[Weight]:
+    """Returns every trainable parameter of ``module`` once, in the order of definition.
+
+    Args:
+        module: wrapped or not.
+        places: for parameters that aren't held whole or have copies of their own, by name in the module.
+        copies: ranks of the world that hold a weight which has no entry there.
+        frozen: parameters that aren't trained as well.
+    """
+    return [
+        Weight(item, places.get(name) or Place.whole(name, tuple(item.shape), copies))
+        for name, item in module.named_parameters()
+        if item.requires_grad or frozen
+    ]
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
+from meshwright.train.faults import parse_faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,3 +100,52 @@ class EvaluationConfig(Config):
         """Refuses negative counts."""
         if self.every < 0 or self.rows < 1:
             raise ConfigError(f"evaluation: every = {self.every} must be at least 0, rows = {self.rows} at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig(Config):
+    """What happens when a rank dies or hangs."""
+
+    enabled: bool = True
+    """Start the ranks again, from the newest state in memory, when one of them fails."""
+    snapshot_every: int | None = None
+    """Steps between copies of the state in this node's memory; 0 for none, None for as often as costs 1 % of a step."""
+    attempts: int = 3
+    """Failures in a row without a new step between them after which the run ends."""
+    on_death: Literal["restart", "shrink"] = "restart"
+    """``restart`` puts a new process on the device of one that died, and leaves the device out when that dies too;
+    ``shrink`` leaves it out at once."""
+    minimum: int = 1
+    """Ranks under which the run ends, with a checkpoint of its last state."""
+    back_s: float = 60.0
+    """Seconds until a device that was left out is tried again; doubled each time that it fails again."""
+    hang_s: float | None = None
+    """Seconds without progress of any rank after which the run hangs; None learns it from the run."""
+    spike: float = 0.0
+    """A loss over this many times the median of the last ones makes a step sick, as 2.0; 0 for no limit."""
+    largest_norm: float = 0.0
+    """A gradient norm over this, before clipping, makes a step sick, as one that isn't finite does; 0 for no limit."""
+    on_sick: Literal["skip", "rewind", "stop"] = "skip"
+    """What a sick step means: ``skip`` leaves the weights as they are and goes on with the next rows; ``rewind`` goes
+    back to the last checkpoint and on with the rows after the sick ones; ``stop`` ends the run."""
+    faults: str = ""
+    """Faults on purpose, as ``kill:rank=3,step=20;hang:rank=1,step=30,phase=backward`` (``train/faults.py``)."""
+
+    def check(self) -> None:
+        """Refuses counts and times that can't be."""
+        if self.snapshot_every is not None and self.snapshot_every < 0:
+            raise ConfigError(f"recovery.snapshot_every = {self.snapshot_every}: give steps, or 0 for no copies")
+        for name in ("attempts", "minimum"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"recovery.{name} = {getattr(self, name)}: it must be at least 1")
+        for name in ("back_s", "hang_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"recovery.{name} = {value}: it must be above 0 seconds")
+        if (self.spike and self.spike <= 1.0) or self.largest_norm < 0:
+            raise ConfigError(
+                f"recovery: spike = {self.spike} must be above 1, or 0; largest_norm = {self.largest_norm} at least 0"
+            )
+        if self.on_sick == "rewind" and not self.enabled:
+            raise ConfigError("recovery.on_sick = rewind needs recovery.enabled: somebody must start the ranks again")
+        parse_faults(self.faults)

@@ -36,7 +36,7 @@ class TokenFeed:
         rows: rows of the global batch.
         sequence: tokens a row, S.
         seed: of the order.
-        reader: (index, count) of this rank among the readers.
+        span: (first row, row after the last) of each global batch that this rank reads.
         micro: micro-batches a step.
         mask_documents: whether documents in a row are kept apart.
         device: where tensors go.
@@ -50,22 +50,20 @@ class TokenFeed:
         rows: int,
         sequence: int,
         seed: int,
-        reader: tuple[int, int],
+        span: tuple[int, int],
         micro: int,
         mask_documents: bool,
         device: torch.device,
         start: int = 0,
     ) -> None:
-        self._set, self._rows, self._sequence, self._reader = token_set, rows, sequence, reader
+        self._set, self._rows, self._sequence, self._span = token_set, rows, sequence, span
         self._micro, self._device = micro, device
-        index, count = reader
         self._loader = Loader(
             token_set.train,
             rows=rows,
             sequence=sequence,
             seed=seed,
-            index=index,
-            count=count,
+            row_range=span,
             mask_documents=mask_documents,
         )
         self._prefetcher = Prefetcher(self._loader, start, depth=AHEAD, to_device=self._split)
@@ -94,13 +92,13 @@ class TokenFeed:
 
     def evaluation(self, rows: int | None) -> Iterator[MicroBatch]:
         """Yields this rank's batches of held-out rows in order, the first ``rows`` of them or all."""
-        index, count = self._reader
+        first, last = (row // self._micro for row in self._span)
         share = self._rows // self._micro
         seen = 0
         if len(self._set.validation.tokens) < 2:
             return
         for batch in evaluation_batches(
-            self._set.validation, rows=share, sequence=self._sequence, index=index, count=count
+            self._set.validation, rows=share, sequence=self._sequence, row_range=(first, last)
         ):
             if rows is not None and seen >= rows:
                 return

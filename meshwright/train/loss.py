@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from meshwright.axes.comm.vocabulary import VocabShard
 
 IGNORED = -100
 """Target that counts for nothing."""
@@ -17,33 +20,18 @@ class _CrossEntropy(torch.autograd.Function):
     """Forward makes loss, hits and gradient in one pass over cached rows; backward hands the gradient on."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: float, reuse: bool) -> Any:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: float, reuse: bool, vocab: VocabShard | None
+    ) -> Any:
         wants_gradient = ctx.needs_input_grad[0]
         gradient = (logits if reuse else torch.empty_like(logits)) if wants_gradient else None
-        kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        loss_sum = torch.zeros((), dtype=torch.float64, device=logits.device)
-        hits = torch.zeros((), dtype=torch.float64, device=logits.device)
-        rows = max(1, ((1 << 18) if logits.device.type == "cpu" else (1 << 27)) // logits.shape[1])
-        for start in range(0, logits.shape[0], rows):
-            part, wanted = logits[start : start + rows], targets[start : start + rows]
-            counted = wanted != IGNORED
-            column = wanted.clamp(min=0).unsqueeze(1)
-            top = part.amax(dim=1, keepdim=True).to(kind)
-            chosen = part.gather(1, column).to(kind)
-            shifted = part.to(kind) - top
-            weight = shifted.exp_()
-            total = weight.sum(dim=1, keepdim=True)
-            loss_sum += ((total.log() + top - chosen).squeeze(1) * counted).sum(dtype=torch.float64)
-            hits += ((chosen == top).squeeze(1) & counted).sum()
-            if gradient is not None:
-                factor = counted.to(kind).unsqueeze(1) * scale
-                weight.mul_(factor / total)
-                weight.scatter_add_(1, column, -factor)
-                gradient[start : start + rows] = weight
+        work = _whole if vocab is None else _split
+        loss_sum, hits = work(logits, targets, scale, gradient, vocab)
         if gradient is not None:
             ctx.save_for_backward(gradient)
         sums = torch.stack([loss_sum, (targets != IGNORED).sum().to(torch.float64), hits])
         ctx.mark_non_differentiable(sums)
+        kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
         return (loss_sum * scale).to(kind), sums
 
     @staticmethod
@@ -52,16 +40,85 @@ class _CrossEntropy(torch.autograd.Function):
         factor = upstream[0]
         if factor.device.type != "cpu" or factor.item() != 1.0:
             gradient = gradient * factor.to(gradient.dtype)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
-def cross_entropy_sums(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    """Yields runs of rows that fit the cache, or on a GPU a reasonable buffer."""
+    rows = max(1, ((1 << 18) if logits.device.type == "cpu" else (1 << 27)) // logits.shape[1])
+    return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
+
+
+def _whole(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float, gradient: torch.Tensor | None, _: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (loss sum, hits) of logits (N, V) and fills their gradient, in one pass."""
+    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    loss_sum = torch.zeros((), dtype=torch.float64, device=logits.device)
+    hits = torch.zeros_like(loss_sum)
+    for rows in _chunks(logits):
+        part, wanted = logits[rows], targets[rows]
+        counted = wanted != IGNORED
+        column = wanted.clamp(min=0).unsqueeze(1)
+        top = part.amax(dim=1, keepdim=True).to(kind)
+        chosen = part.gather(1, column).to(kind)
+        weight = (part.to(kind) - top).exp_()
+        total = weight.sum(dim=1, keepdim=True)
+        loss_sum += ((total.log() + top - chosen).squeeze(1) * counted).sum(dtype=torch.float64)
+        hits += ((chosen == top).squeeze(1) & counted).sum()
+        if gradient is not None:
+            factor = counted.to(kind).unsqueeze(1) * scale
+            weight.mul_(factor / total)
+            weight.scatter_add_(1, column, -factor)
+            gradient[rows] = weight
+    return loss_sum, hits
+
+
+def _split(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float, gradient: torch.Tensor | None, vocab: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_whole`, for logits (N, stop - start) of a run of the vocabulary; every rank gets the same sums.
+
+    The first pass leaves exp(logit - own top) where the gradient goes, so that the exponential is taken once.
+    """
+    assert vocab is not None
+    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    counted = targets != IGNORED
+    mine = (targets >= vocab.start) & (targets < vocab.stop)
+    column = torch.where(mine, targets - vocab.start, 0)
+    own, parts = logits.new_empty(len(logits), dtype=kind), logits.new_empty(2, len(logits), dtype=kind)
+    for rows in _chunks(logits):
+        part = logits[rows]
+        own[rows] = part.amax(dim=1).to(kind)
+        parts[1, rows] = part.gather(1, column[rows].unsqueeze(1)).squeeze(1).to(kind) * mine[rows]
+        weight = (part.to(kind) - own[rows].unsqueeze(1)).exp_()
+        parts[0, rows] = weight.sum(dim=1)
+        if gradient is not None:
+            gradient[rows] = weight
+    top = vocab.maximum(own.clone())
+    lift = (own - top).exp_()
+    parts[0] *= lift
+    total, chosen = vocab.sum(parts).unbind()
+    loss_sum = ((total.log() + top - chosen) * counted).sum(dtype=torch.float64)
+    hits = ((chosen == top) & counted).sum().to(torch.float64)
+    if gradient is not None:
+        factor = counted.to(kind) * scale
+        for rows in _chunks(logits):
+            gradient[rows] *= (factor[rows] * lift[rows] / total[rows]).unsqueeze(1).to(gradient.dtype)
+        gradient.scatter_add_(1, column.unsqueeze(1), (-factor * mine).unsqueeze(1).to(gradient.dtype))
+    return loss_sum, hits
+
+
+def cross_entropy_sums(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float, vocab: VocabShard | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (scale x summed cross-entropy, sums) of next-token predictions.
 
     Args:
         logits: (B, S, V), any floating dtype; its memory is reused for the gradient where that is safe.
         targets: (B, S) int64; -100 where nothing is to be predicted.
         scale: factor on the loss, part of its gradient.
+        vocab: the run of the vocabulary that the logits are of, (B, S, stop - start); None for all of it.
 
     Returns:
         The loss to differentiate, a scalar, float32 (float64 for float64 logits); and a detached float64 vector (loss
@@ -70,5 +127,5 @@ def cross_entropy_sums(logits: torch.Tensor, targets: torch.Tensor, scale: float
     producer = type(logits.grad_fn).__name__ if logits.grad_fn is not None else ""
     flat = logits.reshape(-1, logits.shape[-1])
     reuse = producer in _IN_PLACE and flat.is_contiguous() and flat.data_ptr() == logits.data_ptr()
-    loss, sums = _CrossEntropy.apply(flat, targets.reshape(-1), scale, reuse)
+    loss, sums = _CrossEntropy.apply(flat, targets.reshape(-1), scale, reuse, vocab)
     return loss, sums

@@ -106,12 +106,12 @@ class LocalAdamW:
             return int(state["step"])
         return 0
 
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def state(self) -> Iterator[tuple[str, Any]]:
         """Yields (``exp_avg/<weight>``, tensor placed like the weight) for each moment of each weight."""
         for weight in self._all:
             part = self._of.get(weight.name)
             for moment in MOMENTS:
-                yield f"{moment}/{weight.name}", weight.like(self._moment(weight, part, moment))
+                yield f"{moment}/{weight.name}", weight.saved(self._moment(weight, part, moment))
 
     def _moment(self, weight: Weight, part: nn.Parameter | None, moment: str) -> torch.Tensor:
         if part is None:

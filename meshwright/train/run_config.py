@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.config import LaunchConfig
 from meshwright.models.config import ModelConfig
 from meshwright.monitor.config import MonitorConfig
-from meshwright.train.config import EvaluationConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from meshwright.train.config import EvaluationConfig, OptimizerConfig, RecoveryConfig, ScheduleConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,8 @@ class RunConfig(Config):
 
     layout: str = "auto"
     """Text form of the layout, or ``auto`` for the planner's choice."""
+    trials: int = 0
+    """With ``layout = auto``: run this many of the best layouts for ten steps each and keep the fastest."""
     devices: int | None = None
     """Number of ranks; None for all GPUs, else all cores."""
     run: str = ""
@@ -38,6 +40,8 @@ class RunConfig(Config):
     """Validation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What happens when a rank fails."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """What is shown and written."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -50,5 +54,7 @@ class RunConfig(Config):
                 f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"
             )
+        if self.trials < 0 or (self.trials and self.layout != "auto"):
+            raise ConfigError(f"trials = {self.trials}: it is 0 or more, and chooses among layouts with layout = auto")
         if self.devices is not None and self.devices < 1:
             raise ConfigError(f"devices = {self.devices}: at least one rank is needed")

@@ -37,8 +37,9 @@ class LossScaler:
 
     def state(self) -> dict[str, float]:
         """Returns plain values for a checkpoint."""
-        return {"scale": self.scale, "quiet": self._quiet}
+        return {"scale": self.scale, "quiet": self._quiet, "active": self.active}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Takes back `state`'s values."""
-        self.scale, self._quiet = float(state["scale"]), int(state["quiet"])
+        """Takes back `state`'s values, where both precisions scale: another one's scale would be wrong for good."""
+        if self.active and state.get("active", True):
+            self.scale, self._quiet = float(state["scale"]), int(state["quiet"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,29 +14,36 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.axes.comm.wire import TrafficLog
+from meshwright.axes.cp import own_tokens
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
+from meshwright.errors import RankError
 from meshwright.events import Event
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import BuiltModel, use_float64
+from meshwright.models.chance import may_draw
 from meshwright.models.forward import model_output
 from meshwright.monitor.display import RunHeader
 from meshwright.monitor.monitor import Monitor
-from meshwright.monitor.progress import PROGRESS, ProgressWriter
+from meshwright.monitor.progress import PROGRESS, ProgressWriter, node_progress
 from meshwright.plan import Plan
 from meshwright.runtime.build import DTYPES, Source, build
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.peak import measure_peak
-from meshwright.runtime.program import Compute, Program
+from meshwright.runtime.program import Compute, LossView, Program
+from meshwright.train.facts import Facts, read_facts
+from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook
 from meshwright.train.loss import IGNORED, cross_entropy_sums
+from meshwright.train.memory import Memory, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
+from meshwright.train.shortage import is_shortage, report
 from meshwright.train.step import Stepper
 from meshwright.train.trainer import Parts, Trainer
 
@@ -53,10 +61,14 @@ class Job:
     """Of the model's architecture."""
     header: dict[str, str]
     """What the display says about the run."""
+    facts: Facts
+    """What the layout needs to know of the model."""
     flops_per_token: float
     """Model FLOPs of one token, forward and backward."""
     hooks: tuple[Hook, ...] = ()
     """Called after each step, on every rank."""
+    memory: Memory | None = None
+    """Where ranks leave their state for those that come after them; None when nobody starts others."""
 
 
 def model_compute(model: BuiltModel) -> Compute:
@@ -66,12 +78,17 @@ def model_compute(model: BuiltModel) -> Compute:
     known.
     """
 
-    def compute(module: nn.Module, batch: MicroBatch, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(
+        module: nn.Module, batch: MicroBatch, scale: float, view: LossView
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = own_tokens(batch.targets, *view.tokens)
         output = model_output(
             module, model.anatomy, batch.tokens, batch.targets, batch.positions, batch.positions is not None
         )
         if output.logits is not None:
-            return cross_entropy_sums(output.logits, batch.targets, scale)
+            # Some models shape their output as whole rows, of which this rank has a part: the order is the same.
+            logits = output.logits.reshape(*targets.shape, output.logits.shape[-1])
+            return cross_entropy_sums(logits, targets, scale, view.vocab)
         assert output.loss is not None
         count = (batch.targets != IGNORED).sum()
         loss_sum = output.loss.detach().to(torch.float64) * count
@@ -81,25 +98,33 @@ def model_compute(model: BuiltModel) -> Compute:
     return compute
 
 
-def build_program(model: BuiltModel, plan: Plan, device: torch.device, random: bool) -> Program:
+def build_program(
+    model: BuiltModel, plan: Plan, device: torch.device, facts: Facts | None = None
+) -> Program:
     """Builds this rank's program; the default process group must stand.
 
     Args:
         model: on meta; its module is wrapped and becomes the program's.
         plan: the layout.
         device: where this rank computes.
-        random: whether forward draws random numbers (dropout).
+        facts: from `read_facts`; read here when not given.
     """
     layout = plan.layout
+    facts = facts or read_facts(model, layout)
     if layout.precision == "float64":
         use_float64(model.module)
     source = Source(
         module=model.module,
-        layers=[model.module.get_submodule(name) for name in model.anatomy.layers],
+        layers=model.anatomy.layers,
         compute=model_compute(model),
         fill=model.tensor,
         fill_buffers=model.fill_buffers,
-        random=random,
+        random=may_draw(model) and not layout.compile,
+        ties=model.anatomy.ties,
+        table=facts.table,
+        spine=facts.spine,
+        attention=facts.attention,
+        experts=facts.experts,
     )
     mesh = Mesh(layout, device.type, TrafficLog())
     return build(source, layout, mesh, device, Clock(device.type))
@@ -107,12 +132,16 @@ def build_program(model: BuiltModel, plan: Plan, device: torch.device, random: b
 
 def _progress(context: RankContext, job: Job) -> Path:
     """Returns the file of this host's stamps: clocks and shared memory end at a host's edge."""
+    if context.node is not None:
+        return job.run_dir / node_progress(context.node)
     return job.run_dir / (PROGRESS if context.nodes == 1 else f"{socket.gethostname()}-{PROGRESS}")
 
 
-def _peak(stepper: Stepper, device: torch.device, precision: str) -> float:
-    """Returns the matrix-product rate of all ranks together, measured while all of them multiply."""
-    best = max(measure_peak(device, dtype) for dtype in {DTYPES[precision], torch.float32})
+def _peak(job: Job, stepper: Stepper, device: torch.device) -> float:
+    """Returns the matrix-product rate of all ranks together, measured while all of them multiply, or as before."""
+    if job.memory is not None and job.memory.peak_flops is not None:
+        return job.memory.peak_flops * job.plan.layout.world
+    best = max(measure_peak(device, dtype) for dtype in {DTYPES[job.plan.layout.precision], torch.float32})
     own = torch.tensor([best], dtype=torch.float64, device=device)
     return float(stepper.world_sum(own))
 
@@ -138,20 +167,22 @@ def run_rank(context: RankContext, job: Job) -> dict[str, Any]:
 def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: contextlib.ExitStack) -> dict[str, Any]:
     config, layout = job.config, job.plan.layout
     device = torch.device(context.device)
-    program = build_program(job.model, job.plan, device, config.model.dropout > 0)
+    program = build_program(job.model, job.plan, device, job.facts)
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
-    reader = layout.reader(context.rank)
     stepper = Stepper(
         program,
         optimizer,
         LossScaler(layout.precision == "fp16"),
         clip=config.optimizer.clip,
         seed=config.train.seed,
-        reader=reader[0],
     )
     token_set = TokenSet.open(job.data_dir)
-    store = CheckpointStore.build(job.run_dir / "checkpoints", config.checkpoint)
-    latest = store.latest()
+    faults = _faults(context, job, program)
+    folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
+    store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.at(f"checkpoint.{phase}"), fence)
+    place = (context.rank, context.generation, store.agreement, context.local_rank)
+    memory = RankMemory(job.memory, *place) if job.memory is not None else None
+    latest = memory.state if memory is not None and memory.state is not None else store.latest()
     header = RunHeader(
         steps=config.train.steps, rows=job.header, progress=_progress(context, job), describe=layout.describe_rank
     )
@@ -176,19 +207,51 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
         stop_asked=context.stop,
         flops_per_token=job.flops_per_token,
         hooks=job.hooks,
-        peak_flops=_peak(stepper, device, layout.precision),
+        peak_flops=_peak(job, stepper, device),
+        memory=memory,
+        faults=faults,
+        sick_step=job.memory.sick_step if job.memory is not None else 0,
     )
     trainer = Trainer(parts)
+    stack.enter_context(_shortage_told(job.plan, trainer))
     start = trainer.resume()
-    feed = _feed(job, token_set, reader, device, start)
+    start += trainer.passed_over
+    feed = _feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
     parts.feed = feed
     if context.rank == 0:
-        monitor.event(Event(kind="run_started", rank=0, data={"step": start, "layout": str(layout)}))
+        monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
 
 
-def _feed(job: Job, token_set: TokenSet, reader: tuple[int, int], device: torch.device, start: int) -> TokenFeed:
+@contextlib.contextmanager
+def _shortage_told(plan: Plan, trainer: Trainer) -> Iterator[None]:
+    """Turns an allocator's error into a report of what was planned and what is held."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        raise RankError(report(plan, trainer.held(), trainer.place, error)) from error
+
+
+def _faults(context: RankContext, job: Job, program: Program) -> Faults:
+    """Returns what is to go wrong on this rank; what belongs to its start happens here."""
+
+    def spoil() -> None:
+        gradient = next(weight.gradient for weight in program.weights if weight.gradient is not None)
+        gradient.fill_(float("nan"))
+
+    def flip() -> None:
+        """Flips the highest bit of the exponent of one element."""
+        local = next(weight.local for weight in program.weights if weight.local.numel())
+        local.view(-1)[:1].mul_(-(2.0**60))
+
+    known = parse_faults(job.config.recovery.faults)
+    return Faults(job.run_dir, context.rank, context.generation, known, spoil, flip)
+
+
+def _feed(job: Job, token_set: TokenSet, span: tuple[int, int], device: torch.device, start: int) -> TokenFeed:
     """Opens this rank's part of the text, from step ``start`` on."""
     data, train = job.config.data, job.config.train
     return TokenFeed(
@@ -196,7 +259,7 @@ def _feed(job: Job, token_set: TokenSet, reader: tuple[int, int], device: torch.
         rows=train.batch,
         sequence=data.sequence,
         seed=train.seed,
-        reader=reader,
+        span=span,
         micro=job.plan.layout.microbatches,
         mask_documents=data.mask_documents,
         device=device,

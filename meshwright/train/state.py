@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from typing import Any
 
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore, Loaded, Saved
@@ -15,20 +16,17 @@ WEIGHTS = "weights"
 BUFFERS = "buffers"
 
 
-def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, torch.Tensor]:
+def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, Any]:
     """Returns every tensor that a checkpoint holds; they share memory with the run's own.
 
     Names: ``weights/<weight>``, ``exp_avg/<weight>``, ``exp_avg_sq/<weight>``, ``buffers/<buffer>`` for buffers that
-    the module itself saves. Sharded ones are DTensors.
+    the module itself saves. Sharded ones are DTensors or boxes.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in program.module.named_parameters():
-        tensors[f"{WEIGHTS}/{name}"] = parameter.detach()
+    tensors: dict[str, Any] = {}
+    for weight in (*program.weights, *program.frozen):
+        tensors[f"{WEIGHTS}/{weight.name}"] = weight.saved(weight.local)
     tensors.update(optimizer.state())
-    for prefix, part in program.module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                tensors[f"{BUFFERS}/{prefix + '.' if prefix else ''}{name}"] = buffer
+    tensors.update((f"{BUFFERS}/{name}", buffer) for name, buffer in program.buffers())
     return tensors
 
 
@@ -40,10 +38,25 @@ def save_state(
     scaler: LossScaler,
     origin: Origin,
     tokens: int,
+    **more: Any,
 ) -> Saved:
-    """Writes a checkpoint after ``step`` steps and ``tokens`` target tokens; the data position is the step itself."""
-    meta = {"tokens": tokens, "updates": optimizer.steps, "scaler": scaler.state()}
-    return store.save(step, state_tensors(program, optimizer), meta, origin)
+    """Writes a checkpoint after ``step`` steps and ``tokens`` target tokens, with ``more`` plain values beside.
+
+    The step alone says where in the data the run is, which learning rate comes next and what dropout draws.
+    """
+    values = plain_values(optimizer, scaler, tokens) | more
+    return store.save(step, state_tensors(program, optimizer), values, origin)
+
+
+def plain_values(optimizer: LocalAdamW, scaler: LossScaler, tokens: int) -> dict[str, Any]:
+    """Returns what a state holds beside its tensors and its step; `adopt_values` takes it back."""
+    return {"tokens": tokens, "updates": optimizer.steps, "scaler": scaler.state()}
+
+
+def adopt_values(values: Mapping[str, Any], optimizer: LocalAdamW, scaler: LossScaler) -> None:
+    """Takes over the plain values of a state whose tensors have been filled in."""
+    optimizer.restored(int(values["updates"]))
+    scaler.restore(dict(values["scaler"]))
 
 
 def load_state(
@@ -57,6 +70,5 @@ def load_state(
     expect = {"model": origin.model, "data": origin.data}
     found = store.load(state_tensors(program, optimizer), expect=expect, required=False)
     if found is not None:
-        optimizer.restored(int(found.meta["updates"]))
-        scaler.restore(dict(found.meta["scaler"]))
+        adopt_values(found.meta, optimizer, scaler)
     return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +9,12 @@ from typing import Any
 import torch
 
 from meshwright.runtime.program import Program, Stamp
+from meshwright.runtime.weights import cut
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 
 FIELDS = ("loss_sum", "targets", "hits", "norm_squared", "stop")
-"""What the step's all-reduce carries, each a sum over all ranks."""
+"""What the step's all-reduce carries, each a sum over all ranks; a mixture's counts by expert follow."""
 
 
 @dataclass(slots=True)
@@ -26,9 +25,15 @@ class Outcome:
     norm: torch.Tensor
     lr: float
 
+    @property
+    def experts(self) -> tuple[float, ...]:
+        """Share of the choices that went to each expert, over all layers; none for a model without experts."""
+        counts = self.sums[len(FIELDS) :]
+        return tuple((counts / counts.sum().clamp(min=1.0)).tolist())
+
     def read(self) -> dict[str, float]:
         """Returns loss, targets, accuracy, grad_norm, stop (number of ranks that were asked to) and finite."""
-        loss_sum, targets, hits, _, stop = self.sums.tolist()
+        loss_sum, targets, hits, _, stop = self.sums[: len(FIELDS)].tolist()
         norm = float(self.norm)
         return {
             "loss": loss_sum / max(1.0, targets),
@@ -48,8 +53,14 @@ def local_norm_squared(program: Program) -> torch.Tensor:
     by_copies: dict[int, list[torch.Tensor]] = {}
     for weight in program.weights:
         grad = weight.gradient
-        if grad is not None and grad.numel():
-            by_copies.setdefault(weight.copies, []).append(grad)
+        if grad is None or not grad.numel():
+            continue
+        pieces = weight.pieces
+        if len({piece.copies for piece in pieces}) == 1:
+            by_copies.setdefault(pieces[0].copies, []).append(grad)
+            continue
+        for piece in pieces:
+            by_copies.setdefault(piece.copies, []).append(cut(grad, piece.local).contiguous())
     device = program.weights[0].local.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
@@ -65,12 +76,6 @@ def fill_missing(program: Program) -> None:
             weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
 
 
-def seed_of(*keys: int) -> int:
-    """Returns a 63-bit seed that is a fixed function of the keys (seed, step, micro-batch, reader)."""
-    digest = hashlib.blake2b(",".join(map(str, keys)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 class Stepper:
     """Runs optimizer steps on a program.
 
@@ -79,8 +84,7 @@ class Stepper:
         optimizer: over the program's weights.
         scaler: loss scale.
         clip: largest gradient norm; 0 for none.
-        seed: base of the micro-batches' random states.
-        reader: this rank's index among the readers.
+        seed: of the random numbers in forward.
     """
 
     def __init__(
@@ -90,20 +94,23 @@ class Stepper:
         scaler: LossScaler,
         clip: float,
         seed: int,
-        reader: int,
     ) -> None:
         self.program, self.optimizer, self.scaler = program, optimizer, scaler
-        self._clip, self._seed, self._reader = clip, seed, reader
+        self._clip, self._seed = clip, seed
         self._targets = 1
         self.probe: Callable[[torch.Tensor], None] | None = None
         """Shown the factor from held to true gradients while these are whole: before clipping and update."""
-        self._copies = 1
-        if program.mesh is not None:
-            shape, summed = program.mesh.layout.shape(), program.mesh.loss_axes
-            self._copies = math.prod(size for name, size in shape.items() if name not in summed)
+        self._copies = program.reporters
 
     def run(
-        self, step: int, batches: Sequence[Any], targets: int, lr: float, stop: bool, stamp: Stamp | None = None
+        self,
+        step: int,
+        batches: Sequence[Any],
+        targets: int,
+        lr: float,
+        stop: float,
+        stamp: Stamp | None = None,
+        limits: tuple[float, float] | None = None,
     ) -> Outcome:
         """Runs one step.
 
@@ -113,8 +120,9 @@ class Stepper:
             targets: target tokens of the whole global batch, as the index has it: the loss is divided by them before
                 backward, so that gradients have the same values under every layout, to the rounding of each operation.
             lr: learning rate.
-            stop: whether this rank was asked to stop; all ranks learn of it.
+            stop: whether this rank was asked to stop (1, or less for a lesser request); all ranks learn the sum.
             stamp: where to report progress.
+            limits: the largest (loss, norm) that may change the weights; None for any that are finite.
 
         Returns:
             Global sums; loss and norm are those of the whole global batch, normalised by its true target count.
@@ -122,16 +130,19 @@ class Stepper:
         program = self.program
         self._targets = max(1, targets)
         scale = self.scaler.scale / self._targets
-        sums = program.forward_backward(
-            batches, scale, lambda number: seed_of(self._seed, step, number, self._reader), stamp
-        )
+        sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
         fill_missing(program)
+        if stamp:
+            stamp.phase("reduce", 0)
         norm, vector, factor = self.globals(sums, stop)
         if self.probe is not None:
             self.probe(factor)
         program.clock.lap("norm")
         if stamp:
             stamp.phase("optimizer", 0)
+        if limits is not None:
+            sane = (vector[0] <= limits[0] * vector[1].clamp(min=1.0)) & (norm <= limits[1])
+            factor = torch.where(sane, factor, torch.nan)
         if self._clip:
             factor = factor * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         self.optimizer.step(lr, factor)
@@ -139,12 +150,14 @@ class Stepper:
         program.clock.lap("optimizer")
         return Outcome(vector, norm, lr)
 
-    def globals(self, sums: torch.Tensor, stop: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def globals(self, sums: torch.Tensor, stop: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns (true norm, summed vector of `FIELDS`, factor from held to true gradients), all on the device."""
         program = self.program
         squared = local_norm_squared(program)
-        parts = [*sums.to(squared.device).unbind(), squared, squared.new_tensor(float(stop))]
+        parts = [*sums.to(squared.device).unbind(), squared, squared.new_tensor(stop)]
         vector = torch.stack(parts)
+        if program.experts is not None:
+            vector = torch.cat([vector, program.experts.drain(vector.device)])
         vector[:3] /= self._copies
         self.world_sum(vector)
         factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)

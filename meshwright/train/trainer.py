@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,10 @@ from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
 from meshwright.plan import Layout
 from meshwright.runtime.program import Program, Stamp
+from meshwright.train.faults import Faults
+from meshwright.train.health import Health
 from meshwright.train.hooks import Hook, Request, StepInfo
+from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
@@ -71,6 +75,12 @@ class Parts:
     peak_flops: float | None = None
     """Of all devices together."""
     hooks: Sequence[Hook] = field(default_factory=tuple)
+    memory: RankMemory | None = None
+    """Where the state is copied every few steps, when somebody watches over the ranks."""
+    sick_step: int = 0
+    """Step up to whose rows the text is passed over, when ranks before these turned back from it; 0 for none."""
+    faults: Faults | None = None
+    """What is to go wrong on purpose."""
 
 
 class Trainer:
@@ -82,6 +92,10 @@ class Trainer:
         self.tokens = 0
         self.validation_loss: float | None = None
         self._sick = 0
+        self._health = Health(parts.config.recovery)
+        self._rewind = False
+        self.passed_over = 0
+        """Steps' worth of rows that were left out: the rows of a step are those of step + this."""
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase, waits=self._waits)
@@ -90,17 +104,54 @@ class Trainer:
             parts.program.mesh.log.on_wait = self._waits
 
     def resume(self) -> int:
-        """Takes the state of the newest checkpoint that is whole, if there is one; returns the steps done."""
-        parts = self._parts
+        """Takes the state that ranks before these left in memory, else that of the newest whole checkpoint, if any.
+
+        Returns:
+            The steps done.
+        """
+        parts, began = self._parts, time.monotonic()
+        if parts.memory is not None and parts.memory.state is not None:
+            values = parts.memory.restore(parts.program, parts.optimizer, parts.stepper.scaler)
+            assert values is not None
+            self.step = parts.memory.state.step
+            self._adopt(values)
+            parts.store.went_on(self.step)
+            self._pass_over()
+            seconds = time.monotonic() - began
+            told = {"tier": parts.memory.state.tier, "bytes": parts.memory.state.size_bytes, "seconds": seconds}
+            self._event("restored", step=self.step, **told)
+            return self.step
         found = load_state(parts.store, parts.program, parts.optimizer, parts.stepper.scaler, parts.origin)
         if found is None:
+            self._pass_over()
             return 0
-        self.step, self.tokens = found.step, int(found.meta["tokens"])
+        self.step = found.step
+        self._adopt(found.meta)
         self._saved_at = found.step
         for refused in found.refused:
             self._event("checkpoint_refused", path=str(refused.path), reason=refused.reason)
         self._event("resumed", step=found.step, path=str(found.path), seconds=found.seconds)
+        self._pass_over()
         return self.step
+
+    def _pass_over(self) -> None:
+        """Leaves out the rows up to a sick step that ranks before these turned back from."""
+        sick = self._parts.sick_step
+        if sick > self.step + self.passed_over:
+            self.passed_over = sick - self.step
+            self._event("rewound", step=self.step, sick=sick, passed_over=self.passed_over)
+
+    def _counters(self) -> dict[str, Any]:
+        """What the loop itself remembers of earlier steps, beside step and tokens."""
+        told = {"validation_loss": self.validation_loss, "sick": self._sick, "passed_over": self.passed_over}
+        return told | {"losses": self._health.state()}
+
+    def _adopt(self, values: Mapping[str, Any]) -> None:
+        """Takes `_counters` and tokens back from a state's plain values."""
+        self.tokens, self._sick = int(values["tokens"]), int(values.get("sick", 0))
+        self.validation_loss = values.get("validation_loss")
+        self.passed_over = int(values.get("passed_over", 0))
+        self._health.restore(values)
 
     def run(self) -> dict[str, Any]:
         """Trains to the last step, or until asked to stop; leaves a checkpoint either way.
@@ -111,19 +162,31 @@ class Trainer:
         parts, config = self._parts, self._parts.config
         steps = config.train.steps
         parts.program.clock.drain()
-        stopped = False
+        stopped = cut = False
         last: StepRecord | None = None
-        while self.step < steps and not stopped:
+        while self.step < steps and not stopped and not cut:
             record, asked = self._one_step(steps)
+            if last is None and parts.memory is not None and parts.memory.lost_at is not None:
+                self._event("recovered", step=self.step, seconds=time.monotonic() - parts.memory.lost_at)
             last = record
             wanted = self._wanted(record, steps)
-            if asked or Request.STOP in wanted:
+            cut = (0 < asked < 1 or self._rewind) and self.step < steps
+            if asked >= 1 or Request.STOP in wanted:
                 stopped = self.step < steps
             if Request.EVALUATE in wanted and self.step < steps:
                 self.evaluate(config.evaluation.rows)
+            if self._rewind and not stopped and self.step < steps:
+                break
             if (Request.CHECKPOINT in wanted or stopped or self.step == steps) and self._saved_at != self.step:
                 self.save()
+            if parts.memory is not None and parts.memory.taken < self.step and (cut or parts.memory.due(self.step)):
+                self._copy()
         result: dict[str, Any] = {"finished": not stopped, "step": self.step, "loss": last.loss if last else None}
+        if parts.memory is not None:
+            parts.memory.close()
+        if cut and not stopped:
+            sick = self.step + self.passed_over if self._rewind else 0
+            return result | {"finished": False, "cut": True, "sick": sick}
         if stopped:
             self._event("interrupted", step=self.step)
         else:
@@ -131,27 +194,51 @@ class Trainer:
         self._phase("done", 0)
         return result
 
-    def _one_step(self, steps: int) -> tuple[StepRecord, bool]:
+    def _copy(self) -> None:
+        """Copies the state to memory that outlives this rank."""
+        parts = self._parts
+        assert parts.memory is not None
+        self._phase("snapshot", 0)
+        parts.memory.take(
+            self.step, parts.program, parts.optimizer, parts.stepper.scaler, self.tokens, **self._more()
+        )
+        parts.program.clock.lap("snapshot")
+
+    def _more(self) -> dict[str, Any]:
+        """Returns what later ranks may want to know beside the state."""
+        parts = self._parts
+        peak = parts.peak_flops / parts.layout.world if parts.peak_flops else None
+        return self._counters() | {"peak_flops": peak}
+
+    def _one_step(self, steps: int) -> tuple[StepRecord, float]:
         parts, config = self._parts, self._parts.config
         began = time.perf_counter()
+        if parts.faults is not None:
+            parts.faults.begin(self.step + 1)
         self._phase("data", 0)
-        batches = parts.feed.micro_batches(self.step)
+        place = self.step + self.passed_over
+        batches = parts.feed.micro_batches(place)
         parts.program.clock.lap("data")
         rate = learning_rate(self.step, steps, config.optimizer.lr, config.schedule)
-        targets, asked = parts.feed.targets(self.step), parts.stop_asked.requested
-        outcome = parts.stepper.run(self.step, batches, targets, rate, asked, self._stamp)
+        targets, asked = parts.feed.targets(place), float(parts.stop_asked.requested)
+        if parts.memory is not None and parts.memory.cut:
+            asked += CUT_SHARE
+        outcome = parts.stepper.run(self.step, batches, targets, rate, asked, self._stamp, self._health.limits)
         values = outcome.read()
-        record = self._record(outcome, values, time.perf_counter() - began)
-        self._judge(record)
+        why = self._health.judge(values["loss"], values["grad_norm"])
+        record = self._record(outcome, values, time.perf_counter() - began, why is not None)
+        self._judge(record, why)
         self.step += 1
         self.tokens += record.tokens
         if self.step >= METERED_STEPS and parts.program.meter is not None:
             parts.program.meter.close()
             parts.program.meter = None
+        if parts.memory is not None and parts.rank == 0:
+            parts.memory.check_fence()
         parts.monitor.step(record)
-        return record, values["stop"] > 0
+        return record, values["stop"]
 
-    def _record(self, outcome: Outcome, values: Mapping[str, float], step_s: float) -> StepRecord:
+    def _record(self, outcome: Outcome, values: Mapping[str, float], step_s: float, skipped: bool) -> StepRecord:
         parts, tokens = self._parts, int(values["targets"])
         spent = parts.program.clock.drain()
         rate = tokens / step_s
@@ -172,20 +259,32 @@ class Trainer:
             layout=str(parts.layout),
             accuracy=values["accuracy"],
             mfu=used,
-            skipped=not values["finite"],
+            skipped=skipped,
+            experts=outcome.experts,
             comm=parts.program.mesh.log.drain() if parts.program.mesh is not None else (),
-            epoch=parts.feed.epoch(self.step + 1),
+            epoch=parts.feed.epoch(self.step + self.passed_over + 1),
         )
 
-    def _judge(self, record: StepRecord) -> None:
-        """Adapts the loss scale; ends a run that only makes numbers that aren't finite."""
-        scaler = self._parts.stepper.scaler
-        scaler.update(not record.skipped)
-        if not record.skipped:
+    def _judge(self, record: StepRecord, why: str | None) -> None:
+        """Adapts the loss scale; skips, turns back from or ends at a sick step."""
+        scaler, policy = self._parts.stepper.scaler, self._parts.config.recovery.on_sick
+        finite = math.isfinite(record.grad_norm)
+        scaler.update(finite)
+        if why is None:
             self._sick = 0
             return
         self._sick += 1
-        self._event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm)
+        self._event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=why)
+        if scaler.active and scaler.scale > 1.0 and not finite:
+            return
+        if policy == "stop":
+            raise RankError(
+                f"loss {record.loss} and gradient norm {record.grad_norm} at step {record.step}: {why}; "
+                "recovery.on_sick = stop ends the run, whose weights are those of the step before"
+            )
+        self._rewind = policy == "rewind"
+        if finite or self._rewind:
+            return
         if self._sick >= SICK_STEPS and (not scaler.active or scaler.scale <= 1.0):
             raise RankError(
                 f"loss {record.loss} and gradient norm {record.grad_norm} at step {record.step}: not finite for "
@@ -215,7 +314,8 @@ class Trainer:
         parts, began = self._parts, time.perf_counter()
         self._phase("evaluate", 0)
         total: torch.Tensor | None = None
-        for batch in parts.feed.evaluation(rows):
+        for number, batch in enumerate(parts.feed.evaluation(rows)):
+            self._phase("evaluate", number)
             sums = parts.program.evaluate(batch)
             total = sums if total is None else total + sums
         if total is None:
@@ -235,16 +335,34 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Writes a checkpoint of the steps done."""
+        """Writes a checkpoint of the steps done, or leaves it to the supervisor to write."""
         parts = self._parts
         self._phase("checkpoint", 0)
+        if parts.memory is not None and parts.memory.writes:
+            limit_s = parts.config.checkpoint.wait_s
+            parts.memory.save(
+                self.step, parts.program, parts.optimizer, parts.stepper.scaler, self.tokens, limit_s, **self._more()
+            )
+            self._saved_at = self.step
+            parts.program.clock.lap("snapshot")
+            return
+        scaler, counters = parts.stepper.scaler, self._counters()
         saved = save_state(
-            parts.store, self.step, parts.program, parts.optimizer, parts.stepper.scaler, parts.origin, self.tokens
+            parts.store, self.step, parts.program, parts.optimizer, scaler, parts.origin, self.tokens, **counters
         )
         self._saved_at = self.step
         told = {"path": str(saved.path), "bytes": saved.size_bytes, "seconds": saved.seconds}
         self._event("checkpoint_saved", step=self.step, **told)
         parts.program.clock.drain()
+
+    @property
+    def place(self) -> str:
+        """Where this rank stands: ``backward of step 12``."""
+        return f"{self._now[0]} of step {self.step + 1}"
+
+    def held(self) -> dict[str, int]:
+        """Returns the bytes that this rank holds: of state by part, as far as they were read, and the peak."""
+        return self._state_bytes | {"peak": _peak_bytes()}
 
     def _event(self, kind: str, **data: Any) -> None:
         """Reports from rank 0 what all ranks know."""
@@ -254,10 +372,14 @@ class Trainer:
     def _phase(self, phase: str, micro: int) -> None:
         self._now = (phase, micro)
         self._parts.progress.stamp(phase, self.step + 1, micro)
+        if self._parts.faults is not None:
+            self._parts.faults.at(phase)
 
     def _waits(self, what: str) -> None:
         phase, micro = self._now
         self._parts.progress.stamp(phase, self.step + 1, micro, what)
+        if what and self._parts.faults is not None:
+            self._parts.faults.at("collective")
 
 
 def _peak_bytes() -> int:

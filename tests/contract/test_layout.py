@@ -146,3 +146,30 @@ def test_the_rule_takes_the_lowest_level_that_fits() -> None:
         choose(4, 8, SIZES, 1000, "float32")
     with pytest.raises(PlanError, match="batch of 9 rows"):
         choose(4, 9, SIZES, 1 << 40, "float32")
+
+
+def test_uneven_shares_cover_the_batch_once() -> None:
+    layout = Layout.parse("replicate=3,tp=2,microbatches=2,rows=3-2-1")
+    layout.check_batch(24)
+    assert [layout.span(rank, 24) for rank in range(6)] == [(0, 12)] * 2 + [(12, 20)] * 2 + [(20, 24)] * 2
+    even = Layout.parse("replicate=2,shard=2,microbatches=2")
+    assert [even.span(rank, 8) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    with pytest.raises(PlanError, match=r"shares of 3-2-1 x 2 micro-batches; nearest that works: 12 or 24 rows"):
+        layout.check_batch(16)
+    assert layout.with_degrees({"replicate": 4}).rows == ""
+    many = Layout.parse("replicate=2,shard=3,rows=5x4-2x2")
+    assert many.shares() == [5, 5, 5, 5, 2, 2] and many.batch_unit == 24 and many.span(5, 48) == (44, 48)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("replicate=2,rows=3", "1 shares, but 2 readers; for one, rows=1-1"),
+        ("replicate=2,rows=2-2", "evenly, which has no effect"),
+        ("replicate=2,rows=0-2", "at least 1"),
+        ("tp=2,rows=3-1", "2 shares, but 1 readers"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(text: str, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        Layout.parse(text)

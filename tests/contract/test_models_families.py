@@ -1,5 +1,6 @@
 """What every family must do: keep documents apart or say so, come back from its files slice by slice, export."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,14 @@ def test_export_load_and_sample_agree_with_transformers(name, tmp_path: Path):
         assert torch.equal(part, parameter[tuple(slice(*edge) for edge in box)].double()), key
     for group in loaded.anatomy.ties:
         assert torch.equal(loaded.tensor(group[0]), loaded.tensor(group[1]))
+
+
+def test_forward_builds_a_cache_only_when_asked_and_an_export_asks_again(tmp_path: Path):
+    built = build_meta(tiny("granitemoe"), 64, 32)
+    assert "use_cache" not in built.anatomy.arguments  # so that nothing else can switch it off
+    module = materialise(build_meta(tiny("granitemoe"), 64, 32).module, built.recipe, built.config.seed)
+    tokens = torch.arange(8).unsqueeze(0)
+    assert module(tokens).past_key_values is None
+    assert module(tokens, use_cache=True).past_key_values is not None
+    export_hf(built, [(key, built.tensor(key)) for key, _ in built.module.named_parameters()], tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from meshwright.axes.comm.reducer import GradientReducer
 from meshwright.axes.comm.wire import Wire
@@ -15,10 +18,12 @@ from meshwright.models.build import BuiltModel, build_meta, shrink
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
+from meshwright.proof.layouts import data_layouts
 from meshwright.proof.reference import Recipe
-from meshwright.proof.verify import Case, all_layouts, made_up_batches, verify
-from meshwright.runtime.weights import Weight
+from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.train import step
 from meshwright.train.step import Stepper
+from tests.plain_model import PlainModel
 
 MODELS = {
     "gpt2": shrink(ModelConfig(name="gpt2"), layers=3, width=32),
@@ -28,11 +33,11 @@ MODELS = {
 SEQUENCE, VOCAB = 10, 61
 
 
-def case(model: str, rows: int, steps: int = 2) -> Case:
+def case(model: str, rows: int, count: int = 2) -> Case:
     def build() -> BuiltModel:
         return build_meta(MODELS[model], vocab=VOCAB, context=SEQUENCE)
 
-    batches = made_up_batches(steps, rows, SEQUENCE, VOCAB, documents=model != "plain")
+    batches = made_up_batches(count, rows, SEQUENCE, VOCAB, documents=model != "plain")
     return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=50)
 
 
@@ -44,15 +49,16 @@ def all_pass(verdicts: list[Verdict]) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_layout_of_few_ranks(model: str, ranks: int) -> None:
-    all_pass(verify(case(model, rows=8), all_layouts(ranks, Layout(precision="float64"))))
+    all_pass(verify(case(model, rows=8), data_layouts(ranks, Layout(precision="float64"))))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("ranks", "part"), [(3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
-def test_every_layout_of_more_ranks(model: str, ranks: int, part: int) -> None:
-    layouts = all_layouts(ranks, Layout(precision="float64"))
-    all_pass(verify(case(model, rows=24), layouts[part :: 2 if ranks == 3 else 4]))
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_every_layout_of_more_ranks(model: str, ranks: int) -> None:
+    """Each layout by one of the models; fewer ranks have proven every layout for each."""
+    layouts = data_layouts(ranks, Layout(precision="float64"))
+    all_pass(verify(case(model, rows=24), layouts[list(MODELS).index(model) :: len(MODELS)]))
 
 
 def test_recompute_of_some_layers_and_more_micro_batches() -> None:
@@ -85,7 +91,10 @@ def _forgotten_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _local_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm is taken over this rank's shards alone."""
-    monkeypatch.setattr(Weight, "copies", property(lambda self: torch.distributed.get_world_size()))
+    whole = step.local_norm_squared
+    monkeypatch.setattr(
+        step, "local_norm_squared", lambda program: whole(program) / torch.distributed.get_world_size()
+    )
 
 
 def _count_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +149,42 @@ def test_planted_faults_are_caught(
     (verdict,) = verify(case("gpt2", rows=8), [Layout.parse(layout + ",precision=float64")])
     assert not verdict.passed and not verdict.refused
     assert max(verdict.grad_error, verdict.grad_norm_error, verdict.weight_error, verdict.loss_error) > 1e-6
+
+
+class Shaken(nn.Module):
+    """Adds noise to what it gets while it trains; draws a number that nothing follows from in any mode."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(())
+        return x + self.noise * torch.empty_like(x).exponential_() if self.training and self.noise else x
+
+
+def shaken(noise: float = 1e-3) -> nn.Module:
+    module: nn.Module = PlainModel(VOCAB, 8, 2)
+    module.blocks[1].norm = nn.Sequential(module.blocks[1].norm, Shaken(noise))
+    return module
+
+
+def still() -> nn.Module:
+    return shaken(0.0)
+
+
+def test_a_model_that_draws_random_numbers_is_refused_with_what_works() -> None:
+    batches = made_up_batches(1, 4, SEQUENCE, VOCAB, documents=False)
+    drawn, still = (
+        Case(build=partial(build_meta, ModelConfig(name=f"{__name__}:{name}")), batches=batches, recipe=Recipe())
+        for name in ("shaken", "still")
+    )
+    two = [Layout.parse("replicate=2,precision=float64")]
+    (refused,) = verify(drawn, two)
+    assert not refused.passed
+    assert "random numbers in training, in blocks.1.norm.1 (Shaken)" in (refused.refused or "")
+    assert "nearest that works" in (refused.refused or "")
+    all_pass([*verify(dataclasses.replace(drawn, training=False), two), *verify(still, two)])
 
 
 def test_command_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:

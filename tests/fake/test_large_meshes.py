@@ -27,8 +27,8 @@ layout = Layout.parse(text)
 torch.set_num_threads(1)
 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
 model = build_meta(ModelConfig(name="llama", layers=2, width=512, heads=8, ffn=1024, tie=False), vocab=2048, context=32)
-layers = [model.module.get_submodule(name) for name in model.anatomy.layers]
-counts = [sum(item.numel() for item in layer.parameters()) for layer in layers]
+layers = model.anatomy.layers
+counts = [sum(item.numel() for item in model.module.get_submodule(layer).parameters()) for layer in layers]
 total = sum(item.numel() for item in model.module.parameters())
 builder.settle = lambda module: None
 fills = []
@@ -43,8 +43,8 @@ memory, _ = state_memory(layout, StateSizes(total=total, layers=tuple(counts)))
 print(json.dumps({
     "held": sum(weight.local.nbytes for weight in program.weights),
     "planned": memory["optimizer"] // 3 if layout.zero else memory["parameters"],
-    "copies": sorted({weight.copies for weight in program.weights}),
-    "boxes": {weight.name: weight.box for weight in program.weights},
+    "copies": sorted({piece.copies for weight in program.weights for piece in weight.pieces}),
+    "boxes": {weight.name: weight.pieces[0].whole for weight in program.weights},
     "shapes": {weight.name: weight.shape for weight in program.weights},
     "meta": all(weight.local.is_meta for weight in program.weights),
     "axes": {name: wire.size for name, wire in mesh.wires.items()},

@@ -81,7 +81,7 @@ def test_300_bit_flips_and_none_loads(tmp_path):
     assert load(tmp_path).step == 2
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST])
+@pytest.mark.parametrize("name", ["rank-00000.image", MANIFEST])
 def test_damaged_files_fall_back_and_say_why(tmp_path, name):
     filled(tmp_path / "good", 1, 2)
 
@@ -132,7 +132,7 @@ def test_a_good_checkpoint_of_another_model_is_an_error_and_reads_nothing(tmp_pa
 def test_keep_counts_good_ones_and_the_new_one_stands_first(tmp_path):
     store = filled(tmp_path, 1, 2, 3, 4, keep=2)
     assert [entry.step for entry in store.entries()] == [3, 4] and store.latest().step == 4
-    flip(tmp_path / "step-00000004" / "__0_0.distcp", 999)
+    flip(tmp_path / "step-00000004" / "rank-00000.image", 999)
     again = CheckpointStore(tmp_path, CheckpointConfig(keep=2))
     assert again.load(tensors(0)).step == 3
     saved = again.save(5, tensors(5), {"step": 5})
@@ -279,11 +279,11 @@ def test_a_write_that_lies_is_caught_before_the_name(tmp_path, monkeypatch):
     def lying(handle):
         path = os.readlink(f"/proc/self/fd/{handle}")
         fsync(handle)
-        if path.endswith(".distcp"):
+        if path.endswith(".image"):
             flip(path, 4000)
 
     monkeypatch.setattr(files.os, "fsync", lying)
-    with pytest.raises(CheckpointError, match=r"right after writing, __0_0.distcp is damaged"):
+    with pytest.raises(CheckpointError, match=r"right after writing, rank-00000.image is damaged"):
         store.save(2, tensors(2), {})
     monkeypatch.undo()
     assert load(tmp_path).step == 1 and len(list(tmp_path.iterdir())) == 1
@@ -369,7 +369,7 @@ def damaged_between(rank, root):
         store.save(step, tensors(step), {"step": step})
     torch.distributed.barrier()
     if rank == 0:
-        flip(root / "step-00000002" / "__1_0.distcp", 5000)
+        flip(root / "step-00000002" / "rank-00001.image", 800)
     torch.distributed.barrier()
     targets = tensors(-1)
     loaded = store.load(targets)
@@ -378,7 +378,7 @@ def damaged_between(rank, root):
 
 def test_ranks_agree_on_what_is_refused(tmp_path):
     first, second = run_ranks(2, damaged_between, tmp_path)
-    assert first == second and first[0] == first[2] == 1 and "__1_0.distcp is damaged" in first[1]
+    assert first == second and first[0] == first[2] == 1 and "rank-00001.image is damaged" in first[1]
 
 
 def lost_peer(rank, root):

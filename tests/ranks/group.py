@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from meshwright.launch.contract import RankContext
@@ -20,8 +21,13 @@ def run_ranks(
     """
 
     def work(context: RankContext) -> Any:
-        init_group(context, timeout_s=collective_s or timeout, group_s=timeout)
-        return fn(context.rank, *args)
+        store = init_group(context, timeout_s=collective_s or timeout, group_s=timeout)
+        result = fn(context.rank, *args)
+        # Rank 0 serves the store, which a slower rank may be reading still.
+        store.set(f"done/{context.rank}", "")
+        if context.rank == 0:
+            store.wait([f"done/{rank}" for rank in range(n)], timedelta(seconds=timeout))
+        return result
 
     return run_contexts(n, work, timeout=timeout)
 

@@ -54,17 +54,17 @@ def sizes(built: BuiltModel) -> StateSizes:
 
 def program_of(built: BuiltModel, layout: Layout) -> Program:
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
-    return build_program(built, plan, torch.device("cpu"), random=False)
+    return build_program(built, plan, torch.device("cpu"))
 
 
 def trained(text: str, rank: int, steps: int = 2, name: str = "gpt2") -> dict[str, Any]:
     """Trains a step or two under a layout; returns bytes held, bytes sent in the last step, and the first weights."""
     layout = Layout.parse(text)
     program = program_of(model(name), layout)
-    first = {weight.name: (weight.box, weight.local.clone()) for weight in program.weights}
+    first = {weight.name: (weight.pieces[0].whole, weight.local.clone()) for weight in program.weights}
     optimizer = LocalAdamW(program.weights, OptimizerConfig())
     index, count = layout.reader(rank)
-    stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0, reader=index)
+    stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
     sent: dict[tuple[str, str], int] = {}
     for step, batch in enumerate(made_up_batches(steps, ROWS, CONTEXT, VOCAB, documents=False)):
         rows = ROWS // count

@@ -21,8 +21,38 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_dry_run_names_the_run_for_torchrun(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_shows_a_supervisor_on_each_host(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--layout", "shard=4", "--run", "here", "--hostfile", hosts, "--dry-run"]) == 0
+    for node, line in enumerate(capsys.readouterr().out.splitlines()):
+        remote = shlex.split(shlex.split(line)[-1])
+        told = " ".join(remote[remote.index("meshwright") :])
+        assert told == (
+            "meshwright train --layout shard=4 --run-dir here --devices 4 --nodes 2 --meet first:29400 "
+            f"--node {node} --slots 2"
+        )
+    assert not Path("here").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--nodes 2", "--nodes needs --node"),
+        ("--node 1", "--node without --nodes"),
+        ("--nodes 2 --node 2 --meet here", "nodes are numbered from 0"),
+        ("--nodes 2 --node x --meet here", "are whole numbers"),
+        ("--nodes 2 --node 1 --meet 127.0.0.1", "--nodes needs --run"),
+    ],
+)
+def test_words_of_nodes_that_make_no_sense_are_refused(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words.split()]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_dry_run_names_the_run_for_torchrun(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--layout", "shard=4", "--run", "here", "--hostfile", hosts, "--recovery.enabled", "false", "--dry-run"]
+    assert main(["train", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     for rank, line in enumerate(lines):
@@ -44,5 +74,11 @@ def test_a_host_that_fails_is_named(hosts: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(launch_hostfile.HostfileLauncher.__init__, "__kwdefaults__", {
         **launch_hostfile.HostfileLauncher.__init__.__kwdefaults__, "ssh": (os.fspath(fake),),
     })  # fmt: skip
-    assert main(["train", "--layout", "shard=4", "--hostfile", hosts]) == 1
+    words = ["train", "--layout", "shard=4", "--hostfile", hosts]
+    assert main([*words, "--recovery.enabled", "false"]) == 1
     assert "[second] ended with status 7" in capsys.readouterr().err
+    fake.write_text("#!/bin/sh\n[ \"$1\" = second ] && exit 7\nexec sleep 0.2\n")
+    assert main(words) == 0, "the supervisors of the others go on"
+    fake.write_text("#!/bin/sh\nexit 7\n")
+    assert main(words) == 1
+    assert "[first] ended with status 7" in capsys.readouterr().err

@@ -184,7 +184,7 @@ def _hosts(ssh: Path, *names: str) -> HostfileLauncher:
 
 
 def _wait_for(path: Path) -> None:
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while not path.exists() or not path.read_text():
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -1,6 +1,8 @@
 """Initial weights: the family's own distribution, and the same numbers whichever part is asked for."""
 
+import importlib
 import itertools
+import sys
 
 import pytest
 import torch
@@ -52,6 +54,36 @@ def test_nothing_is_real_before_it_is_asked_for(mixed):
     assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers(), module.plain))
     assert recipe.whole_names() == ["square", "table"]
     assert recipe.ties == (("embed.weight", "head.weight"),)
+
+
+def test_what_is_imported_while_recording_is_recorded_the_next_time_too(tmp_path, monkeypatch):
+    """Libraries import their initialisers late; the second model of a process must be the first one's equal."""
+    (tmp_path / "late_initialiser.py").write_text("from torch.nn.init import orthogonal_\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "late_initialiser", raising=False)
+    made = []
+    for _ in range(2):
+        with record(0) as recording:
+            module = nn.Linear(6, 6, bias=False)
+            importlib.import_module("late_initialiser").orthogonal_(module.weight)
+        made.append(materialise_tensor(recipe_of(module, recording), "weight", seed=1))
+    assert torch.equal(made[0], made[1])
+    assert torch.allclose(made[1] @ made[1].T, torch.eye(6), atol=1e-6)
+    monkeypatch.delitem(sys.modules, "late_initialiser")
+
+
+def test_values_do_not_depend_on_the_number_of_threads():
+    with record(0) as recording:
+        module = nn.Linear(192, 64, bias=False)
+        nn.init.orthogonal_(module.weight)
+    recipe = recipe_of(module, recording)
+    made = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        made.append(materialise_tensor(recipe, "weight", seed=1))
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(1)
+    assert torch.equal(made[0], made[1])
 
 
 def test_any_box_is_a_cut_of_the_whole(mixed, monkeypatch):

@@ -70,6 +70,10 @@ def test_loss_scale() -> None:
     for item in (scaler, other):
         item.update(True)
         assert item.scale == start
+    inert = LossScaler(False)
+    inert.restore(scaler.state())
+    other.restore(inert.state())
+    assert (inert.scale, other.scale) == (1.0, start)
     for _ in range(60):
         scaler.update(False)
     assert scaler.scale == 1.0
@@ -188,7 +192,7 @@ def test_adamw_equals_torch_to_the_bit(implementation: str, dtype: torch.dtype, 
     ]
     torchs = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, **options)
     config = OptimizerConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3, implementation=implementation)
-    optimizer = LocalAdamW(named_weights(ours), config, on_host=on_host)
+    optimizer = LocalAdamW(named_weights(ours, {}, 1), config, on_host=on_host)
     for step in range(4):
         lr = 0.01 * (step + 1)
         for item, other, grad in zip(ours.parameters(), theirs.parameters(), gradients(ours, step)):
@@ -208,7 +212,8 @@ def test_adamw_equals_torch_to_the_bit(implementation: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_factor_that_is_not_finite_skips_the_update(implementation: str, value: float, on_host: bool) -> None:
     module = small(torch.float32)
-    optimizer = LocalAdamW(named_weights(module), OptimizerConfig(implementation=implementation), on_host=on_host)
+    config = OptimizerConfig(implementation=implementation)
+    optimizer = LocalAdamW(named_weights(module, {}, 1), config, on_host=on_host)
     for step, factor in enumerate((1.0, value, 1.0)):
         for item, grad in zip(module.parameters(), gradients(module, step)):
             item.grad = grad if math.isfinite(factor) else torch.full_like(grad, math.nan)
@@ -231,10 +236,10 @@ def test_state_goes_on_to_the_bit(on_host: bool) -> None:
             optimizer.step(1e-2, factor_of(1.0))
 
     first, second = small(torch.float32), small(torch.float32)
-    one = LocalAdamW(named_weights(first), config, on_host=on_host)
+    one = LocalAdamW(named_weights(first, {}, 1), config, on_host=on_host)
     run(first, one, range(3))
     saved = {name: tensor.clone() for name, tensor in one.state()}
-    two = LocalAdamW(named_weights(second), config, on_host=on_host)
+    two = LocalAdamW(named_weights(second, {}, 1), config, on_host=on_host)
     with torch.no_grad():
         for item, other in zip(second.parameters(), first.parameters()):
             item.copy_(other)
@@ -248,7 +253,7 @@ def test_state_goes_on_to_the_bit(on_host: bool) -> None:
 
 def test_decay_of_all_weights() -> None:
     module = small(torch.float32)
-    optimizer = LocalAdamW(named_weights(module), OptimizerConfig(decay="all", weight_decay=0.5))
+    optimizer = LocalAdamW(named_weights(module, {}, 1), OptimizerConfig(decay="all", weight_decay=0.5))
     before = [item.detach().clone() for item in module.parameters()]
     for item in module.parameters():
         item.grad = torch.zeros_like(item)

@@ -7,6 +7,7 @@ since collectives match by order. Source: Li et al., PyTorch Distributed (VLDB 2
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,19 +29,19 @@ class _Bucket:
 
 
 class GradientReducer:
-    """All-reduces the gradients of a module over one group.
+    """All-reduces the gradients of some parameters over one group.
 
     A parameter without a gradient on this rank takes part with zeros, so ranks whose graphs differ still agree.
     """
 
-    def __init__(self, module: nn.Module, wire: Wire) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], wire: Wire) -> None:
         self._wire = wire
         self._active = False
         self._next = 0
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         open_buckets: dict[torch.dtype, _Bucket] = {}
-        for parameter in reversed([item for item in module.parameters() if item.requires_grad]):
+        for parameter in reversed([item for item in parameters if item.requires_grad]):
             self._place(parameter, open_buckets)
             parameter.register_post_accumulate_grad_hook(self._ready)
 

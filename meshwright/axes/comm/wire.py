@@ -8,7 +8,7 @@ bit-identical on all ranks, and it avoids gloo's own reduce-scatter, which all-r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,12 @@ class Wire:
         sent = 2 * tensor.nbytes * (self.size - 1) // self.size
         return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
 
+    def all_reduce_max(self, tensor: torch.Tensor) -> Transfer:
+        """Starts an element-wise maximum of ``tensor`` (any shape, contiguous, in place) over the group."""
+        sent = 2 * tensor.nbytes * (self.size - 1) // self.size
+        most = dist.ReduceOp.MAX
+        return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, most, group=self.group, async_op=True))
+
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Transfer:
         """Starts a gather of every rank's ``part: (n,)`` into ``output: (size * n,)``, in rank order.
 
@@ -159,6 +165,17 @@ class Wire:
                 output.add_(received[peer])
 
         return Transfer(works, add_up, self, "reduce_scatter", sent)
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Transfer:
+        """Starts sending ``parts[p]`` to rank p of the group and receiving ``outputs[p]`` from it; all contiguous."""
+        sent = sum(part.nbytes for peer, part in enumerate(parts) if peer != self.index)
+        if not self._direct:
+            received, given = list(outputs), list(parts)
+            return self._native(
+                "all_to_all", sent, lambda: dist.all_to_all(received, given, group=self.group, async_op=True)
+            )
+        works = self._receive(outputs.__getitem__) + self._send(parts.__getitem__)
+        return Transfer(works, lambda: _copy(outputs[self.index], parts[self.index]), self, "all_to_all", sent)
 
     def _peers(self) -> list[int]:
         """Peers in an order that spreads the load: each rank starts with its right-hand neighbour."""

@@ -1,0 +1,1 @@
+"""Predicts published training runs and says how far off it is."""

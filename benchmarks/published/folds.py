@@ -1,0 +1,342 @@
+"""Cross-validation: constants fitted from their priors to some models, sizes or files, judged on the others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.published.fitting import Knobs, errors, fit, known_engines
+from benchmarks.published.models import whole
+from benchmarks.published.naive import Naive
+from benchmarks.published.predict import predict, with_engines
+from benchmarks.published.rows import Case
+from benchmarks.published.stats import fits, regret
+
+PRIORS: dict[str, float] = {
+    "sustained": 0.9,
+    "ramp": 0.5,
+    "quantum": 0.5,
+    "flash_forward": 0.5,
+    "flash_backward": 0.4,
+    "batched": 0.4,
+    "pass_width": 40.0,
+    "pass_ffn": 10.0,
+    "score_passes": 11.0,
+    "loss_passes:0": 25.0,
+    "cast_bytes": 4.0,
+    "route_bytes": 12.0,
+    "accumulate_bytes": 10.0,
+    "attention": 0.8,
+    "matmul": 0.9,
+    "host_layer_s": 1e-3,
+    "host_piped_s": 1e-3,
+    "host_step_s": 0.01,
+    "tp_start_s": 2e-5,
+    "tp_wait_s": 5e-5,
+    "host_microbatch_s": 1e-3,
+    "action_s": 3e-4,
+    "dp_overlap": 0.6,
+    "interference": 0.3,
+    "scatter_share": 0.8,
+    "tp_overlap": 0.5,
+    "ep_overlap": 0.3,
+    "attention_extra": 1.0,
+    "logits": 10.0,
+    "gathered": 6.0,
+    "kept_gather": 2.0,
+    "kept_gather_piped": 1.0,
+    "fresh_gradient": 4.0,
+    "allocator": 1.1,
+}
+"""Where every constant starts: from specifications and from what such code moves, before any row is seen."""
+LEAST_MOST: dict[str, tuple[float, float]] = {
+    "sustained": (0.5, 1.0),
+    "quantum": (0.0, 1.0),
+    "flash_forward": (0.2, 0.75),
+    "flash_backward": (0.15, 0.7),
+    "batched": (0.2, 0.8),
+    "attention": (0.3, 1.0),
+    "matmul": (0.5, 1.05),
+    "dp_overlap": (0.05, 1.0),
+    "interference": (0.0, 1.0),
+    "scatter_share": (0.3, 1.0),
+    "tp_overlap": (0.05, 1.0),
+    "ep_overlap": (0.05, 1.0),
+    "allocator": (1.0, 1.3),
+    "accumulate_bytes": (4.0, 24.0),
+}
+"""Bounds by what a constant is."""
+MOST_ROWS = 140
+"""Rows that a fold is fitted to; more are drawn from."""
+
+
+def _named(prefix: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}/{name}" for name in names.split())
+
+
+RATES = {
+    "hopper": _named("rates/hopper", "sustained ramp quantum flash_forward flash_backward"),
+    "ampere": _named("rates/ampere", "sustained ramp quantum flash_forward batched"),
+    "blackwell": _named("rates/blackwell", "sustained ramp flash_forward"),
+}
+NANOTRON = _named(
+    "nanotron/runtime",
+    "pass_width pass_ffn loss_passes:0 accumulate_bytes host_layer_s host_piped_s host_step_s dp_overlap scatter_share",
+)
+DEEPSPEED = _named(
+    "megatron-deepspeed/runtime", "host_layer_s score_passes pass_width host_step_s loss_passes:0 tp_wait_s"
+)
+COMPOSER = _named("fsdp-composer/runtime", "attention pass_width interference") + _named(
+    "fsdp-composer-hopper/runtime", "attention pass_width interference"
+)
+MEGATRON = _named("megatron-2020/runtime", "pass_width score_passes") + _named("megatron-2022/runtime", "pass_width")
+NANOTRON_MEMORY = (*_named("nanotron/saved", "kept_gather_piped gathered logits"), "nanotron/allocator")
+BEFORE_MEMORY = (*_named("nanotron-before/saved", "kept_gather gathered logits"), "nanotron-before/allocator")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """One division of rows."""
+
+    name: str
+    knobs: tuple[str, ...]
+    train: Callable[[Case], bool]
+    test: Callable[[Case], bool]
+    what: str = "time"
+    unseen: tuple[str, ...] = ()
+    """Constants that stay at their priors: those of a framework of which no row is fitted."""
+
+
+def _of(*files: str, **columns: str) -> Callable[[Case], bool]:
+    """Rows of files in whose columns a word stands."""
+
+    def chosen(case: Case) -> bool:
+        return case.file.startswith(files) and all(word in case.row.get(key, "") for key, word in columns.items())
+
+    return chosen
+
+
+def _gpus(low: int, high: int, *files: str) -> Callable[[Case], bool]:
+    return lambda case: case.file.startswith(files) and low <= whole(case.row, "gpus") <= high
+
+
+def _width(low: int, high: int, *files: str) -> Callable[[Case], bool]:
+    return lambda case: case.file.startswith(files) and low <= whole(case.row, "hidden") <= high
+
+
+HF, VTRAIN, MPT, MLPERF = "hf_", "vtrain", "mpt_", "mlperf"
+SIZES = ("125m", "760m", "3b", "13b", "70b")
+"""Every other size of MPT."""
+OLD = ("megatron_sc21", "korthikanti", "megatron_readme")
+FOLDS = (
+    Fold(
+        name="sweep, small model to large",
+        knobs=RATES["hopper"] + NANOTRON,
+        train=_width(0, 2048, HF),
+        test=_width(2049, 99999, HF),
+    ),
+    Fold(
+        name="sweep, large model to small",
+        knobs=RATES["hopper"] + NANOTRON,
+        train=_width(2049, 99999, HF),
+        test=_width(0, 2048, HF),
+    ),
+    Fold(
+        name="sweep, up to 2 nodes to more",
+        knobs=RATES["hopper"] + NANOTRON,
+        train=_gpus(1, 16, HF),
+        test=_gpus(17, 99999, HF),
+    ),
+    Fold(
+        name="sweep, memory, small to large",
+        knobs=NANOTRON_MEMORY + BEFORE_MEMORY,
+        train=_width(0, 2048, HF),
+        test=_width(2049, 99999, HF),
+        what="memory",
+    ),
+    Fold(
+        name="sweep, memory, large to small",
+        knobs=NANOTRON_MEMORY + BEFORE_MEMORY,
+        train=_width(2049, 99999, HF),
+        test=_width(0, 2048, HF),
+        what="memory",
+    ),
+    Fold(
+        name="vtrain, width 1024 to wider",
+        knobs=RATES["ampere"] + DEEPSPEED,
+        train=_width(0, 1024, VTRAIN),
+        test=_width(1025, 99999, VTRAIN),
+    ),
+    Fold(
+        name="vtrain, width 2048 to others",
+        knobs=RATES["ampere"] + DEEPSPEED,
+        train=_width(2048, 2048, VTRAIN),
+        test=lambda case: case.file.startswith(VTRAIN) and whole(case.row, "hidden") != 2048,
+    ),
+    Fold(
+        name="vtrain, every other model",
+        knobs=RATES["ampere"] + DEEPSPEED,
+        train=lambda case: case.file.startswith(VTRAIN) and case.row["layers"] in ("12", "20"),
+        test=lambda case: case.file.startswith(VTRAIN) and case.row["layers"] not in ("12", "20"),
+    ),
+    Fold(
+        name="MPT, every other size",
+        knobs=RATES["ampere"] + RATES["hopper"] + COMPOSER,
+        train=lambda case: case.file.startswith(MPT) and case.row["model"][4:] in SIZES,
+        test=lambda case: case.file.startswith(MPT) and case.row["model"][4:] not in SIZES,
+    ),
+    Fold(
+        name="MPT on A100, up to 3B and with vTrain's rows, to larger",
+        knobs=RATES["ampere"] + DEEPSPEED + COMPOSER[:3],
+        train=lambda case: (
+            case.file.startswith(VTRAIN) or (_width(0, 2560, MPT)(case) and _of(MPT, gpu_type="a100")(case))
+        ),
+        test=lambda case: _width(2561, 99999, MPT)(case) and _of(MPT, gpu_type="a100")(case),
+    ),
+    Fold(
+        name="MPT on H100, up to 3B and with the sweep's rows, to larger",
+        knobs=RATES["hopper"] + NANOTRON + COMPOSER[3:],
+        train=lambda case: case.file.startswith(HF) or (_width(0, 2560, MPT)(case) and _of(MPT, gpu_type="h100")(case)),
+        test=lambda case: _width(2561, 99999, MPT)(case) and _of(MPT, gpu_type="h100")(case),
+    ),
+    Fold(
+        name="MPT, up to 3B to larger",
+        knobs=RATES["ampere"] + RATES["hopper"] + COMPOSER,
+        train=_width(0, 2560, MPT),
+        test=_width(2561, 99999, MPT),
+    ),
+    Fold(
+        name="MPT on A100 to MPT on H100, whose rates come from the sweep",
+        knobs=RATES["hopper"] + NANOTRON + RATES["ampere"] + COMPOSER,
+        train=lambda case: case.file.startswith(HF) or (case.file.startswith(MPT) and "a100" in case.row["gpu_type"]),
+        test=_of(MPT, gpu_type="h100"),
+    ),
+    Fold(
+        name="vtrain, MPT and 2020's table to SC21 and 2022",
+        knobs=RATES["ampere"] + DEEPSPEED + COMPOSER + MEGATRON[:2],
+        train=_of(VTRAIN, MPT, "megatron_readme"),
+        test=_of(*OLD[:2]),
+    ),
+    Fold(
+        name="MLPerf v3 to v4, rates with MPT",
+        knobs=RATES["hopper"] + COMPOSER + _named("nemo/runtime", "pass_width tp_overlap"),
+        train=lambda case: case.file.startswith(MPT) or (case.file.startswith(MLPERF) and case.row["date"] < "v4"),
+        test=lambda case: case.file.startswith(MLPERF) and case.row["date"] >= "v4" and "H100" in case.row["gpu_type"],
+    ),
+    Fold(
+        name="bridge and SimuMax, 70B and Qwen to the others",
+        knobs=RATES["blackwell"] + _named("bridge/runtime", "pass_width route_bytes tp_overlap ep_overlap"),
+        train=lambda case: case.file.startswith(("megatron_bridge", "simumax")) and _seventy(case),
+        test=lambda case: case.file.startswith(("megatron_bridge", "simumax")) and not _seventy(case),
+    ),
+    Fold(
+        name="SimuMax, memory, 70B to the others",
+        knobs=_named("megatron-te/saved", "logits fresh_gradient"),
+        train=_of("simumax", model="70b"),
+        test=lambda case: case.file.startswith("simumax") and "70b" not in case.row["model"],
+        what="memory",
+    ),
+)
+"""Every division that is judged; those that leave out a file are added below."""
+
+
+BIGSCIENCE = _named("megatron-deepspeed-bigscience/runtime", "matmul score_passes pass_width tp_start_s")
+NEMO = tuple(f"{name}/runtime/{key}" for name in ("nemo", "nemo-overlap") for key in ("pass_width", "tp_overlap"))
+BRIDGE = tuple(
+    f"{name}/runtime/{key}"
+    for name in ("bridge", "bridge-graphs")
+    for key in ("attention", "pass_width", "route_bytes", "cast_bytes", "tp_overlap", "ep_overlap")
+)
+PLAIN = _named("megatron-te/runtime", "attention accumulate_bytes")
+TITAN = tuple(
+    f"{name}/runtime/{key}"
+    for name in ("torchtitan-eager", "torchtitan", "torchtitan-2025", "torchtitan-async-tp")
+    for key in ("attention", "pass_width", "pass_ffn", "tp_overlap")
+)
+FILES = (
+    ("BLOOM", ("bigscience",), (VTRAIN, MPT, *OLD), RATES["ampere"] + DEEPSPEED, BIGSCIENCE),
+    ("vTrain", (VTRAIN,), (MPT, "bigscience", *OLD), RATES["ampere"] + COMPOSER, DEEPSPEED),
+    ("MPT", (MPT,), (VTRAIN, HF), RATES["ampere"] + RATES["hopper"] + NANOTRON + DEEPSPEED, COMPOSER),
+    ("the sweep", (HF,), (MPT, "torchtitan", MLPERF), RATES["hopper"] + COMPOSER, NANOTRON),
+    ("torchtitan", ("torchtitan",), (HF, MPT), RATES["hopper"] + NANOTRON + COMPOSER, TITAN),
+    ("MLPerf", (MLPERF,), (HF, MPT), RATES["hopper"] + NANOTRON + COMPOSER, NEMO),
+    ("SimuMax", ("simumax",), ("megatron_bridge",), RATES["blackwell"] + BRIDGE[:6], PLAIN),
+    ("Bridge", ("megatron_bridge",), ("simumax",), RATES["blackwell"], BRIDGE),
+)  # fmt: skip
+"""Files left out: (name, judged on, fitted to, constants that are fitted, constants of its framework)."""
+
+
+def _left_out(name: str, judged: tuple[str, ...], fitted: tuple[str, ...], *knobs: tuple[str, ...]) -> Fold:
+    return Fold(name=f"{name} left out", knobs=knobs[0], train=_of(*fitted), test=_of(*judged), unseen=knobs[1])
+
+
+FOLDS += tuple(_left_out(*item) for item in FILES)
+
+
+def _seventy(case: Case) -> bool:
+    return any(word in case.row["model"].lower() for word in ("70b", "qwen"))
+
+
+def prior(name: str) -> float:
+    """Returns where a constant starts."""
+    return PRIORS[name.rpartition("/")[2]]
+
+
+def run(cases: Sequence[Case], folds: Sequence[Fold] = FOLDS, rounds: int = 4) -> Iterator[Mapping[str, Any]]:
+    """Yields each fold's errors, regret and fits on rows that it wasn't fitted to; constants are as before afterwards.
+
+    The naive predictor's rates are those of the rows that a fold is fitted to, all of them.
+    """
+    for fold in folds:
+        value = _measured(fold.what)
+        train = [case for case in cases if fold.train(case) and value(case)]
+        test = [case for case in cases if fold.test(case) and value(case)]
+        if not train or not test:
+            continue
+        chosen = drawn(train)
+        knobs = Knobs((*fold.knobs, *fold.unseen))
+        before = knobs.read()
+        knobs.write([prior(name) for name in knobs.names])
+        limits = {name: LEAST_MOST[key] for name in fold.knobs if (key := name.rpartition("/")[2]) in LEAST_MOST}
+        start = np.exp(errors(test, fold.what)) - 1
+        found = fit(chosen, fold.knobs, fold.what, limits, rounds=rounds)
+        size = np.exp(errors(test, fold.what)) - 1
+        judged = predict(with_engines([case for case in cases if fold.test(case)], known_engines()))
+        knobs.write(before)
+        naive = Naive(train)
+        plain = [abs(naive.seconds(case) / case.time_s - 1) for case in test if case.time_s]
+        yield {
+            "fold": fold.name,
+            "what": fold.what,
+            "fitted_rows": len(chosen),
+            "rows": len(size),
+            "signed_median": float(np.median(size)),
+            "median": float(np.median(np.abs(size))),
+            "p90": float(np.percentile(np.abs(size), 90)),
+            "unfitted_median": float(np.median(np.abs(start))),
+            "naive_median": float(np.median(plain)) if fold.what == "time" else None,
+            "regret": regret(judged, lambda item: item.step_s) if fold.what == "time" else None,
+            "fits": fits(judged) if fold.what == "memory" else None,
+            "constants": found,
+        }
+
+
+def drawn(cases: Sequence[Case]) -> list[Case]:
+    """Returns at most `MOST_ROWS` of the cases, as equally many of each file as there are."""
+    files: dict[str, list[Case]] = {}
+    for case in cases:
+        files.setdefault(case.file, []).append(case)
+    chance, found = random.Random(0), []
+    smallest_first = sorted(files.values(), key=len)
+    for number, rows in enumerate(smallest_first):
+        room = (MOST_ROWS - len(found)) // (len(smallest_first) - number)
+        found += chance.sample(rows, min(len(rows), room))
+    return found
+
+
+def _measured(what: str) -> Callable[[Case], float | None]:
+    return (lambda case: case.time_s) if what == "time" else (lambda case: case.memory_bytes)

@@ -1,0 +1,117 @@
+"""Runs on devices of several kinds: what their ``gpu_type`` says, and what such a run takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.published.models import Unpriced
+from meshwright.cluster.cluster import Cluster, NodeGroup
+from meshwright.cluster.node import standard_node
+from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.job import Array, Degrees, Job
+from meshwright.planner.cost.price import price_many
+from meshwright.planner.cost.ranks import Costs, Ranks
+from meshwright.planner.cost.timing import makespan
+from meshwright.planner.kinds import Kind, kinds_of, places_of
+
+BETWEEN = re.compile(r"\s*(?:[+;&|,/]|\band\b)\s*")
+"""What stands between the names of kinds."""
+COUNTED = re.compile(r"(?:(\d+)\s*[x*]\s+|(\d+)[x*])?\s*(.+)")
+"""How many, and of what."""
+
+
+def named_kinds(text: str) -> list[tuple[int, str]]:
+    """Returns (how many, 0 where it isn't said; device) of each kind that a column names, in its order.
+
+    Args:
+        text: such as ``8x Titan-RTX + 8x RTX-3090``; what stands in brackets is left out.
+    """
+    found = []
+    for part in BETWEEN.split(re.sub(r"\(.*?\)", " ", text).strip()):
+        match = COUNTED.fullmatch(part)
+        if match and match[3].strip():
+            found.append((int(match[1] or match[2] or 0), match[3].strip()))
+    return found
+
+
+def unequal_kinds(text: str, gpus: int, per_node: int) -> tuple[Kind, ...]:
+    """Returns the kinds of a run's devices; none where they are all of one.
+
+    Args:
+        text: the column that names them; where it doesn't say how many there are, they are equally many of each.
+        gpus: all of them.
+        per_node: of a node.
+
+    Raises:
+        Unpriced: when their numbers don't come out.
+        ClusterError: for an unknown device among several.
+    """
+    named = named_kinds(text)
+    if len({name for _, name in named}) < 2:
+        return ()
+    nodes = [standard_node(name) for _, name in named]
+    counts = [count for count, _ in named]
+    if not all(counts):
+        counts = [gpus // len(named)] * len(named)
+    if sum(counts) != gpus:
+        raise Unpriced("the kinds of devices aren't as many as the devices")
+    groups = []
+    for node, count in zip(nodes, counts):
+        size = min(per_node, count)
+        if count % size:
+            raise Unpriced("the kinds of devices don't fill their nodes")
+        groups.append(NodeGroup(node=node.resized(size), count=count // size))
+    return tuple(kinds_of(Cluster(groups=tuple(groups))))
+
+
+def unequal_costs(
+    job: Job, columns: Mapping[str, Any], split: tuple[float, ...] | None, kinds: Sequence[Kind], engine: Engine
+) -> dict[str, Any]:
+    """Returns what a layout takes that lies on several kinds, which fill the pipeline's stages in their order.
+
+    Readers of one pipeline get equally many rows, so the slowest decide; where no stage lies on two kinds, each stage
+    takes what its own kind does.
+
+    Args:
+        job: model and batch.
+        columns: the layout's degrees.
+        split: layers of each stage where they are named.
+        kinds: of the devices.
+        engine: how it is run.
+
+    Returns:
+        ``step_s``; bytes ``first``, ``reserved``, ``allocated``, ``device``; ``room``, the memory of the kind that is
+        fullest.
+    """
+    degrees = Degrees.of({name: [value] for name, value in columns.items()} | {"rows": [job.rows]}, [split])
+    prices = [price_many(job, degrees, machine, engine) for _, machine, _ in kinds]
+    pp = int(degrees.pp[0])
+    places = places_of(kinds, int(degrees.world[0]) // pp) if pp > 1 else None
+    fits = places is not None and len(places) == pp and float(degrees.stages[0]) == 1
+    slowest = max(float(one.step_s[0]) for one in prices)
+    seconds = _piped_s(job, degrees, kinds, places, engine) if fits and places else slowest
+    fullest = int(np.argmax([float(one.peak[0]) / kind[0].memory_bytes for one, kind in zip(prices, kinds)]))
+    return {
+        "step_s": seconds,
+        "first": float(prices[0].first_reserved[0]),
+        "reserved": max(float(one.reserved[0]) for one in prices),
+        "allocated": max(float(one.allocated[0]) for one in prices),
+        "device": float(prices[fullest].peak[0]),
+        "room": kinds[fullest][0].memory_bytes,
+    }
+
+
+def _piped_s(job: Job, degrees: Degrees, kinds: Sequence[Kind], places: Sequence[int], engine: Engine) -> float:
+    """Seconds of a step whose stages each lie on one kind."""
+    forward, backward = np.empty((1, len(places))), np.empty((1, len(places)))
+    after: Array = np.zeros(1)
+    for number, (_, machine, _) in enumerate(kinds):
+        ranks, own = Ranks(Costs.of(job, degrees, machine, engine)), np.array(places) == number
+        forward[:, own], backward[:, own] = ranks.forward[:, own], ranks.backward[:, own]
+        after = np.maximum(after, sum(ranks.ending().values()))
+    whole = makespan(degrees.schedule, forward, backward, backward / 2, degrees.microbatches, degrees.stages)
+    return float(whole[0] + after[0]) + engine.runtime.host_step_s

@@ -1,0 +1,196 @@
+"""The functions of torch that draw random numbers, and the same functions over numbers from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.errors import PlanError
+
+DEAR = 1 << 26
+"""Weights of attention (B H S S) beyond which backward makes them again, and a byte of each is kept instead of nine."""
+
+
+class Numbers(Protocol):
+    """Where the numbers come from."""
+
+    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+        """Returns what dropout of probability ``p`` keeps of a tensor, bool."""
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Returns numbers between 0 and 1, float64."""
+
+    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+        """Returns what dropout keeps of the weights (B, H, queries, keys) of attention, bool."""
+
+
+class Drawing(TorchFunctionMode):
+    """Inside it, functions that draw random numbers get those of ``numbers``."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        super().__init__()
+        self._numbers = numbers
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for each function."""
+        drawn = _DRAWN.get(func)
+        if drawn is None:
+            return func(*args, **(kwargs or {}))
+        return drawn(self._numbers, func, tuple(args), dict(kwargs or {}))
+
+
+class _Dropped(torch.autograd.Function):
+    """Keeps one byte an element for backward, as dropout's own kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return (x * keep).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return (upstream[0] * ctx.saved_tensors[0]).mul_(ctx.scale), None, None
+
+
+def dropped(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
+    """Returns ``x / (1 - p)`` where an element is kept, else 0."""
+    scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    if inplace:
+        return x.mul_(keep).mul_(scale)
+    out: torch.Tensor = _Dropped.apply(x, keep, scale)
+    return out
+
+
+def _dropout(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    x, p, training, inplace = _taken(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
+    training = kwargs.get("train", training)
+    if not training or not p or x.is_meta:
+        out: torch.Tensor = func(*args, **kwargs)
+        return out
+    return dropped(x, numbers.kept(x.shape, p, x.device), p, inplace or func is torch.dropout_)
+
+
+def _features(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Whole channels (B, C) at once."""
+    x, p, training, inplace = _taken(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
+    training = kwargs.get("train", training)
+    if not training or not p or x.is_meta:
+        out: torch.Tensor = func(*args, **kwargs)
+        return out
+    shape = (*x.shape[:2], *(1 for _ in x.shape[2:]))
+    return dropped(x, numbers.kept(shape, p, x.device), p, inplace)
+
+
+def _attention(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Attention with dropout of its weights, which no fused kernel takes from outside: they are made, then dropped."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    query, key, value, mask, p, causal = _taken(args, kwargs, names, (None, None, None, None, 0.0, False))
+    if not p or query.is_meta:
+        out: torch.Tensor = func(*args, **kwargs)
+        return out
+    if query.dim() != 4:
+        raise PlanError(f"attention with dropout over {tuple(query.shape)}; what works: (B, H, S, E)")
+    keep = numbers.kept_scores(query, key.shape[-2], p)
+    if kwargs.get("enable_gqa"):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scale = kwargs.get("scale") or 1.0 / math.sqrt(query.shape[-1])
+    if causal:
+        mask = torch.ones(keep.shape[-2:], dtype=torch.bool, device=keep.device).tril()
+    given = (query * scale, key, value, mask, keep, p)
+    if keep.numel() <= DEAR or not torch.is_grad_enabled():
+        return _attended(*given)
+    light: torch.Tensor = checkpoint(_attended, *given, use_reentrant=False, preserve_rng_state=False)
+    return light
+
+
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor, p: float
+) -> torch.Tensor:
+    scores = query @ key.transpose(-2, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return dropped(torch.softmax(scores, dim=-1), keep, p) @ value
+
+
+def _filled(make: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
+    """A function that gives a tensor of numbers: torch makes it, then its elements are drawn anew."""
+
+    def drawn(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = func(*args, **kwargs)
+        if out.is_meta:
+            return out
+        if kwargs.get("generator") is not None:
+            raise PlanError(f"{func.__name__} with a generator of its own can't be drawn by place; leave generator out")
+        with torch.no_grad():
+            return out.copy_(make(numbers.uniform(out.shape, out.device), out, args, kwargs))
+
+    return drawn
+
+
+def _uniform(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    low, high = _taken(args[1:], kwargs, ("from", "to"), (0.0, 1.0))
+    return u * (high - low) + low
+
+
+def _bernoulli(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """Of `torch.bernoulli`: the tensor holds the probabilities, unless one is given beside it."""
+    given = kwargs.get("p", args[1] if len(args) > 1 else args[0])
+    return (u < given).to(u.dtype)
+
+
+def _bernoulli_in_place(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    (p,) = _taken(args[1:], kwargs, ("p",), (0.5,))
+    return (u < p).to(u.dtype)
+
+
+def _standard(u: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.special.ndtri(u)
+
+
+def _normal_in_place(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    mean, std = _taken(args[1:], kwargs, ("mean", "std"), (0.0, 1.0))
+    return torch.special.ndtri(u) * std + mean
+
+
+def _refused(_: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("training", kwargs.get("train")) is False:
+        return func(*args, **kwargs)
+    raise PlanError(
+        f"a forward that trains draws random numbers by {func.__name__}, which would depend on the layout; what works: "
+        "dropout, dropout1d to 3d, scaled_dot_product_attention, rand, randn, bernoulli, uniform_, normal_"
+    )
+
+
+def _taken(args: Any, kwargs: Any, names: Sequence[str], defaults: Sequence[Any]) -> list[Any]:
+    """Values of arguments, positional or named."""
+    given = dict(zip(names, args)) | kwargs
+    return [given.get(name, default) for name, default in zip(names, defaults)]
+
+
+_WHOLE = _filled(lambda u, *_: u)
+_DRAWN: dict[Any, Any] = {
+    functional.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((functional.dropout, torch.dropout, torch.dropout_), _dropout),
+    **dict.fromkeys((functional.dropout1d, functional.dropout2d, functional.dropout3d), _features),
+    **dict.fromkeys((torch.feature_dropout,), _features),
+    **dict.fromkeys((torch.rand, torch.rand_like), _WHOLE),
+    **dict.fromkeys((torch.randn, torch.randn_like), _filled(_standard)),
+    **dict.fromkeys((torch.bernoulli, torch.Tensor.bernoulli), _filled(_bernoulli)),
+    torch.Tensor.bernoulli_: _filled(_bernoulli_in_place),
+    torch.Tensor.uniform_: _filled(_uniform),
+    torch.Tensor.normal_: _filled(_normal_in_place),
+    **dict.fromkeys((functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu), _refused),
+    **dict.fromkeys((torch.normal, torch.randint, torch.randint_like, torch.randperm, torch.multinomial), _refused),
+    **dict.fromkeys((torch.poisson, torch.Tensor.multinomial, torch.Tensor.exponential_), _refused),
+    **dict.fromkeys((torch.Tensor.random_, torch.Tensor.geometric_, torch.Tensor.cauchy_), _refused),
+    **dict.fromkeys((torch.Tensor.log_normal_, torch.native_dropout), _refused),
+}

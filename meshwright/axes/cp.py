@@ -1,0 +1,246 @@
+"""The `cp` axis: ranks compute other tokens of the same rows and exchange what attention needs.
+
+Everything before the first layer runs on whole rows, so masks, windows, documents and positions are made by the model's
+own code as on one device; the first layer then takes this rank's tokens. Where tokens meet, ``gather`` collects keys
+and values (`axes.comm.gathering`), and ``heads`` gives each rank all tokens of some heads: the sharding table says
+which features these are, and the model's attention code runs as it is, with its own mask, on fewer heads. The module
+around it sees a hidden state of the whole row that holds no memory, so that shapes that it reads off it are right; the
+matrices in it get the real one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from meshwright.axes.axis import Axis, Holds, Reads
+from meshwright.axes.placement import Span
+from meshwright.axes.table import Block, Group, LayerRows, ShardingTable, Split
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from meshwright.axes.comm.wire import Wire
+
+AXIS = Axis(
+    name="cp",
+    reads=Reads.TOKENS,
+    holds=Holds.COPY,
+    order=40,
+    purpose="context: ranks compute other tokens of the same rows",
+)
+
+
+def wrap_model(
+    module: nn.Module,
+    table: ShardingTable,
+    wire: Wire,
+    tensor: tuple[int, int] = (0, 1),
+    attention: str = "heads",
+    splits: int = 1,
+) -> None:
+    """Makes the layers of a module compute this rank's tokens: (B, S / size, D) between them.
+
+    Args:
+        module: the model or a stage of it, split by ``tp`` before.
+        table: of the model.
+        wire: the axis.
+        tensor: (index, degree) of the rank along ``tp``.
+        attention: ``heads`` or ``gather``.
+        splits: number of parts into which ``tp`` splits the tokens between the groups.
+    """
+    from meshwright.axes.comm import gates
+    from meshwright.axes.stage.cut import held_layer
+
+    names = list(table.layers)
+    if attention == "gather":
+        from meshwright.axes.comm.gathering import wrap_layer
+
+        for place, name in enumerate(names):
+            if (layer := held_layer(module, name)) is not None:
+                wrap_layer(layer, wire, place == 0, splits)
+        return
+    for name, rows in table.layers.items():
+        layer = held_layer(module, name)
+        if layer is None:
+            continue
+        for group in rows.groups:
+            if group.heads:
+                wrap_group(layer, local_group(group, *tensor), wire)
+        if name == names[0]:
+            gates.on_hidden(layer, lambda x: own_tokens(x, wire.index, wire.size), before=True)
+
+
+def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:
+    """Returns this rank's tokens of ``x: (B, S, ...)``: a run of them, or an early and a late one."""
+    if balanced:
+        import torch
+
+        from meshwright.axes.comm.gathering import balanced_spans
+
+        return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, size)], dim=1)
+    if x.shape[1] % size:
+        raise ValueError(f"{x.shape[1]} tokens don't divide over cp={size}")
+    return x.chunk(size, dim=1)[index]
+
+
+def local_group(group: Group, index: int, degree: int) -> Group:
+    """Returns a group as a rank of ``tp`` has it: its units alone."""
+    shares = group.shares(degree) if degree > 1 else None
+    if shares is None:
+        return group
+    first, last = shares[index]
+    splits = []
+    for split in group.splits:
+        blocks, at = [], 0
+        for block in split.blocks:
+            start, stop = block.span(first, last, group.units)
+            blocks.append(Block(start=at, size=block.size, count=(stop - start) // block.size))
+            at += stop - start
+        splits.append(Split(name=split.name, dim=split.dim, blocks=tuple(blocks)))
+    return dataclasses.replace(group, units=last - first, splits=tuple(splits))
+
+
+def refusal(rows: LayerRows, size: int, degree: int) -> str:
+    """Returns why the heads of a layer can't be exchanged over ``size`` ranks under ``tp=degree``; "" when they can."""
+    for group in (group for group in rows.groups if group.heads):
+        if why := _whole_between(group):
+            return why
+        for index in range(degree):
+            local = local_group(group, index, degree)
+            if local.shares(size) is None:
+                return f"{group.row} reads {local.units} heads on each rank, which {size} ranks can't share out"
+    return ""
+
+
+def _whole_between(group: Group) -> str:
+    """Why what lies between a group's matrices can't be exchanged: `wrap_group` moves their outputs alone."""
+    if group.inner:
+        return (
+            f"only what enters and leaves attention is exchanged, but between the matrices around it {group.inner[0]} "
+            f"sums over all heads, before {group.row} reads them; the nearest is attention=gather"
+        )
+    for cutting in group.cuttings:
+        what = f"argument '{cutting.key}' of {cutting.module or 'the layer'}"
+        if cutting.kind == "buffer":
+            what = ".".join(part for part in (cutting.module, cutting.key) if part)
+        elif cutting.kind != "argument":
+            what = cutting.module
+        return (
+            f"only what enters and leaves attention is exchanged, but {what} holds all heads at once, of which "
+            f"{group.row} reads some on each rank; the nearest is attention=gather"
+        )
+    return ""
+
+
+def wrap_group(layer: nn.Module, group: Group, wire: Wire) -> None:
+    """Exchanges tokens for heads around the code between a group's matrices.
+
+    Args:
+        layer: with the weights that ``tp`` left it.
+        group: in the sizes that ``tp`` left.
+        wire: the axis.
+
+    Raises:
+        ValueError: when the heads don't divide, or no module of the layer holds the group alone.
+    """
+    from meshwright.axes.comm import flow, gates
+    from meshwright.axes.comm import split as parts
+    from meshwright.axes.comm.heads import to_tokens, to_units
+
+    shares = group.shares(wire.size)
+    if shares is None or not group.module:
+        raise ValueError(f"{group.units} heads don't divide over cp={wire.size}")
+    by_name = {split.name: split for split in group.splits}
+    root = layer.get_submodule(group.module)
+    _show_whole_rows(root, wire)
+
+    def spans(split: Split, size: int) -> list[tuple[Span, ...]]:
+        return [parts.spans_of(split, units, group, size) for units in shares]
+
+    for name in group.columns:
+        column, split = layer.get_submodule(name), by_name[f"{name}.weight"]
+        held = spans(split, layer.get_parameter(split.name).shape[split.dim])
+        if name in group.inlets:
+            gates.on_output(column, _exchanging(to_units, wire, held))
+        else:
+            gates.on_output(column, partial(parts.select, dim=-1, spans=held[wire.index]))
+    for name in group.entries:
+        gates.on_output(layer.get_submodule(name), lambda x: flow.gathered(x, wire, 1, True))
+    row = by_name[f"{group.row}.weight"]
+    features = layer.get_parameter(row.name).shape[row.dim]
+    held = spans(row, features)
+    gates.on_input(layer.get_submodule(group.row), lambda x: to_tokens(x, wire, held, features))
+    matrices = {f"{name}.{kind}" for name in (*group.columns, group.row) for kind in ("weight", "bias")}
+    loose = [split for split in group.splits if split.name not in matrices]
+    if loose:
+        _slice_loose(root, layer, loose, {split.name: shares[wire.index] for split in loose}, group)
+    parts.adapt(layer, group, shares[wire.index])
+
+
+def _exchanging(move: Callable[..., torch.Tensor], wire: Wire, held: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: move(x, wire, held)
+
+
+def _show_whole_rows(root: Any, wire: Wire) -> None:
+    """Calls a module with a stand-in of the whole row; what it hands the stand-in to gets this rank's tokens."""
+    real: list[torch.Tensor] = []
+    shown: list[torch.Tensor] = []
+    plain = root.forward
+
+    def enter(x: torch.Tensor) -> torch.Tensor:
+        real.append(x)
+        # Not a number: code that computes with it, instead of reading its shape, is found out.
+        whole = x.detach().new_full((1, 1, 1), float("nan")).expand(x.shape[0], x.shape[1] * wire.size, x.shape[2])
+        shown.append(whole)
+        return whole
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            if real:
+                real.pop()
+                shown.pop()
+
+    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not shown:
+            return None
+        args = tuple(real[-1] if item is shown[-1] else item for item in args)
+        return args, {key: real[-1] if item is shown[-1] else item for key, item in kwargs.items()}
+
+    from meshwright.axes.comm import gates
+
+    root.forward = forward
+    for name, part in root.named_modules():
+        if name:
+            part.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
+    gates.on_hidden(root, enter)
+
+
+def _slice_loose(root: Any, layer: nn.Module, loose: list[Split], units: dict[str, Span], group: Group) -> None:
+    """Shows the module this rank's part of parameters that lie between the matrices, while it runs."""
+    from meshwright.axes.comm import split as parts
+
+    plain = root.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        undo = []
+        try:
+            for split in loose:
+                path, _, attribute = split.name.rpartition(".")
+                owner: Any = layer.get_submodule(path)
+                whole = owner._parameters.pop(attribute)
+                undo.append((owner, attribute, whole))
+                spans = parts.spans_of(split, units[split.name], group, whole.shape[split.dim])
+                owner.__dict__[attribute] = parts.select(whole, split.dim, spans)
+            return plain(*args, **kwargs)
+        finally:
+            for owner, attribute, whole in undo:
+                owner.__dict__.pop(attribute, None)
+                owner._parameters[attribute] = whole
+
+    root.forward = forward

@@ -1,0 +1,119 @@
+"""Which part of a weight a rank holds before the data axes shard it: what tensor, expert and pipeline axes decide.
+
+A DTensor placement says "an even, contiguous run of one dim". Fused q|k|v weights, grouped heads with fewer key heads
+than ranks, and heads that don't divide are none of that, so a `Place` lists runs. What a data axis shards afterwards is
+the local tensor, whose dim 0 it cuts once more; `pieces` composes both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+Span = tuple[int, int]
+"""(start, stop) of a run of indices."""
+Box = tuple[Span, ...]
+"""A part of a tensor: one span for each dim."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A box of a weight that lies in one box of a rank's local tensor."""
+
+    local: Box
+    """Where it lies in the local tensor."""
+    whole: Box
+    """Where it belongs in the whole weight."""
+    copies: int
+    """Ranks of the world that hold it, before a data axis shards it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The part of one weight that this rank's local tensor holds."""
+
+    name: str
+    """Name of the weight in the whole model; of tied names the first."""
+    shape: tuple[int, ...]
+    """Shape of the whole weight."""
+    spans: tuple[tuple[Span, ...], ...]
+    """For each dim, the runs of the whole weight that follow one another in the local tensor."""
+    copies: int
+    """Ranks of the world that hold each element, before a data axis shards it."""
+    copied: tuple[tuple[int, int, int], ...] = ()
+    """(start, stop, copies) of indices of the local dim `copied_dim` that more ranks hold."""
+    copied_dim: int = 0
+    """The dim that `copied` counts in."""
+    axes: tuple[str, ...] = ()
+    """Axes that split the weight."""
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...], copies: int) -> Place:
+        """Returns the place of a weight that is held whole."""
+        return cls(name=name, shape=shape, spans=tuple(((0, size),) for size in shape), copies=copies)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.spans)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the local tensor is the weight itself."""
+        return self.local_shape == self.shape
+
+    def pieces(self, rows: Span | None = None) -> tuple[Piece, ...]:
+        """Returns the boxes that the local tensor is made of.
+
+        Args:
+            rows: only these indices of local dim 0, where a data axis holds no more; boxes then count from its start.
+        """
+        if not self.shape:
+            return (Piece(local=(), whole=(), copies=self.copies),)
+        by_dim = [self._runs(dim, rows if dim == 0 else None) for dim in range(len(self.shape))]
+        found = []
+        for runs in product(*by_dim):
+            copies = next((run[2] for dim, run in enumerate(runs) if dim == self.copied_dim), self.copies)
+            local = tuple(run[0] for run in runs)
+            found.append(Piece(local=local, whole=tuple(run[1] for run in runs), copies=copies))
+        return tuple(found)
+
+    def _runs(self, dim: int, rows: Span | None) -> list[tuple[Span, Span, int]]:
+        """(span in the local dim, span in the whole dim, copies) of each run, cut where the copies change."""
+        first, last = rows if rows is not None else (0, self.local_shape[dim])
+        cuts = {first, last}
+        if dim == self.copied_dim:
+            cuts |= {edge for start, stop, _ in self.copied for edge in (start, stop) if first < edge < last}
+        found, at = [], 0
+        for start, stop in self.spans[dim]:
+            edges = sorted({at, at + stop - start, *(cut for cut in cuts if at < cut < at + stop - start)})
+            for low, high in pairwise(edges):
+                if first <= low and high <= last:
+                    span = (start + low - at, start + high - at)
+                    found.append(((low - first, high - first), span, self._copies(dim, low)))
+            at += stop - start
+        return found
+
+    def _copies(self, dim: int, index: int) -> int:
+        if dim == self.copied_dim:
+            for start, stop, copies in self.copied:
+                if start <= index < stop:
+                    return copies
+        return self.copies
+
+
+def count(box: Box) -> int:
+    """Returns the number of elements of a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def joined(indices: list[int]) -> tuple[Span, ...]:
+    """Returns the runs of a list of indices, in its order."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1][1] = index + 1
+        else:
+            runs.append([index, index + 1])
+    return tuple((start, stop) for start, stop in runs)

@@ -1,0 +1,1 @@
+"""A stage of a model: the whole model's forward, in which only the stage's own layers compute."""

@@ -1,0 +1,330 @@
+"""The `tp` axis: ranks hold parts of each matrix and compute parts of each layer; tokens may be split in between.
+
+Activations are plain local tensors: a DTensor costs time at every operation, and not every attention kernel has a
+sharding rule. What a group of matrices needs is two movements (`axes.comm.flow`), attached to the modules that the
+sharding table names; the model's own code runs in between, on local numbers.
+Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022), section 4.2, for the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meshwright.axes.axis import Axis, Holds, Reads
+from meshwright.axes.placement import Place, Span
+from meshwright.axes.table import Group, LayerRows, ShardingTable, vocabulary_span
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from meshwright.axes.comm.wire import Wire
+
+AXIS = Axis(
+    name="tp",
+    reads=Reads.SAME,
+    holds=Holds.SHARD,
+    order=60,
+    purpose="tensor: ranks hold parts of each weight and compute parts of each layer",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """A parameter whose gradient, after backward, is this rank's part of a sum."""
+
+    name: str
+    """Its name in the module."""
+    runs: tuple[Span, ...] = ()
+    """Runs of the local dim `dim` that are summed; none for all of it."""
+    dim: int = 0
+    """The dim of `runs`."""
+    ranks: int = 0
+    """Number of neighbours along the axis that share the sum; 0 for all."""
+
+
+@dataclass(slots=True)
+class Tensor:
+    """What the wraps of this file did to a module."""
+
+    places: dict[str, Place] = field(default_factory=dict)
+    """Which part of the whole weight a parameter now stands for, by name."""
+    owed: list[Owed] = field(default_factory=list)
+    """Gradients to sum after backward."""
+
+
+def wrap_layer(
+    layer: nn.Module, prefix: str, rows: LayerRows, wire: Wire, copies: int, sequence: bool = False
+) -> Tensor:
+    """Splits a layer over the ranks of a wire.
+
+    Args:
+        layer: on meta or with values; its parameters are replaced by this rank's parts.
+        prefix: its name in the model.
+        rows: its part of the sharding table.
+        wire: the axis.
+        copies: ranks of the world that hold what the axis doesn't split.
+        sequence: between the groups a rank has (B, S / size, D), its run of the tokens.
+
+    Returns:
+        What became of its parameters, by their names in the model.
+    """
+    from meshwright.axes.comm import cuttings
+
+    done = Tensor()
+    unsplit = {name for name, item in layer.named_parameters() if item.requires_grad}
+    for group in rows.groups:
+        shares = group.shares(wire.size)
+        if shares is None:
+            continue
+        unsplit -= {split.name for split in group.splits}
+        _cut(layer, prefix, group, shares[wire.index], wire, copies, done)
+        late = _connect(layer, group, wire, sequence)
+        cuttings.attach(layer, group, shares, wire, sequence)
+        if not sequence:
+            done.owed += [Owed(f"{prefix}.{name}") for name in (*group.shared, *late)]
+    if sequence:
+        done.owed += [Owed(f"{prefix}.{name}") for name in sorted(unsplit)]
+    return done
+
+
+def _cut(
+    layer: nn.Module, prefix: str, group: Group, units: Span, wire: Wire, copies: int, done: Tensor
+) -> None:
+    """Gives the layer its parts of a group's parameters."""
+    from meshwright.axes.comm import split as parts
+
+    parts.adapt(layer, group, units)
+    for split in group.splits:
+        whole = layer.get_parameter(split.name)
+        spans = parts.spans_of(split, units, group, whole.shape[split.dim])
+        copied = parts.copied_runs(split, units, group, wire.size)
+        name = f"{prefix}.{split.name}"
+        place = parts.place_of(name, whole.shape, split, spans, copies // wire.size, "tp")
+        if copied:
+            held = tuple((start, stop, place.copies * ranks) for start, stop, ranks in copied)
+            place = dataclasses.replace(place, copied=held, copied_dim=split.dim)
+        for ranks in sorted({ranks for _, _, ranks in copied}):
+            runs = tuple((start, stop) for start, stop, number in copied if number == ranks)
+            done.owed.append(Owed(name, runs, split.dim, ranks))
+        done.places[name] = place
+        parts.cut_parameter(layer, split, spans)
+
+
+def _connect(layer: nn.Module, group: Group, wire: Wire, sequence: bool) -> list[str]:
+    """Attaches a group's movements; returns parameters of the row that this rank's sum owes (not under sequence)."""
+    from meshwright.axes.comm import flow, gates
+
+    split_here = {split.name for split in group.splits}
+    row = layer.get_submodule(group.row)
+    prefix = f"{group.row}." if group.row else ""
+    whole = tuple(name for name, _ in row.named_parameters() if f"{prefix}{name}" not in split_here)
+    if not sequence:
+        let_in = gates.Once(lambda x: flow.entered(x, wire))
+        for name in group.entries:
+            gates.on_output(layer.get_submodule(name), let_in)
+    else:
+        let_in = gates.Once(lambda x: flow.gathered(x, wire, token_dim(x.dim()), True))
+    if sequence and group.heads:
+        gates.on_hidden(layer.get_submodule(group.module), let_in)
+    elif group.inlets == (group.row,):
+        # Experts: tokens, and the weights of their choices, whose gradients are summands too.
+        gates.on_input(row, _one_by_one(wire, sequence), gates.anything if sequence else gates.differentiable)
+    else:
+        for name in group.inlets:
+            gates.on_input(layer.get_submodule(name), let_in)
+
+    def out(y: torch.Tensor) -> torch.Tensor:
+        return flow.scattered(y, wire, token_dim(y.dim()), True) if sequence else flow.summed(y, wire)
+
+    gates.sum_output(row, out, wire.index == 0, whole)
+    late = [] if gates.is_plain_product(row) else [f"{prefix}{name}" for name in whole]
+    for name in group.inner:
+        inner = layer.get_submodule(name)
+        gates.sum_output(inner, lambda y: flow.entered(flow.summed(y, wire), wire), wire.index == 0, ())
+        late += [f"{name}.bias"] if getattr(inner, "bias", None) is not None else []
+    return late
+
+
+def _one_by_one(wire: Wire, sequence: bool) -> Any:
+    from meshwright.axes.comm import flow
+
+    if sequence:
+        return lambda x: flow.gathered(x, wire, 0, True)
+    return lambda x: flow.entered(x, wire)
+
+
+def token_dim(dims: int) -> int:
+    """Returns the dim that counts tokens: 1 of (B, S, D); 0 of (T, D), where their order doesn't matter."""
+    return 1 if dims > 2 else 0
+
+
+def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: Wire, copies: int) -> Tensor:
+    """Splits embedding and head over the vocabulary: (V / size, D) each; the logits stay split.
+
+    Args:
+        module: the model or a stage of it; tied weights stay tied.
+        names: modules whose weight's (and bias's) dim 0 is the vocabulary; those without a weight here are left out.
+        vocab: V.
+        wire: the axis.
+        copies: ranks of the world that hold what the axis doesn't split.
+
+    Returns:
+        What became of the parameters.
+    """
+    import torch
+    from torch import nn
+
+    start, stop = vocabulary_span(vocab, wire.size, wire.index)
+    done, made = Tensor(), dict[nn.Parameter, nn.Parameter]()
+    parts = [module.get_submodule(name) for name in names]
+    for part in parts:
+        for whole in (item for item in part._parameters.values() if item is not None and item.shape[0] == vocab):
+            with torch.no_grad():
+                made[whole] = nn.Parameter(whole[start:stop].clone(), requires_grad=whole.requires_grad)
+    for name, whole in module.named_parameters():
+        if whole in made:
+            spans = (((start, stop),), *(((0, size),) for size in whole.shape[1:]))
+            done.places[name] = Place(
+                name=name, shape=tuple(whole.shape), spans=spans, copies=copies // wire.size, axes=(AXIS.name,)
+            )
+    for owner in module.modules():
+        for attribute, parameter in list(owner._parameters.items()):
+            if parameter in made:
+                owner._parameters[attribute] = made[parameter]
+    for part in parts:
+        if any(item is not None for item in part._parameters.values()):
+            _connect_vocabulary(part, start, stop, wire)
+    return done
+
+
+def _connect_vocabulary(part: Any, start: int, stop: int, wire: Wire) -> None:
+    """Lets a split embedding look up its rows alone."""
+    import torch
+    from torch import nn
+
+    from meshwright.axes.comm import flow, gates
+
+    if isinstance(part, nn.Linear):
+        part.out_features = stop - start
+        gates.on_input(part, lambda x: flow.entered(x, wire))
+        return
+    outside: list[torch.Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ids = args[0] if args else kwargs.pop("input_ids" if "input_ids" in kwargs else "input")
+        beyond = (ids < start) | (ids >= stop)
+        outside.append(beyond)
+        return (torch.where(beyond, 0, ids - start), *args[1:]), kwargs
+
+    def after(_: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+        return flow.summed(out.masked_fill(outside.pop().unsqueeze(-1), 0.0), wire)
+
+    part.register_forward_pre_hook(before, with_kwargs=True)
+    part.register_forward_hook(after)
+    part.num_embeddings = stop - start
+    pad = getattr(part, "padding_idx", None)
+    if pad is not None:
+        part.padding_idx = pad - start if start <= pad < stop else None
+
+
+def wrap_model(
+    module: nn.Module, table: ShardingTable, wire: Wire, copies: int, sequence: bool = False
+) -> Tensor:
+    """Splits every layer that a module has, and its embedding and head.
+
+    Args:
+        module: the model or a stage of it.
+        table: of the model; layers that aren't here, or are stubs, are left out.
+        wire: the axis.
+        copies: ranks of the world that hold what the axis doesn't split.
+        sequence: between the groups of the layers a rank has its run of the tokens; outside of them all tokens.
+
+    Returns:
+        What became of the parameters.
+    """
+    from meshwright.axes.comm import flow, gates
+    from meshwright.axes.stage.cut import held_layer
+
+    done = Tensor()
+    for name, rows in table.layers.items():
+        layer = held_layer(module, name)
+        if layer is not None:
+            part = wrap_layer(layer, name, rows, wire, copies, sequence)
+            done.places |= part.places
+            done.owed += part.owed
+    if table.vocabulary:
+        done.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, wire, copies).places
+    if sequence:
+        names = list(table.layers)
+        first, last = (held_layer(module, name) for name in (names[0], names[-1]))
+        if first is not None:
+            gates.on_hidden(first, lambda x: flow.scattered(x, wire, 1, False))
+        if last is not None:
+            gates.on_output(last, lambda x: flow.gathered(x, wire, 1, False))
+    return done
+
+
+class OwedSum:
+    """Sums, after backward, the gradients of which each rank of the axis has a part.
+
+    Args:
+        module: holds the parameters; they may be DTensors, whose local shards are summed.
+        owed: what is owed, by their names in the module.
+        wire: the axis.
+        neighbours: wires over runs of neighbouring ranks, by their number.
+    """
+
+    def __init__(self, module: nn.Module, owed: Sequence[Owed], wire: Wire, neighbours: Mapping[int, Wire]) -> None:
+        self._module, self._owed = module, tuple(owed)
+        self._wire, self._neighbours = wire, neighbours
+
+    def begin(self, last: bool) -> None:
+        """Nothing is summed before the last backward."""
+
+    def finish(self) -> None:
+        """Sums what is owed, packed by group and type."""
+        import torch
+
+        named = dict(self._module.named_parameters())
+        packs: dict[tuple[int, Any], list[torch.Tensor]] = {}
+        for owed in self._owed:
+            parameter = named.get(owed.name)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            packs.setdefault((owed.ranks, grad.dtype), []).extend(_owed_parts(parameter, grad, owed))
+        for (ranks, _), parts in packs.items():
+            if not parts:
+                continue
+            wire = self._neighbours[ranks] if ranks else self._wire
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            wire.all_reduce(flat).wait()
+            for part, total in zip(parts, flat.split([part.numel() for part in parts])):
+                part.copy_(total.view(part.shape))
+
+
+def _owed_parts(parameter: Any, grad: torch.Tensor, owed: Owed) -> list[torch.Tensor]:
+    """Returns the views of a local gradient that are summed."""
+    if not owed.runs:
+        return [grad] if grad.numel() else []
+    offset, size = _local_rows(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
+    runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in owed.runs]
+    return [grad.narrow(owed.dim, start, stop - start) for start, stop in runs if start < stop]
+
+
+def _local_rows(parameter: Any) -> tuple[int, int]:
+    """(first row, rows) of the local part of a parameter."""
+    if not hasattr(parameter, "_local_tensor"):
+        return 0, parameter.shape[0]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return offset[0], shape[0]

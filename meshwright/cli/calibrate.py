@@ -1,0 +1,133 @@
+"""``meshwright calibrate``: measures the machine at hand, so that plans for it rest on what it really does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.calibrated import told
+from meshwright.cli.words import answer, read_config, say, take_flag
+from meshwright.cluster.calibration import Calibration
+from meshwright.config import Config
+from meshwright.errors import ClusterError, ConfigError
+from meshwright.launch.choice import choose_launcher
+from meshwright.launch.devices import found_devices
+from meshwright.launch.machine import calibration_folder, machine_facts
+from meshwright.launch.preload import prepare_environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrateConfig(Config):
+    """What to measure."""
+
+    devices: int | None = None
+    """Ranks, as the run will have; None for all GPUs, else all cores."""
+    out: str = ""
+    """File to write; empty for the user's cache, where plans for this machine look for it."""
+    quick: bool = False
+    """A few sizes for a few seconds, for a first idea; kept beside one that is in the cache."""
+    practice: bool = False
+    """Run a small model for some steps under each axis as well (a minute or more): three times teach what the runtime
+    itself takes under these axes."""
+    timeout_s: float = 300.0
+    """Limit for all of it."""
+
+    def check(self) -> None:
+        """Refuses a limit that leaves no time."""
+        if self.timeout_s <= 0:
+            raise ConfigError(f"calibrate: timeout_s = {self.timeout_s} must be above 0")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measures, writes the calibration and prints it as a table or as JSON; exit status 0.
+
+    Under torchrun all nodes measure together and rank 0 writes.
+    """
+    words = list(argv)
+    as_json = take_flag(words, "--json")
+    config = read_config(CalibrateConfig, words, "calibrate")
+    prepare_environment()
+    found = calibrate(config, quiet=as_json)
+    if found is None:
+        return 0
+    calibration, path = found
+    runs = _practised(config, calibration, as_json)
+    if as_json:
+        answer(json.dumps(calibration.to_json() | {"path": str(path), "practice": runs}, indent=2))
+    else:
+        say("\n".join([*told(calibration, path), *_sick(calibration)]))
+    return 0
+
+
+def calibrate(config: CalibrateConfig, quiet: bool = False) -> tuple[Calibration, Path] | None:
+    """Measures and writes; for use from Python, in a process that has run no tensor operation yet.
+
+    Args:
+        config: what to measure.
+        quiet: say nothing of each part.
+
+    Returns:
+        What was measured and where it was written; None on the ranks of torchrun other than the first.
+    """
+    from meshwright.launch.torchrun import TorchrunLauncher
+    from meshwright.measure.machine import chosen_sizes, measure_rank
+
+    launcher = choose_launcher(config.devices)
+    devices = found_devices(None)
+    context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
+    machine = machine_facts(devices, launcher.ranks, context.nodes if context else 1)
+    sizes = chosen_sizes(devices.kind, config.quick)
+
+    def progress(text: str) -> None:
+        if not quiet:
+            say(f"  {text}")
+
+    if not quiet and (context is None or context.rank == 0):
+        say(f"measuring {machine['device']}, ranks: {launcher.ranks}")
+    found = launcher.run(measure_rank, machine, sizes, progress, config.timeout_s, timeout_s=config.timeout_s)[0]
+    if context is not None and context.rank:
+        return None
+    return found, _kept(found, config)
+
+
+def _practised(config: CalibrateConfig, calibration: Calibration, quiet: bool) -> list[dict[str, Any]]:
+    """Runs a small model under each axis, for a calibration that plans will look for."""
+    if config.out or config.quick or not config.practice or calibration.nodes > 1:
+        return []
+    from meshwright.cli.practice import practise_all
+
+    def tell(text: str) -> None:
+        if not quiet:
+            say(f"  {text}")
+
+    return practise_all(found_devices(None), calibration.ranks, tell)
+
+
+def _sick(calibration: Calibration) -> list[str]:
+    """Returns what is far below its kind; of GPUs alone, whose links the catalogue knows."""
+    from meshwright.cluster.cluster import Cluster
+    from meshwright.cluster.health import shortfalls
+
+    machine, each = calibration.machine, calibration.ranks // calibration.nodes
+    if machine["kind"] != "cuda":
+        return []
+    try:
+        plain = Cluster.detected(each, "cuda", name=str(machine["device"]), nodes=calibration.nodes)
+    except ClusterError:
+        return [f"the catalogue has no {machine['device']}; docs/cluster.md says how to describe one"]
+    return list(shortfalls(calibration, plain))
+
+
+def _kept(found: Calibration, config: CalibrateConfig) -> Path:
+    """Writes what was measured and returns where; a quick one goes beside a full one of the cache."""
+    if config.out:
+        path = Path(config.out)
+    else:
+        path = calibration_folder() / f"{found.key}.json"
+        if config.quick and path.is_file():
+            path = path.with_name(f"{found.key}-quick.json")
+    found.write(path)
+    return path

@@ -1,0 +1,185 @@
+"""The plan of a run: the layout that the user named, the planner's choice, or one for the ranks that are left."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from meshwright.cli.inputs import ReadModel, cluster_here, ledger_here, measure_of, model_parts
+from meshwright.cli.words import say
+from meshwright.errors import ClusterError, PlanError
+from meshwright.launch.devices import Devices, device_memory_bytes
+from meshwright.plan import Layout, Plan
+from meshwright.planner import predict, rule
+from meshwright.planner.choose import Question, choose
+from meshwright.planner.ledger import learn
+from meshwright.planner.measured import informed, recosted
+from meshwright.train.run_config import RunConfig
+from meshwright.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from meshwright.train.facts import Facts
+
+
+def make_plan(config: RunConfig, model: ReadModel, ranks: int, devices: Devices) -> tuple[Plan, Facts]:
+    """Turns the config's layout into a plan, refusing what can't run; with what the layout needs of the model."""
+    return make_plans(config, model, ranks, devices, 1)[0]
+
+
+def make_plans(
+    config: RunConfig, model: ReadModel, ranks: int, devices: Devices, count: int
+) -> list[tuple[Plan, Facts]]:
+    """Returns the plan of a named layout, or up to ``count`` of the planner's best that the model allows."""
+    if config.layout == "auto":
+        return _automatic(config, model, ranks, devices, count)
+    layout = Layout.parse(config.layout)
+    layout.check_ranks(ranks)
+    facts = facts_of(config, model, layout, devices)
+    parts = model_parts(model.built, facts)
+    try:
+        question = _question(config, model, ranks, devices, layout.precision)
+        measure = measure_of(model.built, config.data.sequence, layout.precision)
+        return [(predict.named_plan(question, layout, parts, measure), facts)]
+    except (ClusterError, PlanError):
+        # A device without figures, or a model without layers: its state is priced all the same.
+        return [(rule.named_plan(layout, ranks, parts), facts)]
+
+
+def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> Facts:
+    """Reads what a layout needs of the model, refusing one that can't run."""
+    from meshwright.runtime.build import check
+    from meshwright.train.facts import check_shapes, read_facts
+
+    check(layout, devices.kind, len(model.built.anatomy.layers))
+    facts = read_facts(model.built, layout)
+    check_shapes(facts, layout, config.train.batch, config.data.sequence)
+    return facts
+
+
+def plan_for_less(
+    config: RunConfig, model: ReadModel, ranks: int, devices: Devices, whole: Layout
+) -> tuple[Plan, Facts]:
+    """Plans for the ranks that are left of a layout, keeping what values depend on: its precision.
+
+    Where the planner has nothing for that many ranks, since they don't divide the batch, they share it unevenly.
+
+    Raises:
+        PlanError: when no layout of that many ranks can run.
+    """
+    if whole.precision != "float64":
+        try:
+            return _automatic(config, model, ranks, devices, 1, whole.precision)[0]
+        except PlanError as error:
+            why: PlanError = error
+    for layout in _like(whole, ranks, config.train.batch):
+        try:
+            layout.check_batch(config.train.batch)
+            facts = facts_of(config, model, layout, devices)
+        except PlanError as error:
+            why = error
+        else:
+            plan = rule.named_plan(layout, ranks, model_parts(model.built, facts))
+            return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {whole}"), facts
+    raise why
+
+
+LEANER = 0.8
+"""Share of the planned memory of a layout that ran out which another may take, to be named instead."""
+
+
+def leaner(config: RunConfig, model: ReadModel, devices: Devices, plan: Plan) -> str:
+    """Returns the sentence that names the fastest layout which needs clearly less memory than one that ran out."""
+    planned = sum(plan.prediction.memory.values())
+    precision = "float32" if plan.layout.precision == "float64" else plan.layout.precision
+    try:
+        front = choose(_question(config, model, plan.ranks, devices, precision)).front
+    except (ClusterError, PlanError):
+        front = ()
+    fits = [(step_s, size, text) for step_s, size, text in front if size <= LEANER * planned]
+    if not fits:
+        return "no layout of these devices needs clearly less: take more devices, fewer rows or fewer layers"
+    step_s, size, text = min(fits)
+    return f"nearest that needs less: --layout {text}, {format_bytes(size)} a rank, {format_seconds(step_s)} a step"
+
+
+def _like(whole: Layout, ranks: int, rows: int) -> list[Layout]:
+    """Returns layouts of other numbers of ranks: what splits the model stays where it can, data take up the rest."""
+    named = [name for name in ("pp", "tp", "cp") if whole.degree(name) > 1]
+    found = []
+    for names in (names for count in range(len(named), -1, -1) for names in combinations(named, count)):
+        model_axes = {name: whole.degree(name) for name in names}
+        readers, rest = divmod(ranks, math.prod(model_axes.values()))
+        if rest or readers > rows:
+            continue
+        data = {} if readers == 1 else {"shard" if whole.zero else "replicate": readers}
+        layout = Layout(
+            degrees=model_axes | data,
+            zero=whole.zero if whole.zero and readers > 1 else 0,
+            precision=whole.precision,
+            recompute=whole.recompute,
+            sequence=whole.sequence and "tp" in model_axes,
+            schedule=whole.schedule if "pp" in model_axes else "",
+            stages=whole.stages if "pp" in model_axes else 0,
+            attention=whole.attention if "cp" in model_axes else "",
+            rows=uneven(rows, readers),
+        )
+        more = whole.microbatches
+        found.append(dataclasses.replace(layout, microbatches=more if rows % (sum(layout.shares()) * more) == 0 else 1))
+    return found
+
+
+def uneven(rows: int, readers: int) -> str:
+    """Returns shares of readers as even as whole rows allow, as `Layout.rows` has them; empty where they are even."""
+    least, more = divmod(rows, readers)
+    return f"{least + 1}x{more}-{least}x{readers - more}" if more else ""
+
+
+def _automatic(
+    config: RunConfig, model: ReadModel, ranks: int, devices: Devices, count: int, precision: str | None = None
+) -> list[tuple[Plan, Facts]]:
+    """The best layouts that the model allows, of those that the planner ranks first."""
+    precision = precision or ("bf16" if devices.kind == "cuda" else "float32")
+    try:
+        question = _question(config, model, ranks, devices, precision)
+        measure = measure_of(model.built, config.data.sequence, precision)
+        question = informed(question, measure)
+        choice = recosted(question, choose(question), measure)
+    except (ClusterError, PlanError) as error:
+        memory = device_memory_bytes(devices, ranks)
+        plan = rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
+        say(f"plan: by state alone, since time can't be priced here: {error}")
+        return [(plan, facts_of(config, model, plan.layout, devices))]
+    found: list[tuple[Plan, Facts]] = []
+    refused = []
+    for at, one in enumerate(choice.best):
+        try:
+            facts = facts_of(config, model, one.layout, devices)
+        except PlanError as error:
+            refused.append(f"{one.layout}: {error}")
+            continue
+        found.append((predict.chosen_plan(question, choice, at, model_parts(model.built, facts)), facts))
+        if len(found) == count:
+            break
+    if not found:
+        raise PlanError(f"none of the best layouts can run: {refused[0]}; name one with --layout")
+    return found
+
+
+def _question(config: RunConfig, model: ReadModel, ranks: int, devices: Devices, precision: str) -> Question:
+    from meshwright.models.measure import measure_shape
+    from meshwright.planner.cost.job import Job as PricedJob
+
+    job = PricedJob(
+        shape=measure_shape(model.built),
+        sequence=config.data.sequence,
+        rows=config.train.batch,
+        precision=precision,
+    )
+    return Question(
+        job=job,
+        cluster=cluster_here(devices, ranks),
+        base=Layout(precision=precision),
+        lesson=learn(*ledger_here(devices, ranks)),
+    )

@@ -1,0 +1,91 @@
+"""A run over several nodes, a command on each: ``--nodes 2 --node 1 --meet HOST`` beside what one node takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.cli.words import take_value
+from meshwright.errors import ConfigError
+from meshwright.launch.devices import Devices, found_devices
+from meshwright.launch.rendezvous import LOOPBACK, address_to
+from meshwright.train.run_config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """This node's place among those of a run."""
+
+    node: int
+    """Its number, from 0."""
+    nodes: int
+    """How many there are."""
+    slots: int
+    """Ranks on this node."""
+    ranks: int
+    """Ranks on all."""
+    address: str
+    """By which the others reach this one."""
+    port: int
+    """Where it listens; any free port for 0."""
+    devices: Devices
+    """Of this node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeWords:
+    """What the command says of nodes."""
+
+    nodes: int
+    node: int
+    slots: int | None
+    meet: str
+
+    def place(self, config: RunConfig) -> Nodes:
+        """Looks at this machine.
+
+        Raises:
+            ConfigError: when the words contradict the config.
+            ClusterError: when more GPUs are asked for than there are.
+        """
+        if not config.run:
+            raise ConfigError("--nodes needs --run, the same on every node, in a folder that all of them share")
+        if config.trials:
+            raise ConfigError("trials start ranks of their own, on one node; drop trials")
+        if self.slots is None and config.devices is not None and config.devices % self.nodes:
+            raise ConfigError(f"devices = {config.devices} on {self.nodes} nodes: give each node's --slots")
+        each = config.devices // self.nodes if config.devices is not None else None
+        devices = found_devices(self.slots or each)
+        host, _, port = self.meet.partition(":")
+        return Nodes(
+            node=self.node,
+            nodes=self.nodes,
+            slots=devices.count,
+            ranks=config.devices or devices.count * self.nodes,
+            address=(host if self.node == 0 else address_to(host)) if host else LOOPBACK,
+            port=int(port or 0) if self.node == 0 else 0,
+            devices=devices,
+        )
+
+
+def take_nodes(words: list[str]) -> NodeWords | None:
+    """Removes the words of nodes from a command; None when it has none.
+
+    Raises:
+        ConfigError: for numbers that can't be, or a word without the others.
+    """
+    found = {name: take_value(words, f"--{name}") for name in ("nodes", "node", "meet", "slots")}
+    if found["nodes"] is None:
+        if given := [f"--{name}" for name, value in found.items() if value is not None]:
+            raise ConfigError(f"{', '.join(given)} without --nodes; say how many nodes there are")
+        return None
+    if found["node"] is None or found["meet"] is None:
+        raise ConfigError("--nodes needs --node, this one's number from 0, and --meet, the address of node 0")
+    try:
+        nodes, node = int(found["nodes"]), int(found["node"])
+        slots = int(found["slots"]) if found["slots"] is not None else None
+        int(found["meet"].partition(":")[2] or 0)
+    except ValueError:
+        raise ConfigError("--nodes, --node, --slots and the port of --meet are whole numbers") from None
+    if not 0 <= node < nodes or (slots is not None and slots < 1):
+        raise ConfigError(f"--nodes {nodes} --node {node}: nodes are numbered from 0, and have a slot at least")
+    return NodeWords(nodes=nodes, node=node, slots=slots, meet=found["meet"])

@@ -1,0 +1,89 @@
+"""A node: equal devices, the links between them, and what leads out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from meshwright.cluster import catalogue
+from meshwright.cluster.device import Device
+from meshwright.cluster.link import Link
+from meshwright.errors import ClusterError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """Equal devices under one roof."""
+
+    device: Device
+    """Each of them."""
+    count: int
+    """Devices of the node."""
+    inside: Link
+    """Between two of them."""
+    outside: Link | None = None
+    """One network card; None for a node that stands alone."""
+    outside_count: float = 0
+    """Network cards of the node."""
+    host_memory_bytes: int = 0
+    """Memory of the host, for offload and data."""
+    host_link: Link | None = None
+    """Between one device and host memory; None where nothing can be offloaded."""
+    rack: int = 1
+    """Nodes that share the links inside: 18 for an NVL72."""
+
+    def __post_init__(self) -> None:
+        """Refuses nodes that can't be."""
+        if self.count < 1:
+            raise ClusterError(f"a node of {self.count} devices; a node has at least 1")
+        if self.rack < 1 or self.host_memory_bytes < 0:
+            raise ClusterError(f"node of {self.device.name}: rack is at least 1, host_memory_bytes not below 0")
+        if self.outside is not None and not self.outside_count > 0:
+            raise ClusterError(
+                f"node of {self.device.name}: outside_count = {self.outside_count} cards of {self.outside.name} carry "
+                "nothing; give at least 1, or leave 'outside' out"
+            )
+
+    def resized(self, count: int) -> Node:
+        """Returns the node with other many devices; of fewer, with their share of the network cards."""
+        cards = self.outside_count
+        if self.outside is not None and count < self.count:
+            cards = max(1.0, cards * count / self.count)
+        return dataclasses.replace(self, count=count, outside_count=cards)
+
+
+def standard_node(device: str | Device, count: int | None = None) -> Node:
+    """Returns the node that a device usually comes in.
+
+    Args:
+        device: a name, or a device that may differ from the catalogue's.
+        count: devices in the node; the usual number when None.
+
+    Raises:
+        ClusterError: for an unknown device.
+    """
+    item = catalogue.entry(device if isinstance(device, str) else device.name)
+    found = named_node(item.node, item.device if isinstance(device, str) else device)
+    return found if count is None else found.resized(count)
+
+
+def named_node(name: str, device: Device) -> Node:
+    """Returns a node of the catalogue by name with a device in it.
+
+    Raises:
+        ClusterError: for an unknown node.
+    """
+    known = catalogue.nodes()
+    if name not in known:
+        raise ClusterError(f"unknown node '{name}'; known: {', '.join(sorted(known))}")
+    values = known[name]
+    return Node(
+        device=device,
+        count=values["count"],
+        inside=catalogue.link(values["inside"]),
+        outside=catalogue.link(values["outside"]),
+        outside_count=values["outside_count"],
+        host_memory_bytes=values["host_memory_bytes"],
+        host_link=catalogue.link(values["host_link"]),
+        rack=values.get("rack", 1),
+    )

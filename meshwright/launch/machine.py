@@ -1,0 +1,99 @@
+"""What this machine is, as facts by which measurements are found again, and the folder that they are kept in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from meshwright.cluster.calibration import Calibration
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import ClusterError
+from meshwright.launch.devices import Devices, device_memory_bytes
+
+_SMI_S = 20.0
+
+
+def machine_facts(devices: Devices, ranks: int, nodes: int = 1) -> dict[str, Any]:
+    """Returns what a calibration depends on: device, cores, memory, software, ranks, nodes; no names or addresses.
+
+    Args:
+        devices: what was found on this node.
+        ranks: on all nodes.
+        nodes: that they run on.
+    """
+    return {
+        "kind": devices.kind,
+        "device": gpu_name() if devices.kind == "cuda" else processor_name(),
+        "found": devices.found,
+        "cores": devices.cores,
+        "memory_gib": round(host_memory_bytes() / 2**30),
+        "torch": importlib.metadata.version("torch"),
+        "ranks": ranks,
+        "nodes": nodes,
+    }
+
+
+def this_cluster(devices: Devices, nodes: int = 1, link: str = "") -> Cluster:
+    """Returns the machine at hand as a cluster, with what `meshwright calibrate` measured on it where it did.
+
+    Args:
+        devices: what was found on this node; ``count`` ranks run on it.
+        nodes: such nodes.
+        link: network between them; the usual one when empty.
+
+    Raises:
+        ClusterError: for a GPU that the catalogue doesn't have.
+    """
+    found = Cluster.detected(
+        devices.count,
+        devices.kind,
+        name=gpu_name() if devices.kind == "cuda" else "",
+        nodes=nodes,
+        cores=devices.cores,
+        memory_bytes=device_memory_bytes(devices, devices.count),
+        host_memory_bytes=host_memory_bytes(),
+        link=link,
+    )
+    measured = Calibration.find(calibration_folder(), machine_facts(devices, devices.count * nodes, nodes))
+    return found if measured is None else found.calibrated(measured)
+
+
+def gpu_name() -> str:
+    """Returns the first GPU's name as its driver gives it.
+
+    Raises:
+        ClusterError: when nvidia-smi doesn't say.
+    """
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ClusterError(f"nvidia-smi doesn't say what the GPUs are ({error}); name the cluster instead") from error
+    if not listed:
+        raise ClusterError("nvidia-smi lists no GPU; name the cluster instead")
+    return listed[0].strip()
+
+
+def processor_name() -> str:
+    """Returns the processor's name, or its architecture where the system doesn't say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def host_memory_bytes() -> int:
+    """Returns the memory of this node."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def calibration_folder() -> Path:
+    """Returns where calibrations are kept: ``meshwright/calibration`` in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "meshwright" / "calibration"

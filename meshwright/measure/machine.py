@@ -1,0 +1,121 @@
+"""Measures the machine at hand with the ranks that a run would have, and makes a calibration of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.cluster.calibration import Calibration
+from meshwright.launch.contract import RankContext
+from meshwright.launch.rendezvous import init_group
+from meshwright.measure import compute, wires
+from meshwright.measure.clock import CHUNKS, Clock, agreed
+from meshwright.measure.compute import CPU, GPU, QUICK, Sizes
+
+GROUP_S = 60.0
+"""Limit for the ranks to find each other."""
+HIDDEN_BYTES = 4194304
+"""Size of the all-reduce whose hidden share is measured."""
+
+Told = Callable[[str], None]
+
+
+def chosen_sizes(kind: str, quick: bool) -> Sizes:
+    """Returns what is measured on ``cpu`` or ``cuda``."""
+    sizes = GPU if kind == "cuda" else CPU
+    return dataclasses.replace(sizes, **QUICK) if quick else sizes  # type: ignore[arg-type]
+
+
+def measure_rank(
+    context: RankContext, machine: Mapping[str, Any], sizes: Sizes, told: Told, timeout_s: float
+) -> Calibration:
+    """Measures on one rank, together with all others; every rank returns the same.
+
+    Args:
+        context: this rank's place.
+        machine: facts of the machine, by which the calibration is found again.
+        sizes: what is measured.
+        told: is told of each part as it begins, on rank 0.
+        timeout_s: limit of a collective.
+    """
+    begun = time.perf_counter()
+    init_group(context, timeout_s=timeout_s, group_s=GROUP_S)
+    try:
+        crowded = context.device == "cpu" and context.local_world > int(machine["cores"])
+        clock = Clock(torch.device(context.device), sizes.window_s, 1 if crowded else CHUNKS)
+        if clock.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            sizes = dataclasses.replace(
+                sizes, dtypes=tuple("fp16" if kind == "bf16" else kind for kind in sizes.dtypes)
+            )
+        say = told if context.rank == 0 else _silent
+        tables = _compute(sizes, clock, say)
+        tables |= _traffic(sizes, clock, context, say)
+        taken = agreed([time.perf_counter() - begun], largest=True)[0]
+        return Calibration(machine=machine, ranks=context.world, nodes=context.nodes, taken_s=round(taken, 1), **tables)
+    finally:
+        dist.destroy_process_group()
+
+
+def _silent(text: str) -> None:
+    """What the other ranks say."""
+
+
+def _compute(sizes: Sizes, clock: Clock, say: Told) -> dict[str, Any]:
+    """Measures every computation with all ranks at work, the first data type's with one alone as well."""
+    tables: dict[str, Any] = {"matmul": [], "attention": [], "operations": []}
+    loads = [(dtype, True) for dtype in sizes.dtypes]
+    if dist.get_world_size() > 1:
+        loads.append((sizes.dtypes[0], False))
+    for dtype, busy in loads:
+        load = "all ranks at work" if busy else "one rank at work"
+        some = sizes if busy and dtype == sizes.dtypes[0] else sizes.fewer()
+        say(f"matrix products, {dtype}, {load}")
+        for row in _measured(compute.matmuls(some, dtype, clock), busy):
+            tables["matmul"].append((dtype, row[0], busy, *row[1:]))
+        say(f"attention, {dtype}, {load}")
+        for row in _measured(compute.attentions(some, dtype, clock), busy, 2):
+            tables["attention"].append((dtype, busy, *row))
+        say(f"other operations, {dtype}, {load}")
+        for row in _measured(compute.operations(some, dtype, clock), busy):
+            tables["operations"].append((row[0], dtype, busy, *row[1:]))
+    say("optimizer")
+    tables["optimizer"] = _measured(compute.optimizer(sizes, clock), True)
+    tables["launch_s"] = _measured(iter([(compute.launch_s(clock),)]), True)[0][0]
+    return tables
+
+
+def _measured(work: Iterator[tuple[Any, ...]], busy: bool, times: int = 1) -> list[tuple[Any, ...]]:
+    """Takes a measurement's rows, whose last ``times`` entries become the mean over the ranks.
+
+    Without ``busy`` rank 0 measures and the others wait.
+    """
+    if not busy:
+        rows = list(work) if dist.get_rank() == 0 else []
+        held: list[Any] = [rows]
+        dist.broadcast_object_list(held)
+        return list(held[0])
+    rows = []
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    for row in work:
+        rows.append((*row[:-times], *agreed(list(row[-times:]), largest=False)))
+    return rows
+
+
+def _traffic(sizes: Sizes, clock: Clock, context: RankContext, say: Told) -> dict[str, Any]:
+    if context.world == 1:
+        return {}
+    slow = dataclasses.replace(clock, window_s=2 * clock.window_s)
+    rows, place = [], None
+    for row in wires.collectives(sizes.messages, context.local_world, slow):
+        if place != row[1:4]:
+            place = row[1:4]
+            say(f"collectives over {row[1]} ranks, {row[3]} apart" + (f", on {row[2]} nodes" if row[2] > 1 else ""))
+        rows.append(row)
+    say("an all-reduce under matrix products")
+    return {"collectives": rows, "overlap": wires.overlapped(min(HIDDEN_BYTES, sizes.messages[-1]), slow)}

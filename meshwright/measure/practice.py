@@ -1,0 +1,69 @@
+"""Steps of a small model under a layout, timed: what the runtime itself takes beside the operators it runs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.launch.contract import RankContext
+from meshwright.launch.rendezvous import init_group
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.plan import Layout, Plan, Prediction
+from meshwright.train.config import OptimizerConfig
+from meshwright.train.facts import Facts
+from meshwright.train.feed import MicroBatch
+from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.scaler import LossScaler
+from meshwright.train.session import build_program
+from meshwright.train.step import Stepper
+
+WARM_UP = 2
+"""Steps that don't count: in them connections open and memory is got."""
+
+
+def practise(
+    context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int, limit_s: float
+) -> tuple[list[float], dict[str, int]]:
+    """Runs steps on this rank.
+
+    Args:
+        context: of the rank.
+        config: a model by its sizes.
+        layout: to run it under.
+        facts: what the layout needs of the model.
+        rows: of the global batch, of as many tokens as the model's context.
+        steps: that are timed.
+        limit_s: of every wait.
+
+    Returns:
+        Seconds of each step, and bytes of state by part.
+    """
+    init_group(context, timeout_s=limit_s, group_s=limit_s)
+    plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be measured")
+    program: Any = build_program(build_meta(config), plan, torch.device(context.device), facts)
+    optimizer = LocalAdamW(program.weights, OptimizerConfig(), on_host=False)
+    stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
+    batches = _batches(layout, context.rank, config, rows, context.device)
+    targets = rows * int(config.context or 0)
+    times = []
+    for step in range(WARM_UP + steps):
+        dist.barrier()
+        began = time.perf_counter()
+        stepper.run(step, batches, targets, 1e-4, 0.0).read()
+        times.append(time.perf_counter() - began)
+    held = program.meter.read(optimizer.bytes())
+    dist.destroy_process_group()
+    return times[WARM_UP:], held
+
+
+def _batches(layout: Layout, rank: int, config: ModelConfig, rows: int, device: str) -> list[MicroBatch]:
+    """Returns this rank's micro-batches of random tokens."""
+    draw = torch.Generator().manual_seed(0)
+    stream = torch.randint(0, config.vocab or 1000, (rows, int(config.context or 0) + 1), generator=draw).to(device)
+    mine = slice(*layout.span(rank, rows))
+    parts = zip(stream[mine, :-1].chunk(layout.microbatches), stream[mine, 1:].chunk(layout.microbatches))
+    return [MicroBatch(tokens.contiguous(), targets.contiguous(), None) for tokens, targets in parts]

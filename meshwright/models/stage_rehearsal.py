@@ -1,0 +1,103 @@
+"""Rehearses a pipeline on a small model, in one process: stage after stage and back must give what the whole gives."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from meshwright.axes.spine import Spine, held_names
+from meshwright.axes.stage.cut import Stage, copied
+from meshwright.errors import PlanError
+from meshwright.models.anatomy import Anatomy
+from meshwright.models.forward import model_output
+
+_STAGES = 16
+"""Most stages of a rehearsal."""
+_BOUND = 1e-6
+"""Largest relative difference between stages and whole: the same operations on the same numbers, in float64."""
+Tokens = tuple[torch.Tensor, torch.Tensor]
+"""(B, S) tokens and their targets."""
+
+
+def output_of(module: nn.Module, anatomy: Anatomy, arguments: Tokens) -> torch.Tensor:
+    """Returns the logits of a model, or the loss of one that gives nothing else."""
+    found = model_output(module, anatomy, *arguments)
+    output = found.logits if found.logits is not None else found.loss
+    assert output is not None
+    return output
+
+
+def rehearse(module: nn.Module, anatomy: Anatomy, spine: Spine, arguments: Tokens) -> None:
+    """Cuts a model into stages and compares output and gradients with the whole.
+
+    Args:
+        module: real, small, in float64; it is left as it was.
+        anatomy: its parts.
+        spine: what is proven.
+        arguments: tokens and targets.
+
+    Raises:
+        PlanError: it can't be cut anywhere, or stages compute something else than the whole.
+    """
+    whole = output_of(copied(module, share=True), anatomy, arguments)
+    draw = torch.Generator().manual_seed(2)
+    slope = torch.randn(whole.shape, generator=draw, dtype=whole.dtype)
+    (whole * slope).sum().backward()
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    wanted = {name: item.grad for name, item in module.named_parameters()}
+    module.zero_grad(set_to_none=True)
+    count = len(spine.layers)
+    cuts = [place for place in range(1, count) if place not in spine.blocked]
+    if not cuts:
+        place, why = next(iter(spine.blocked.items()))
+        raise PlanError(f"in front of layer {place}, {why}")
+    inner = [cuts[index * len(cuts) // (_STAGES - 1)] for index in range(_STAGES - 1)] if len(cuts) >= _STAGES else cuts
+    bounds = (0, *inner, count)
+    held = held_names(spine, names, bounds, anatomy.ties)
+    output = _through_stages(module, anatomy, spine, arguments, held, bounds, slope)
+    _compare("its output", output, whole)
+    size = max((float(item.abs().max()) for item in wanted.values() if item is not None), default=1.0)
+    for name, item in module.named_parameters():
+        wish = wanted[name] if wanted[name] is not None else torch.zeros_like(item)
+        found = item.grad if item.grad is not None else torch.zeros_like(item)
+        _compare(f"the gradient of '{name}'", found, wish, size)
+    module.zero_grad(set_to_none=True)
+
+
+def _through_stages(
+    module: nn.Module,
+    anatomy: Anatomy,
+    spine: Spine,
+    arguments: Tokens,
+    held: list[frozenset[str]],
+    bounds: tuple[int, ...],
+    slope: torch.Tensor,
+) -> torch.Tensor:
+    """Runs stage after stage and back; gradients add up in the clone's own weights, which the stages share."""
+    received: tuple[torch.Tensor, ...] = ()
+    trail: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = []
+    for kept, first, stop in zip(held, bounds, bounds[1:]):
+        stage = Stage(copied(module, share=True), spine, first, stop, kept)
+        stage.arm(torch.float64, torch.device("cpu"))
+        given = stage.run(functools.partial(_as_payload, stage.module, anatomy, arguments), received)
+        trail.append((received, given))
+        received = tuple(item.detach().requires_grad_(item.requires_grad) for item in given)
+    gradients: tuple[torch.Tensor | None, ...] = (slope,)
+    for taken, given in reversed(trail):
+        pairs = [(item, grad) for item, grad in zip(given, gradients) if item.requires_grad and grad is not None]
+        torch.autograd.backward([item for item, _ in pairs], [grad for _, grad in pairs])
+        gradients = tuple(item.grad for item in taken)
+    return trail[-1][1][0]
+
+
+def _as_payload(module: nn.Module, anatomy: Anatomy, arguments: Tokens) -> tuple[torch.Tensor, ...]:
+    return (output_of(module, anatomy, arguments),)
+
+
+def _compare(what: str, found: torch.Tensor, wanted: torch.Tensor, size: float = 0.0) -> None:
+    difference = float((found.detach() - wanted.detach()).abs().max())
+    bound = _BOUND * max(float(wanted.detach().abs().max()), 1e-3 * size)
+    if not difference <= bound:
+        raise PlanError(f"cut into stages, {what} moves by {difference:.1e}: some value reaches a layer on another way")

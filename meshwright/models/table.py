@@ -1,0 +1,289 @@
+"""A model to its sharding table: read off a small real clone, rehearsed there, carried over to the model's sizes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.axes.table import Group, LayerRows, ShardingTable
+from meshwright.axes.wide import Wide
+from meshwright.errors import ConfigError
+from meshwright.models.anatomy import Anatomy
+from meshwright.models.build import BuiltModel, build_meta, shrink, use_float64
+from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import retie
+from meshwright.models.forward import model_output
+from meshwright.models.groups import find_groups
+from meshwright.models.growth import grown_group
+from meshwright.models.numbers import find_numbers
+from meshwright.models.trace import LayerTrace, trace
+from meshwright.models.trial import rehearse_layer, rehearse_model
+
+SMALL = 1 << 24
+"""Parameters up to which a model is its own clone."""
+ROWS, TOKENS = 32, 8
+"""Batch that the clone reads."""
+CLONE_LAYERS = 8
+"""Most layers of a smaller clone; every kind of layer is expected among them."""
+CLONE_EXPERTS = 8
+"""Experts of a smaller clone, unless its tokens visit more than half as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clone:
+    """A small real model in float64, of the same architecture."""
+
+    module: nn.Module
+    anatomy: Anatomy
+    vocab: int
+    same: bool
+    """Whether its sizes are the model's own."""
+
+    def run(self, rows: int = ROWS, module: nn.Module | None = None, documents: bool = False) -> torch.Tensor:
+        """Returns logits (B, S, V) of made-up tokens, or the loss of a model that gives nothing else.
+
+        Args:
+            rows: B.
+            module: to run instead of the clone itself.
+            documents: two in each row where the model can tell, so that attention takes the way with a mask.
+        """
+        tokens = torch.randint(self.vocab, (rows, TOKENS), generator=torch.Generator().manual_seed(7))
+        positions = None
+        if documents and self.anatomy.takes_positions and self.anatomy.transformers:
+            positions = (torch.arange(TOKENS) % (TOKENS // 2 + 1)).expand(rows, TOKENS)
+        with Wide():
+            output = model_output(module or self.module, self.anatomy, tokens, tokens, positions, positions is not None)
+        found = output.logits if output.logits is not None else output.loss
+        assert found is not None
+        return found
+
+
+def clone_of(built: BuiltModel) -> Clone:
+    """Makes the clone: the model itself where it is small, else one with as many heads and experts but narrower."""
+    small = sum(item.numel() for item in built.module.parameters()) <= SMALL
+    if small or built.config.kind == "function":
+        source, module = built, copy.deepcopy(built.module)
+    else:
+        source = build_meta(narrowed(built), 128, 64)
+        module = source.module
+    use_float64(module)
+    module.to_empty(device="cpu")
+    retie(module, source.recipe.ties)
+    source.fill_buffers(module, "cpu")
+    draw = torch.Generator().manual_seed(11)
+    for parameter in module.parameters():
+        values = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+        # Around one for scales of norms; small for matrices, so that no activation saturates.
+        scale = 0.2 if parameter.dim() < 2 else 0.5 / max(1, parameter.shape[-1]) ** 0.5
+        parameter.data = values * scale + (1.0 if parameter.dim() < 2 else 0.0)
+    return Clone(module.eval(), source.anatomy, source.vocab or 128, small or built.config.kind == "function")
+
+
+def narrowed(built: BuiltModel) -> ModelConfig:
+    """Returns a config of the same architecture and heads in a small width and few layers.
+
+    Experts that are rows of one weight become fewer too; the names of others tell their number.
+    """
+    from meshwright.models.experts import find_experts
+    from meshwright.models.sizes import ACTIVE_EXPERTS, size_of
+
+    hf = built.hf_config
+    assert hf is not None
+    plain = hf.get_text_config(decoder=True).to_dict()
+    heads = size_of(plain, "heads") or 4
+    values = shrink(built.config, min(len(built.anatomy.layers), CLONE_LAYERS), 8 * heads).to_dict()
+    for key in ("heads", "kv_heads", "experts"):
+        if (size := size_of(plain, key)) is not None:
+            values[key] = size
+    for key in ("vocab", "context"):  # else the user's own would make the clone as large as these
+        values.pop(key, None)
+    if "experts" in values:
+        # Eight layers of all experts in full would outgrow a host; no other size of the clone is five times its heads.
+        values["ffn"] = 5 * heads
+        active = max((value for key in ACTIVE_EXPERTS if isinstance(value := plain.get(key), int)), default=0)
+        if find_experts(built.module):
+            values["experts"] = min(values["experts"], max(CLONE_EXPERTS, 2 * active))
+    return ModelConfig.from_dict(values)
+
+
+def sharding_table(
+    built: BuiltModel, degree: int = 2, told: Callable[[str], None] | None = None
+) -> ShardingTable:
+    """Reads the sharding table of a model.
+
+    Args:
+        built: on meta; it stays as it is.
+        degree: the groups are rehearsed for this many ranks (2 where one has fewer units).
+        told: hears what is being looked at.
+
+    Raises:
+        ConfigError: when the model doesn't run on a small clone.
+    """
+    clone = clone_of(built)
+    names = clone.anatomy.layers
+    modules = {name: clone.module.get_submodule(name) for name in names}
+
+    @cache
+    def traces(opened: bool) -> dict[str, LayerTrace]:
+        with torch.enable_grad():
+            return trace(modules, lambda: clone.run(documents=True), opened)
+
+    try:
+        called = traces(False)
+    except Exception as error:
+        raise ConfigError(
+            f"model '{built.config.name}': its sharding can't be read, since a small clone doesn't run: {error}"
+        ) from error
+    kinds: dict[Any, LayerRows] = {}
+    layers: dict[str, LayerRows] = {}
+    for name in names:
+        if name not in called:
+            layers[name] = LayerRows(groups=(), refused={"": "the layer isn't called"}, sequence=False)
+            continue
+        key = _kind(modules[name])
+        if key not in kinds:
+            if told:
+                told(f"reading {name}")
+            kinds[key] = _rows(called[name], partial(_item, traces, name), degree)
+        layers[name] = kinds[key]
+    table = _with_vocabulary(clone, ShardingTable(layers=layers), degree)
+    return table if clone.same else _carried(table, clone, built)
+
+
+def _item(traces: Callable[[bool], dict[str, LayerTrace]], name: str) -> LayerTrace:
+    return traces(True)[name]
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What tells layers of one kind from others: code and shapes, not values."""
+    shapes = tuple((name, tuple(item.shape)) for name, item in layer.named_parameters())
+    kinds = tuple(type(part) for part in layer.modules())
+    flags = tuple(sorted((key, str(value)) for key, value in vars(layer).items() if isinstance(value, (str, bool))))
+    return shapes, kinds, flags
+
+
+def _rows(traced: LayerTrace, opened: Callable[[], LayerTrace], degree: int) -> LayerRows:
+    """Finds, adapts and rehearses the groups of one kind of layer; ``opened`` gives the layer with its norms open."""
+    if traced.calls > 1:
+        return LayerRows(groups=(), refused={"": "the layer is called several times"}, sequence=False)
+    if traced.output is None or not traced.inputs:
+        return LayerRows(groups=(), refused={"": "the layer takes or gives no hidden state"}, sequence=False)
+    candidates, refused = find_groups(traced, ROWS)
+    accepted = _fitting(traced, candidates, [], refused, degree)
+    if refused:
+        others, _ = find_groups(opened(), ROWS)
+        meeting = [group for group in others if any(item.kind == "meeting" for item in group.cuttings)]
+        accepted = _fitting(traced, meeting, accepted, refused, degree)
+    rows = LayerRows(groups=tuple(accepted), refused=refused)
+    why = rehearse_layer(traced, rows, 2, sequence=True)
+    return dataclasses.replace(rows, sequence=not why, sequence_refused=why)
+
+
+def _fitting(
+    traced: LayerTrace, candidates: Sequence[Group], accepted: list[Group], refused: dict[str, str], degree: int
+) -> list[Group]:
+    """Adds to ``accepted`` the candidates that work, and to ``refused`` why the others don't."""
+    for group in sorted(candidates, key=lambda group: -_weights(traced, group)):
+        held = {name for other in accepted for name in _matrices(other)}
+        if held & set(_matrices(group)):
+            continue
+        ranks = degree if group.shares(degree) is not None else 2
+
+        def works(tried: Group, ranks: int = ranks) -> str:
+            if tried.shares(ranks) is None:
+                return f"its {tried.units} heads or channels don't divide"
+            return rehearse_layer(traced, LayerRows(groups=(tried,)), ranks)
+
+        found, why = find_numbers(traced, group, works)
+        if found is not None:
+            accepted = [*accepted, found]
+        else:
+            for name in _matrices(group):
+                refused.setdefault(name, _rule(why))
+    for group in accepted:
+        for name in _matrices(group):
+            refused.pop(name, None)
+    return accepted
+
+
+def _weights(traced: LayerTrace, group: Group) -> int:
+    """Parameters that a group splits: where two want the same matrix, the larger one has it."""
+    return sum(traced.layer.get_parameter(split.name).numel() for split in group.splits)
+
+
+def _rule(why: str) -> str:
+    """What a failed trial says about the code, in words of the rule that it breaks."""
+    if " is off by " in why:
+        return f"computed in parts it gives something else, so its code looks at more than one head or channel ({why})"
+    if why.startswith("its ") or why.startswith("the ranks"):
+        return why
+    return f"its code doesn't run on a part of the heads or channels ({why})"
+
+
+def _matrices(group: Group) -> tuple[str, ...]:
+    return (*group.columns, *group.inner, group.row)
+
+
+def _with_vocabulary(clone: Clone, table: ShardingTable, degree: int) -> ShardingTable:
+    """Adds embedding and head where the whole model, split, is the whole model."""
+    anatomy, vocab = clone.anatomy, clone.anatomy.vocab or 0
+    names = []
+    for name in (anatomy.embedding, anatomy.head):
+        part = clone.module.get_submodule(name) if name else None
+        if name and isinstance(part, (nn.Embedding, nn.Linear)) and part.weight.shape[0] == vocab:
+            names.append(name)
+    options = [tuple(names), tuple(names[:1]), ()] if anatomy.embedding and anatomy.head else [()]
+    tied = any(len({f"{name}.weight" for name in names} & set(group)) > 1 for group in anatomy.ties)
+    options = [chosen for chosen in options if not tied or len(chosen) != 1]
+    why = ""
+    for chosen in dict.fromkeys(options):
+        tried = dataclasses.replace(table, vocabulary=chosen, vocab=vocab, headless=anatomy.head not in chosen)
+        error = rehearse_model(clone, tried, 2)
+        if not error:
+            gone = [name for name in names if name not in chosen]
+            return dataclasses.replace(tried, refused=dict.fromkeys(gone, why))
+        why = why or error
+    empty = {name: LayerRows(groups=(), refused={"": why}, sequence=False) for name in table.layers}
+    return ShardingTable(layers=empty, refused={"": f"the model, split, isn't the model: {why}"})
+
+
+def _carried(table: ShardingTable, clone: Clone, built: BuiltModel) -> ShardingTable:
+    """Carries a narrow clone's table over to the model: heads stay and grow, channels become more."""
+    read = {name: clone.module.get_submodule(name) for name in table.layers}
+    by_kind = {_carry_key(small): (small, table.layers[name]) for name, small in read.items()}
+    layers = {}
+    for name in built.anatomy.layers:
+        layer = built.module.get_submodule(name)
+        known = by_kind.get(_carry_key(layer))
+        if known is None:
+            layers[name] = LayerRows(groups=(), refused={"": "no layer of the small clone is like it"}, sequence=False)
+            continue
+        small, rows = known
+        groups, refused = [], dict(rows.refused)
+        for group in rows.groups:
+            grown = grown_group(group, small, layer)
+            if grown is not None:
+                groups.append(grown)
+            else:
+                refused |= dict.fromkeys(_matrices(group), "its parts don't grow alike with the model")
+        layers[name] = dataclasses.replace(rows, groups=tuple(groups), refused=refused)
+    return dataclasses.replace(table, layers=layers, vocab=built.anatomy.vocab or 0)
+
+
+def _carry_key(layer: nn.Module) -> Any:
+    return type(layer), tuple((name, item.dim()) for name, item in layer.named_parameters())
+
+
+def layer_kinds(table: ShardingTable) -> Mapping[int, list[str]]:
+    """Returns the names of layers that share rows, by the identity of these."""
+    found: dict[int, list[str]] = {}
+    for name, rows in table.layers.items():
+        found.setdefault(id(rows), []).append(name)
+    return found

@@ -1,0 +1,186 @@
+"""A standard transformer from sizes alone: the shape of a model that exists only as a row in a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.errors import PlanError
+from meshwright.shape import LayerShape, ModelShape, Product
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """Low-rank attention: queries, keys and values go through narrow products. Source: DeepSeek-V2 (2024), 2.1."""
+
+    query_rank: int
+    """Rank of queries; 0 where they come straight from the residual stream."""
+    kv_rank: int
+    """Rank that keys and values share."""
+    rope_size: int
+    """Part of each query and of the one shared key that carries the position."""
+    nope_size: int
+    """Part of each query and key that doesn't."""
+    value_size: int
+    """Size of a value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What a table says of a model."""
+
+    name: str
+    """What to call it."""
+    layers: int
+    """Blocks."""
+    width: int
+    """D."""
+    heads: int
+    """H."""
+    vocab: int
+    """V, padded as the run had it."""
+    kv_heads: int = 0
+    """K; 0 is H."""
+    head_size: int = 0
+    """E; 0 is D / H."""
+    ffn: int = 0
+    """F of dense blocks; 0 is 4 D."""
+    gated: bool = True
+    """Gated feed-forward part, RMSNorm, no biases, rotary positions (Llama); else GPT's."""
+    biases: bool | None = None
+    """Biases in every product; None follows ``gated``."""
+    positions: int = 0
+    """Learned positions."""
+    tied: bool = False
+    """Head and embedding are one weight."""
+    dropout: bool = False
+    """Code with dropout."""
+    window: int = 0
+    """Sliding window of every second block; 0 for none."""
+    sinks: bool = False
+    """Learned sinks in the softmax."""
+    experts: int = 0
+    """X of blocks with experts."""
+    active_experts: int = 0
+    """Routed experts a token visits."""
+    expert_ffn: int = 0
+    """F of a routed expert."""
+    shared_ffn: int = 0
+    """F of the shared experts together."""
+    dense_layers: int = 0
+    """First blocks that have no experts."""
+    latent: Latent | None = None
+    """Low-rank attention."""
+
+
+def shape_from_sizes(sizes: Sizes) -> ModelShape:
+    """Returns the shape of the standard transformer of these sizes.
+
+    Args:
+        sizes: of the model.
+
+    Raises:
+        PlanError: when heads don't divide the width and no head size is given, or a size is missing.
+    """
+    if min(sizes.layers, sizes.width, sizes.heads, sizes.vocab) < 1:
+        raise PlanError(f"{sizes.name}: layers, width, heads and vocab must be above 0")
+    dense, routed = _block(sizes, False, 0), _block(sizes, True, 0)
+    windowed = {True: _block(sizes, True, sizes.window), False: _block(sizes, False, sizes.window)}
+    blocks = []
+    for number in range(sizes.layers):
+        spread = bool(sizes.experts) and number >= sizes.dense_layers
+        blocks.append(windowed[spread] if sizes.window and number % 2 == 0 else (routed if spread else dense))
+    norm = sizes.width * (1 if sizes.gated else 2)
+    embedding = (sizes.vocab + sizes.positions) * sizes.width
+    head = 0 if sizes.tied else sizes.vocab * sizes.width
+    return ModelShape(
+        name=sizes.name,
+        parameters=sum(block.parameters for block in blocks) + embedding + head + norm,
+        layer_parameters=tuple(block.parameters for block in blocks),
+        embedding_parameters=embedding,
+        head_parameters=head,
+        other_parameters=norm,
+        matmul_parameters=round(sum(block.forward_flops_per_token() for block in blocks) / 2)
+        + sizes.vocab * sizes.width,
+        layers=sizes.layers,
+        width=sizes.width,
+        heads=sizes.heads,
+        head_size=blocks[0].head_size,
+        vocab=sizes.vocab,
+        experts=sizes.experts,
+        active_experts=sizes.active_experts,
+        tied=sizes.tied,
+        positions=sizes.positions,
+        blocks=tuple(blocks),
+    )
+
+
+def _block(sizes: Sizes, spread: bool, window: int) -> LayerShape:
+    attention, widths = _attention(sizes)
+    ffn = sizes.shared_ffn if spread else (sizes.ffn or 4 * sizes.width)
+    products = attention + (_feed_forward(sizes.width, ffn, sizes.gated, False) if ffn else ())
+    if spread:
+        products += (Product(name="router", inner=sizes.width, outer=sizes.experts),)
+        products += _feed_forward(sizes.width, sizes.expert_ffn, sizes.gated, True)
+    weights = {
+        experts: sum(item.inner * item.outer for item in products if item.experts is experts)
+        for experts in (False, True)
+    }
+    biased = sizes.biases if sizes.biases is not None else not sizes.gated
+    biases = sum(item.outer for item in products if not item.experts) if biased else 0
+    norms = 2 * sizes.width * (1 if sizes.gated else 2)
+    if sizes.latent:
+        norms += sizes.latent.query_rank + sizes.latent.kv_rank
+    spread_parameters = weights[True] * sizes.experts if spread else 0
+    return LayerShape(
+        products=products,
+        width=sizes.width,
+        parameters=weights[False] + biases + norms + spread_parameters,
+        expert_parameters=spread_parameters,
+        window=window,
+        sinks=sizes.sinks,
+        ffn=ffn,
+        gated=sizes.gated,
+        norm="rms" if sizes.gated else "layer",
+        dropout=sizes.dropout,
+        experts=sizes.experts if spread else 0,
+        active_experts=sizes.active_experts if spread else 0,
+        expert_ffn=sizes.expert_ffn if spread else 0,
+        **widths,
+    )
+
+
+def _feed_forward(width: int, ffn: int, gated: bool, experts: bool) -> tuple[Product, ...]:
+    prefix = "expert_" if experts else ""
+    return (
+        Product(name=f"{prefix}up", inner=width, outer=ffn * (2 if gated else 1), split="columns", experts=experts),
+        Product(name=f"{prefix}down", inner=ffn, outer=width, split="rows", experts=experts),
+    )
+
+
+def _attention(sizes: Sizes) -> tuple[tuple[Product, ...], dict[str, int]]:
+    """Products of attention, and the widths that go with them."""
+    width, heads = sizes.width, sizes.heads
+    if sizes.latent:
+        return _latent(sizes, sizes.latent)
+    if not sizes.head_size and width % heads:
+        raise PlanError(f"{sizes.name}: {heads} heads don't divide the width {width}; give the head size")
+    size, kv_heads = sizes.head_size or width // heads, sizes.kv_heads or heads
+    products = (
+        Product(name="qkv", inner=width, outer=(heads + 2 * kv_heads) * size, split="columns"),
+        Product(name="out", inner=heads * size, outer=width, split="rows"),
+    )
+    return products, {"heads": heads, "kv_heads": kv_heads, "head_size": size, "value_size": size}
+
+
+def _latent(sizes: Sizes, latent: Latent) -> tuple[tuple[Product, ...], dict[str, int]]:
+    width, heads = sizes.width, sizes.heads
+    query, key = latent.nope_size + latent.rope_size, latent.nope_size + latent.value_size
+    products = (
+        *((Product(name="q_down", inner=width, outer=latent.query_rank),) if latent.query_rank else ()),
+        Product(name="q_up", inner=latent.query_rank or width, outer=heads * query, split="columns"),
+        Product(name="kv_down", inner=width, outer=latent.kv_rank + latent.rope_size),
+        Product(name="kv_up", inner=latent.kv_rank, outer=heads * key, split="columns"),
+        Product(name="out", inner=heads * latent.value_size, outer=width, split="rows"),
+    )
+    widths = {"heads": heads, "kv_heads": heads, "head_size": query, "value_size": latent.value_size}
+    return products, widths | {"latent": latent.query_rank + latent.kv_rank + latent.rope_size}

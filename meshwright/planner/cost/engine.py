@@ -1,0 +1,225 @@
+"""What a training framework does with memory, wires and kernels, as named options: nothing here is a hidden factor."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import PlanError
+
+GIB = 1024.0**3
+SPLITS = ("balanced", "even", "compute", "slots")
+"""How layers go to stages: dearest stage as cheap as can be; equal counts, the later ones more, or with embedding and
+head as a layer each where only that divides; nanotron's thresholds of compute cost; embedding and head always so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """Bytes of model state per parameter that a rank holds before the data axes shard it."""
+
+    parameter: float = 2.0
+    """Of what computes; gathered layer by layer at ZeRO-3."""
+    gradient: float = 4.0
+    """Of the reduced or accumulated gradient."""
+    working_gradient: float = 0.0
+    """Of a second, narrow gradient that lives beside it."""
+    optimizer: float = 12.0
+    """Masters and moments; divided from ZeRO-1 on."""
+    whole_when_accumulating: bool = True
+    """Whether below ZeRO-2 gradients stay whole."""
+    whole_in_pipeline: bool = False
+    """Whether a pipeline keeps whole gradients at every level, as it scatters once a step."""
+    update: tuple[float, float] = (0.0, 0.0)
+    """Temporaries of the update while no activations are held: (whole, divided) bytes a parameter."""
+    rest: bool = False
+    """Whether ZeRO-3 keeps a narrow shard at rest beside the masters."""
+    over_cp: bool = True
+    """Whether ranks of cp share the shards too."""
+    bucket_bytes: float = 0.0
+    """Buffers of the gradient reduction."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What a layer saves between forward and backward, and what stands around it."""
+
+    flash: bool = True
+    """Fused attention: scores are never held."""
+    score_bytes: float = 2.0
+    """Per score where attention isn't fused; 5 with dropout (softmax, mask, dropped). Source: Korthikanti (2022)."""
+    norm_output: bool = True
+    """The result of a norm is saved as the input of the product after it."""
+    norm_extra: float = 0.0
+    """More bytes per element of a norm's input: upcast copies of eager norms."""
+    attention_extra: float = 0.0
+    """More copies of queries, keys and values: rotary embedding and layout changes."""
+    gate_extra: float = 0.0
+    """More bytes per element of F: eager SwiGLU saves silu(gate) too (2), a decomposed GELU more."""
+    kept_gather: float = 0.0
+    """Bytes per element of D of each layer that tp doesn't divide, though the tokens are: gathered inputs that the
+    communication stream hasn't given back when the next micro-batch starts."""
+    kept_gather_piped: float = 0.0
+    """The same in a pipeline, where a rank runs more than two forwards ahead."""
+    gathered: float = 0.0
+    """Bytes per element of D, not divided by tp, of what one layer gathers and gives back: inputs and gradients."""
+    fresh_gradient: float = 0.0
+    """Bytes per parameter of a layer's largest product while its gradient is computed and added: the narrow gradient
+    and a wide copy of it."""
+    logits: float = 12.0
+    """Bytes per logit of one micro-batch at the peak: logits, their float32 copy, their gradient."""
+    chunked_logits: bool = False
+    """The loss is computed in pieces, so that logits hardly count."""
+    selective_share: float = 1.0
+    """Share of the products whose results ``selective`` recompute keeps."""
+    in_flight_extra: float = 0.0
+    """Parts of a micro-batch's layer activations held beyond the schedule's own, when there is one more to run."""
+    expert_copies: float = 4.0
+    """Bytes per element of D of each routed token beside the expert's own: dispatched input and result to combine."""
+    expert_imbalance: float = 1.0
+    """Tokens of the fullest rank of ep over the mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """How kernels, host and wires work together."""
+
+    matmul: float = 1.0
+    """Share of the device's own rate of matrix products that the framework's kernels reach."""
+    attention: float = 1.0
+    """The same of attention."""
+    flash: bool = True
+    """Fused attention kernels."""
+    causal: bool = True
+    """Fused attention skips what the mask hides."""
+    unfused_sinks: str = ""
+    """Attention with learned sinks that has no fused kernel: ``all``, or only under a ``window``; empty for none."""
+    sink_passes: float = 3.5
+    """Bytes moved per score in its forward, by kernels that join mask and softmax."""
+    score_passes: float = 11.0
+    """Bytes moved per score in forward where attention isn't fused: softmax, mask, dropout."""
+    pass_width: float = 30.0
+    """Bytes moved per element of D in a layer's forward by all that isn't a product: norms, residuals, rotations."""
+    pass_ffn: float = 8.0
+    """The same per element of F: activation function and gate."""
+    route_bytes: float = 12.0
+    """Bytes moved per element of D of each routed token in forward: sorting it to its expert and back."""
+    cast_bytes: float = 4.0
+    """Bytes moved per element of what products read when they run in 8 or 4 bits: scales, casts, transposes."""
+    pass_backward: float = 1.5
+    """Bytes that backward moves over those of forward."""
+    host_layer_s: float = 0.0
+    """Seconds in which the host issues a layer's forward; backward costs `host_backward` as much."""
+    host_backward: float = 1.5
+    """Host time of a backward over that of a forward."""
+    recompute_stops: bool = False
+    """Full recompute of a layer ends with the last tensor that backward needs: its last product isn't redone. Source:
+    torch.utils.checkpoint, set_checkpoint_early_stop, the default without reentrance."""
+    host_tp_power: float = 0.0
+    """How it grows with the ranks of tp, which wait for the slowest host among them: as tp to this power."""
+    host_ahead: bool = True
+    """The host issues later layers while the device is behind; otherwise it waits at each, and what it takes longer
+    for one isn't made up at another."""
+    host_softmax_s: float = 0.0
+    """Host seconds of a layer's forward more where the fused softmax refuses a batch: rows x heads of a rank that are
+    no multiple of 4. Source: Megatron-LM, megatron/model/fused_softmax.py, is_kernel_available."""
+    host_piped_s: float = 0.0
+    """Host seconds of a layer's forward in a pipeline, for one rank of tp; the larger of it and `host_layer_s`."""
+    host_piped_power: float = 0.0
+    """How it grows with the ranks of tp, which wait for the slowest host among them: as tp to this power."""
+    host_microbatch_s: float = 0.0
+    """Host time of a micro-batch beside its layers."""
+    host_step_s: float = 0.01
+    """Of a step: data, logging, reading the loss."""
+    tp_overlap: float = 0.0
+    """Share of tp's traffic that hides under products."""
+    tp_start_s: float = 0.0
+    """What each of tp's collectives waits for every other rank beside its transfer: hosts that launch unevenly."""
+    tp_wait_s: float = 0.0
+    """The same however many ranks there are: it starts on another stream, once the latest has come to it."""
+    tp_regather: bool = False
+    """Backward gathers the inputs of products again."""
+    cp_unbalanced: bool = False
+    """Ranks of cp hold contiguous pieces of a row, so that the last sees all of it and the others wait."""
+    cp_overlap: float = 0.5
+    """Share of cp's traffic that hides under attention."""
+    ep_overlap: float = 0.0
+    """Share of ep's traffic that hides."""
+    dp_overlap: float = 0.8
+    """Share of the last backward (or of every one, where each reduces) under which gradients can go."""
+    scatter_overlap: float | None = None
+    """The same where gradients are scattered and parameters gathered once a step (ZeRO-1 and 2); None is the same."""
+    scatter_share: float = 1.0
+    """Share of the wires' rate that these reach, where each parameter is scattered and gathered for itself."""
+    gather_overlap: float = 0.9
+    """Share of compute under which ZeRO-3 gathers can go."""
+    send_overlap: float = 0.0
+    """Share of a send between stages that hides in the steady part."""
+    action_s: float = 0.0
+    """What a pipeline engine spends on each forward or backward of a stage beside computing and sending."""
+    send_divided: bool = False
+    """Each rank of tp sends only its part of the activation."""
+    reduce_bytes: float = 4.0
+    """Bytes per element of a gradient on the wire."""
+    gather_bytes: float = 2.0
+    """Bytes per element of a parameter on the wire."""
+    reduce_pieces: float = 0.0
+    """Collectives that a layer's gradients are scattered in; 0 for few large ones."""
+    bucket_bytes: float = 0.0
+    """Bytes of each all-reduce of gradients (DDP's buckets); 0 for few large ones."""
+    gather_pieces: float = 0.0
+    """Collectives that a layer's parameters are gathered in; 0 for few large buckets."""
+    accumulate_bytes: float = 0.0
+    """Bytes moved per parameter of a rank after each micro-batch, to add its gradient to the sum."""
+    loss_passes: tuple[float, float] = (14.0, 10.0)
+    """Bytes moved per logit by the loss in forward and backward: cast, softmax, gradient, cast back."""
+    reduce_each: bool = False
+    """Gradients are reduced after every micro-batch."""
+    gather_each: bool = True
+    """ZeRO-3 gathers again for each micro-batch."""
+    update_bytes: float = 30.0
+    """Bytes that the optimizer moves per parameter it owns."""
+    interference: float = 0.0
+    """Share of hidden traffic's time by which it slows the compute that hides it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """One framework as it was run."""
+
+    name: str
+    """How it is called."""
+    states: States = dataclasses.field(default_factory=States)
+    """Model state."""
+    saved: Saved = dataclasses.field(default_factory=Saved)
+    """Activations."""
+    runtime: Runtime = dataclasses.field(default_factory=Runtime)
+    """Time."""
+    split: str = "balanced"
+    """One of `SPLITS`."""
+    allocator: float = 1.1
+    """Reserved bytes over allocated, of all that comes and goes: activations, logits."""
+    allocator_bytes: float = 0.25 * GIB
+    """Reserved bytes beside these: workspaces of libraries, halves of blocks."""
+    context_bytes: float = 1.0 * GIB
+    """What driver, libraries and communicators take of a device beside the allocator."""
+    source: str = ""
+    """Where the options are from."""
+
+    def __post_init__(self) -> None:
+        """Refuses an unknown way to split."""
+        if self.split not in SPLITS:
+            raise PlanError(f"engine {self.name}: split {self.split} is none of {', '.join(SPLITS)}")
+
+    def with_options(self, **options: Any) -> Engine:
+        """Returns the engine with options changed, each named as ``part.field`` with a double underscore.
+
+        Args:
+            options: such as ``runtime__tp_overlap=0.5`` or ``split="even"``.
+        """
+        changes: dict[str, Any] = {}
+        for key, value in options.items():
+            part, _, name = key.partition("__")
+            held = changes.get(part, getattr(self, part))
+            changes[part] = dataclasses.replace(held, **{name: value}) if name else value
+        return dataclasses.replace(self, **changes)

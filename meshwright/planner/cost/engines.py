@@ -1,0 +1,198 @@
+"""The frameworks whose published runs are checked, and our own runtime, as options with their sources."""
+
+from __future__ import annotations
+
+from meshwright.planner.cost.engine import GIB, Engine, Runtime, Saved, States
+
+MESHWRIGHT = Engine(
+    name="meshwright",
+    states=States(whole_in_pipeline=True, over_cp=False),
+    saved=Saved(gate_extra=2.0, logits=12.0),
+    runtime=Runtime(
+        attention=0.9,
+        pass_width=90.0,
+        pass_ffn=12.0,
+        loss_passes=(24.0, 24.0),
+        host_layer_s=4e-4,
+        dp_overlap=0.8,
+        reduce_each=True,
+        recompute_stops=True,
+    ),
+    split="balanced",
+    source="the runtime's own accounts of state; activations by the modules of transformers",
+)
+NANOTRON = Engine(
+    name="nanotron",
+    states=States(working_gradient=2.0, whole_when_accumulating=False, update=(2.0, 4.0)),
+    saved=Saved(gate_extra=2.0, kept_gather_piped=1.6, gathered=7.5, logits=9.5),
+    runtime=Runtime(
+        attention=0.89,
+        pass_width=96.0,
+        pass_ffn=12.0,
+        loss_passes=(26.7, 25.0),
+        accumulate_bytes=7.8,
+        host_layer_s=1.8e-3,
+        host_piped_s=2.0e-3,
+        host_piped_power=0.66,
+        host_step_s=0.04,
+        action_s=5.5e-4,
+        dp_overlap=0.9,
+        scatter_overlap=0.1,
+        scatter_share=0.75,
+        bucket_bytes=25.0 * 2**20,
+        gather_pieces=3.0,
+        reduce_pieces=1.0,
+        interference=0.05,
+    ),
+    split="compute",
+    allocator=1.18,
+    context_bytes=8.5 * GIB,
+    source="huggingface/nanotron of winter 2024: models/llama.py, parallel/, optim/",
+)
+NANOTRON_BEFORE = NANOTRON.with_options(name="nanotron-before", saved__kept_gather=2.5, saved__kept_gather_piped=0.0)
+NANOTRON_AFAB = NANOTRON.with_options(name="nanotron-afab")
+MEGATRON_2020 = Engine(
+    name="megatron-2020",
+    saved=Saved(flash=False, score_bytes=5.0, logits=10.0),
+    runtime=Runtime(
+        flash=False,
+        score_passes=14.3,
+        pass_width=36.0,
+        loss_passes=(40.0, 10.0),
+        action_s=3.75e-3,
+        dp_overlap=0.0,
+        send_divided=True,
+        reduce_bytes=2.0,
+    ),
+    split="even",
+    source="Narayanan et al. (SC 2021); NVIDIA/Megatron-LM of 2020 and 2021",
+)
+MEGATRON_2022 = MEGATRON_2020.with_options(
+    name="megatron-2022", runtime__pass_width=20.0, runtime__score_passes=17.9, runtime__action_s=8e-4
+)
+DEEPSPEED = MEGATRON_2020.with_options(
+    name="megatron-deepspeed",
+    runtime__action_s=0.0,
+    runtime__matmul=1.08,
+    runtime__host_layer_s=8.5e-4,
+    runtime__host_tp_power=0.088,
+    runtime__host_backward=1.67,
+    runtime__host_ahead=False,
+    runtime__host_softmax_s=3e-4,
+    runtime__host_microbatch_s=6e-4,
+    runtime__host_step_s=0.0019,
+    runtime__update_bytes=29.0,
+    runtime__score_passes=11.4,
+    runtime__pass_width=20.5,
+    runtime__pass_ffn=2.9,
+    runtime__loss_passes=(16.5, 10.7),
+    runtime__tp_wait_s=1.3e-4,
+    runtime__reduce_bytes=4.0,
+)
+DEEPSPEED_BIGSCIENCE = MEGATRON_2020.with_options(
+    name="megatron-deepspeed-bigscience",
+    runtime__action_s=0.0,
+    runtime__matmul=0.95,
+    runtime__score_passes=22.0,
+    runtime__pass_width=69.0,
+    runtime__tp_start_s=2.8e-4,
+    states__gradient=5.5,
+    states__working_gradient=0.0,
+    states__optimizer=16.0,
+    context_bytes=2.5 * GIB,
+)
+SAILOR = MEGATRON_2020.with_options(
+    name="sailor",
+    runtime__host_step_s=0.0067,
+    runtime__loss_passes=(64.0, 40.0),
+    runtime__tp_start_s=3e-5,
+    saved__score_bytes=4.0,
+    runtime__host_layer_s=1.3e-3,
+    runtime__score_passes=50.0,
+    runtime__pass_width=25.0,
+    runtime__pass_ffn=21.0,
+    runtime__matmul=0.85,
+    runtime__action_s=5e-4,
+    allocator=1.0,
+    allocator_bytes=4.4 * GIB,
+    source="eth-easl/sailor: a fork of Megatron-DeepSpeed in float32 with TF32 products, no dropout",
+)
+MEGATRON_PLAIN = Engine(
+    name="megatron-te",
+    saved=Saved(logits=4.15, fresh_gradient=6.0),
+    runtime=Runtime(attention=1.47, dp_overlap=0.0, tp_regather=True, accumulate_bytes=19.6),
+    split="even",
+    source="NVIDIA Megatron-LM 0.14 with Transformer Engine 2.11; SimuMax's strategy files: no overlap",
+)
+NEMO = Engine(
+    name="nemo",
+    runtime=Runtime(dp_overlap=1.0, pass_width=20.0, tp_overlap=0.19, action_s=2e-4, host_step_s=0.2),
+    split="even",
+    source="MLPerf training logs and configurations, v3.0",
+)
+NEMO_OVERLAP = NEMO.with_options(
+    name="nemo-overlap", runtime__tp_overlap=1.0, runtime__dp_overlap=1.0, runtime__send_overlap=0.55
+)
+BRIDGE = Engine(
+    name="bridge",
+    runtime=Runtime(
+        dp_overlap=0.9,
+        attention=1.47,
+        pass_width=76.0,
+        route_bytes=30.0,
+        cast_bytes=3.9,
+        tp_overlap=1.0,
+        ep_overlap=0.53,
+        unfused_sinks="all",
+    ),
+    split="even",
+    source="Megatron-Bridge performance tables, containers before 26.06",
+)
+COMPOSER = Engine(
+    name="fsdp-composer",
+    runtime=Runtime(
+        attention=0.62,
+        pass_width=105.0,
+        dp_overlap=0.9,
+        reduce_each=True,
+        reduce_bytes=2.0,
+        recompute_stops=True,
+        interference=0.7,
+    ),
+    source="llm-foundry, scripts/train/benchmarking",
+)
+COMPOSER_HOPPER = COMPOSER.with_options(name="fsdp-composer-hopper", runtime__attention=0.46, runtime__pass_width=76.0)
+TITAN_EAGER = Engine(
+    name="torchtitan-eager",
+    saved=Saved(selective_share=0.5, logits=12.0),
+    runtime=Runtime(
+        dp_overlap=0.9,
+        pass_width=190.0,
+        reduce_each=True,
+        cp_unbalanced=True,
+        recompute_stops=True,
+        interference=0.35,
+    ),
+    allocator_bytes=2.0 * GIB,
+    source="pytorch/torchtitan, benchmarks/ and docs/performance.md",
+)
+TITAN = TITAN_EAGER.with_options(
+    name="torchtitan",
+    runtime__attention=0.87,
+    runtime__pass_width=70.0,
+    runtime__pass_ffn=11.0,
+    runtime__cast_bytes=5.5,
+    saved__logits=11.0,
+)
+TITAN_2025 = TITAN.with_options(name="torchtitan-2025", saved__logits=4.0, source="torchtitan of 2025: loss compiled")
+TITAN_ROWWISE = TITAN.with_options(name="torchtitan-rowwise", runtime__matmul=0.33)
+TITAN_ASYNC_ROWWISE = TITAN_ROWWISE.with_options(name="torchtitan-async-tp-rowwise", runtime__tp_overlap=0.16)
+TITAN_ASYNC = TITAN.with_options(name="torchtitan-async-tp", runtime__tp_overlap=0.16)
+BRIDGE_GRAPHS = BRIDGE.with_options(
+    name="bridge-graphs",
+    runtime__unfused_sinks="window",
+    runtime__pass_width=20.0,
+    runtime__ep_overlap=0.6,
+    runtime__route_bytes=6.0,
+    runtime__cast_bytes=2.1,
+)

@@ -1,0 +1,113 @@
+"""The groups of a layout on a cluster: which links the ranks of each axis cross, and what their collectives take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.cluster import traffic
+from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.device import Device
+from meshwright.planner.cost.job import Array, Degrees
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a layout runs on: one kind of device, and the wires between them."""
+
+    device: Device
+    """Each of them."""
+    fabric: traffic.Fabric
+    """Inside nodes and between."""
+    network_share: float = 1.0
+    """Share of the network's rate that collectives of many nodes reach under load."""
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Machine:
+        """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest wires."""
+        return cls(device=cluster.device, fabric=cluster.fabric())
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Groups along one axis: members on each node, nodes, and groups that share a node's cards; arrays (N,)."""
+
+    inside: Array
+    nodes: Array
+    sharing: Array
+
+    @property
+    def ranks(self) -> Array:
+        """Members of a group."""
+        return self.inside * self.nodes
+
+
+def span(before: Any, degree: Any, devices: int, world: Any) -> Span:
+    """Returns what groups along an axis cross, `cluster.traffic.span`, as arrays."""
+    inside, nodes, sharing = traffic.span(before, degree, devices, world)
+    shape = np.broadcast_shapes(np.shape(inside), np.shape(world))
+    return Span(*(np.broadcast_to(np.asarray(item, float), shape) for item in (inside, nodes, sharing)))
+
+
+class Groups:
+    """Collectives of every axis of N layouts: tp inside cp inside shard inside replicate inside pp.
+
+    Args:
+        degrees: the layouts.
+        machine: what they run on.
+    """
+
+    def __init__(self, degrees: Degrees, machine: Machine) -> None:
+        self._degrees, self._machine = degrees, machine
+        devices, world = machine.fabric.devices, degrees.world
+        block = degrees.tp * degrees.cp
+        self.tp = span(1, degrees.tp, devices, world)
+        self.cp = span(degrees.tp, degrees.cp, devices, world)
+        self.ep = span(1, degrees.ep, devices, world)
+        self.shard = span(block, degrees.shard, devices, world)
+        self.shard_cp = span(degrees.tp, degrees.shard * degrees.cp, devices, world)
+        self.replicate = span(block * degrees.shard, degrees.replicate, devices, world)
+        self.readers = span(degrees.tp, degrees.readers, devices, world)
+        self.expert_readers = span(degrees.ep, np.maximum(1, degrees.readers * degrees.tp / degrees.ep), devices, world)
+        self.pp = span(block * degrees.data, degrees.pp, devices, world)
+
+    def take(self, index: Any, degrees: Degrees) -> Groups:
+        """Returns the groups of the layouts at an index, slice or mask, which are ``degrees``."""
+        part = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Span):
+                setattr(part, name, Span(value.inside[index], value.nodes[index], value.sharing[index]))
+        part._degrees = degrees
+        return part
+
+    def seconds(self, kind: Callable[..., Any], size: Any, group: Span) -> Array:
+        """Returns seconds of a collective on every layout.
+
+        Args:
+            kind: of `cluster.traffic`.
+            size: bytes of the whole tensor, (N,) or (N, P).
+            group: along which axis.
+        """
+        size = np.asarray(size, float)
+        crossed = group.ranks > 1
+        if not crossed.any():
+            return np.zeros(np.broadcast_shapes(size.shape, crossed.shape[:1] + (1,) * (size.ndim - 1)))
+        far = self._degrees.outside_scale * self._machine.network_share
+        scale = np.where(group.nodes > 1, far, self._degrees.inside_scale)
+        arrays = [scale, group.inside, group.nodes, group.sharing]
+        if size.ndim == 2:
+            arrays = [values[:, None] for values in arrays]
+        scale, inside, nodes, sharing = arrays
+        return np.asarray(kind(size / scale, inside, nodes, self._machine.fabric, sharing), float)
+
+    def send(self, size: Any) -> Array:
+        """Returns seconds of a send to the next stage; stages of one node send over its links."""
+        degrees, devices = self._degrees, self._machine.fabric.devices
+        near = degrees.world / degrees.pp * 2 <= devices
+        group = Span(np.where(near, 2.0, 1.0), np.where(near, 1.0, 2.0), self.pp.sharing)
+        sharing = np.minimum(devices, degrees.world / degrees.pp)
+        return self.seconds(traffic.send_s, size, Span(group.inside, group.nodes, np.maximum(1, sharing)))

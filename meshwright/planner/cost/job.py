@@ -1,0 +1,159 @@
+"""What is priced: a model on a batch, and layouts as arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.shape import ModelShape
+
+Array = NDArray[Any]
+"""Of float64, unless it is an index."""
+RECOMPUTES = ("none", "selective", "full", "block")
+"""Codes of recompute: ``selective`` keeps products and redoes the rest, ``block`` redoes scores of attention alone."""
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "loopedbfs", "zerobubble", "zbv", "dualpipev")
+"""Codes of schedules."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A model and the batch of one step."""
+
+    shape: ModelShape
+    """The model, with its blocks."""
+    sequence: int
+    """S: tokens in a row."""
+    rows: int
+    """Rows of the global batch."""
+    precision: str = "bf16"
+    """Of compute outside the products' own."""
+    products: str = ""
+    """Data type of the products where it is another one: ``fp8``, ``fp4``, ``tf32``."""
+    adapters: bool = False
+    """Weights stay as they are and small adapters beside them are trained (LoRA): no gradients of weights."""
+
+    def __post_init__(self) -> None:
+        """Refuses a shape without blocks."""
+        if not self.shape.blocks:
+            raise PlanError(f"{self.shape.name}: its blocks weren't read, so its time can't be priced")
+        if self.sequence < 1 or self.rows < 1:
+            raise PlanError(f"{self.rows} rows of {self.sequence} tokens: both must be at least 1")
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the products."""
+        return self.products or self.precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """Layouts as arrays of equal length N; a layout is one index."""
+
+    pp: Array
+    replicate: Array
+    shard: Array
+    cp: Array
+    tp: Array
+    ep: Array
+    zero: Array
+    """ZeRO level."""
+    microbatches: Array
+    recompute: Array
+    """Index into `RECOMPUTES`."""
+    recompute_share: Array
+    """Share of the layers that recompute."""
+    sequence: Array
+    """1 where the tokens between sharded parts are split over tp."""
+    stages: Array
+    """Stages that each rank of pp runs."""
+    schedule: Array
+    """Index into `SCHEDULES`."""
+    rows: Array
+    """Rows of the global batch where it isn't the job's; 0 where it is."""
+    splits: tuple[tuple[float, ...] | None, ...] = ()
+    """Layers of each stage of layouts that name them; empty where none does."""
+    inside_scale: Array
+    """Measured rate inside nodes over the catalogue's; 1 where it wasn't measured."""
+    outside_scale: Array
+    """The same between nodes."""
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return len(self.pp)
+
+    @property
+    def data(self) -> Array:
+        """Ranks that read other rows: replicate x shard."""
+        return self.replicate * self.shard
+
+    @property
+    def readers(self) -> Array:
+        """Ranks that hold the same weights: replicate x shard x cp."""
+        return self.replicate * self.shard * self.cp
+
+    @property
+    def world(self) -> Array:
+        """Ranks of each layout."""
+        return self.pp * self.replicate * self.shard * self.cp * self.tp
+
+    def take(self, index: Any) -> Degrees:
+        """Returns the layouts at an index or mask."""
+        names = [item.name for item in dataclasses.fields(self) if item.name != "splits"]
+        chosen = np.arange(self.count)[index]
+        splits = tuple(self.splits[at] for at in chosen) if self.splits else ()
+        return Degrees(**{name: getattr(self, name)[index] for name in names}, splits=splits)
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any], splits: Sequence[tuple[float, ...] | None] = ()) -> Degrees:
+        """Builds arrays from columns, which broadcast; what isn't given is 1 (0 for choices).
+
+        Args:
+            columns: by field name; ``schedule`` and ``recompute`` as codes.
+            splits: layers of each stage, for layouts that name them.
+        """
+        zeros = {"zero", "recompute", "sequence", "schedule", "rows"}
+        names = [item.name for item in dataclasses.fields(cls) if item.name != "splits"]
+        given = {name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names}
+        arrays = np.broadcast_arrays(*given.values())
+        kept = tuple(splits) if any(split is not None for split in splits) else ()
+        return cls(**dict(zip(names, arrays)), splits=kept)
+
+    @classmethod
+    def from_layouts(cls, layouts: Sequence[Layout], layers: int, scales: tuple[float, float] = (1.0, 1.0)) -> Degrees:
+        """Builds arrays from layouts.
+
+        Args:
+            layouts: any.
+            layers: of the model, to which ``full:3`` refers.
+            scales: measured rates over the catalogue's, inside and between nodes.
+        """
+        rows = [_row(layout, layers) for layout in layouts]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        splits = [
+            tuple(float(part) for part in layout.split.split("-")) if layout.split else None for layout in layouts
+        ]
+        return cls.of(columns | {"inside_scale": scales[0], "outside_scale": scales[1]}, splits)
+
+
+def _row(layout: Layout, layers: int) -> dict[str, float]:
+    mode, _, some = layout.recompute.partition(":")
+    name = layout.schedule or "1f1b"
+    row: dict[str, float] = {axis: layout.degree(axis) for axis in ("pp", "replicate", "shard", "cp", "tp", "ep")}
+    least = 2 if name in ("interleaved", "loopedbfs", "zbv", "dualpipev") else 1
+    return row | {
+        "zero": layout.zero,
+        "microbatches": layout.microbatches,
+        "recompute": RECOMPUTES.index(mode),
+        "recompute_share": min(1.0, int(some) / layers) if some else 1.0,
+        "sequence": layout.sequence,
+        "stages": layout.stages or least,
+        "schedule": SCHEDULES.index(name) if name in SCHEDULES else 0,
+    }

@@ -1,0 +1,124 @@
+"""Seconds of kernels: matrix products by size, attention, and what only moves bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.cluster.device import Device
+from meshwright.planner.cost.job import Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a generation of devices reaches of its peaks, beyond the best product that was measured."""
+
+    sustained: float
+    """Share of the best measured product's rate that hours of training at the power limit keep up."""
+    ramp: float
+    """Work at which a product runs at half of its best rate: billions of multiply-adds at 100 TFLOP/s of peak."""
+    quantum: float
+    """Share of the time that a partly filled last wave of tiles costs; 1 where tiles are never divided."""
+    flash_forward: float
+    """Share of the peak that fused attention reaches in forward."""
+    flash_backward: float
+    """The same in backward."""
+    batched: float
+    """Share of the peak of the batched products of attention that isn't fused."""
+
+
+TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.08), (128.0, 64.0, 1.25), (64.0, 64.0, 1.6))
+"""Rows and columns of the result that one block of a product computes, and its time over that of the largest for the
+same work. The library takes what is fastest. Source: tile shapes by the names of cuBLAS's kernels; times, CUTLASS's
+profiler as published."""
+MISALIGNED = 8.0
+"""Time of batched products over an aligned one's where the head size is no multiple of 8, which tensor cores need.
+Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on BLOOM's runs of 128 heads at 13824."""
+FOUR_BITS = 0.8
+"""Rate of products in 4 bits over the share that wider ones reach of their peak. Calibrated: NVFP4 rows on GB200."""
+RATES = {
+    "volta": Rates(sustained=1.0, ramp=0.8, quantum=0.46, flash_forward=0.4, flash_backward=0.35, batched=0.4),
+    "ampere": Rates(sustained=0.98, ramp=2.2, quantum=0.46, flash_forward=0.6, flash_backward=0.5, batched=0.41),
+    "hopper": Rates(sustained=0.8, ramp=0.57, quantum=0.43, flash_forward=0.45, flash_backward=0.36, batched=0.3),
+    "blackwell": Rates(sustained=0.68, ramp=0.27, quantum=0.5, flash_forward=0.224, flash_backward=0.272, batched=0.3),
+}
+
+
+def rates(device: Device) -> Rates:
+    """Returns the rates of a device's generation: by its best peak where the generation isn't known."""
+    peak = max(device.peak_flops.values())
+    if "fp4" in device.peak_flops:
+        return RATES["blackwell"]
+    if "fp8" in device.peak_flops and peak > 1e15:
+        return RATES["hopper"]
+    return RATES["ampere"] if "bf16" in device.peak_flops else RATES["volta"]
+
+
+def matmul_s(m: Any, n: Any, k: Any, device: Device, dtype: str, share: float = 1.0) -> Array:
+    """Returns seconds of (m, k) x (k, n).
+
+    The best rate that was measured on the device, less the idle part of the last wave of tiles, less a ramp for small
+    products; not under the time of its bytes. The launch is the host's matter.
+
+    Args:
+        m: rows of the result; sizes broadcast.
+        n: its columns.
+        k: what is summed over.
+        device: which one.
+        dtype: of the products.
+        share: of the device's rate that the kernels reach.
+    """
+    kind = rates(device)
+    peak = device.peak(dtype)
+    flops = 2.0 * m * n * k
+    reached = device.share(dtype) * kind.sustained * share * (FOUR_BITS if dtype == "fp4" else 1.0)
+    best = flops / (peak * reached)
+    best = best * (1.0 + kind.quantum * (_waste(m, n, max(1, device.units)) - 1.0))
+    best = best * (1.0 + kind.ramp * 1e9 * (peak / 1e14) / np.maximum(m * n * k, 1.0))
+    width = {"fp8": 1.0, "fp4": 0.5, "float32": 4.0, "tf32": 4.0}.get(dtype, 2.0)
+    moved = width * (m * k + k * n) + 2.0 * m * n
+    return np.maximum(best, move_s(moved, device))
+
+
+def _waste(m: Any, n: Any, units: int) -> Array:
+    """Returns the time of the tiles over that of an endless product: idle units of the last wave, cut tiles."""
+    least: Any = np.inf
+    for rows, columns, slower in TILES:
+        tiles = np.ceil(m / rows) * np.ceil(n / columns)
+        computed = np.ceil(tiles / units) * units * rows * columns
+        least = np.minimum(least, slower * computed / np.maximum(m * n, 1.0))
+    return np.asarray(least)
+
+
+def move_s(size: Any, device: Device) -> Array:
+    """Returns seconds in which an element-wise kernel moves this many bytes."""
+    return np.asarray(size / (device.bandwidth_bytes_per_s * device.memory_share))
+
+
+def attention_s(scores: Any, head_size: float, value_size: float, device: Device, dtype: str, back: bool) -> Array:
+    """Returns seconds of fused attention.
+
+    Args:
+        scores: pairs of query and key that are computed, over all heads.
+        head_size: of queries and keys.
+        value_size: of values.
+        device: which one.
+        dtype: of the kernel.
+        back: backward: two and a half times the work, as it computes the scores again.
+
+    Source: Dao, FlashAttention-2 (2023), section 4.1 (backward counted as 2.5 forwards).
+    """
+    kind = rates(device)
+    flops = 2.0 * scores * (head_size + value_size) * (2.5 if back else 1.0)
+    share = kind.flash_backward if back else kind.flash_forward
+    return np.asarray(flops / (device.peak(dtype) * share))
+
+
+def plain_attention_s(scores: Any, head_size: float, device: Device, dtype: str, passes: float, back: bool) -> Array:
+    """Returns seconds of attention as two batched products and passes over the scores between them."""
+    kind = rates(device)
+    work = 4.0 * scores * head_size * (2.0 if back else 1.0) / (device.peak(dtype) * kind.batched)
+    work = work * (MISALIGNED if head_size % 8 else 1.0)
+    return work + move_s(scores * passes * (1.3 if back else 1.0), device)

@@ -1,0 +1,177 @@
+"""Prices layouts: the same formulas for one layout and for arrays of thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.plan import Layout
+from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engines import MESHWRIGHT
+from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.job import Array, Degrees, Job
+from meshwright.planner.cost.prices import MEMORY, PARTS, SENT, Price, Prices, StagePrice
+from meshwright.planner.cost.ranks import Costs, Ranks
+
+Holds = Callable[[Degrees, Array, Array], Array]
+"""(layouts, bytes that their fullest ranks take, of these activations) to which of them may be: (N,) bool."""
+
+
+def price(job: Job, layout: Layout, cluster: Cluster | Machine, engine: Engine = MESHWRIGHT) -> Price:
+    """Returns what a layout takes.
+
+    Args:
+        job: model and batch.
+        layout: any that fits the model.
+        cluster: what it runs on.
+        engine: how it is run.
+    """
+    machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
+    ranks = Ranks(Costs.of(job, Degrees.from_layouts([layout], len(job.shape.blocks)), machine, engine))
+    parts = {name: float(values[0]) for name, values in _parts(ranks).items()}
+    stages = stages_of(ranks, 0, ranks.memory())
+    fullest = max(range(len(stages)), key=lambda at: stages[at].peak)
+    return Price(
+        step_s=sum(parts.values()),
+        parts=parts,
+        stages=stages,
+        fullest=fullest,
+        memory=stages[fullest].memory,
+        peak=stages[fullest].peak,
+        sent={name: float(values[0]) for name, values in ranks.wires.sent(ranks).items()},
+    )
+
+
+def stages_of(ranks: Ranks, at: int, memory: dict[str, Array]) -> tuple[StagePrice, ...]:
+    """Returns each rank of one layout's pipeline.
+
+    Args:
+        ranks: of many layouts.
+        at: which layout.
+        memory: `Ranks.memory` of them.
+    """
+    bounds = ranks.cut_of(at).bounds
+    return tuple(
+        StagePrice(
+            layers=bounds[rank],
+            forward_s=float(ranks.forward[at, rank]),
+            backward_s=float(ranks.backward[at, rank]),
+            held=float(ranks.held[at, rank]),
+            memory={name: float(memory[name][at, rank]) for name in MEMORY},
+            peak=float(memory["peak"][at, rank]),
+        )
+        for rank in range(ranks.ranks)
+    )
+
+
+def price_many(
+    job: Job,
+    degrees: Degrees,
+    cluster: Cluster | Machine,
+    engine: Engine = MESHWRIGHT,
+    holds: Holds | None = None,
+    sent: bool = True,
+) -> Prices:
+    """Returns what every layout takes; those with equally long pipelines are priced together.
+
+    Args:
+        job: model and batch.
+        degrees: the layouts.
+        cluster: what they run on.
+        engine: how they are run.
+        holds: which may be, by their memory; the time of the others isn't priced and stands at 0.
+        sent: whether the bytes that cross wires are counted too; else they stand at 0.
+    """
+    machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
+    order = np.argsort(degrees.pp, kind="stable")
+    degrees = degrees.take(order)
+    costs = Costs.of(job, degrees, machine, engine, timed=holds is None)
+    columns = _Columns(degrees.count)
+    for where, ranks in _runs(costs):
+        columns.put_memory(where, ranks.memory())
+    may = np.ones(degrees.count, bool)
+    if holds is not None:
+        may = holds(degrees, columns.memory["peak"], columns.memory["activations"])
+        costs = Costs.of(job, degrees.take(may), machine, engine) if may.any() else costs
+    at = np.flatnonzero(may)
+    for where, ranks in _runs(costs) if len(at) else ():
+        columns.put(columns.parts, at[where], _parts(ranks))
+        if sent:
+            columns.put(columns.sent, at[where], ranks.wires.sent(ranks))
+    return columns.prices(np.argsort(order))
+
+
+def piped_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = MESHWRIGHT) -> Array:
+    """Returns seconds of a step, (N,), without what the ranks do that share the state: a bound on all ways to share it.
+
+    Args:
+        job: model and batch.
+        degrees: the layouts.
+        machine: what they run on.
+        engine: how they are run.
+    """
+    order = np.argsort(degrees.pp, kind="stable")
+    whole = np.empty(degrees.count)
+    for where, ranks in _runs(Costs.of(job, degrees.take(order), machine, engine)):
+        whole[order[where]] = sum(ranks.piped().values())
+    return whole + engine.runtime.host_step_s
+
+
+def _runs(costs: Costs) -> Iterator[tuple[slice, Ranks]]:
+    """Layouts with equally long pipelines, which stand together."""
+    pp = costs.model.degrees.pp
+    starts = [0, *(np.flatnonzero(np.diff(pp)) + 1), len(pp)]
+    if len(starts) == 2:
+        yield slice(0, len(pp)), Ranks(costs)
+        return
+    for start, stop in pairwise(starts):
+        yield slice(start, stop), Ranks(costs.take(slice(start, stop)))
+
+
+def _parts(ranks: Ranks) -> dict[str, Array]:
+    """Seconds by part of `PARTS`, (N,)."""
+    step = np.full(ranks.count, ranks.engine.runtime.host_step_s)
+    return ranks.piped() | ranks.ending() | {"step": step}
+
+
+class _Columns:
+    """Prices of N layouts that come in pieces.
+
+    Args:
+        count: N.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.parts = {name: np.zeros(count) for name in PARTS}
+        self.sent = {name: np.zeros(count) for name in SENT}
+        names = (*MEMORY, "allocated", "reserved", "peak", "first_allocated", "first_reserved", "fullest")
+        self.memory = {name: np.zeros(count) for name in names}
+
+    def put(self, columns: dict[str, Array], where: Any, values: dict[str, Array]) -> None:
+        """Writes some layouts' figures by name."""
+        for name, found in values.items():
+            columns[name][where] = found
+
+    def put_memory(self, where: Any, memory: dict[str, Array]) -> None:
+        """Writes the bytes of the fullest rank, and of the first."""
+        at = np.argmax(memory["peak"], axis=1)
+        self.put(self.memory, where, {name: values[np.arange(len(at)), at] for name, values in memory.items()})
+        first = {f"first_{name}": memory[name][:, 0] for name in ("allocated", "reserved")}
+        self.put(self.memory, where, first | {"fullest": at.astype(float)})
+
+    def prices(self, order: Array) -> Prices:
+        """Returns them all, in the order of an index."""
+        rest = {name: values[order] for name, values in self.memory.items() if name not in MEMORY}
+        parts = {name: values[order] for name, values in self.parts.items()}
+        step: Any = sum(parts.values())
+        return Prices(
+            step_s=np.asarray(step),
+            parts=parts,
+            memory={name: self.memory[name][order] for name in MEMORY},
+            sent={name: values[order] for name, values in self.sent.items()},
+            **rest,
+        )

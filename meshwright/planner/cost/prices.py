@@ -1,0 +1,98 @@
+"""What a price is: arrays over layouts, and their view for one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.planner.cost.job import Array
+
+PARTS = (
+    "matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep", "host", "engine", "send", "bubble",
+    "gather", "reduce", "optimizer", "step",
+)  # fmt: skip
+"""Parts of a step's time; they sum to it. ``host``: the device waits for launches; ``engine``: the pipeline engine's
+own; ``send``: between stages; ``gather``: ZeRO-3's parameters; ``reduce``: gradients; ``step``: once a step."""
+SENT = ("tp", "cp", "ep", "pp", "shard", "replicate")
+"""Axes that carry traffic."""
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+"""Parts of a rank's memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """Time, memory and traffic of N layouts."""
+
+    step_s: Array
+    """Seconds of a step, (N,)."""
+    parts: Mapping[str, Array]
+    """Seconds by part, which sum to ``step_s``."""
+    memory: Mapping[str, Array]
+    """Bytes of the fullest rank by part."""
+    allocated: Array
+    """Bytes that tensors of the fullest rank take."""
+    reserved: Array
+    """Bytes that its allocator holds, (N,)."""
+    peak: Array
+    """Bytes of the device that it takes, context and communicators included: what must fit."""
+    first_allocated: Array
+    """`allocated` of the first stage's ranks."""
+    first_reserved: Array
+    """`reserved` of them."""
+    fullest: Array
+    """Index along pp of the fullest rank."""
+    sent: Mapping[str, Array]
+    """Bytes that each rank sends in a step by axis."""
+
+    def part(self, index: Array) -> Prices:
+        """Returns the prices of some of the layouts, by mask or index."""
+        fields: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            kept = {key: one[index] for key, one in value.items()} if isinstance(value, Mapping) else value[index]
+            fields[item.name] = kept
+        return Prices(**fields)
+
+    def take(self, index: int) -> dict[str, float]:
+        """Returns parts of a layout's time as plain numbers."""
+        return {name: float(values[index]) for name, values in self.parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePrice:
+    """A rank of the pipeline."""
+
+    layers: tuple[int, int]
+    """First layer and one past the last; of the first stage where it runs several."""
+    forward_s: float
+    """Of a micro-batch, exposed traffic included."""
+    backward_s: float
+    """Likewise."""
+    held: float
+    """Micro-batches whose activations it holds at most."""
+    memory: Mapping[str, float]
+    """Bytes by part of `MEMORY`."""
+    peak: float
+    """All of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """Time, memory and traffic of one layout."""
+
+    step_s: float
+    """Seconds of a step."""
+    parts: Mapping[str, float]
+    """Seconds by part; they sum to it."""
+    stages: tuple[StagePrice, ...]
+    """Each rank of the pipeline."""
+    fullest: int
+    """The one that takes most memory."""
+    memory: Mapping[str, float]
+    """Bytes of the fullest by part."""
+    peak: float
+    """Bytes that the fullest takes of its device."""
+    sent: Mapping[str, float]
+    """Bytes that each rank sends in a step by axis."""

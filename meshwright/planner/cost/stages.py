@@ -1,0 +1,142 @@
+"""Which layers stand on which rank of the pipeline, by an engine's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from meshwright.axes.cuts import Cuts
+from meshwright.errors import PlanError
+from meshwright.planner.cost.job import Array
+from meshwright.shape import LayerShape, ModelShape
+
+
+def kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns for each block its kind, and for each kind a block that is of it."""
+    firsts: dict[int, int] = {}
+    seen: dict[object, int] = {}
+    numbers = []
+    for block in shape.blocks:
+        key = firsts.get(id(block))
+        if key is None:
+            key = seen.setdefault(block, len(seen))
+            firsts[id(block)] = key
+        numbers.append(key)
+    return tuple(numbers), tuple(numbers.index(kind) for kind in range(len(seen)))
+
+
+def divide(
+    shape: ModelShape, stages: int, rule: str, split: Sequence[float] | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Returns the first and one past the last block of each stage.
+
+    Args:
+        shape: the model.
+        stages: of the pipeline, all ranks together.
+        rule: one of `engine.SPLITS`.
+        split: layers of each stage where they are named.
+
+    Raises:
+        PlanError: more stages than blocks where each must have one.
+    """
+    count = len(shape.blocks)
+    if split:
+        return _bounds([int(size) for size in split], count)
+    if stages == 1:
+        return ((0, count),)
+    tail = shape.vocab * shape.width
+    if rule == "compute":
+        return _thresholds([_visited(block) for block in shape.blocks], float(tail), stages)
+    if rule == "balanced":
+        return _balanced(tuple(block.parameters for block in shape.blocks), tail + shape.other_parameters, stages)
+    ends = rule == "slots" or (count % stages and not (count + 2) % stages)
+    slots = count + (2 if ends else 0)
+    sizes = [slots // stages + (stages - number <= slots % stages) for number in range(stages)]
+    if ends:
+        sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] - 1
+    return _bounds(sizes, count)
+
+
+def _visited(block: LayerShape) -> float:
+    """Parameters that a token multiplies, norms among them."""
+    share = block.active_experts / block.experts if block.experts else 0.0
+    return block.parameters - (1.0 - share) * block.expert_parameters
+
+
+def _bounds(sizes: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
+    edges = [0]
+    for size in sizes:
+        edges.append(min(count, edges[-1] + size))
+    edges[-1] = count
+    return tuple(pairwise(edges))
+
+
+def _thresholds(costs: Sequence[float], tail: float, stages: int) -> tuple[tuple[int, int], ...]:
+    """Fills each stage until its share of the cost is reached; later stages may stay empty of layers.
+
+    Source: nanotron, src/nanotron/models/base.py, build_model.
+    """
+    total = sum(costs) + tail
+    edges, done, stage = [0], 0.0, 1
+    for number, cost in enumerate(costs):
+        done += cost
+        if done >= total * stage / stages * (1 - 1e-9) and stage < stages:
+            edges.append(number + 1)
+            stage += 1
+    edges += [len(costs)] * (stages + 1 - len(edges))
+    return tuple(pairwise(edges))
+
+
+def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Makes the dearest stage as cheap as can be, the tail counted with the last layer: as `axes.spine.divide` cuts."""
+    count = len(costs)
+    if stages > count:
+        raise PlanError(f"{stages} stages of {count} layers: each stage needs a layer; nearest that works: {count}")
+    bounds, _ = _cuts((*costs[:-1], costs[-1] + tail)).bounds(stages)
+    return tuple(pairwise(bounds[0].tolist()))
+
+
+@lru_cache(maxsize=8)
+def _cuts(costs: tuple[int, ...]) -> Cuts:
+    """The cuts of a model, which are found for one number of stages after the other."""
+    return Cuts([[costs]])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The layers of a pipeline's ranks, of which each may run several stages."""
+
+    bounds: tuple[tuple[int, int], ...]
+    """First layer of each stage, and one past its last."""
+    counts: Array
+    """Layers of each kind on each rank, (kinds, P)."""
+    last: int
+    """Rank of the last stage."""
+
+
+def cut(shape: ModelShape, ranks: int, chunks: int, folded: bool, rule: str, split: Sequence[float] | None) -> Cut:
+    """Returns which layers stand on which rank.
+
+    Args:
+        shape: the model.
+        ranks: of the pipeline.
+        chunks: stages of a rank.
+        folded: the stages go back along the ranks as they came: every other lap runs the other way round.
+        rule: one of `engine.SPLITS`.
+        split: layers of each stage where they are named.
+
+    Raises:
+        PlanError: more stages than blocks where each must have one.
+    """
+    bounds = divide(shape, ranks * chunks, rule, split)
+    numbers, firsts = kinds(shape)
+    laps, places = np.divmod(np.arange(ranks * chunks), ranks)
+    owners = np.where((laps % 2 == 1) & folded, ranks - 1 - places, places)
+    sizes = [stop - start for start, stop in bounds]
+    cells = np.repeat(owners, sizes) + np.array(numbers[: sum(sizes)]) * ranks
+    counts = np.bincount(cells, minlength=len(firsts) * ranks).astype(float).reshape(len(firsts), ranks)
+    return Cut(bounds=bounds, counts=counts, last=int(owners[-1]))

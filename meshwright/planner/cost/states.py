@@ -1,0 +1,55 @@
+"""Bytes of model state of each rank of a pipeline, and of what ZeRO-3 gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.planner.cost.engine import States
+from meshwright.planner.cost.job import Array, Degrees
+
+
+def state_bytes(
+    states: States, degrees: Degrees, own: Array, experts: Array, units: Array, wide: bool
+) -> dict[str, Array]:
+    """Returns bytes by part, (N, P), and under ``update`` what the update adds while no activations are held.
+
+    Args:
+        states: of the engine.
+        degrees: the layouts.
+        own: parameters of each rank before the data axes shard them, experts left out; (N, P).
+        experts: those of experts, which fewer ranks share; (N, P).
+        units: parameters that ZeRO-3 has gathered at once; (N, P).
+        wide: compute in float32, without masters of their own.
+    """
+    d = degrees
+    zero, shard = d.zero[:, None], np.maximum(1.0, d.shard * (d.cp if states.over_cp else 1.0))[:, None]
+    spread = np.maximum(1.0, d.shard * d.cp * d.tp / np.where(d.ep > 1, d.ep, d.tp))[:, None]
+    total = own + experts
+    part = own / shard + experts / spread
+    parameter = 4.0 if wide else states.parameter
+    optimizer: Any = np.where(zero > 0, 12.0, 8.0) if wide else states.optimizer
+    many = (d.microbatches > 1)[:, None] & states.whole_when_accumulating
+    piped = (d.pp > 1)[:, None] & states.whole_in_pipeline
+    whole = (zero < 2) & (many | (zero < 1) | (not states.whole_when_accumulating)) | piped
+    gathered = np.where(piped, total, np.minimum(units, total))
+    rest = states.parameter * part if states.rest else 0.0
+    gradient = 4.0 if wide else states.gradient
+    update = np.where(zero > 0, states.update[0] * total + states.update[1] * part, 0.0)
+    return {
+        "parameters": np.where(zero < 3, parameter * total, parameter * gathered + rest),
+        "gradients": np.where(whole, gradient * total, gradient * part)
+        + states.working_gradient * np.where(zero < 2, total, part),
+        "optimizer": np.where(zero > 0, optimizer * part, optimizer * total),
+        "buffers": states.bucket_bytes * (d.readers > 1)[:, None] * np.ones_like(total),
+        "update": update,
+    }
+
+
+def owned(states: States, degrees: Degrees, own: Any, experts: Any) -> Any:
+    """Returns parameters whose update a rank computes, (N, P)."""
+    d = degrees
+    shard = np.where(d.zero > 0, d.shard * (d.cp if states.over_cp else 1.0), 1.0)[:, None]
+    spread = np.where(d.zero > 0, d.shard * d.cp * d.tp / np.where(d.ep > 1, d.ep, d.tp), 1.0)[:, None]
+    return own / shard + experts / np.maximum(1.0, spread)

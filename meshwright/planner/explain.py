@@ -1,0 +1,114 @@
+"""Why a layout and not another: differences of the parts of their prices, in sentences with numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.planner.choose import Candidate, Choice, Question, candidate
+from meshwright.units import format_bytes, format_seconds
+
+NAMES = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "elementwise": "element-wise work",
+    "recompute": "recompute",
+    "tp": "tensor-parallel traffic",
+    "cp": "context-parallel traffic",
+    "ep": "expert exchange",
+    "host": "waiting for kernel launches",
+    "engine": "the pipeline's own work",
+    "send": "sends between stages",
+    "bubble": "pipeline bubble",
+    "gather": "gathering parameters",
+    "reduce": "reducing gradients",
+    "optimizer": "optimizer",
+    "step": "work once a step",
+}
+"""Parts of a step in words."""
+SMALL = 0.003
+"""Share of a step under which a difference isn't told."""
+
+
+def reason(question: Question, choice: Choice) -> str:
+    """Returns why the first of the best was chosen, in a sentence."""
+    best = choice.best[0]
+    kind = "one of the fastest" if choice.ties > 1 else "the fastest"
+    told = f"{kind} that fit, of {choice.considered} layouts: {format_seconds(best.price.step_s)} a step"
+    if choice.ties > 1:
+        told += f"; the model can't tell {choice.ties} of the best apart (within {question.same:.0%}), and it is their "
+        told += "simplest"
+    elif len(choice.best) > 1:
+        other = choice.best[1]
+        told += f"; next is {other.layout}, {other.price.step_s / best.price.step_s - 1:.1%} slower"
+    return told
+
+
+def against(one: Candidate, best: Candidate) -> str:
+    """Returns why a layout is slower than the best, in a sentence."""
+    slower = one.price.step_s / best.price.step_s - 1
+    whole = best.price.step_s
+    gaps = {name: one.price.parts.get(name, 0.0) - best.price.parts.get(name, 0.0) for name in NAMES}
+    worse = sorted((gap, name) for name, gap in gaps.items() if gap > SMALL * whole)[::-1][:3]
+    better = sorted((gap, name) for name, gap in gaps.items() if gap < -SMALL * whole)[:2]
+    if slower <= 0:
+        return f"{-slower:.1%} faster than the plan"
+    parts = [f"{NAMES[name]} +{gap / whole:.1%}" for gap, name in worse]
+    parts += [f"{NAMES[name]} {gap / whole:.1%}" for gap, name in better]
+    return f"{slower:.1%} slower: {', '.join(parts) or 'many small parts'}"
+
+
+def memory_sentence(question: Question, one: Candidate) -> str:
+    """Returns what the fullest rank needs and why, in a sentence with numbers."""
+    stage, room = one.price.stages[one.price.fullest], question.cluster.memory_bytes
+    parts = sorted(stage.memory.items(), key=lambda item: -item[1])
+    name, size = parts[0]
+    flying = f"{stage.held:.3g} micro-batch{'es' if stage.held > 1 else ''}"
+    what = f"{name} of {flying} in flight" if name == "activations" else name
+    where = f"stage {one.price.fullest}" if len(one.price.stages) > 1 else "every rank"
+    return f"{where} needs {format_bytes(stage.peak)} of {format_bytes(room)}: {format_bytes(size)} are {what}"
+
+
+def why(question: Question, layout: Layout, choice: Choice) -> str:
+    """Returns why a layout that the user names is worse than the plan, or doesn't fit and what would.
+
+    Raises:
+        PlanError: when the layout can't be on these devices at all.
+    """
+    layout.check_ranks(question.cluster.devices)
+    layout.check_batch(question.job.rows)
+    one = candidate(question, layout)
+    best = choice.best[0]
+    if one.price.peak <= question.room_bytes:
+        return f"fits, {format_seconds(one.price.step_s)} a step: {against(one, best)}"
+    told = [f"doesn't fit: {memory_sentence(question, one)}"]
+    for change in _leaner(layout):
+        try:
+            other = candidate(question, change)
+        except PlanError:
+            continue
+        if other.price.peak <= question.room_bytes:
+            costs = other.price.step_s / one.price.step_s - 1
+            told.append(f"{_difference(layout, change)} fits and costs {costs:.0%}")
+            break
+    return "; ".join(told)
+
+
+def _leaner(layout: Layout) -> list[Layout]:
+    """The layout with one choice changed that holds less."""
+    found = []
+    if layout.recompute.startswith("none"):
+        found += [dataclasses.replace(layout, recompute=mode) for mode in ("selective", "full")]
+    if layout.degree("shard") > 1:
+        found += [dataclasses.replace(layout, zero=level) for level in range(layout.zero + 1, 4)]
+    replicas = layout.degree("replicate")
+    if replicas > 1:
+        degrees = {**layout.degrees, "replicate": 1, "shard": layout.degree("shard") * replicas}
+        found += [dataclasses.replace(layout, degrees=degrees, zero=level) for level in (1, 3)]
+    return found
+
+
+def _difference(layout: Layout, other: Layout) -> str:
+    before = set(str(layout).split(","))
+    return ",".join(part for part in str(other).split(",") if part not in before)

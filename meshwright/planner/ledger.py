@@ -1,0 +1,95 @@
+"""What runs on a machine took against what was priced: a file of lines, and the factor that it teaches."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+
+NAME = "runs.jsonl"
+"""Of the file, beside the calibrations."""
+LAST = 40
+"""Newest runs of a machine that count."""
+NEWEST = 3
+"""Newest runs with the same axes that count for these."""
+LEAST = 3
+"""Runs from which a factor is believed: of a machine, and of some axes on it."""
+WILD = 8.0
+"""A run this much slower or faster than priced was disturbed, and teaches nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lesson:
+    """What runs on a machine taught."""
+
+    factor: float = 1.0
+    """Measured over priced seconds of a step, the median."""
+    runs: int = 0
+    """How many it rests on."""
+    by_axes: Mapping[str, float] = field(default_factory=dict)
+    """The same for runs whose layouts use some axes, as ``shard+tp``."""
+
+    def of(self, layout: Layout) -> float:
+        """Returns what a layout takes over its price: as runs with its axes took, else as the worst of them alone."""
+        used = axes_of(layout)
+        if used in self.by_axes:
+            return self.by_axes[used]
+        known = [self.by_axes[axis] for axis in used.split("+") if axis in self.by_axes]
+        return max(known) if known else self.factor
+
+    @property
+    def note(self) -> str:
+        """For people; empty where nothing was learned."""
+        if not self.runs:
+            return ""
+        took = f"{self.runs} earlier runs here took {self.factor:.2f} times what was priced"
+        return f"{took}; plans of runs are scaled by what those with the same axes took"
+
+
+def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
+    """Adds a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"machine": machine, **row}) + "\n")
+
+
+def learn(path: Path, machine: str) -> Lesson:
+    """Returns what the last runs on a machine teach; lines that can't be read are passed over."""
+    ratios: list[tuple[str, float]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return Lesson()
+    for line in lines:
+        try:
+            row = json.loads(line)
+            ratio = float(row["measured_s"]) / float(row["priced_s"])
+            used = axes_of(Layout.parse(str(row["layout"])))
+        except (ValueError, KeyError, TypeError, ZeroDivisionError, PlanError):
+            continue
+        if row.get("machine") == machine and 1 / WILD < ratio < WILD:
+            ratios.append((used, math.log(ratio)))
+    ratios = ratios[-LAST:]
+    if len(ratios) < LEAST:
+        return Lesson()
+    grouped: dict[str, list[float]] = {}
+    for used, log in ratios:
+        grouped.setdefault(used, []).append(log)
+    by_axes = {used: math.exp(median(logs[-NEWEST:])) for used, logs in grouped.items() if len(logs) >= LEAST}
+    return Lesson(factor=math.exp(median(log for _, log in ratios)), runs=len(ratios), by_axes=by_axes)
+
+
+def axes_of(layout: Layout) -> str:
+    """Returns the axes that a layout uses, as ``shard3+tp``: what the runtime does beside the operators goes by them.
+
+    ZeRO 3 gathers for each layer, and counts as an axis of its own.
+    """
+    named = [name for name, degree in layout.degrees.items() if degree > 1]
+    return "+".join(sorted("shard3" if name == "shard" and layout.zero == 3 else name for name in named))

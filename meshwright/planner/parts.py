@@ -1,0 +1,273 @@
+"""The model as names and sizes, and what each place of a layout holds of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from meshwright.axes.experts import ExpertRows
+from meshwright.axes.groups import coordinates
+from meshwright.axes.spine import Spine, divide, held_names
+from meshwright.axes.table import ShardingTable, vocabulary_span
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.planner.held import Held, HeldLayer, HeldStage
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSizes:
+    """The model as numbers of trainable parameters: enough for the data axes."""
+
+    total: int
+    """All of them, tied ones once."""
+    layers: tuple[int, ...]
+    """Those of each repeated layer, in order."""
+
+    @property
+    def rest(self) -> int:
+        """Those outside the layers: embedding, head, last norm."""
+        return self.total - sum(self.layers)
+
+    def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], Held]]:
+        """Yields the one place that there is, as `ModelParts.positions` does."""
+        layers = tuple(HeldLayer(own=((count, 1),)) for count in self.layers)
+        stage = HeldStage(rest=((self.rest, 1),), layers=layers)
+        yield {}, Held(stages=(stage,), shards=layout.degree("shard"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelParts:
+    """The model as names and shapes, and what the axes do to each: enough for every layout."""
+
+    shapes: Mapping[str, Shape]
+    """Of every parameter in the order of definition, a tied one under each of its names."""
+    layers: tuple[str, ...]
+    """Names of its repeated layers, in order."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Groups of names that are one parameter."""
+    frozen: frozenset[str] = frozenset()
+    """Names of what isn't trained, and so isn't priced."""
+    table: ShardingTable | None = None
+    """Needed by layouts with ``tp``."""
+    spine: Spine | None = None
+    """Needed by layouts with ``pp``."""
+    experts: tuple[ExpertRows, ...] = ()
+    """Needed by layouts with ``ep``."""
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Iterable[tuple[str, Any]],
+        layers: Sequence[str],
+        ties: Sequence[Sequence[str]] = (),
+        table: ShardingTable | None = None,
+        spine: Spine | None = None,
+        experts: Sequence[ExpertRows] = (),
+    ) -> Self:
+        """Reads names and shapes off a module.
+
+        Args:
+            parameters: its ``named_parameters(remove_duplicate=False)``; only their shapes are looked at.
+            layers: as in the class.
+            ties: likewise.
+            table: likewise.
+            spine: likewise.
+            experts: likewise.
+        """
+        named = dict(parameters)
+        return cls(
+            shapes={name: tuple(item.shape) for name, item in named.items()},
+            layers=tuple(layers),
+            ties=tuple(tuple(names) for names in ties),
+            frozen=frozenset(name for name, item in named.items() if not item.requires_grad),
+            table=table,
+            spine=spine,
+            experts=tuple(experts),
+        )
+
+    @property
+    def total(self) -> int:
+        """Trainable parameters, tied ones once."""
+        return sum(math.prod(self.shapes[name]) for name in self.trained(self.shapes))
+
+    def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], Held]]:
+        """Yields what ranks hold, by place along ``pp`` and ``tp``; of those that hold other experts, the most.
+
+        Raises:
+            PlanError: when what the layout needs to know of the model wasn't given.
+        """
+        return Places(self, layout).positions()
+
+    def held_by(self, layout: Layout, rank: int) -> tuple[Held, int, int]:
+        """Returns what a rank holds, its index among the ranks of its shards, and among those of its experts'."""
+        return Places(self, layout).held_by(rank)
+
+    def first_names(self) -> dict[str, str]:
+        """Returns the first of its names, for each name of a tied weight."""
+        return {name: names[0] for names in self.ties for name in names}
+
+    def trained(self, names: Iterable[str]) -> list[str]:
+        """Returns, of names, those that are trained, and of tied ones the first that is there."""
+        first, found = self.first_names(), dict[str, str]()
+        for name in names:
+            if name not in self.frozen:
+                found.setdefault(first.get(name, name), name)
+        return list(found.values())
+
+
+class Places:
+    """What each place of a layout holds of a model.
+
+    Args:
+        model: its parts.
+        layout: which sizes are asked for.
+    """
+
+    def __init__(self, model: ModelParts, layout: Layout) -> None:
+        self._model, self._layout = model, layout
+        self._spread: set[str] = set()
+        if layout.degree("ep") > 1:
+            self._spread = {f"{rows.module}.{key}" for rows in model.experts for key in rows.parameters}
+        self._by_stage = self._divided()
+        self._local: dict[tuple[int, int], dict[str, Shape]] = {}
+
+    def positions(self) -> Iterator[tuple[dict[str, int], Held]]:
+        """See `ModelParts.positions`."""
+        layout = self._layout
+        for stage in range(layout.degree("pp")):
+            for index in range(layout.degree("tp")):
+                place = {"pp": stage, "tp": index}
+                most = max(sorted(self._expert_places(index)), key=self._expert_count)
+                yield {name: at for name, at in place.items() if layout.degree(name) > 1}, self.held(stage, index, most)
+
+    def held_by(self, rank: int) -> tuple[Held, int, int]:
+        """See `ModelParts.held_by`."""
+        layout = self._layout
+        place = coordinates(rank, layout.degrees)
+        spot = (place["shard"] * layout.degree("cp") + place["cp"]) * layout.degree("tp") + place["tp"]
+        behind, index = divmod(spot, layout.degree("ep"))
+        return self.held(place["pp"], place["tp"], index), place["shard"], behind
+
+    def held(self, pp: int, tp: int, ep: int) -> Held:
+        """Returns what the ranks of one place along three axes hold."""
+        layout, local, first = self._layout, self._shapes(tp, ep), self._model.first_names()
+        seen: set[str] = set()
+        twins: list[tuple[int, int]] = []
+        stages = []
+        for names in self._by_stage[pp]:
+            firsts = {name: first.get(name, name) for name in names}
+            twins += [_rows(local[name]) for name in names if firsts[name] in seen]
+            seen |= set(firsts.values())
+            stages.append(self._stage(names, local))
+        block = math.prod(layout.degree(name) for name in ("shard", "cp", "tp"))
+        return Held(
+            stages=tuple(stages),
+            shards=layout.degree("shard"),
+            expert_shards=block // layout.degree("ep"),
+            twins=tuple(twins),
+        )
+
+    def _divided(self) -> list[list[list[str]]]:
+        """For each place along ``pp``, for each stage that it runs, the names that the stage trains."""
+        model, layout = self._model, self._layout
+        if layout.degree("pp") == 1:
+            return [[model.trained(model.shapes)]]
+        schedule = layout.pipeline()
+        held = held_names(_spine(model, layout), list(model.shapes), stage_bounds(model, layout), model.ties)
+        stages = [model.trained(name for name in model.shapes if name in names) for names in held]
+        return [[stages[number] for number in schedule.rank_stages(at)] for at in range(layout.degree("pp"))]
+
+    def _stage(self, names: Sequence[str], local: Mapping[str, Shape]) -> HeldStage:
+        layers: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
+            layer: ([], []) for layer in self._model.layers
+        }
+        rest = []
+        for name in names:
+            layer = _owner(name, layers)
+            if layer is None:
+                rest.append(_rows(local[name]))
+            else:
+                layers[layer][name in self._spread].append(_rows(local[name]))
+        held = [(own, experts) for own, experts in layers.values() if own or experts]
+        return HeldStage(
+            rest=tuple(rest),
+            layers=tuple(HeldLayer(own=tuple(own), experts=tuple(experts)) for own, experts in held),
+        )
+
+    def _shapes(self, tp: int, ep: int) -> dict[str, Shape]:
+        """Shapes of what one place along ``tp`` and ``ep`` holds of each weight."""
+        if (tp, ep) not in self._local:
+            local = dict(self._model.shapes)
+            if self._layout.degree("tp") > 1:
+                self._cut(local, tp)
+            for rows in self._model.experts if self._spread else ():
+                first, last = rows.span(ep, self._layout.degree("ep"))
+                for name in (f"{rows.module}.{key}" for key in rows.parameters):
+                    local[name] = _resized(local[name], 0, last - first)
+            self._local[tp, ep] = local
+        return self._local[tp, ep]
+
+    def _cut(self, local: dict[str, Shape], tp: int) -> None:
+        table, degree = self._model.table, self._layout.degree("tp")
+        if table is None:
+            raise PlanError(f"tp={degree}: its bytes follow from the model's sharding table, which wasn't read")
+        for layer, split, shares, group in table.splits(degree):
+            name = f"{layer}.{split.name}"
+            if name in local and (group.columns or not self._spread):
+                size = sum(stop - start for start, stop in split.spans(*shares[tp], group.units))
+                local[name] = _resized(local[name], split.dim, size)
+        start, stop = vocabulary_span(table.vocab, degree, tp)
+        first = self._model.first_names()
+        cut = {
+            first.get(name, name)
+            for name, shape in local.items()
+            if name.rpartition(".")[0] in table.vocabulary and shape[:1] == (table.vocab,)
+        }
+        for name in [name for name in local if first.get(name, name) in cut]:
+            local[name] = _resized(local[name], 0, stop - start)
+
+    def _expert_places(self, tp: int) -> set[int]:
+        """Indices along ``ep`` that ranks of one place along ``tp`` have."""
+        layout = self._layout
+        before = layout.degree("shard") * layout.degree("cp")
+        return {(spot * layout.degree("tp") + tp) % layout.degree("ep") for spot in range(before)}
+
+    def _expert_count(self, index: int) -> int:
+        spans = [rows.span(index, self._layout.degree("ep")) for rows in self._model.experts]
+        return sum(stop - start for start, stop in spans)
+
+
+def stage_bounds(model: ModelParts, layout: Layout) -> tuple[int, ...]:
+    """Returns the first layer of each stage of a pipeline, and the number of layers.
+
+    Raises:
+        PlanError: when the model can't be cut so.
+    """
+    sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
+    return divide(_spine(model, layout), sizes, model.ties, layout.pipeline().stages, layout.split)
+
+
+def _spine(model: ModelParts, layout: Layout) -> Spine:
+    if model.spine is None:
+        raise PlanError(f"pp={layout.degree('pp')}: its bytes follow from the model's spine, which wasn't read")
+    return model.spine
+
+
+def _owner(name: str, layers: Mapping[str, object]) -> str | None:
+    """The layer that a weight lies in, None for none."""
+    path = name.rpartition(".")[0]
+    while path and path not in layers:
+        path = path.rpartition(".")[0]
+    return path or None
+
+
+def _rows(shape: Shape) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def _resized(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])

@@ -1,0 +1,69 @@
+"""A price as the treaty has it: in the words in which the runtime measures, so that the two stand side by side."""
+
+from __future__ import annotations
+
+from meshwright.plan import Layout, Plan, Prediction
+from meshwright.planner.choose import Candidate, Choice, Question, candidate
+from meshwright.planner.explain import against, reason
+from meshwright.planner.measured import Measure, corrected
+from meshwright.planner.memory import ModelParts, StateSizes
+from meshwright.planner.rule import predict
+
+
+def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelParts) -> Prediction:
+    """Returns what a layout is expected to take.
+
+    State is priced exactly, by the runtime's own accounts; what else a rank holds, time and traffic by the cost model.
+
+    Args:
+        question: what was planned.
+        one: the layout with its price.
+        sizes: of the model's state.
+    """
+    state = predict(one.layout, sizes)
+    price, micro = one.price, one.layout.microbatches
+    rest = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
+    parts = {"optimizer": price.parts["optimizer"], "reduce": price.parts["reduce"]}
+    if one.layout.degree("pp") > 1:
+        after = sum(price.parts[name] for name in ("gather", "reduce", "optimizer", "step"))
+        parts["pipeline"] = price.step_s - after
+    else:
+        (stage,) = price.stages
+        parts["forward"], parts["backward"] = micro * stage.forward_s, micro * stage.backward_s
+    factor = question.lesson.of(one.layout)
+    return Prediction(
+        memory={**state.memory, **rest},
+        formula=state.formula,
+        step_s=price.step_s * factor,
+        parts={name: seconds * factor for name, seconds in parts.items()},
+        traffic={axis: int(size) for axis, size in price.sent.items() if size},
+        learned=factor,
+    )
+
+
+def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelParts, measure: Measure) -> Plan:
+    """Returns the plan for a layout that the user named, priced like any other."""
+    layout.check_ranks(question.cluster.devices)
+    one = corrected(question, candidate(question, layout), measure)
+    ranks = question.cluster.devices
+    return Plan(layout=layout, prediction=prediction(question, one, sizes), ranks=ranks, reason="named by the user")
+
+
+def chosen_plan(question: Question, choice: Choice, at: int, sizes: StateSizes | ModelParts) -> Plan:
+    """Returns the plan for one of the best.
+
+    Args:
+        question: what was planned.
+        choice: the answer.
+        at: which of its best is taken: the first that the model allows.
+        sizes: of the model's state.
+    """
+    one = choice.best[at]
+    others = {str(other.layout): against(other, one) for other in choice.best if other is not one}
+    return Plan(
+        layout=one.layout,
+        prediction=prediction(question, one, sizes),
+        ranks=question.cluster.devices,
+        reason=reason(question, choice),
+        rejected=others,
+    )

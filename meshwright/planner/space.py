@@ -1,0 +1,288 @@
+"""Which layouts there are to choose from: every degree, schedule and micro-batch that model, batch and runtime allow.
+
+A layout is enumerated in two steps, so that a bound can drop most of the second: a *core* says how the model is cut
+and scheduled; its *variants* say how the ranks that read other rows share the state, and what is recomputed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.planner.cost.job import RECOMPUTES, SCHEDULES, Degrees, Job
+from meshwright.schedules.spec import known_schedules
+
+CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
+"""Columns of a core."""
+VARIANT = ("replicate", "shard", "zero", "recompute")
+"""Columns that its variants add."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """What may be chosen; every field is a bound that can be told to a user."""
+
+    devices: int
+    """Ranks, all of them used."""
+    domain: int
+    """Devices within which tp stays: a node, or a fast domain of several."""
+    fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Degrees that are given, by axis."""
+    levels: tuple[int, ...] = (0, 1, 2, 3)
+    """ZeRO levels."""
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zerobubble", "zbv", "dualpipev")
+    """Of pipelines. GPipe and looped breadth-first hold more and idle no less than 1F1B and interleaved 1F1B."""
+    chunks: int = 8
+    """Most stages of a rank."""
+    recomputes: tuple[str, ...] = ("none", "selective", "full")
+    """What layers recompute."""
+    sequence: bool = True
+    """Whether tp splits the tokens between the parts that it divides, which holds less for the same traffic."""
+    axes: tuple[str, ...] = ("pp", "replicate", "shard", "cp", "tp", "ep")
+    """Axes that the model allows."""
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors, smallest first."""
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def cores(job: Job, space: Space) -> np.ndarray:
+    """Returns every core as a row of (pp, cp, tp, ep, micro-batches, schedule, stages of a rank).
+
+    Raises:
+        PlanError: when there is none; says which rule leaves none.
+    """
+    found: list[tuple[int, ...]] = []
+    orders: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for pp, cp, tp in _degrees(job, space):
+        data = space.devices // (pp * cp * tp)
+        tails = []
+        for micro in _microbatches(job, space, data):
+            if (pp, micro) not in orders:
+                orders[pp, micro] = [(micro, *order) for order in _orders(job, space, pp, micro)]
+            tails += orders[pp, micro]
+        for ep in _experts(job, space, data, cp, tp):
+            found += [(pp, cp, tp, ep, *tail) for tail in tails]
+    if not found:
+        raise PlanError(_why_none(job, space))
+    return np.array(found, dtype=float)
+
+
+def _degrees(job: Job, space: Space) -> Iterator[tuple[int, int, int]]:
+    shape, every = job.shape, divisors(space.devices)
+    heads = min(block.heads for block in shape.blocks if block.heads) if any(b.heads for b in shape.blocks) else 0
+    for tp in _allowed("tp", every, space):
+        if tp > space.domain or (tp > 1 and "tp" not in space.fixed and heads and heads % tp):
+            continue
+        for cp in _allowed("cp", every, space):
+            parts = tp * cp * (2 if cp > 1 else 1)
+            if (tp * cp > 1 and job.sequence % parts) or space.devices % (tp * cp):
+                continue
+            for pp in _allowed("pp", every, space):
+                if pp <= len(shape.blocks) and space.devices % (tp * cp * pp) == 0:
+                    yield pp, cp, tp
+
+
+def _allowed(axis: str, every: Sequence[int], space: Space) -> list[int]:
+    if axis in space.fixed:
+        return [space.fixed[axis]]
+    return list(every) if axis in space.axes else [1]
+
+
+def _experts(job: Job, space: Space, data: int, cp: int, tp: int) -> list[int]:
+    """Degrees of ep: it spreads the experts over ranks of shard, cp and tp, of which shard may be all of data."""
+    experts = job.shape.experts
+    if not experts:
+        return [1]
+    room = data * cp * tp
+    options = _allowed("ep", divisors(experts), space)
+    return [ep for ep in options if room % ep == 0 and experts % ep == 0]
+
+
+def _microbatches(job: Job, space: Space, data: int) -> list[int]:
+    given = [space.fixed[axis] for axis in ("replicate", "shard") if axis in space.fixed]
+    if job.rows % data or data % math.prod(given) or (len(given) == 2 and data != math.prod(given)):
+        return []
+    if "microbatches" in space.fixed:
+        micro = space.fixed["microbatches"]
+        return [micro] if (job.rows // data) % micro == 0 else []
+    return divisors(job.rows // data)
+
+
+def _orders(job: Job, space: Space, pp: int, micro: int) -> Iterator[tuple[int, int]]:
+    """(code of the schedule, stages of a rank)."""
+    if pp == 1:
+        yield 0, 1
+        return
+    for name in space.schedules:
+        spec = known_schedules()[name]
+        most = spec.most_stages or space.chunks
+        for chunks in range(spec.least_stages, most + 1):
+            if pp * chunks > len(job.shape.blocks) or (chunks > 1 and spec.least_stages == 1):
+                break
+            if len(job.shape.blocks) % (pp * chunks) and chunks > 2:
+                continue
+            try:
+                spec.check(pp, chunks, micro)
+            except PlanError:
+                continue
+            yield SCHEDULES.index(name), chunks
+
+
+def variants(job: Job, space: Space, core: Sequence[float]) -> tuple[tuple[int, int, int, int], ...]:
+    """Returns (replicate, shard, ZeRO level, recompute) of every variant of a core."""
+    pp, cp, tp, ep = (int(value) for value in core[:4])
+    data = space.devices // (pp * cp * tp)
+    given = space.fixed.get("replicate", 0), space.fixed.get("shard", 0 if "shard" in space.axes else 1)
+    modes = tuple(RECOMPUTES.index(mode) for mode in space.recomputes)
+    return _variants(data, cp * tp, ep, job.shape.experts, given, space.levels, modes)
+
+
+@lru_cache(maxsize=1 << 14)
+def _variants(
+    data: int,
+    block: int,
+    ep: int,
+    experts: int,
+    given: tuple[int, int],
+    levels: tuple[int, ...],
+    modes: tuple[int, ...],
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Variants of cores with ``data`` readers of ``block`` ranks each; a degree that is given as 0 is free."""
+    found: list[tuple[int, int, int, int]] = []
+    for shard in divisors(data):
+        if given[1] not in (0, shard) or given[0] not in (0, data // shard) or (shard * block) % ep:
+            continue
+        if experts and not _experts_shard(experts, shard, block, ep):
+            continue
+        found += [
+            (data // shard, shard, level, mode) for level in levels if (level > 0) == (shard > 1) for mode in modes
+        ]
+    return tuple(found)
+
+
+def _experts_shard(experts: int, shard: int, block: int, ep: int) -> bool:
+    """Whether the experts of a rank can be dealt out over the ranks of their shards, at least one each.
+
+    Shards are rows of a weight, and an experts' weight has a row for each: with more ranks than rows most would hold
+    nothing, and gather as if all held as much as the fullest.
+    """
+    ranks = shard * block // ep if ep > 1 else shard
+    return shard == 1 or ranks <= max(1, experts // ep)
+
+
+def families(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns runs of cores with the same degrees, which have the same variants: a core of each, and their lengths.
+
+    Args:
+        chosen: (n, 7) rows of `cores`.
+    """
+    starts = np.flatnonzero(np.append(True, (chosen[1:, :4] != chosen[:-1, :4]).any(axis=1))[: len(chosen)])
+    return chosen[starts], np.diff(np.append(starts, len(chosen)))
+
+
+def expand(job: Job, space: Space, chosen: np.ndarray) -> Degrees:
+    """Returns all variants of some cores as arrays of layouts.
+
+    Args:
+        job: model and batch.
+        space: what may be chosen.
+        chosen: (n, 7) rows of `cores`.
+    """
+    rows: list[np.ndarray] = []
+    tails: list[tuple[int, int, int, int]] = []
+    for core in chosen:
+        made = variants(job, space, core)
+        rows.append(np.repeat(core[None, :], len(made), axis=0))
+        tails += made
+    whole = np.concatenate(rows) if rows else np.zeros((0, len(CORE)))
+    columns = dict(zip(CORE, whole.T)) | dict(zip(VARIANT, np.array(tails, dtype=float).reshape(-1, 4).T))
+    columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
+    return Degrees.of(columns)
+
+
+def lightest(space: Space, chosen: np.ndarray) -> Degrees:
+    """Returns cores as layouts whose data ranks hold copies, for a bound on all of their variants."""
+    columns = dict(zip(CORE, chosen.T))
+    columns["replicate"] = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
+    columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
+    return Degrees.of(columns)
+
+
+def leanest(job: Job, space: Space, chosen: np.ndarray) -> Degrees:
+    """Returns cores in two forms of which one takes least memory, all of the first form, then all of the second.
+
+    Everything is recomputed and the state sharded as far as it goes, at the lowest and at the highest ZeRO level: a
+    higher level holds less of the state and may gather more at a time, so the least is at one of the ends.
+    """
+    columns = {name: np.tile(values, 2) for name, values in zip(CORE, chosen.T)}
+    data = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
+    firsts, lengths = families(chosen)
+    shard = np.tile(np.repeat([_widest(job, space, core) for core in firsts], lengths), 2)
+    levels = [level for level in space.levels if level] or [0]
+    level = np.repeat([min(levels), max(levels)], len(chosen))
+    alone = (shard == 1) | (level == 0)
+    columns["shard"] = np.where(alone, 1, shard)
+    columns["replicate"] = data / columns["shard"]
+    columns["zero"] = np.where(alone, 0, level)
+    columns["recompute"] = np.full(len(alone), max(RECOMPUTES.index(mode) for mode in space.recomputes))
+    columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
+    return Degrees.of(columns)
+
+
+def _widest(job: Job, space: Space, core: Sequence[float]) -> int:
+    """The most ranks over which a core's state may be sharded."""
+    return max((shard for _, shard, _, _ in variants(job, space, core)), default=1)
+
+
+def layout_of(degrees: Degrees, at: int, base: Layout, layers: int) -> Layout:
+    """Returns one of many layouts as a `Layout`.
+
+    Args:
+        degrees: arrays of layouts.
+        at: which one.
+        base: what every layout shares.
+        layers: of the model.
+    """
+    names = ("pp", "replicate", "shard", "cp", "tp", "ep")
+    sizes = {name: int(getattr(degrees, name)[at]) for name in names}
+    mode, share = RECOMPUTES[int(degrees.recompute[at])], float(degrees.recompute_share[at])
+    some = f":{round(share * layers)}" if share < 1.0 and mode != "none" else ""
+    schedule = SCHEDULES[int(degrees.schedule[at])]
+    spec = known_schedules()[schedule]
+    chunks = int(degrees.stages[at])
+    piped = sizes["pp"] > 1
+    return dataclasses.replace(
+        base,
+        degrees=sizes,
+        zero=int(degrees.zero[at]),
+        microbatches=int(degrees.microbatches[at]),
+        recompute=mode + some,
+        schedule=schedule if piped else "",
+        stages=chunks if piped and chunks != spec.least_stages else 0,
+        sequence=bool(degrees.sequence[at]) and sizes["tp"] > 1,
+    )
+
+
+def _why_none(job: Job, space: Space) -> str:
+    data = [size for size in divisors(space.devices) if job.rows % size == 0]
+    if space.fixed:
+        told = ", ".join(f"{axis}={degree}" for axis, degree in space.fixed.items())
+        return (
+            f"no layout of {space.devices} devices has {told} with a batch of {job.rows} rows: degrees must divide the "
+            f"devices, and what is left of them the rows; nearest that works: drop one of them"
+        )
+    return (
+        f"a batch of {job.rows} rows can't be shared by {space.devices} devices: at most {max(data)} of them can read "
+        f"other rows, and the model's {len(job.shape.blocks)} layers and heads don't take up the rest; nearest that "
+        f"works: a batch of {space.devices} rows, or {max(data)} devices"
+    )

@@ -1,0 +1,88 @@
+"""The pipeline of a layout, simulated action by action with the times that were priced for its stages."""
+
+from __future__ import annotations
+
+from meshwright.plan import Layout
+from meshwright.planner.cost.ends import embedding, head
+from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.cost.layers import LayerCost, Model
+from meshwright.planner.cost.stages import divide
+from meshwright.planner.cost.wires import Wires
+from meshwright.schedules.action import Schedule
+from meshwright.schedules.costs import Costs
+from meshwright.schedules.makespan import makespan_s
+from meshwright.schedules.simulate import Simulation, simulate
+from meshwright.schedules.spec import known_schedules
+
+
+def timeline(job: Job, layout: Layout, machine: Machine, engine: Engine) -> Simulation | None:
+    """Returns the simulated schedule of one step; None without a pipeline.
+
+    Args:
+        job: model and batch.
+        layout: any.
+        machine: what it runs on.
+        engine: how it is run.
+    """
+    if layout.degree("pp") == 1:
+        return None
+    schedule = layout.pipeline()
+    costs = stage_costs(job, layout, machine, engine, schedule.stages)
+    return simulate(schedule, costs)
+
+
+def pipeline_s(job: Job, layout: Layout, machine: Machine, engine: Engine) -> float:
+    """Returns seconds of the simulated schedule of one step of a layout that has a pipeline.
+
+    Args:
+        job: model and batch.
+        layout: any with ``pp``.
+        machine: what it runs on.
+        engine: how it is run.
+    """
+    schedule = layout.pipeline()
+    spent = makespan_s if layout.schedule in known_schedules() or not layout.schedule else _simulated_s
+    return spent(schedule, stage_costs(job, layout, machine, engine, schedule.stages))
+
+
+def _simulated_s(schedule: Schedule, costs: Costs) -> float:
+    return simulate(schedule, costs).makespan_s
+
+
+def stage_costs(job: Job, layout: Layout, machine: Machine, engine: Engine, stages: int) -> Costs:
+    """Returns the seconds of every stage's actions on one micro-batch, and of a send between ranks."""
+    degrees = Degrees.from_layouts([layout], len(job.shape.blocks))
+    model = Model(job, degrees, machine, engine)
+    split = [float(part) for part in layout.split.split("-")] if layout.split else None
+    known: dict[int, LayerCost] = {}
+    forward, backward, weight = [], [], []
+    for number, (start, stop) in enumerate(divide(job.shape, stages, engine.split, split)):
+        parts = []
+        for block in job.shape.blocks[start:stop]:
+            if id(block) not in known:
+                known[id(block)] = model.layer(block)
+            parts.append(known[id(block)])
+        parts += [embedding(model)] if number == 0 else []
+        parts += [head(model)] if number == stages - 1 else []
+        forward.append(_seconds([max(_one(part.forward.busy), _one(part.forward.host)) for part in parts], engine))
+        backward.append(_seconds([max(_one(part.backward.busy), _one(part.backward.host)) for part in parts], engine))
+        # Of the two products of backward one makes the weights' gradients; a split backward may put it off.
+        weight.append(min(sum(_one(part.backward.matmul) for part in parts) / 2, backward[-1]))
+    return Costs(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        input_s=tuple(whole - part for whole, part in zip(backward, weight)),
+        weight_s=tuple(weight),
+        send_s=_one(Wires(model).send_s()),
+    )
+
+
+def _seconds(parts: list[float], engine: Engine) -> float:
+    return sum(parts) + engine.runtime.action_s + engine.runtime.host_microbatch_s / 2
+
+
+def _one(value: object) -> float:
+    """The number of an array of one layout."""
+    return float(getattr(value, "ravel", lambda: [value])()[0])  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""Random numbers of the oracle: the rule by which dropout draws, written down plainly for one device and whole tensors.
+
+A draw has a name: seed, step, the layer in whose call it happens (outside of the layers: the innermost module), which
+call of it this is, and how many draws came before in the call. The tensor's first dim counts the rows of the global
+batch, once or several times over: every row has an equal part of it. An element's number follows from the draw's name,
+its row, its line (places in all dims of the row but the last, counted through) and its place in the last dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_LOW, _NONE = np.uint64(0xFFFFFFFF), np.uint64(0)
+_ALL = 2**64
+
+
+class Masks(TorchFunctionMode):
+    """Inside it, the forward of one global batch draws by the rule.
+
+    Args:
+        module: the whole model, on one device.
+        layers: names of its repeated blocks.
+        rows: of the global batch.
+        name: seed and step, ``"0,3"``.
+    """
+
+    def __init__(self, module: nn.Module, layers: Collection[str], rows: int, name: str) -> None:
+        super().__init__()
+        self._rows, self._name = rows, name
+        self._stack: list[list[Any]] = [["", 0, 0]]
+        self._calls: dict[str, int] = {}
+        self._hooks: list[Any] = []
+        inside = tuple(f"{layer}." for layer in layers)
+        for path, part in module.named_modules():
+            if not path.startswith(inside):
+                self._hooks.append(part.register_forward_pre_hook(self._entering(path)))
+                self._hooks.append(part.register_forward_hook(self._left))
+
+    def __exit__(self, *error: Any) -> None:
+        """Leaves the module as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for each function."""
+        named = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(func, args, named)
+        if func in (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d):
+            given = dict(zip(("input", "p", "training", "inplace"), args)) | named
+            x, p = given["input"], given.get("p", 0.5)
+            if not given.get("training", True) or p == 0:
+                return func(*args, **named)
+            shape = x.shape if func is functional.dropout else (*x.shape[:2], *(1 for _ in x.shape[2:]))
+            return x * self._noise(shape, p, x)
+        out = func(*args, **named)
+        if func in (torch.rand, torch.rand_like):
+            return out.copy_(self._numbers(out.shape) / 2**32)
+        if func in (torch.randn, torch.randn_like):
+            return out.copy_(torch.special.ndtri(self._numbers(out.shape) / 2**32))
+        if func is torch.Tensor.bernoulli_:
+            return out.copy_(self._numbers(out.shape) / 2**32 < (args[1] if len(args) > 1 else named.get("p", 0.5)))
+        return out
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            call = self._calls.get(path, 0)
+            self._calls[path] = call + 1
+            self._stack.append([path, call, 0])
+
+        return enter
+
+    def _left(self, *_: Any) -> None:
+        self._stack.pop()
+
+    def _attention(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)) | named
+        p = given.get("dropout_p", 0.0)
+        if not p:
+            return func(*args, **named)
+        query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        scores = query @ key.transpose(-1, -2) * (given.get("scale") or 1 / math.sqrt(query.shape[-1]))
+        if given.get("is_causal"):
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(scores).masked_fill(~mask, -math.inf)
+            scores = scores + mask
+        return scores.softmax(dim=-1) * self._noise(scores.shape, p, scores) @ value
+
+    def _noise(self, shape: Sequence[int], p: float, like: torch.Tensor) -> torch.Tensor:
+        keep = (self._numbers(shape) >= round(p * 2**32)).to(like)
+        return keep / (1 - p) if p < 1 else keep
+
+    def _numbers(self, shape: Sequence[int]) -> torch.Tensor:
+        """The numbers of the next draw, float64: a half more than whole numbers below 2^32."""
+        path, call, number = self._stack[-1]
+        self._stack[-1][2] += 1
+        base = hashlib.blake2b(f"{self._name},{path}:{call},{number}".encode(), digest_size=8).digest()
+        each = self._rows if shape else 1
+        size = math.prod(shape) // each
+        width = shape[-1] if len(shape) > 1 else 1
+        line, last = np.divmod(np.arange(size, dtype=np.uint64), np.uint64(width))
+        found = []
+        for row in range(each):
+            key = _splitmix(int.from_bytes(base, "little") + (row + 1 if shape else 0) * 0x9E3779B97F4A7C15)
+            u = _mixed(_product(line, 0x9E3779B9) + np.uint64(key % 2**32))
+            v = _mixed(_product(line, 0x85EBCA6B) + np.uint64(key >> 32))
+            found.append(_mixed(_product(last, 0x9E3779B9) + u, v))
+        return torch.from_numpy(np.stack(found).astype(np.float64) + 0.5).view(tuple(shape))
+
+
+def _splitmix(z: int) -> int:
+    z %= _ALL
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % _ALL
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % _ALL
+    return z ^ (z >> 31)
+
+
+def _product(x: Any, factor: int) -> Any:
+    return x * np.uint64(factor) & _LOW
+
+
+def _mixed(x: Any, more: Any = _NONE) -> Any:
+    x = x & _LOW
+    x = _product(x ^ (x >> np.uint64(16)), 0x7FEB352D)
+    x = x ^ (x >> np.uint64(15))
+    x = _product((x + more) & _LOW, 0x846CA68B)
+    return x ^ (x >> np.uint64(16))

@@ -1,0 +1,297 @@
+"""The supervisor of one node of several: it follows the leader of the newest generation, or becomes it.
+
+A single thread that waits for everything at once, so that ranks can be forked from it at any time. Who leads is decided
+by a file (`claims`); all else is said over TCP (`wire`).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.events import Event
+from meshwright.launch.devices import Devices
+from meshwright.launch.rendezvous import listen_at
+from meshwright.launch.signals import interrupts_to
+from meshwright.monitor.display import event_line
+from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
+from meshwright.plan import Plan
+from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
+from meshwright.resilience.leader import Deposed, Leader, Means
+from meshwright.resilience.local import LocalNode, Orders
+from meshwright.resilience.ranks import Ranks
+from meshwright.resilience.wire import SILENCE_S, Hub, Line, Message
+from meshwright.train.facts import Facts
+from meshwright.train.session import Job
+
+_STAGGER_S = 0.3
+"""Between the attempts of one node and the next to lead, so that the lowest does."""
+_BUSY_S = 60.0
+_REACH_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A node's place in a run over several."""
+
+    node: int
+    """Its number, from 0."""
+    nodes: int
+    """How many are to be there when the run begins."""
+    address: str
+    """By which other nodes reach it."""
+    port: int = 0
+    """Where it listens; any free port for 0."""
+
+
+class Lost(Orders):
+    """The leader was lost."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._at = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since that was seen."""
+        return time.monotonic() - self._at
+
+
+class Agent:
+    """Runs a node's share of a job to its end, through failures of ranks and nodes.
+
+    Args:
+        job: of the run; its directory exists and is shared by all nodes.
+        devices: of this node.
+        seat: this node's place.
+        plans: gives a plan for a number of ranks, with what it needs of the model.
+        remake: gives the job of another plan.
+        announce: told of each later plan before its ranks start, on the leader.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        devices: Devices,
+        seat: Seat,
+        plans: Callable[[int], tuple[Plan, Facts]],
+        remake: Callable[[Plan], Job],
+        announce: Callable[[Plan], None],
+    ) -> None:
+        self._seat, self._job = seat, job
+        self._session = uuid.uuid4().hex[:12]
+        listener = listen_at(seat.address, seat.port)
+        self._port = listener.getsockname()[1]
+        self._hub, self._claims = Hub(listener), Claims(job.run_dir)
+        newest = self._claims.newest()
+        self._began = -1 if newest is None else newest.generation
+        self._local = LocalNode(job, devices, seat.node, seat.address, remake, self._event)
+        self._sink = JsonlSink(job.run_dir, metrics=False)
+        self._means = Means(
+            local=self._local, hub=self._hub, claims=self._claims, plans=plans, announce=announce, event=self._event
+        )
+        self._order: Message | None = None
+        self._lost_at: float | None = None
+        self._looking = time.monotonic()
+        self._old = -1
+        self.leads = False
+        """Whether this node led when the run ended."""
+
+    def run(self) -> dict[str, Any]:
+        """Runs the job; returns what rank 0 returned, on every node.
+
+        Raises:
+            MeshwrightError: when the run can't go on.
+            KeyboardInterrupt: at the second Ctrl-C.
+        """
+        try:
+            with interrupts_to(self._count):
+                while True:
+                    result = self._one_reign()
+                    if result is not None:
+                        return result
+                    self._looking = time.monotonic()
+        finally:
+            self._local.clear()
+            self._hub.close()
+            self._sink.close()
+
+    def _one_reign(self) -> dict[str, Any] | None:
+        """Leads or follows as long as one leader leads; returns the run's result, or None when there is another."""
+        found = self._find()
+        if isinstance(found, dict):
+            return found
+        if isinstance(found, Claim):
+            return self._lead(found)
+        line, claim = found
+        try:
+            return self._follow(line, claim)
+        except Orders as error:
+            self._lost_at = time.monotonic()
+            self._event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
+            return None
+        finally:
+            self._hub.drop(line)
+
+    def _find(self) -> Claim | tuple[Line, Claim] | dict[str, Any]:
+        """Returns a connection to who leads, this node's own claim once nobody does, or how others ended the run."""
+        end = time.monotonic() + max(_REACH_S, self._job.config.launch.group_s)
+        refused_at: float | None = None
+        while True:
+            newest = self._claims.newest()
+            age_s = self._claims.age_s()
+            ended = self._claims.ending(self._began)
+            if ended is not None:
+                return ended
+            if newest is not None and age_s < FRESH_S:
+                try:
+                    line = self._hub.call(newest.host, newest.port)
+                except ConnectionRefusedError:
+                    line, refused_at = None, refused_at or time.monotonic()
+                else:
+                    refused_at = None
+                if line is not None:
+                    return line, newest
+            if self._may_claim(newest, age_s > LEASE_S, refused_at):
+                number = 0 if newest is None else newest.generation + 1
+                own = Claim(
+                    generation=number, node=self._seat.node, session=self._session, host=self._seat.address,
+                    port=self._port,
+                )  # fmt: skip
+                if self._claims.take(own):
+                    return own
+            if self._local.interrupts:
+                raise LaunchError("ended while looking for the node that leads")
+            if self._order is None and newest is None and time.monotonic() > end:
+                raise LaunchError(f"no node leads this run after {_REACH_S:g} s; start node 0 too")
+            self._hub.pump(0.05)
+
+    def _may_claim(self, newest: Claim | None, expired: bool, refused_at: float | None) -> bool:
+        """Whether nobody leads, and those who should try before this node have had their time."""
+        if newest is None:
+            return self._seat.node == 0
+        now = time.monotonic()
+        turn = self._seat.node * _STAGGER_S
+        if self._order is not None:
+            members = [node for node in self._order["members"] if node != newest.node]
+            turn = (members.index(self._seat.node) if self._seat.node in members else len(members)) * _STAGGER_S
+        if expired:
+            return now - self._looking >= turn
+        return refused_at is not None and now - refused_at >= turn
+
+    def _lead(self, claim: Claim) -> dict[str, Any] | None:
+        expected, limit_s = set(range(self._seat.nodes)), self._job.config.launch.group_s
+        if self._order is not None:
+            newest = [node for node in self._order["members"] if node != self._old]
+            expected, limit_s = set(newest), SILENCE_S + 1.0
+        leader = Leader(self._means, claim, self._order, self._lost_at)
+        self._event("leading", node=self._seat.node, generation=claim.generation)
+        if self._order is not None:
+            self._event("node_lost", node=self._old, why="it led", generation=claim.generation - 1)
+        self.leads = True
+        try:
+            result = leader.lead(expected, limit_s)
+        except Deposed:
+            self.leads, self._order, self._old = False, leader.order, -1
+            self._event("deposed", node=self._seat.node, generation=leader.generation)
+            self._hub.drop_all()
+            return None
+        except MeshwrightError as error:
+            self._hub.tell("end", result=None, error=str(error))
+            self._claims.end(leader.generation, None)
+            raise
+        self._hub.tell("end", result=result, error="")
+        self._claims.end(leader.generation, result)
+        return result
+
+    def _follow(self, line: Line, claim: Claim) -> dict[str, Any] | None:
+        """Does what the leader says until the run ends.
+
+        Raises:
+            Orders: when the leader is lost, or another leads.
+        """
+        self._say_ready(line)
+        while True:
+            for message in self._heard(line, claim, 0.1):
+                if message["kind"] == "end":
+                    if message["result"] is None:
+                        raise LaunchError(message["error"])
+                    return dict(message["result"])
+                if message["kind"] == "start":
+                    self._serve(line, claim, message["order"])
+            if self._local.interrupts and self._local.last["outcome"] != "finished":
+                raise LaunchError("ended while waiting for the node that leads")
+
+    def _serve(self, line: Line, claim: Claim, order: Message) -> None:
+        """Runs this node's ranks of a generation, and tells how they ended."""
+        self._order, self._old = order, claim.node
+        if str(self._seat.node) not in order["nodes"]:
+            self._local.last |= {"generation": order["generation"], "outcome": "fenced", "failure": None}
+            return
+        line.say("busy", seconds=_BUSY_S)
+        fence = self._claims.fence(order["generation"])
+
+        def watch(ranks: Ranks) -> None:
+            self._local.look(ranks)
+            for message in self._heard(line, claim, 0.0):
+                if message["kind"] == "fence" and message["generation"] == order["generation"]:
+                    raise _Fenced("the leader ends this generation")
+                if message["kind"] == "cut" and not ranks.control.cut:
+                    ranks.control.ask_cut()
+
+        try:
+            self._local.run(order, watch, self._hub.fileno(), fence)
+        except _Fenced:
+            pass
+        except Lost as error:
+            self._event("fenced", node=self._seat.node, generation=order["generation"], seconds=error.age_s)
+            raise
+        self._say_ready(line)
+
+    def _say_ready(self, line: Line) -> None:
+        line.say("ready", session=self._session, **self._local.report())
+
+    def _heard(self, line: Line, claim: Claim, seconds: float) -> list[Message]:
+        """Returns what the leader says.
+
+        Raises:
+            Lost: when it is lost, or another leads.
+        """
+        heard, _ = self._hub.pump(seconds)
+        self._claims.age_s()
+        newest = self._claims.newest()
+        if newest is not None and newest.session != claim.session:
+            raise Lost(f"node {newest.node} leads")
+        if not line.open:
+            raise Lost("it was silent" if line.silent else "its connection ended")
+        return [message for one, message in heard if one is line]
+
+    def _event(self, kind: str, **data: Any) -> None:
+        """Records an event; while no ranks run here, whose display does it otherwise, shows it as well."""
+        event = Event(kind=kind, rank=SUPERVISOR, data=data)
+        self._sink.event(event)
+        line = event_line(event)
+        if line is not None and self._local.ranks is None and self._job.config.monitor.display != "none":
+            sys.stderr.write(line + "\n")
+
+    @property
+    def terminated(self) -> bool:
+        """Whether SIGTERM asked for the run's end here."""
+        return self._local.terminated
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self._local.interrupts += 1
+        self._local.terminated |= number == signal.SIGTERM
+        if self._local.interrupts > 1:
+            raise KeyboardInterrupt
+
+
+class _Fenced(Orders):
+    """The leader ends a generation, which is no loss of it."""

@@ -1,0 +1,153 @@
+"""The courier: carries each new snapshot of a node's ranks to the next node, and takes in those of the node before.
+
+It is a process of its own, forked from the supervisor, so that a node's copies cost training nothing but memory and
+the network; what it takes in lies in segments that the supervisor holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from meshwright.checkpoint.remote import receive, serve
+from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header
+from meshwright.launch.signals import die_with_parent
+from meshwright.train.memory import Copied
+
+_PARCEL = struct.Struct("<qq")
+_POLL_S = 0.004
+_CHUNK = 1 << 20
+_AGAIN_S = 0.2
+
+
+class Helper:
+    """A process that works for a supervisor until it is ended, or the supervisor goes."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setpgid(0, 0)
+                die_with_parent(parent)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
+                work()
+            finally:
+                os._exit(0)
+
+    def close(self) -> None:
+        """Ends it; a second call does nothing."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+
+def start_shelf(listener: socket.socket, snapshots: Sequence[Snapshot]) -> Helper:
+    """Starts a process from which other nodes read snapshots (`checkpoint.remote.Shelf`)."""
+    held = [((one.generation, one.step, one.rank), one) for one in snapshots]
+    return Helper(lambda: serve(listener, held))
+
+
+def start_courier(
+    listener: socket.socket,
+    to: tuple[str, int],
+    own: Mapping[int, Sequence[Segment]],
+    others: Mapping[int, Sequence[Segment]],
+    copied: Copied,
+) -> Helper:
+    """Starts a node's courier.
+
+    Args:
+        listener: where the courier of the node before connects.
+        to: where the next node's courier listens.
+        own: rank to the segments it writes, in order of local ranks.
+        others: rank of the node before to the segments that its snapshots are put in.
+        copied: told of what has arrived at the next node.
+    """
+
+    def work() -> None:
+        threading.Thread(target=_take_in, args=(listener, others), daemon=True).start()
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(to, 2.0) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(None)
+                _carry(connection, own, copied)
+            time.sleep(_AGAIN_S)
+
+    return Helper(work)
+
+
+def _carry(connection: socket.socket, own: Mapping[int, Sequence[Segment]], copied: Copied) -> None:
+    """Sends every snapshot that is newer than the last one sent of its rank, for ever."""
+    sent = dict.fromkeys(own, -1)
+    maps: dict[int, mmap.mmap] = {}
+    while True:
+        idle = True
+        for local, (rank, segments) in enumerate(own.items()):
+            newest = _newest(segments, maps)
+            if newest is not None and newest[0] > sent[rank] and _send(connection, rank, newest[1]):
+                sent[rank], idle = newest[0], False
+                copied.arrived(local, newest[0])
+        if idle:
+            time.sleep(_POLL_S)
+
+
+def _newest(segments: Sequence[Segment], maps: dict[int, mmap.mmap]) -> tuple[int, mmap.mmap] | None:
+    found = []
+    for segment in segments:
+        if segment.fd not in maps and segment.size:
+            maps[segment.fd] = mmap.mmap(segment.fd, segment.size, access=mmap.ACCESS_READ)
+        memory = maps.get(segment.fd)
+        head = header(memory) if memory is not None else None
+        if memory is not None and head is not None:
+            found.append((head[1], memory))
+    return max(found, key=lambda one: one[0], default=None)
+
+
+def _send(connection: socket.socket, rank: int, memory: mmap.mmap) -> bool:
+    """Sends a snapshot; returns whether it stands at the other end, which it doesn't where it changed meanwhile."""
+    before = memory[:HEADER_BYTES]
+    view = memoryview(memory)
+    connection.sendall(_PARCEL.pack(rank, len(view)))
+    for at in range(HEADER_BYTES, len(view), _CHUNK):
+        connection.sendall(view[at : at + _CHUNK])
+    whole = memory[:HEADER_BYTES] == before
+    connection.sendall(before if whole else bytes(HEADER_BYTES))
+    return bytes(receive(connection, 1)) == b"+" and whole
+
+
+def _take_in(listener: socket.socket, others: Mapping[int, Sequence[Segment]]) -> None:
+    """Puts what comes into segments, in turn, so that a whole snapshot stands at any moment."""
+    turn = dict.fromkeys(others, 0)
+    while True:
+        connection, _ = listener.accept()
+        with contextlib.suppress(OSError), connection:
+            _store(connection, others, turn)
+
+
+def _store(connection: socket.socket, others: Mapping[int, Sequence[Segment]], turn: dict[int, int]) -> None:
+    while True:
+        rank, size = _PARCEL.unpack(receive(connection, _PARCEL.size))
+        segment = others[rank][turn[rank]]
+        memory = segment.map(size)
+        memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+        view, at = memoryview(memory), HEADER_BYTES
+        while at < size:
+            got = connection.recv_into(view[at : at + _CHUNK])
+            if not got:
+                raise ConnectionError("the connection ended")
+            at += got
+        head = bytes(receive(connection, HEADER_BYTES))
+        if any(head):
+            memory[:HEADER_BYTES] = head
+            turn[rank] = (turn[rank] + 1) % len(others[rank])
+        connection.sendall(b"+")

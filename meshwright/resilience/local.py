@@ -1,0 +1,242 @@
+"""What a supervisor does on its own node of a run over several: ranks, courier, shelf, and what they leave behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable
+
+from meshwright.checkpoint.remote import Shelf, remote
+from meshwright.checkpoint.snapshot import Segment, Snapshot, State, read_snapshots
+from meshwright.errors import MeshwrightError
+from meshwright.launch.contract import Place
+from meshwright.launch.devices import Devices
+from meshwright.launch.rendezvous import interface_of, listen_at, open_store_socket
+from meshwright.monitor.progress import RankProgress
+from meshwright.plan import Plan
+from meshwright.resilience.courier import Helper, start_courier, start_shelf
+from meshwright.resilience.hang import HangError
+from meshwright.resilience.ranks import Ranks
+from meshwright.resilience.wire import Message
+from meshwright.train.memory import Copied
+from meshwright.train.session import Job, run_rank
+
+_COPIES = 3
+"""Snapshots of each rank that its node holds, so that one which every node has outlives the next (`Memory.copied`)."""
+_PEER_COPIES = 2
+Fence = Callable[[], None]
+
+
+class Orders(MeshwrightError):
+    """Ranks are to end because another node, or the leader, says so; no failure of theirs."""
+
+
+class LocalNode:
+    """The ranks of a node, generation after generation.
+
+    Args:
+        job: of the run.
+        devices: of this node, one rank each.
+        node: its number.
+        address: by which other nodes reach it.
+        remake: gives the job of another plan.
+        event: takes kind and data of what happened.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        devices: Devices,
+        node: int,
+        address: str,
+        remake: Callable[[Plan], Job],
+        event: Callable[..., None],
+    ) -> None:
+        self.job, self.devices, self.node, self.address = job, devices, node, address
+        self._remake, self._event = remake, event
+        self.slots = [devices.slot(at) for at in range(devices.count)]
+        self.held: list[tuple[Snapshot, bool]] = []
+        """Snapshots here, and whether ranks of this node wrote them."""
+        self.interrupts = 0
+        """How often the user asked that the run end."""
+        self.terminated = False
+        """Whether it was asked by SIGTERM."""
+        self.ranks: Ranks | None = None
+        """The ranks that run."""
+        self._listeners: dict[str, socket.socket] = {}
+        self._shelf: Helper | None = None
+        self.last: Message = {"generation": -1, "outcome": "", "result": None, "failure": None}
+        """How the last generation ended here."""
+
+    def report(self) -> Message:
+        """Makes ready for another generation, and returns what the leader needs to know for it."""
+        if self._shelf is None:
+            for name in ("store", "shelf", "courier"):
+                if name not in self._listeners:
+                    self._listeners[name] = listen_at(self.address)
+            self._shelf = start_shelf(self._listeners["shelf"], [one for one, _ in self.held])
+        ports = {name: listener.getsockname()[1] for name, listener in self._listeners.items()}
+        held = [[one.generation, one.step, one.rank, one.ranks, own] for one, own in self.held]
+        newest = max((one for one, _ in self.held), key=lambda one: (one.step, one.generation), default=None)
+        more = {"peak": newest.meta.get("peak_flops") if newest is not None else None}
+        return {"node": self.node, "slots": self.slots, "host": self.address, "ports": ports, "held": held} | more | (
+            self.last
+        )
+
+    def state(self, order: Message) -> State | None:
+        """Returns the state that an order says to go on from; what lies elsewhere is opened when it is needed."""
+        if order["state"] is None:
+            return None
+        step, generation, places = (order["state"][name] for name in ("step", "generation", "places"))
+        here = {one.rank: one for one, _ in self.held if (one.step, one.generation) == (step, generation)}
+        shelves = {node: Shelf(*address) for node, address in order["shelves"].items()}
+        found = [
+            here.get(int(rank)) or remote(shelves[str(node)], (generation, step, int(rank)))
+            for rank, node in sorted(places.items(), key=lambda item: int(item[0]))
+        ]
+        return State(step, found, order["state"]["tier"])
+
+    def run(self, order: Message, watch: Callable[[Ranks], None], wake: int, fence: Fence) -> None:
+        """Runs this node's ranks of a generation to their end, whatever it is; `last` says how it came.
+
+        Args:
+            order: the leader's.
+            watch: called some times a second; what it raises ends the ranks.
+            wake: descriptor that calls for it at once.
+            fence: asked by ranks before they write.
+
+        Raises:
+            Orders: as ``watch`` raises it.
+        """
+        generation = order["generation"]
+        self.last = {"generation": generation, "outcome": "fenced", "result": None, "failure": None, "reached": 0}
+        job = self._remake(Plan.from_json(order["plan"]))
+        state = self.state(order)
+        place = self._place(order)
+        mine = order["nodes"][str(self.node)]
+        ranks = Ranks(job, self.devices.only(mine["slots"]), generation, self.interrupts, place, self._copies(order))
+        copied = Copied(len(mine["slots"])) if place.nodes > 1 else None
+        others = {rank: tuple(Segment() for _ in range(_PEER_COPIES)) for rank in self._before(order)}
+        courier: Helper | None = None
+        error: MeshwrightError | None = None
+        self.ranks = ranks
+        try:
+            if copied is not None:
+                own = {place.first + at: segments for at, segments in enumerate(ranks.segments)}
+                to = order["nodes"][str(self._neighbour(order, 1))]
+                courier = start_courier(self._listeners["courier"], (to["host"], to["courier"]), own, others, copied)
+            lost_at = None if order["since"] is None else time.monotonic() - order["since"]
+            memory = ranks.memory(state, lost_at, order["peak"], order["sick"])
+            memory = dataclasses.replace(memory, copied=copied, fence=fence)
+            ranks.launcher.start(run_rank, dataclasses.replace(job, memory=memory))
+            result = ranks.launcher.wait(watch=lambda: watch(ranks), wake=wake)[0]
+            self.last |= {"outcome": "finished", "result": result}
+        except Orders:
+            raise
+        except MeshwrightError as failed:
+            error = failed
+        finally:
+            self.interrupts = max(self.interrupts, ranks.launcher.interrupts)
+            self.terminated |= ranks.launcher.terminated
+            ranks.launcher.cancel()
+            if courier is not None:
+                courier.close()
+            if error is not None:
+                self.last |= {"outcome": "failed", "failure": _failure(error, ranks)}
+            self.last["reached"] = max((one.step for one in ranks.hang.last.values()), default=0)
+            self._take_over(order, ranks, others)
+            self._let_go(ranks, others, copied)
+
+    def look(self, ranks: Ranks) -> list[RankProgress]:
+        """Looks at where the ranks stand, and returns it; tells of those that are slow.
+
+        Raises:
+            HangError: when they hang.
+        """
+        found = ranks.hang.look()
+        for slow in ranks.slow.look(found):
+            place = ranks.layout.place(slow.rank)
+            self._event("slow_rank", slow=slow.rank, place=place, share=slow.share, others=slow.others)
+        return found
+
+    def _copies(self, order: Message) -> int:
+        return _COPIES if len(order["nodes"]) > 1 else 2
+
+    def _place(self, order: Message) -> Place:
+        """Returns where this node's ranks stand, and gives the launcher the store's socket where rank 0 is here."""
+        first, alone = order["nodes"][str(self.node)]["first"], len(order["nodes"]) == 1
+        listener = self._listeners.pop("store") if first == 0 else None
+        host, port = order["store"]
+        if alone and listener is not None:
+            # Ranks of one node need no network: the store looks up names, which takes long without one.
+            listener.close()
+            listener = open_store_socket(order["world"])
+            host, port = listener.getsockname()[:2]
+        return Place(
+            node=self.node,
+            nodes=len(order["nodes"]),
+            first=first,
+            world=order["world"],
+            host=host,
+            port=port,
+            listener=listener,
+            interface="" if alone else interface_of(self.address),
+        )
+
+    def _neighbour(self, order: Message, way: int) -> int:
+        """Returns the node after (1) or before (-1) this one in the ring."""
+        ring = sorted(int(node) for node in order["nodes"])
+        return ring[(ring.index(self.node) + way) % len(ring)]
+
+    def _before(self, order: Message) -> range:
+        """Returns the ranks of the node before, whose snapshots are kept here."""
+        if len(order["nodes"]) == 1:
+            return range(0)
+        one = order["nodes"][str(self._neighbour(order, -1))]
+        return range(one["first"], one["first"] + len(one["slots"]))
+
+    def _take_over(self, order: Message, ranks: Ranks, others: dict[int, tuple[Segment, ...]]) -> None:
+        """Keeps what the generation left beside what it began from, which alone may be whole."""
+        began = (order["state"]["step"], order["state"]["generation"]) if order["state"] else None
+        kept = [pair for pair in self.held if (pair[0].step, pair[0].generation) == began]
+        own = read_snapshots(one for segments in ranks.segments for one in segments)
+        peers = read_snapshots(one for segments in others.values() for one in segments)
+        self.held = [*kept, *((one, True) for one in own), *((one, False) for one in peers)]
+
+    def _let_go(self, ranks: Ranks, others: dict[int, tuple[Segment, ...]], copied: Copied | None) -> None:
+        self.ranks = None
+        ranks.close()
+        for segment in (one for segments in others.values() for one in segments):
+            segment.close()
+        if copied is not None:
+            copied.close()
+        self.clear()
+
+    def clear(self) -> None:
+        """Ends the shelf and closes what was made ready."""
+        if self._shelf is not None:
+            self._shelf.close()
+            self._shelf = None
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
+
+
+def _failure(error: MeshwrightError, ranks: Ranks) -> Message:
+    """Returns what the leader needs to know of a failure."""
+    rank = ranks.blamed(error)
+    at = ranks.hang.last.get(rank)
+    failures = ranks.launcher.failures
+    return {
+        "error": type(error).__name__ if not isinstance(error, HangError) else "LaunchError",
+        "text": str(error),
+        "rank": rank,
+        "place": ranks.launcher.label(rank) if ranks.launcher.label is not None and rank >= 0 else "",
+        "echo": bool(failures) and failures[0].is_echo,
+        "hang": isinstance(error, HangError),
+        "raised": ranks.raised,
+        "phase": at.phase if at else "start",
+        "step": at.step if at else 0,
+        "at": time.time(),
+    }

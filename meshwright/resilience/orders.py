@@ -1,0 +1,69 @@
+"""What the leader of several nodes tells them: who does what, from which state on; made of what they told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from meshwright.checkpoint.remote import whole_steps
+from meshwright.resilience.wire import Message
+
+Reports = Mapping[int, Message]
+"""What each node told last (`LocalNode.report`)."""
+
+
+def compose(reports: Reports, places: Sequence[tuple[int, int]]) -> Message:
+    """Returns the part of an order that says where ranks are, and where nodes listen.
+
+    Args:
+        reports: of the nodes that are there.
+        places: node and device of each rank.
+    """
+    nodes: dict[str, Message] = {}
+    for rank, (node, slot) in enumerate(places):
+        report = reports[node]
+        ports = {"host": report["host"], "courier": report["ports"]["courier"]}
+        nodes.setdefault(str(node), {"first": rank, "slots": []} | ports)["slots"].append(slot)
+    head = reports[places[0][0]]
+    return {
+        "world": len(places),
+        "nodes": nodes,
+        "members": sorted(reports),
+        "store": [head["host"], head["ports"]["store"]],
+        "shelves": shelves(reports),
+    }
+
+
+def shelves(reports: Reports) -> dict[str, list]:
+    """Returns where the snapshots of each node can be read."""
+    return {str(node): [one["host"], one["ports"]["shelf"]] for node, one in reports.items()}
+
+
+def choose(
+    reports: Reports, refused: Collection[tuple[int, int]], on_disk: int, floor: int = -1
+) -> tuple[Message | None, float | None]:
+    """Returns the newest whole state that nodes hold, and the rate of a device as it was measured before.
+
+    Args:
+        reports: of the nodes that are there.
+        refused: steps and generations of states that turned out damaged.
+        on_disk: step of the newest checkpoint; a newer one is better than what is held.
+        floor: newest generation whose states don't count, since the run turned back from them.
+
+    Returns:
+        Step, generation, tier, and for each rank a node that holds its snapshot; None when the disk is better.
+    """
+    rows = [row for one in reports.values() for row in one["held"]]
+    peak = next((one["peak"] for one in reports.values() if one["peak"]), None)
+    whole = [one for one in whole_steps(rows) if one not in refused and one[1] > floor]
+    if not whole or on_disk > whole[0][0]:
+        return None, peak
+    step, generation = whole[0]
+    places: dict[str, int] = {}
+    own: set[int] = set()
+    for node in sorted(reports):
+        for found in reports[node]["held"]:
+            if (found[1], found[0]) == whole[0]:
+                places.setdefault(str(found[2]), node)
+                own |= {found[2]} if found[4] else set()
+    tier = "memory" if len(own) == len(places) else "peer"
+    return {"step": step, "generation": generation, "places": places, "tier": tier}, peak

@@ -1,0 +1,178 @@
+"""The ranks of one generation on one node, what is shared with them, and what is decided when they fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.axes.groups import coordinates
+from meshwright.checkpoint.manifest import Origin
+from meshwright.checkpoint.snapshot import Segment, State
+from meshwright.checkpoint.store import IMAGE, CheckpointStore
+from meshwright.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    MeshwrightError,
+    PlanError,
+)
+from meshwright.launch.contract import Place
+from meshwright.launch.devices import Devices
+from meshwright.launch.fork import ForkLauncher
+from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
+from meshwright.plan import Plan
+from meshwright.resilience.hang import HangError, HangWatch
+from meshwright.resilience.room import room_for, state_bytes
+from meshwright.resilience.slow import SlowWatch
+from meshwright.train.memory import RESTORING, Control, Memory
+from meshwright.train.session import Job
+
+_COPY_BYTES_S = 2e9
+"""Bytes a second of a snapshot, copy and checksum, as the slowest machines give them."""
+_STALL_SHARE = 0.01
+_MOST_STEPS = 100
+HOPELESS = (ConfigError, PlanError, DataError, ClusterError)
+"""What another start can't mend."""
+
+
+def steps_between(plan: Plan, wanted: int | None) -> int:
+    """Returns the steps between snapshots: as wanted, or so that they cost about 1 % of the planned time of a step."""
+    if wanted is not None:
+        return wanted
+    step_s = plan.prediction.step_s
+    if not step_s:
+        return 10
+    seconds = state_bytes(plan, 1) / _COPY_BYTES_S
+    return max(1, min(_MOST_STEPS, round(seconds / (_STALL_SHARE * step_s) + 0.5)))
+
+
+class Ranks:
+    """The ranks of one generation, and what is shared with them.
+
+    Args:
+        job: what they do.
+        devices: what they run on, one each.
+        generation: of them.
+        interrupts: how often the user asked already that the run end.
+        place: where they stand, when there are others on other nodes.
+        copies: snapshots of each that are held.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        devices: Devices,
+        generation: int,
+        interrupts: int,
+        place: Place | None = None,
+        copies: int = 2,
+    ) -> None:
+        self.layout = layout = job.plan.layout
+        count = devices.count
+        self.room = room_for(job.plan, count)
+        """What of the state fits into this node's memory beside the ranks."""
+        fits = self.room.snapshots or place is not None
+        self._every = steps_between(job.plan, job.config.recovery.snapshot_every) if fits else 0
+        self.segments = tuple(tuple(Segment() for _ in range(copies)) for _ in range(count))
+        writes = place is None and self.room.disk and job.config.checkpoint.backend == IMAGE
+        self.disk = tuple(Segment() for _ in range(count)) if writes else ()
+        self.control = Control()
+        self.launcher = ForkLauncher(
+            count,
+            devices=devices,
+            label=layout.place,
+            config=job.config.launch,
+            run_id=job.run_dir.name,
+            generation=generation,
+            disposable=True,
+            interrupts=interrupts,
+            place=place,
+        )
+        progress = job.run_dir / (PROGRESS if place is None else node_progress(place.node))
+        reset_progress(progress, job.plan.ranks)
+        first = place.first if place is not None else None
+        self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees).get("pp", 0))
+        self.hang = HangWatch(progress, generation, count, job.config.recovery.hang_s, layout.describe_rank, first)
+
+    def memory(
+        self, state: State | None, lost_at: float | None, peak_flops: float | None, sick_step: int
+    ) -> Memory:
+        """Returns what the ranks are handed."""
+        return Memory(
+            segments=self.segments,
+            disk=self.disk,
+            control=self.control,
+            every=self._every,
+            state=state,
+            lost_at=lost_at,
+            peak_flops=peak_flops,
+            sick_step=sick_step,
+        )
+
+    @property
+    def raised(self) -> bool:
+        """Whether the first failure was an exception of a rank's own, which another start may well meet again."""
+        failures = self.launcher.failures
+        return bool(failures) and bool(failures[0].trace) and not failures[0].is_echo
+
+    def blamed(self, error: MeshwrightError) -> int:
+        """Returns the rank that failed first; -1 when none stands out."""
+        if isinstance(error, HangError):
+            return error.rank
+        return self.launcher.failures[0].rank if self.launcher.failures else -1
+
+    def close(self) -> None:
+        """Lets go of the shared memory."""
+        self.control.close()
+        for segment in self.all_segments():
+            segment.close()
+
+    def all_segments(self) -> list[Segment]:
+        """Returns everything that the ranks leave their state in."""
+        return [*(one for pair in self.segments for one in pair), *self.disk]
+
+
+class Patience:
+    """Decides whether a run goes on after a failure.
+
+    Args:
+        attempts: failures in a row without a new step after which it doesn't.
+    """
+
+    def __init__(self, attempts: int) -> None:
+        self._attempts = attempts
+        self._reached = -1
+        self._fruitless = 0
+
+    def ends(self, error: MeshwrightError, reached: int, raised: bool) -> bool:
+        """Takes note of a failure, and returns whether another start is hopeless.
+
+        Args:
+            error: of the failure.
+            reached: the furthest step of any rank.
+            raised: whether it was an exception of a rank's own.
+        """
+        self._fruitless = 1 if reached > self._reached else self._fruitless + 1
+        again = raised and reached <= max(1, self._reached)
+        self._reached = max(self._reached, reached)
+        if isinstance(error, CheckpointError) and RESTORING in str(error):
+            return self._fruitless > self._attempts
+        return not isinstance(error, LaunchError) or again or self._fruitless > self._attempts
+
+
+def keep_on_disk(store: CheckpointStore, state: State, origin: Origin) -> dict[str, Any] | None:
+    """Writes a state to disk before a run ends by an error, where it is newer than what is there.
+
+    Returns:
+        What the event says: ``kind``, step, and path and bytes or a reason; None when there is nothing to write.
+    """
+    latest = store.latest()
+    if latest is not None and latest.step >= state.step:
+        return None
+    store.went_on(state.step)
+    try:
+        saved = store.save_state(state.step, state, state.meta, origin)
+    except CheckpointError as failed:
+        return {"kind": "checkpoint_failed", "step": state.step, "reason": str(failed)}
+    return {"kind": "checkpoint_saved", "step": state.step, "path": str(saved.path), "bytes": saved.size_bytes}

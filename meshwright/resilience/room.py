@@ -1,0 +1,55 @@
+"""Whether this node has memory for copies of the state: they must never be what makes the kernel kill a rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.plan import Plan
+
+SHARE = 0.5
+"""Share of the memory that is available now which copies may take."""
+COPIES = 2
+"""Snapshots of each rank that are held, so that one is whole at any moment."""
+
+
+class Room(NamedTuple):
+    """Which copies fit into this node's memory."""
+
+    snapshots: bool
+    """Whether the two fit that ranks write in turn."""
+    disk: bool
+    """Whether the one fits from which checkpoints are written beside the training."""
+    state_bytes: int
+    """Bytes of one copy of what this node's ranks keep."""
+    available_bytes: int
+    """Memory that is available now."""
+
+
+def state_bytes(plan: Plan, ranks: int) -> int:
+    """Returns the bytes that ``ranks`` of the plan's ranks keep in one copy: copies of a part are kept once."""
+    held = sum(plan.prediction.memory.get(part, 0) for part in ("parameters", "optimizer"))
+    return held * ranks // max(1, plan.layout.degree("replicate"))
+
+
+def available_bytes() -> int:
+    """Returns the memory that this node can give without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def room_for(plan: Plan, ranks: int, available: int | None = None) -> Room:
+    """Says which copies fit: the snapshots and the one for the disk, the latter alone, or none.
+
+    Args:
+        plan: of the run.
+        ranks: how many of its ranks run on this node.
+        available: bytes; what the node has now when None.
+    """
+    room, one = available_bytes() if available is None else available, state_bytes(plan, ranks)
+    most = SHARE * room
+    return Room((COPIES + 1) * one <= most, one <= most, one, room)

@@ -1,0 +1,280 @@
+"""The supervisor of a node's ranks: it alone lives as long as the run, and holds what the ranks leave in memory.
+
+It never touches a device, a thread or a process group: ranks are forked from it, warm, and are disposable. When one
+dies or hangs, all of its generation are killed before the next starts, so that no stale rank can write; the next takes
+up the newest state that all of them had left, under a layout for the devices that are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from meshwright.checkpoint.manifest import Origin
+from meshwright.checkpoint.snapshot import Segment, State, read_snapshots, whole_states
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.data.tokens import TokenSet
+from meshwright.errors import CheckpointError, ClusterError, LaunchError, MeshwrightError, PlanError, RankError
+from meshwright.events import Event
+from meshwright.launch.devices import Devices
+from meshwright.launch.signals import interrupts_to
+from meshwright.monitor.display import event_line
+from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
+from meshwright.plan import Plan
+from meshwright.resilience.ahead import Ahead
+from meshwright.resilience.devices import Roster
+from meshwright.resilience.disk import DiskWriter
+from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
+from meshwright.train.facts import Facts
+from meshwright.train.faults import parse_faults
+from meshwright.train.memory import RESTORING
+from meshwright.train.session import Job, run_rank
+
+
+class Supervisor:
+    """Runs a job to its end, through failures of ranks.
+
+    Args:
+        job: of the run; its directory exists.
+        devices: what the ranks run on, as many as the job's plan has ranks.
+        plans: gives a plan for fewer ranks, with what it needs of the model; refuses numbers that have no layout.
+        announce: given each later generation's job before it starts; returns it with what its display says.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        devices: Devices,
+        plans: Callable[[int], tuple[Plan, Facts]],
+        announce: Callable[[Job], Job],
+    ) -> None:
+        self._first, self._announce = job, announce
+        self._config = job.config.recovery
+        self._devices = devices
+        self._roster = Roster([devices.slot(rank) for rank in range(devices.count)], self._config)
+        self._ahead = Ahead(plans)
+        self._ahead.learn(job.plan.ranks, (job.plan, job.facts))
+        self._sink = JsonlSink(job.run_dir, metrics=False)
+        self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.checkpoint)
+        data = TokenSet.open(job.data_dir).fingerprint
+        self._origin = Origin(model=job.fingerprint, data=data, config=job.config.to_dict())
+        self._layout = job.plan.layout
+        faults = parse_faults(self._config.faults)
+        self._disk = DiskWriter(self._store.root, job.config.checkpoint, self._origin, self._event, faults)
+        self.generation = 0
+        self.terminated = False
+        """Whether SIGTERM asked for the end."""
+        self._states: list[State] = []
+        self._peak: float | None = None
+        self._lost_at: float | None = None
+        self._interrupts = 0
+        self._patience = Patience(self._config.attempts)
+        self._ranks_run = False
+        self._sick_step, self._turns, self._turned_to = 0, 0, -1
+
+    def run(self) -> dict[str, Any]:
+        """Runs the job; returns what rank 0 returned.
+
+        Raises:
+            MeshwrightError: when the run can't go on; the newest state is on disk then, if there was one.
+            KeyboardInterrupt: at the second Ctrl-C.
+        """
+        try:
+            with interrupts_to(self._count):
+                while True:
+                    result = self._one_generation()
+                    if result is not None:
+                        self._finish_disk()
+                        return result
+                    self.generation += 1
+        finally:
+            self._disk.close()
+            self._ahead.close()
+            self._sink.close()
+
+    def _one_generation(self) -> dict[str, Any] | None:
+        """Starts ranks and waits for them; returns the run's result, or None when others must take their place."""
+        job, slots = self._next_job()
+        ranks = Ranks(job, self._devices.only(slots), self.generation, self._interrupts)
+        if not ranks.room.snapshots:
+            need, there = ranks.room.state_bytes, ranks.room.available_bytes
+            self._event("snapshots_off", state_bytes=need, available_bytes=there, from_disk_only=True)
+        error: MeshwrightError | None = None
+        result: dict[str, Any] = {}
+        try:
+            memory = ranks.memory(self._newest(), self._lost_at, self._peak, self._sick_step)
+            self._ranks_run = True
+            ranks.launcher.start(run_rank, dataclasses.replace(job, memory=memory))
+            result = ranks.launcher.wait(watch=lambda: self._watch(ranks))[0]
+        except MeshwrightError as failed:
+            error, self._lost_at = failed, time.monotonic()
+        finally:
+            self._interrupts = max(self._interrupts, ranks.launcher.interrupts)
+            self.terminated |= ranks.launcher.terminated
+            ranks.launcher.cancel()
+            self._ranks_run = False
+            fenced = time.monotonic()
+            if not result or (result.get("cut") and not result["sick"]):
+                self._take_over(ranks.all_segments())
+            if result:
+                self._disk.finish(job.config.checkpoint.wait_s)
+            self._disk.look(ranks.disk, job.plan.layout, None)
+            self._layout = job.plan.layout
+            ranks.close()
+        if error is not None:
+            self._event_lost(error, ranks, fenced)
+            self._decide(error, ranks, slots)
+            return None
+        if not result.get("cut"):
+            return result
+        if result["sick"]:
+            self._turn_back(result)
+            return None
+        back = self._roster.due()
+        self._roster.readmit(back)
+        self._lost_at = time.monotonic()
+        self._event("growing", step=result["step"], devices=back)
+        return None
+
+    def _turn_back(self, result: dict[str, Any]) -> None:
+        """Makes the next ranks go on from the last checkpoint, with the rows after the sick ones.
+
+        Raises:
+            RankError: when that has been done too often from the same checkpoint.
+        """
+        self._states, self._sick_step, self._lost_at = [], result["sick"], time.monotonic()
+        self._disk.finish(self._first.config.checkpoint.wait_s)
+        latest = self._store.latest()
+        base = latest.step if latest is not None else 0
+        self._turns = self._turns + 1 if base == self._turned_to else 1
+        self._turned_to = base
+        self._event("rewinding", sick=result["step"], step=base)
+        if self._turns > self._config.attempts:
+            raise RankError(
+                f"steps after the checkpoint of step {base} were sick {self._turns} times with other rows each time; "
+                f"lower optimizer.lr = {self._first.config.optimizer.lr}, or look at recovery.spike and largest_norm"
+            )
+
+    def _newest(self) -> State | None:
+        """Returns the state in memory, unless there is none or a checkpoint on disk is newer."""
+        latest = self._store.latest() if self._states else None
+        return None if not self._states or (latest and latest.step > self._states[0].step) else self._states[0]
+
+    def _next_job(self) -> tuple[Job, list[int]]:
+        """Returns the job for as many of the devices that are there as a layout can use, and these devices."""
+        began = time.monotonic()
+        if self.generation == 0:
+            return self._first, self._roster.present
+        self._await_devices()
+        slots = self._roster.present
+        why = ""
+        for ranks in range(len(slots), self._config.minimum - 1, -1):
+            try:
+                (plan, facts), cached = self._ahead.answer(ranks)
+            except (PlanError, ClusterError) as error:
+                why = why or str(error)
+                continue
+            job = self._announce(dataclasses.replace(self._first, plan=plan, facts=facts))
+            told = {"layout": str(job.plan.layout), "ranks": ranks, "left_out": self._roster.absent, "ahead": cached}
+            self._event("planned", seconds=time.monotonic() - began, **told)
+            return job, slots[:ranks]
+        raise self._over(LaunchError(f"no layout for the {len(slots)} ranks that are left: {why}"))
+
+    def _await_devices(self) -> None:
+        """Waits until enough devices may be tried again."""
+        while len(self._roster.present) < self._config.minimum:
+            pause = self._roster.next_s()
+            self._event("waiting", seconds=pause, present=len(self._roster.present), minimum=self._config.minimum)
+            end = time.monotonic() + pause
+            while time.monotonic() < end:
+                time.sleep(min(0.1, max(0.0, end - time.monotonic())))
+                if self._interrupts:
+                    raise self._over(LaunchError("ended while waiting for devices to come back"))
+            self._roster.readmit(self._roster.due())
+
+    def _watch(self, ranks: Ranks) -> None:
+        found = ranks.hang.look()
+        self._disk.look(ranks.disk, ranks.layout, ranks.control)
+        for slow in ranks.slow.look(found):
+            place = ranks.layout.place(slow.rank)
+            self._event("slow_rank", slow=slow.rank, place=place, share=slow.share, others=slow.others)
+        if self._roster.due() and not ranks.control.cut:
+            ranks.control.ask_cut()
+        if found and all(one.step > 2 for one in found):
+            count = ranks.launcher.ranks
+            self._ahead.begin([fewer for fewer in (count - 1, count - 2) if fewer >= self._config.minimum])
+
+    def _event_lost(self, error: MeshwrightError, ranks: Ranks, fenced: float) -> None:
+        rank = ranks.blamed(error)
+        place = ranks.launcher.label(rank) if ranks.launcher.label is not None and rank >= 0 else ""
+        at = ranks.hang.last.get(rank)
+        where = {"phase": at.phase if at else "start", "step": at.step if at else 0}
+        why = str(error).splitlines()[0]
+        self._event("rank_lost", lost=rank, place=place, why=why, generation=self.generation, **where)
+        assert self._lost_at is not None
+        self._event("fenced", generation=self.generation, seconds=fenced - self._lost_at)
+
+    def _decide(self, error: MeshwrightError, ranks: Ranks, slots: list[int]) -> None:
+        """Decides whether to go on after a failure, and without whom.
+
+        Raises:
+            MeshwrightError: when the run can't go on.
+        """
+        reached = max((one.step for one in ranks.hang.last.values()), default=0)
+        ends = self._patience.ends(error, reached, ranks.raised)
+        refused = isinstance(error, CheckpointError) and self._states and RESTORING in str(error)
+        if refused:
+            self._states.pop(0)
+            self._event("snapshot_refused", reason=str(error))
+        if ends or (self._interrupts and not refused):
+            raise self._over(error)
+        rank = ranks.blamed(error)
+        if 0 <= rank < len(slots) and self._roster.blame(slots[rank]):
+            self._event("left_out", device=slots[rank], seconds=self._roster.next_s())
+
+    def _take_over(self, segments: Sequence[Segment]) -> None:
+        """Keeps the newest states of a generation that has ended, in place of older ones."""
+        found = whole_states(read_snapshots(segments))
+        if found:
+            self._states = found
+            self._peak = found[0].meta.get("peak_flops")
+
+    def _over(self, error: MeshwrightError) -> MeshwrightError:
+        """Writes the newest state to disk where it is newer than what is there; returns the error to raise."""
+        state = self._states[0] if self._states else None
+        if state is not None and not isinstance(error, HOPELESS):
+            self._disk.finish(self._first.config.checkpoint.wait_s)
+            origin = dataclasses.replace(self._origin, layout=self._layout)
+            told = keep_on_disk(self._store, state, origin)
+            if told is not None:
+                self._event(**told)
+        return error
+
+    def _finish_disk(self) -> None:
+        """Waits for the last checkpoint.
+
+        Raises:
+            CheckpointError: when it couldn't be written.
+        """
+        self._disk.finish(self._first.config.checkpoint.wait_s)
+        if self._disk.failed is not None:
+            raise CheckpointError(self._disk.failed)
+
+    def _event(self, kind: str, **data: Any) -> None:
+        """Records an event; while no ranks run, whose display does it otherwise, shows it as well."""
+        event = Event(kind=kind, rank=SUPERVISOR, data=data)
+        self._sink.event(event)
+        line = event_line(event)
+        if line is not None and not self._ranks_run and self._first.config.monitor.display != "none":
+            sys.stderr.write(line + "\n")
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        self.terminated |= number == signal.SIGTERM
+        if self._interrupts > 1:
+            raise KeyboardInterrupt

@@ -1,0 +1,92 @@
+"""Makes the random numbers of forward, dropout's above all, those of their place in the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.axes.comm.boxes import TokenSplit, Units
+from meshwright.axes.comm.chance import Chance
+from meshwright.axes.cp import local_group
+from meshwright.axes.experts import ExpertRows
+from meshwright.axes.table import Group, ShardingTable
+from meshwright.plan import Layout
+from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.program import Part
+
+ROUTED = "its tokens are those that a router chose, in an order that depends on the layout"
+"""Why nothing inside experts can be drawn by place."""
+
+
+def install(
+    parts: Sequence[Part],
+    layers: Sequence[str],
+    table: ShardingTable | None,
+    experts: Sequence[ExpertRows],
+    mesh: Mesh | None,
+    attention: str,
+) -> Chance:
+    """Gives the forwards of a rank's stages their numbers.
+
+    Args:
+        parts: stages of this rank, split by all axes that split layers.
+        layers: names of the model's layers: what is drawn in them is named by them, all else by its module.
+        table: of the model.
+        experts: of the model.
+        mesh: ranks and wires.
+        attention: how ``cp`` computes attention.
+    """
+    chance = Chance(_tokens(mesh, attention) if mesh is not None else TokenSplit())
+    inside = tuple(f"{name}." for name in layers)
+    for part in parts:
+        held = {name: module for name, module in part.module.named_modules() if _runs(module)}
+        for name, module in held.items():
+            if name in layers:
+                if module in part.layers:
+                    chance.own(module, name)
+                    if table is not None and mesh is not None:
+                        _own_units(chance, module, table.layers[name].groups, mesh, attention)
+            elif not name.startswith(inside):
+                chance.own(module, name)
+        for rows in (rows for rows in experts if rows.module in held):
+            chance.lose(held[rows.module], ROUTED)
+    return chance
+
+
+def _runs(module: Any) -> bool:
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _tokens(mesh: Mesh, attention: str) -> TokenSplit:
+    context, tensor = mesh.wires["cp"], mesh.wires["tp"]
+    return TokenSplit(
+        index=context.index,
+        ranks=context.size,
+        balanced=attention == "gather",
+        part=tensor.index if mesh.layout.sequence else 0,
+        parts=tensor.size if mesh.layout.sequence else 1,
+    )
+
+
+def _own_units(chance: Chance, layer: nn.Module, groups: Sequence[Group], mesh: Mesh, attention: str) -> None:
+    """States what this rank has of each group's units, where it hasn't all."""
+    for group in groups:
+        units = held_units(group, mesh, mesh.layout, attention)
+        if units is not None and group.columns:
+            first = (group.inlets or group.columns)[0]
+            chance.between(layer.get_submodule(first), layer.get_submodule(group.row), units)
+
+
+def held_units(group: Group, mesh: Mesh, layout: Layout, attention: str) -> Units | None:
+    """Returns the units of a group that this rank computes; None where it computes all."""
+    tensor, context = mesh.wires["tp"], mesh.wires["cp"]
+    shares = group.shares(tensor.size) if layout.degree("tp") > 1 else None
+    first, last = shares[tensor.index] if shares is not None else (0, group.units)
+    if context.size > 1 and attention != "gather" and group.heads:
+        local = local_group(group, tensor.index, tensor.size).shares(context.size)
+        if local is not None:
+            start, stop = local[context.index]
+            first, last = first + start, first + stop
+    return None if (first, last) == (0, group.units) else Units(first, last, group.units)

@@ -1,0 +1,216 @@
+"""Runs stages by a schedule through torch's pipeline runtime, which sends and receives between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from meshwright.axes.comm.wire import Wire
+from meshwright.errors import PlanError
+from meshwright.runtime.program import Part
+from meshwright.schedules.action import Schedule
+
+Forward = Callable[[Part, int, tuple[torch.Tensor, ...]], Any]
+"""(stage, micro-batch, what it received) to what the next stage gets, or in the last stage the loss."""
+Backward = Callable[[int], None]
+"""Told of a micro-batch before its backward."""
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+_DIMS, _TENSORS = 6, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorKind:
+    """Shape and type of a tensor that crosses between stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorKind:
+        """Returns a tensor's."""
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    def example(self) -> torch.Tensor:
+        """Returns a tensor without memory; a floating one needs a gradient."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """The ranks that a micro-batch passes through."""
+
+    wire: Wire
+    """Of the axis ``pp``."""
+    schedule: Schedule
+    """What runs when."""
+    device: torch.device
+    """Where this rank computes."""
+
+
+class _TorchStage(PipelineStage):
+    """A stage as torch's runtime drives it: the forward is ours, sends are booked."""
+
+    def __init__(
+        self, part: Part, line: Line, kinds: tuple[Sequence[TensorKind], ...], forward: Forward, backward: Backward
+    ) -> None:
+        inputs, outputs = (tuple(kind.example() for kind in side) for side in kinds)
+        super().__init__(
+            part.module,
+            part.stage,
+            line.schedule.stages,
+            line.device,
+            input_args=inputs,
+            output_args=outputs,
+            group=line.wire.group,
+        )
+        self._part, self._line, self._ours, self._told = part, line, forward, backward
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch's runtime for the forward of a micro-batch."""
+        return self._ours(self._part, kwargs["number"], args)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch's runtime for a backward."""
+        self._told(bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        """Called by torch's runtime to send what the next stage gets."""
+        return self._booked(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        """Called by torch's runtime to send the gradients for the stage before."""
+        return self._booked(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _booked(self, operations: list[Any]) -> list[Any]:
+        wire = self._line.wire
+        wire.log.add(wire.axis, "send", sum(item.tensor.nbytes for item in operations), 0.0, 0.0)
+        return operations
+
+
+class ScheduleRun:
+    """A schedule, ready to run micro-batches of one shape.
+
+    Args:
+        parts: stages of this rank.
+        line: ranks and schedule.
+        kinds: for each part what it receives and what it sends.
+        forward: of a stage on a micro-batch.
+        backward: told before each backward.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        line: Line,
+        kinds: Sequence[tuple[Sequence[TensorKind], ...]],
+        forward: Forward,
+        backward: Backward,
+    ) -> None:
+        self._stages = [_TorchStage(part, line, kind, forward, backward) for part, kind in zip(parts, kinds)]
+        self._count = line.schedule.microbatches
+        action: Any = getattr(torch_schedules, "_Action", None)
+        runtime: Any = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
+        load = next((n for n in ("_prepare_schedule_with_comms", "_load_actions") if hasattr(runtime, n)), None)
+        if action is None or load is None:
+            raise PlanError(f"pp: torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.13 do")
+        # What fails is raised; torch would print the whole schedule beside it, from every rank.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+        self._run = runtime(self._stages, n_microbatches=self._count, loss_fn=_identity, scale_grads=False)
+        rows = {rank: [action.from_str(str(item)) for item in row] for rank, row in enumerate(line.schedule.actions)}
+        self._run.pipeline_order = rows
+        getattr(self._run, load)(rows)
+
+    def step(self) -> None:
+        """Runs all micro-batches forward and backward; data axes have been summed by FSDP2, others not."""
+        for stage in self._stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        numbers = [{"number": number} for number in range(self._count)]
+        self._run._step_microbatches(
+            arg_mbs=[()] * self._count,
+            kwarg_mbs=numbers,
+            target_mbs=[None] * self._count,
+            return_outputs=False,
+        )
+
+
+def _identity(output: torch.Tensor, _target: None) -> torch.Tensor:
+    """The last stage's forward gives the loss itself."""
+    return output
+
+
+def chain(
+    parts: Sequence[Part], line: Line, forward: Callable[[Part, tuple[torch.Tensor, ...]], Any]
+) -> list[tuple[Sequence[TensorKind], ...]]:
+    """Passes one batch of any shape forward through all stages, one after the other.
+
+    Args:
+        parts: stages of this rank, lowest first.
+        line: ranks and schedule.
+        forward: (stage, what it received) to what it sends; in the last stage, to the loss.
+
+    Returns:
+        For each part what it received and what it sent.
+    """
+    kinds: list[tuple[Sequence[TensorKind], ...]] = []
+    place, last = line.schedule.placement, line.schedule.stages - 1
+    local: tuple[torch.Tensor, ...] = ()
+    for part in parts:
+        number = part.stage
+        taken: tuple[torch.Tensor, ...] = ()
+        if number:
+            near = place[number - 1] == place[number]
+            taken = local if near else _receive(line, place[number - 1])
+        given = forward(part, taken)
+        if number == last:
+            given = (given,)
+        elif place[number + 1] == place[number]:
+            local = given
+        else:
+            _send(line, given, place[number + 1])
+        kinds.append(([TensorKind.of(item) for item in taken], [TensorKind.of(item) for item in given]))
+    return kinds
+
+
+def _send(line: Line, tensors: tuple[torch.Tensor, ...], index: int) -> None:
+    peer = dist.get_global_rank(line.wire.group, index)
+    dist.send(_header(tensors).to(line.device), peer, group=line.wire.group)
+    for tensor in tensors:
+        dist.send(tensor.contiguous(), peer, group=line.wire.group)
+    line.wire.log.add(line.wire.axis, "send", sum(item.nbytes for item in tensors), 0.0, 0.0)
+
+
+def _receive(line: Line, index: int) -> tuple[torch.Tensor, ...]:
+    peer = dist.get_global_rank(line.wire.group, index)
+    header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=line.device)
+    dist.recv(header, peer, group=line.wire.group)
+    count, *rest = header.tolist()
+    tensors = []
+    for start in range(0, count * (_DIMS + 2), _DIMS + 2):
+        kind, dims, *sizes = rest[start : start + _DIMS + 2]
+        tensor = torch.empty(sizes[:dims], dtype=_DTYPES[kind], device=line.device)
+        dist.recv(tensor, peer, group=line.wire.group)
+        tensors.append(tensor)
+    return tuple(tensors)
+
+
+def _header(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Number of tensors, then type, number of dims and dims of each, in a fixed number of integers."""
+    values = [len(tensors)]
+    for tensor in tensors:
+        if len(tensors) > _TENSORS or tensor.dim() > _DIMS or tensor.dtype not in _DTYPES:
+            raise PlanError(
+                f"pp: {len(tensors)} tensors such as {tuple(tensor.shape)} {tensor.dtype} cross between stages; at "
+                f"most {_TENSORS} of {_DIMS} dims can"
+            )
+        values += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *([0] * (_DIMS - tensor.dim()))]
+    values += [0] * (1 + _TENSORS * (_DIMS + 2) - len(values))
+    return torch.tensor(values, dtype=torch.int64)

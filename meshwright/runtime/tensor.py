@@ -1,0 +1,99 @@
+"""Puts the tensor axis on the stages of a rank: places, movements, and the sums of gradients that are owed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from meshwright.axes import tp
+from meshwright.axes.comm.split import copied_runs
+from meshwright.axes.comm.vocabulary import VocabShard
+from meshwright.axes.placement import Place
+from meshwright.axes.table import ShardingTable, vocabulary_span
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.program import Part
+
+
+def split(parts: Sequence[Part], table: ShardingTable, mesh: Mesh, apart: Sequence[str]) -> VocabShard | None:
+    """Splits stages over ``tp``.
+
+    Args:
+        parts: this rank's stages; modules, places and sums are changed.
+        table: of the whole model.
+        mesh: ranks and wires.
+        apart: names of modules that another axis splits: experts, where tokens travel to them.
+
+    Returns:
+        The run of the vocabulary whose logits this rank has; None for all of it.
+    """
+    wire, layout = mesh.wires["tp"], mesh.layout
+    if apart:
+        table = without_experts(table)
+    inside = tuple(f"{name}." for name in apart)
+    copies = mesh.world.size // layout.degree("pp")
+    neighbours = {number: mesh.neighbours("tp", number) for number in _shared_by(table, wire.size)}
+    for part in parts:
+        done = tp.wrap_model(part.module, table, wire, copies, layout.sequence)
+        for name, place in done.places.items():
+            part.places[name] = _over(place, part.places.get(name), copies)
+        owed = [item for item in done.owed if not item.name.startswith(inside)]
+        part.sync.append(tp.OwedSum(part.module, owed, wire, neighbours))
+    if not table.vocabulary or table.headless:
+        return None
+    return VocabShard(wire, *vocabulary_span(table.vocab, wire.size, wire.index))
+
+
+def _over(place: Place, held: Place | None, copies: int) -> Place:
+    """Returns a place with the name and the copies that a tie between stages gave the weight before."""
+    if held is None:
+        return place
+    more = held.copies // copies
+    copied = tuple((start, stop, number * more) for start, stop, number in place.copied)
+    return dataclasses.replace(place, name=held.name, copies=place.copies * more, copied=copied)
+
+
+def without_experts(table: ShardingTable) -> ShardingTable:
+    """Returns the table without the groups that split experts by channel."""
+    layers = {
+        name: dataclasses.replace(rows, groups=tuple(group for group in rows.groups if group.columns))
+        for name, rows in table.layers.items()
+    }
+    return dataclasses.replace(table, layers=layers)
+
+
+def _shared_by(table: ShardingTable, degree: int) -> list[int]:
+    """Returns the numbers of neighbours that hold the same rows of some weight."""
+    return sorted(
+        {
+            ranks
+            for _, split, shares, group in table.splits(degree)
+            for _, _, ranks in copied_runs(split, shares[0], group, degree)
+        }
+    )
+
+
+def check(table: ShardingTable | None, layout: Layout) -> None:
+    """Refuses a degree of ``tp`` that splits nothing, and token splits that the model's code doesn't allow.
+
+    Raises:
+        PlanError: with the rule, what was found, and the nearest layout that works.
+    """
+    degree = layout.degree("tp")
+    if degree == 1 or table is None:
+        return
+    if not table.vocabulary and next(table.splits(degree), None) is None:
+        reasons = {why for rows in table.layers.values() for why in rows.refused.values()} | set(table.refused.values())
+        why = "; ".join(sorted(reasons)[:3]) or f"no group of matrices has {degree} parts"
+        raise PlanError(f"tp={degree}: nothing of this model can be split: {why}; use shard={degree} instead")
+    if not layout.sequence:
+        return
+    for name, rows in table.layers.items():
+        whole = [group.row for group in rows.groups if group.heads and group.shares(degree) is None]
+        if whole or not rows.sequence:
+            why = f"{whole[0]} isn't split over {degree}" if whole else rows.sequence_refused
+            raise PlanError(
+                f"sequence=true splits the tokens between the parts that tp={degree} splits, but layer {name} needs "
+                f"all of them elsewhere: {why}; leave sequence out"
+            )

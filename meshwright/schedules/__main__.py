@@ -1,0 +1,53 @@
+"""``python -m meshwright.schedules``: the table of known schedules, or one of them as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from meshwright.errors import MeshwrightError
+from meshwright.schedules import draw, table
+from meshwright.schedules.costs import Costs
+from meshwright.schedules.file import build_schedule
+from meshwright.schedules.simulate import simulate
+from meshwright.schedules.spec import known_schedules
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command line and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m meshwright.schedules", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4, help="degree of the pipeline (4)")
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step (8)")
+    parser.add_argument("--stages-per-rank", type=int, help="with --draw (the fewest that the schedule allows)")
+    parser.add_argument("--json", action="store_true", help="the table as JSON")
+    parser.add_argument("--draw", metavar="NAME", help="one schedule as lines of text: a name, or file:PATH")
+    parser.add_argument("--svg", action="store_true", help="with --draw: as SVG")
+    parser.add_argument("--csv", action="store_true", help="with --draw: its actions, a row per rank")
+    chosen = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(_answer(chosen))
+    except MeshwrightError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _answer(chosen: argparse.Namespace) -> str:
+    if not chosen.draw:
+        found = table.rows(chosen.ranks, chosen.microbatches)
+        if chosen.json:
+            return json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n"
+        return table.as_text(found)
+    spec = known_schedules().get(chosen.draw)
+    stages = chosen.stages_per_rank or (spec.least_stages if spec else 1)
+    schedule = build_schedule(chosen.draw, chosen.ranks, stages, chosen.microbatches)
+    if chosen.csv:
+        return schedule.to_csv()
+    seen = simulate(schedule, Costs.uniform(schedule.stages))
+    return draw.svg(seen) + "\n" if chosen.svg else draw.text(seen)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

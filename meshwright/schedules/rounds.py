@@ -1,0 +1,57 @@
+"""The order in which a rank with several stages takes micro-batches: in rounds of about as many as there are ranks.
+
+In a round every stage of the rank, first to last, runs the micro-batches of that round forward; backward the stages go
+last to first. Both interleaved schedules follow it and differ in how many forwards they run ahead.
+Source: Narayanan et al., Efficient Large-Scale Language Model Training (SC 2021), section 2.2. The paper wants m to be
+a multiple of p; as in torch, rounds of equal size are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.errors import PlanError
+
+
+def round_size(ranks: int, microbatches: int) -> int:
+    """Returns the micro-batches of one round."""
+    return microbatches // max(1, microbatches // ranks)
+
+
+def forward_turns(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """Yields (stage, micro-batch) of a rank in the order of the forwards."""
+    yield from _turns(rank, ranks, range(stages_per_rank), microbatches)
+
+
+def backward_turns(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """Yields (stage, micro-batch) of a rank in the order of the backwards."""
+    yield from _turns(rank, ranks, range(stages_per_rank)[::-1], microbatches)
+
+
+def _turns(rank: int, ranks: int, laps: range, microbatches: int) -> Iterator[tuple[int, int]]:
+    size = round_size(ranks, microbatches)
+    for start in range(0, microbatches, size):
+        for lap in laps:
+            for microbatch in range(start, start + size):
+                yield lap * ranks + rank, microbatch
+
+
+def equal_rounds(ranks: int, stages_per_rank: int, microbatches: int) -> None:
+    """The rule of both: rounds of equal size.
+
+    Raises:
+        PlanError: the micro-batches don't divide into them.
+    """
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        below, above = (_nearest_equal(ranks, microbatches, step) for step in (-1, 1))
+        raise PlanError(
+            f"{microbatches} micro-batches on {ranks} ranks don't divide into {rounds} rounds of equal size; "
+            f"take {below} or {above}"
+        )
+
+
+def _nearest_equal(ranks: int, microbatches: int, step: int) -> int:
+    while microbatches % max(1, microbatches // ranks):
+        microbatches += step
+    return microbatches

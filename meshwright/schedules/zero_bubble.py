@@ -1,0 +1,55 @@
+"""Zero bubble, with one stage per rank (ZB-H1) or several: the backward to the weights fills what would be idle."""
+
+from __future__ import annotations
+
+from meshwright.schedules.action import Action, backward_input, backward_weight, forward
+from meshwright.schedules.rounds import backward_turns, equal_rounds, forward_turns, round_size
+from meshwright.schedules.spec import ScheduleSpec
+
+
+def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
+    """Returns the actions of a rank: every backward to the weights comes `rank` backwards to the input later.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), ZB-H1, on the interleaved order of Narayanan et al.
+    """
+    sizes = (rank, ranks, stages_per_rank, microbatches)
+    forwards = [forward(*turn) for turn in forward_turns(*sizes)]
+    turns = list(backward_turns(*sizes))
+    ahead = (stages_per_rank - 1) * round_size(ranks, microbatches) + ranks - 1 - rank
+    ahead = min(ahead, len(forwards))
+    actions = forwards[:ahead]
+    for place, turn in enumerate(turns):
+        if place < len(forwards) - ahead:
+            actions.append(forwards[ahead + place])
+        actions.append(backward_input(*turn))
+        if place >= rank:
+            actions.append(backward_weight(*turns[place - rank]))
+    return actions + [backward_weight(*turn) for turn in turns[max(0, len(turns) - rank) :]]
+
+
+def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
+    """Returns the stated bubble, where m is a multiple of p: (p-1) (F + I - W). Source: Qi et al. (2023), ZB-H1."""
+    if microbatches % ranks:
+        return None
+    return (ranks - 1) / (3 * stages_per_rank * microbatches + ranks - 1)
+
+
+def peak_live(ranks: int, stages_per_rank: int, microbatches: int) -> int:
+    """Returns the most that a rank holds: the forwards ahead, one more, and the weights that wait."""
+    return min((stages_per_rank - 1) * round_size(ranks, microbatches) + ranks, stages_per_rank * microbatches)
+
+
+SCHEDULE = ScheduleSpec(
+    name="zerobubble",
+    purpose="fills the bubble with weight gradients, at no more held than 1f1b or interleaved",
+    source="Qi et al., Zero Bubble Pipeline Parallelism (2023), arXiv:2401.10241",
+    order=order,
+    least_stages=1,
+    most_stages=None,
+    splits_backward=True,
+    rule=equal_rounds,
+    bubble=bubble,
+    bubble_text="(p-1) / (3 v m+p-1) when p divides m",
+    peak_live=peak_live,
+    peak_text="min(v m, (v-1) r + p), r = m / max(1, m // p)",
+)

@@ -1,0 +1,16 @@
+"""Faces of the runtime for a model and a loop of one's own: strategy, pipeline engine, layers, mesh, optimizer."""
+
+from meshwright.strategy.hybrid import HybridParallelStrategy
+from meshwright.strategy.layers import TensorParallelLinear, TensorParallelMultiheadAttention
+from meshwright.strategy.mesh import device_mesh
+from meshwright.strategy.pipeline import PipelineEngine
+from meshwright.strategy.zero import ZeroRedundancyOptimizer
+
+__all__ = [
+    "HybridParallelStrategy",
+    "PipelineEngine",
+    "TensorParallelLinear",
+    "TensorParallelMultiheadAttention",
+    "ZeroRedundancyOptimizer",
+    "device_mesh",
+]

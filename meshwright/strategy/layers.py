@@ -1,0 +1,218 @@
+"""Ready layers whose weights are split over ranks: a linear one and attention, equal to their whole counterparts."""
+
+from __future__ import annotations
+
+from typing import Literal, Self, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from meshwright.axes.comm.flow import entered, gather, gathered, scattered, summed
+from meshwright.axes.comm.wire import TrafficLog, Wire
+from meshwright.errors import ConfigError
+
+Ranks: TypeAlias = Wire | DeviceMesh | dist.ProcessGroup | None
+"""Who shares a layer: a mesh of one dim (``device_mesh(...)["tp"]``), a process group, or all ranks."""
+Mode: TypeAlias = Literal["columns", "rows"]
+
+
+def wire_over(ranks: Ranks) -> Wire:
+    """Returns the collectives of a group of ranks.
+
+    Raises:
+        ConfigError: for a mesh of several dims, and where there is no process group.
+    """
+    if isinstance(ranks, Wire):
+        return ranks
+    if not dist.is_initialized():
+        raise ConfigError("there is no process group; call torch.distributed.init_process_group() under torchrun")
+    if isinstance(ranks, DeviceMesh):
+        if ranks.ndim != 1:
+            raise ConfigError(f"the mesh has dims {ranks.mesh_dim_names}; name the one to split over, as mesh['tp']")
+        ranks = ranks.get_group()
+    return Wire("tp", ranks or dist.group.WORLD, TrafficLog())
+
+
+class TensorParallelLinear(nn.Module):
+    """`nn.Linear` whose weight is split over ranks; output and gradients are those of the whole layer.
+
+    ``columns`` splits the outputs: each rank has (out / n, in) and its part of the bias. ``rows`` splits the inputs:
+    each rank has (out, in / n) and the bias whole, added after the sum. A ``columns`` layer without ``gather_output``
+    and a ``rows`` layer with ``input_is_split`` make a pair that communicates once.
+    Source: Shoeybi et al., Megatron-LM (2019), section 3.
+
+    Args:
+        in_features: of the whole layer.
+        out_features: likewise.
+        mode: which of them is split.
+        ranks: who shares the layer.
+        bias: whether it has one.
+        gather_output: of ``columns``: whether every rank gets all outputs, or its part.
+        input_is_split: of ``rows``: whether a rank is called with its part of the inputs, or with all.
+        seed: of the whole weight, which is drawn as `nn.Linear` does and cut: no degree changes it. Layers of one model
+            want different seeds.
+
+    Raises:
+        ConfigError: when the ranks don't divide what is split, or an option belongs to the other mode.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mode: Mode = "columns",
+        ranks: Ranks = None,
+        *,
+        bias: bool = True,
+        gather_output: bool = True,
+        input_is_split: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        whole = seeded_linear(in_features, out_features, bias, seed)
+        self._take(whole, mode, wire_over(ranks), gather_output, input_is_split)
+
+    @classmethod
+    def from_linear(
+        cls,
+        whole: nn.Linear,
+        mode: Mode = "columns",
+        ranks: Ranks = None,
+        *,
+        gather_output: bool = True,
+        input_is_split: bool = False,
+    ) -> Self:
+        """Returns the split form of a layer, whose weights are the same on all ranks; it stays as it is."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(whole, mode, wire_over(ranks), gather_output, input_is_split)
+        return made
+
+    def _take(self, whole: nn.Linear, mode: Mode, wire: Wire, gather_output: bool, input_is_split: bool) -> None:
+        if mode not in ("columns", "rows"):
+            raise ConfigError(f"mode='{mode}': a layer is split by 'columns' (its outputs) or 'rows' (its inputs)")
+        if mode == "columns" and input_is_split:
+            raise ConfigError("input_is_split=True has no effect on columns, which need all inputs; use mode='rows'")
+        if mode == "rows" and not gather_output:
+            raise ConfigError("gather_output=False has no effect on rows, whose output is whole; use mode='columns'")
+        dim = 0 if mode == "columns" else 1
+        check_share("out_features" if dim == 0 else "in_features", whole.weight.shape[dim], wire.size)
+        self.in_features, self.out_features, self.mode = whole.in_features, whole.out_features, mode
+        self.gather_output, self.input_is_split = gather_output, input_is_split
+        self._wire, self._dim = wire, dim
+        with torch.no_grad():
+            self.weight = nn.Parameter(whole.weight.chunk(wire.size, dim)[wire.index].clone())
+            bias = whole.bias if whole.bias is None or dim else whole.bias.chunk(wire.size)[wire.index]
+            self.bias = None if bias is None else nn.Parameter(bias.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., in), or (..., in / n) where the input is split, to (..., out), or (..., out / n) ungathered."""
+        if self.mode == "columns":
+            y = self.product(entered(x, self._wire))
+            return gathered(y, self._wire, -1, False) if self.gather_output else y
+        held = x if self.input_is_split else scattered(x, self._wire, -1, False)
+        y = summed(functional.linear(held, self.weight), self._wire)
+        return y if self.bias is None else y + self.bias
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., in) to this rank's (..., out / n), for code that has let x in and brings the results together."""
+        return functional.linear(x, self.weight, self.bias)
+
+    @torch.no_grad()
+    def whole(self) -> nn.Linear:
+        """Returns the whole layer; all ranks call it together."""
+        made = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
+        made.weight.copy_(gather(self.weight, self._wire, self._dim))
+        if self.bias is not None:
+            made.bias.copy_(self.bias if self._dim else gather(self.bias, self._wire, 0))
+        return made.to(self.weight.device)
+
+    def extra_repr(self) -> str:
+        """Called by torch for ``repr``."""
+        return f"{self.in_features}, {self.out_features}, mode={self.mode}, ranks={self._wire.size}"
+
+
+class TensorParallelMultiheadAttention(nn.Module):
+    """Self-attention whose heads are split over ranks; one sum forward, one backward.
+
+    Args:
+        width: D of the input and output.
+        heads: H query heads of D / H elements each.
+        kv_heads: K key and value heads, each shared by H / K query heads; H when None.
+        ranks: who shares the layer.
+        causal: whether a token sees only itself and those before it.
+        bias: of the four products.
+        seed: of the whole weights; no degree changes them.
+
+    Raises:
+        ConfigError: when the heads don't divide.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        ranks: Ranks = None,
+        *,
+        causal: bool = True,
+        bias: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        wire, shared = wire_over(ranks), kv_heads or heads
+        if width % heads or heads % shared:
+            raise ConfigError(
+                f"width={width}, heads={heads}, kv_heads={shared}: heads divide the width, and kv_heads the heads"
+            )
+        check_share("heads", heads, wire.size)
+        check_share("kv_heads", shared, wire.size)
+        self.width, self.head_size, self.causal = width, width // heads, causal
+        self._wire = wire
+
+        def product(number: int, inputs: int, outputs: int, mode: Mode) -> TensorParallelLinear:
+            whole = seeded_linear(inputs, outputs, bias, 4 * seed + number)
+            columns = mode == "columns"
+            return TensorParallelLinear.from_linear(
+                whole, mode, wire, gather_output=not columns, input_is_split=not columns
+            )
+
+        self.query = product(0, width, width, "columns")
+        self.key = product(1, width, shared * self.head_size, "columns")
+        self.value = product(2, width, shared * self.head_size, "columns")
+        self.out = product(3, width, width, "rows")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D), equal on all ranks, to the same shape."""
+        let_in = entered(x, self._wire)
+        query, key, value = (self._heads(part.product(let_in)) for part in (self.query, self.key, self.value))
+        grouped = query.shape[1] != key.shape[1]
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=grouped)
+        merged: torch.Tensor = self.out(found.transpose(1, 2).flatten(2))
+        return merged
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, S, h E) to (B, h, S, E)."""
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
+def seeded_linear(inputs: int, outputs: int, bias: bool, seed: int) -> nn.Linear:
+    """Returns an `nn.Linear` whose weights are a function of its seed; torch's random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Linear(inputs, outputs, bias=bias)
+
+
+def check_share(name: str, size: int, ranks: int) -> None:
+    """Refuses a size that the ranks don't divide.
+
+    Raises:
+        ConfigError: with the nearest that works.
+    """
+    if size % ranks:
+        lower = size // ranks * ranks
+        near = " or ".join(str(item) for item in (lower, lower + ranks) if item)
+        raise ConfigError(f"{name}={size} doesn't divide over {ranks} ranks; nearest that works: {near}")

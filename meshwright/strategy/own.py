@@ -1,0 +1,200 @@
+"""A module of the user's own as the project's rooms take a model: on meta, with a source for any part of any weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.axes.comm.wire import Wire
+from meshwright.errors import ConfigError
+from meshwright.models.anatomy import Anatomy, read_anatomy
+from meshwright.models.build import BuiltModel, is_transformers, use_float64, without_cache
+from meshwright.models.chance import drawing_parts
+from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import check_complete, recipe_of
+from meshwright.models.recorder import Recording, record
+from meshwright.models.sizes import DROPOUTS
+from meshwright.plan import Layout
+from meshwright.runtime.build import Source
+from meshwright.runtime.materialise import Fill
+from meshwright.train.facts import Facts
+
+Model: TypeAlias = nn.Module | Callable[[], nn.Module]
+"""A module, or a function that builds one."""
+_KINDS = (torch.float32, torch.float64)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def read_model(model: Model, seed: int) -> BuiltModel:
+    """Reads a module, whose weights go to meta while the result remembers their values.
+
+    Args:
+        model: with real weights or on meta; or a function, which is run on meta and recorded, so that each rank can
+            make its parts alone.
+        seed: of the weights of a recorded module.
+
+    Raises:
+        ConfigError: for weights that are neither float32 nor float64, and for a function that returns no module.
+    """
+    if isinstance(model, nn.Module):
+        module, recipe = model, recipe_of(model, Recording())
+    else:
+        with record(seed) as recording:
+            module = model()
+            if not isinstance(module, nn.Module):
+                raise ConfigError(f"the function gave a {type(module).__name__}; it must return an nn.Module")
+        recipe = recipe_of(module, recording)
+        check_complete(module, recipe)
+    for name, item in module.named_parameters():
+        if item.is_floating_point() and item.dtype not in _KINDS:
+            raise ConfigError(
+                f"'{name}' is {item.dtype}; master weights are float32 or float64: call model.float(), and write "
+                "precision=bf16 in the layout to compute in bf16"
+            )
+    config = dataclasses.replace(_config_of(module), seed=seed)
+    return BuiltModel(config, module, recipe, _with_layers(module, read_anatomy(module)), None, without_cache(module))
+
+
+def _config_of(module: nn.Module) -> ModelConfig:
+    """What stands for the module where it is named, shrunk or asked whether it draws random numbers."""
+    if not is_transformers(module):
+        dropout = max((part.p for part in module.modules() if isinstance(part, nn.Dropout)), default=0.0)
+        return ModelConfig(name=f"{type(module).__module__}:{type(module).__qualname__}", dropout=dropout)
+    config: Any = module.config
+    plain, changed = config.to_dict(), config.to_diff_dict()
+    skipped = {*DROPOUTS, "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"}
+    kept = {
+        key: item
+        for key, item in changed.items()
+        if key in plain and key not in skipped and isinstance(item, (bool, str, float))
+    }
+    dropout = max((float(plain[key]) for key in DROPOUTS if plain.get(key)), default=0.0)
+    return ModelConfig(name=config.model_type, overrides=kept, dropout=dropout)
+
+
+def _with_layers(module: nn.Module, anatomy: Anatomy) -> Anatomy:
+    """Takes the items of an `nn.Sequential` that have weights for its layers, where nothing in it is repeated."""
+    if anatomy.layers or not isinstance(module, nn.Sequential):
+        return anatomy
+    names = tuple(name for name, item in module.named_children() if any(True for _ in item.parameters()))
+    return dataclasses.replace(anatomy, stacks=(names,))
+
+
+class _OnExample:
+    """Stands for a module's forward where the module is tried out: made-up rows like an example, one number out."""
+
+    def __init__(self, module: nn.Module, example: torch.Tensor) -> None:
+        self._module, self._example = module, example
+
+    def __call__(self, **given: Any) -> torch.Tensor:
+        rows = next(iter(given.values())).shape[0]
+        draw = torch.Generator().manual_seed(rows)
+        if self._example.is_floating_point():
+            shape = (rows, *self._example.shape[1:])
+            x = torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_().clone()
+        else:
+            x = self._example.cpu()[torch.arange(rows) % len(self._example)]
+        found: Any = type(self._module).forward(self._module, x)
+        total = torch.zeros((), dtype=torch.float64)
+        for item in tree_leaves(found):
+            if isinstance(item, torch.Tensor) and item.is_floating_point():
+                slope = torch.randn(item.shape, generator=draw, dtype=torch.float64)
+                total = total + (item * slope).sum()
+        return total
+
+
+def tried_on(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
+    """Returns the model as the probes of sharding and stages see it: on rows like ``example`` instead of tokens.
+
+    Args:
+        built: its module stays as it is.
+        example: (B, ...) one input; None for a language model, which is tried out on tokens (B, S).
+
+    Raises:
+        ConfigError: for a model without a token embedding and no example.
+    """
+    if example is None:
+        if built.anatomy.embedding is None:
+            raise ConfigError(
+                f"{built.config.name} has no token embedding, so nothing says what it takes: give an input of it "
+                "as example=, a tensor (B, ...)"
+            )
+        return built
+    shown: Any = _shallow(built.module)
+    shown.forward = _OnExample(shown, example.detach())
+    return dataclasses.replace(built, module=shown)
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """A module of the same class over the same parts, whose own attributes can be set apart."""
+    made = module.__class__.__new__(module.__class__)
+    made.__dict__.update(module.__dict__)
+    return made
+
+
+def check_equal(built: BuiltModel, world: Wire) -> None:
+    """Refuses weights that aren't the same on all ranks, by a sum of their bits.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    total = torch.zeros((), dtype=torch.int64)
+    for place, value in enumerate(built.recipe.constants.values()):
+        if value.numel() and value.is_floating_point():
+            bits = value.contiguous().view(_BITS[value.itemsize])
+            total += (bits.sum(dtype=torch.int64) % (1 << 40)).cpu() * (place + 1)
+    # Both ends in one maximum; a float64 holds 52 of the bits.
+    found = torch.stack([total, -total]).remainder(1 << 50).to(torch.float64)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    found, own = found.to(device), found.to(device, copy=True)
+    world.all_reduce_max(found).wait()
+    differs = (found != own).any().to(torch.float64)
+    world.all_reduce_max(differs).wait()
+    if bool(differs):
+        raise ConfigError(
+            "the ranks hold other weights: seed all alike (torch.manual_seed) before the model is built, load the same "
+            "checkpoint, or hand in a function that builds the model"
+        )
+
+
+def as_source(built: BuiltModel, facts: Facts, fill: Fill | None, compute: Any) -> Source:
+    """Returns a model of the user's own as the runtime takes it."""
+
+    def fill_buffers(module: nn.Module, device: torch.device) -> None:
+        if fill is None:
+            built.fill_buffers(module, device)
+        for path, part in module.named_modules():
+            for key, item in part._buffers.items():
+                if item is not None and item.is_meta:
+                    name = f"{path}.{key}" if path else key
+                    assert fill is not None
+                    part._buffers[key] = fill(name, tuple((0, size) for size in item.shape)).to(device, item.dtype)
+
+    return Source(
+        module=built.module,
+        layers=built.anatomy.layers,
+        compute=compute,
+        fill=fill or built.tensor,
+        fill_buffers=fill_buffers,
+        random=bool(drawing_parts(built)),
+        ties=built.anatomy.ties,
+        table=facts.table,
+        spine=facts.spine,
+        experts=facts.experts,
+    )
+
+
+def precise(layout: Layout, built: BuiltModel) -> Layout:
+    """Keeps a float64 model in float64, and its kernels to those that know it."""
+    kinds = {item.dtype for item in built.module.parameters() if item.is_floating_point()}
+    if torch.float64 in kinds and layout.precision == "float32":
+        layout = dataclasses.replace(layout, precision="float64")
+    if layout.precision == "float64":
+        use_float64(built.module)
+    return layout

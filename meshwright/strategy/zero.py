@@ -1,0 +1,55 @@
+"""ZeRO by the name that torch gives it: level 1, for loops that hold a copy on every rank and sum gradients already."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import ConfigError
+
+with warnings.catch_warnings():
+    # Its package compiles optimizers that nobody here uses, by a function that torch itself calls deprecated.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer as _TorchOptimizer
+
+
+class ZeroRedundancyOptimizer(_TorchOptimizer):
+    """torch's own: each rank keeps the optimizer state of some parameters, updates these, and sends them to the others.
+
+    This is ZeRO 1, over whole parameters. A layout does it over parts of each, with the gradients' sum and the gather
+    under backward: ``shard=N,zero=1``; and ``zero=2`` shards gradients, ``zero=3`` parameters too.
+    Source: Rajbhandari et al., ZeRO (SC 2020), section 5.
+
+    Args:
+        params: parameters or parameter groups, the same on every rank of the group; gradients are summed or averaged
+            over it before `step` (DistributedDataParallel does, or the strategy with ``replicate=N``).
+        optimizer_class: of torch.optim, what updates them.
+        process_group: ranks that share the state; all when None.
+        parameters_as_bucket_view: pack parameters so that one message carries several.
+        **defaults: of the optimizer class.
+
+    Raises:
+        ConfigError: for parameters that are sharded already.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        **defaults: Any,
+    ) -> None:
+        given = list(params)
+        single = [item for group in given for item in (group["params"] if isinstance(group, dict) else [group])]
+        if any(isinstance(item, DTensor) for item in single):
+            raise ConfigError(
+                "the parameters are sharded already, and with them the state of any optimizer: use "
+                "torch.optim's own, through HybridParallelStrategy.optimizer"
+            )
+        super().__init__(given, optimizer_class, process_group, parameters_as_bucket_view, **defaults)

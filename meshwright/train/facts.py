@@ -1,0 +1,118 @@
+"""What a layout needs to know of a model beyond its modules: read once, before a rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.axes.experts import ExpertRows
+from meshwright.axes.override import overridden
+from meshwright.axes.spine import Spine, divide
+from meshwright.axes.table import ShardingTable
+from meshwright.errors import PlanError
+from meshwright.models.build import BuiltModel
+from meshwright.models.chance import drawing_parts
+from meshwright.models.context import read_context
+from meshwright.models.experts import require_experts
+from meshwright.models.spine import read_spine
+from meshwright.models.table import sharding_table
+from meshwright.plan import Layout
+from meshwright.runtime import tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a layout needs to know of a model beyond its modules; read once, before ranks are forked."""
+
+    table: ShardingTable | None = None
+    """How its weights can be split; for ``tp`` and ``cp``."""
+    spine: Spine | None = None
+    """What passes from layer to layer; for ``pp``."""
+    experts: Sequence[ExpertRows] = ()
+    """Where its experts are; for ``ep``, and to count their tokens."""
+    attention: str = ""
+    """How ``cp`` computes attention."""
+    rows: int = 1
+    """Of how many rows a micro-batch must be a multiple under ``cp``."""
+
+
+def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None) -> Facts:
+    """Reads what a layout needs of a model, and refuses a layout that the model doesn't allow.
+
+    Args:
+        model: on meta; it stays as it is.
+        layout: to be run.
+        known: facts that were read for a layout with the same degrees of ``tp`` and ``cp``; they are kept.
+
+    Raises:
+        PlanError: with the rule, what was found, and the nearest layout that works.
+    """
+    if layout.compile and (drawing := drawing_parts(model)):
+        raise PlanError(
+            f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "
+            "compile out, or set the model's dropout to 0"
+        )
+    known = known or Facts()
+    table, spine, experts = known.table, known.spine, known.experts
+    split = layout.degree("tp") * layout.degree("cp")  # heads are split by both
+    if split > 1 and table is None:
+        table = sharding_table(model, split)
+        if model.config.sharding:
+            names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
+            table = overridden(table, model.config.sharding, names)
+    if model.config.sharding and split == 1:
+        raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
+    if layout.degree("pp") > 1:
+        spine = spine or read_spine(model)
+        _check_stages(model, spine, layout)
+    experts = experts or require_experts(model.module, layout.degree("ep"))
+    tensor.check(table, layout)
+    rows, attention = known.rows, known.attention
+    if layout.degree("cp") > 1 and table is not None and (not attention or layout.attention not in ("", attention)):
+        rows, attention = _context(model, layout, table)
+    return Facts(table=table, spine=spine, experts=experts, rows=rows, attention=attention)
+
+
+def _check_stages(model: BuiltModel, spine: Spine, layout: Layout) -> None:
+    """Refuses stages where the model can't be cut so; the ranks divide it by the same rule."""
+    sizes = {name: item.numel() for name, item in model.module.named_parameters(remove_duplicate=False)}
+    divide(spine, sizes, model.anatomy.ties, layout.pipeline().stages, layout.split)
+
+
+def _context(model: BuiltModel, layout: Layout, table: ShardingTable) -> tuple[int, str]:
+    degree = layout.degree("cp")
+    found = read_context(model, table, degree, layout.degree("tp"), layout.attention)
+    if found.refused:
+        raise PlanError(
+            f"cp={degree} splits each row's tokens, but the model doesn't allow it: {found.refused}; use shard={degree}"
+        )
+    if found.attention == "gather" and layout.compile:
+        raise PlanError("attention=gather looks for attention in the model's calls, which compile=true hides; drop one")
+    return found.rows, found.attention
+
+
+def check_shapes(facts: Facts, layout: Layout, rows: int, sequence: int) -> None:
+    """Refuses a batch whose rows or tokens a layout can't divide.
+
+    Args:
+        facts: of the model.
+        layout: to be run.
+        rows: of the global batch.
+        sequence: tokens a row.
+
+    Raises:
+        PlanError: with the numbers and the nearest that work.
+    """
+    parts = layout.degree("cp") * (layout.degree("tp") if layout.sequence else 1)
+    parts *= 2 if facts.attention == "gather" else 1
+    if sequence % parts:
+        near = sequence // parts * parts or parts
+        raise PlanError(f"rows of {sequence} tokens don't divide into {parts} parts; nearest that works: {near} tokens")
+    layout.check_batch(rows)
+    shares = {last - first for first, last in (layout.span(rank, rows) for rank in range(layout.world))}
+    odd = [share // layout.microbatches for share in shares if share // layout.microbatches % facts.rows]
+    if odd:
+        raise PlanError(
+            f"this model shapes its output as whole rows: under cp={layout.degree('cp')} a micro-batch must have a "
+            f"multiple of {facts.rows} rows, and it has {odd[0]}; change train.batch or microbatches"
+        )

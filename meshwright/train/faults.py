@@ -1,0 +1,206 @@
+"""Faults on purpose: what a rank does to itself at a place that was named beforehand, so that recovery can be tried.
+
+    kill:rank=3,step=20
+    hang:rank=1,step=12,phase=backward;nan:rank=0,step=30
+
+A fault happens once in a run: a rank leaves a mark in the run directory before it acts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import ConfigError, nearest
+
+FOLDER = "chaos"
+"""Where a run directory holds faults that were asked for while it ran, and marks of those that happened."""
+KINDS = {
+    "kill": "the rank is killed, as by kill -9",
+    "stop": "the rank is stopped, as by kill -STOP",
+    "hang": "the rank sleeps for ever",
+    "gil": "the rank sleeps for ever and holds the interpreter's lock",
+    "exit": "the rank ends with an exit status",
+    "raise": "the rank raises an exception",
+    "nan": "a gradient of the rank becomes NaN",
+    "slow": "the rank sleeps for `seconds` in each step from then on",
+    "flip": "a bit of one of the rank's weights flips",
+}
+"""What can be done to a rank."""
+WRITER = -1
+"""The rank that a fault names to hit the process that writes checkpoints."""
+_FOR_EVER_S = 10**7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing to happen."""
+
+    kind: str
+    """One of `KINDS`."""
+    rank: int
+    """To which rank; -1 is the process that writes checkpoints."""
+    step: int = 0
+    """In which step, counted from 1; 0 while the rank starts."""
+    phase: str = ""
+    """At the beginning of which phase of the step (`monitor.progress.PHASES`), ``collective`` for its first wait for
+    others, ``checkpoint.write``, ``.manifest``, ``.rename`` and so on for those of a save; empty for its beginning."""
+    generation: int = -1
+    """In which generation of ranks; -1 in any."""
+    seconds: float = 1.0
+    """How long, for ``slow``."""
+
+    def __str__(self) -> str:
+        """Returns the text that `parse` takes."""
+        words = [f"rank={self.rank}"]
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={value}")
+        return f"{self.kind}:{','.join(words)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Returns the fault of ``kind:rank=N,step=N[,phase=P][,generation=N][,seconds=S]``.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        kind, _, rest = text.strip().partition(":")
+        if kind not in KINDS:
+            raise ConfigError(f"fault '{text}': '{kind}' is unknown{nearest(kind, KINDS)}")
+        types: dict[str, Callable[[str], int | float | str]] = {
+            "rank": int, "step": int, "phase": str, "generation": int, "seconds": float,
+        }  # fmt: skip
+        values: dict[str, int | float | str] = {}
+        for word in rest.split(","):
+            name, _, value = word.partition("=")
+            if name not in types:
+                raise ConfigError(f"fault '{text}': '{name}' is unknown{nearest(name, types)}")
+            try:
+                values[name] = types[name](value)
+            except ValueError:
+                raise ConfigError(f"fault '{text}': {name}={value} is no number") from None
+        if "rank" not in values:
+            raise ConfigError(f"fault '{text}' names no rank; write {kind}:rank=0,step=20")
+        return cls(kind=kind, **values)  # type: ignore[arg-type]
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """Returns the faults of a text in which ``;`` stands between them."""
+    return [Fault.parse(one) for one in text.split(";") if one.strip()]
+
+
+class Faults:
+    """The faults of one rank.
+
+    Args:
+        run_dir: of the run.
+        rank: this rank.
+        generation: of these ranks.
+        known: those that the config names; more may come through the run directory.
+        spoil: makes one of the rank's gradients NaN.
+        flip: flips a bit of one of its weights.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        generation: int,
+        known: Sequence[Fault] = (),
+        spoil: Callable[[], None] = lambda: None,
+        flip: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder = run_dir / FOLDER
+        self._rank, self._generation = rank, generation
+        self._known = list(known)
+        self._acts = {"nan": spoil, "flip": flip}
+        self._seen_ns = -1
+        self._step = 0
+        self._slow = 0.0
+        self._pending: list[tuple[Fault, Path]] = []
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Tells that a step begins (from 1; 0 for the start), and does what belongs there."""
+        self._step = step
+        asked = self._read() if step else []
+        self._known += asked
+        if self._known:
+            self._pending = [
+                (fault, self._mark(fault))
+                for fault in self._known
+                if fault.rank == self._rank
+                and fault.step == step
+                and fault.generation in (-1, self._generation)
+                and not self._mark(fault).exists()
+            ]
+            self.at("")
+        if self._slow:
+            time.sleep(self._slow)
+
+    def at(self, place: str) -> None:
+        """Tells that the rank has come to a place within the step, and does what belongs there."""
+        if not self._pending:
+            return
+        for fault, mark in list(self._pending):
+            if fault.phase == place:
+                self._pending.remove((fault, mark))
+                self._folder.mkdir(exist_ok=True)
+                mark.touch()
+                self._do(fault)
+
+    def _mark(self, fault: Fault) -> Path:
+        return self._folder / str(fault).replace(":", "-").replace(",", "-")
+
+    def _read(self) -> list[Fault]:
+        """Returns the faults that were asked for since the last look."""
+        try:
+            changed = os.stat(self._folder).st_mtime_ns
+        except OSError:
+            return []
+        if changed == self._seen_ns:
+            return []
+        self._seen_ns = changed
+        found = [Fault.parse(path.read_text(encoding="utf-8")) for path in sorted(self._folder.glob("*.ask"))]
+        return [fault for fault in found if fault not in self._known]
+
+    def _do(self, fault: Fault) -> None:
+        if fault.kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        elif fault.kind == "hang":
+            time.sleep(_FOR_EVER_S)
+        elif fault.kind == "gil":
+            ctypes.PyDLL(None).sleep(_FOR_EVER_S)
+        elif fault.kind == "exit":
+            os._exit(17)
+        elif fault.kind == "raise":
+            raise RuntimeError(f"a fault on purpose: {fault}")
+        elif fault.kind == "slow":
+            self._slow = fault.seconds
+        else:
+            self._acts[fault.kind]()
+
+
+def ask(run_dir: Path, fault: Fault) -> Path:
+    """Asks a run under way for a fault; returns the mark that will stand once it happens.
+
+    Raises:
+        ConfigError: when there is no such run.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is no run directory")
+    folder = run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    name = str(fault).replace(":", "-").replace(",", "-")
+    beside = folder / f".{name}.new"
+    beside.write_text(str(fault), encoding="utf-8")
+    beside.replace(folder / f"{name}.ask")
+    return folder / name

@@ -1,0 +1,220 @@
+"""Experts spread over ranks give what one device gives, in float64 to 1e-9; and the proof finds every planted fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.axes import ep
+from meshwright.axes.comm import exchange
+from meshwright.axes.comm.wire import TrafficLog, Wire
+from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.config import ModelConfig
+from meshwright.models.experts import find_experts
+from meshwright.plan import Layout
+from meshwright.proof.reference import Recipe
+from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.runtime import build
+from tests.ranks.group import run_ranks
+
+SEQUENCE, VOCAB = 8, 61
+
+
+def config(name: str, layers: int = 2, experts: int | None = None) -> ModelConfig:
+    small = shrink(ModelConfig(name=name), layers=layers, width=16).to_dict()
+    return ModelConfig.from_dict(small | ({"experts": experts} if experts else {}))
+
+
+def case(model: ModelConfig, rows: int = 8, steps: int = 2, sequence: int = SEQUENCE) -> Case:
+    def make() -> BuiltModel:
+        return build_meta(model, vocab=VOCAB, context=sequence)
+
+    return Case(
+        build=make, batches=made_up_batches(steps, rows, sequence, VOCAB, False), recipe=Recipe(), timeout_s=50
+    )
+
+
+def layouts(*texts: str) -> list[Layout]:
+    return [Layout.parse(text + ",precision=float64") for text in texts]
+
+
+def prove(proof: Case, *texts: str) -> None:
+    for verdict in verify(proof, layouts(*texts)):
+        assert verdict.passed, verdict
+        assert verdict.worst.error < 1e-9
+
+
+TWO = ("shard=2,zero=3,ep=2,microbatches=2,recompute=full", "shard=2,zero=1,ep=2", "shard=2,zero=2,ep=2,microbatches=2")
+
+
+@pytest.mark.parametrize(("model", "number"), [("mixtral", 3), ("qwen3_moe", 1), ("deepseek_v2", 2)])
+def test_two_ranks_with_half_the_experts_each(model: str, number: int) -> None:
+    prove(case(config(model)), *TWO[:number])
+
+
+def test_experts_are_sharded_and_copied_too() -> None:
+    prove(
+        case(config("mixtral")),
+        "shard=4,zero=3,ep=2,microbatches=2",
+        "replicate=2,shard=2,zero=2,ep=2,microbatches=2",
+        "shard=4,zero=1,ep=4",
+        "pp=2,shard=2,zero=1,ep=2,microbatches=2",
+    )
+
+
+def test_tokens_that_are_equal_on_ranks_are_sent_once() -> None:
+    prove(case(config("mixtral"), sequence=7), "tp=2,ep=2", "replicate=2,tp=2,ep=2", "shard=2,tp=2,ep=4,zero=3")
+
+
+def test_experts_with_biases_and_uneven_runs_of_experts() -> None:
+    prove(case(config("gpt_oss", experts=3)), "shard=2,zero=3,ep=2")
+
+
+def test_ranks_whose_experts_get_no_token() -> None:
+    few = case(config("qwen3_moe", experts=24), rows=4, sequence=1)
+    prove(few, "shard=4,zero=3,ep=4,recompute=full", "shard=4,zero=2,ep=2")
+
+
+def _detached_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router learns nothing."""
+    routed = exchange.Dispatch._routed
+    monkeypatch.setattr(exchange.Dispatch, "_routed", lambda s, x, index, w: routed(s, x, index, w.detach()))
+
+
+def _unweighted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of experts are added up as they are."""
+    routed = exchange.Dispatch._routed
+    monkeypatch.setattr(exchange.Dispatch, "_routed", lambda s, x, index, w: routed(s, x, index, torch.ones_like(w)))
+
+
+def _forgotten_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of experts aren't summed over the copies of their shards."""
+    apart = build._apart
+    monkeypatch.setattr(build, "_apart", lambda part, mesh, copies: apart(part, mesh, ()))
+
+
+def _forgotten_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard of an expert keeps what its own rank computed."""
+    scatter = Wire.reduce_scatter
+
+    def own(self: Wire, output: torch.Tensor, tensor: torch.Tensor):  # type: ignore[no-untyped-def]
+        if self.axis != "ep_shard":
+            return scatter(self, output, tensor)
+        output.copy_(tensor.view(self.size, -1)[self.index])
+        return self.all_gather(torch.empty_like(tensor), output)
+
+    monkeypatch.setattr(Wire, "reduce_scatter", own)
+
+
+def _mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes back isn't put back in the tokens' order."""
+    by_token = exchange._by_token
+    monkeypatch.setattr(exchange, "_by_token", lambda slots, place, k: by_token(slots, place.flip(0), k))
+
+
+def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of what was sent doesn't come back."""
+
+    def nothing(ctx: Any, *upstream: Any) -> Any:
+        return exchange.exchange(torch.zeros_like(upstream[0]), ctx.wire, ctx.received, ctx.sent), None, None, None
+
+    monkeypatch.setattr(exchange._Exchanged, "backward", staticmethod(nothing))
+
+
+@pytest.mark.parametrize(
+    ("plant", "layout"),
+    [
+        (_detached_router, "shard=2,zero=2,ep=2"),
+        (_unweighted, "shard=2,zero=2,ep=2"),
+        (_forgotten_copies, "replicate=2,shard=2,zero=3,ep=2"),
+        (_forgotten_holders, "shard=4,zero=3,ep=2"),
+        (_mixed_up, "shard=2,zero=3,ep=2"),
+        (_unsent_gradient, "shard=2,zero=1,ep=2"),
+    ],
+)
+def test_planted_faults_are_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    (verdict,) = verify(case(config("mixtral", layers=1), rows=4, steps=1), layouts(layout))
+    assert not verdict.passed and not verdict.refused
+    assert max(verdict.grad_error, verdict.grad_norm_error, verdict.weight_error, verdict.loss_error) > 1e-6
+
+
+def test_models_without_experts_are_refused() -> None:
+    (verdict,) = verify(case(config("llama", layers=1), rows=4, steps=1), layouts("shard=2,zero=3,ep=2"))
+    assert "no mixture of experts" in verdict.refused and "tp=2" in verdict.refused
+
+
+class Experts(nn.Module):
+    """Four experts of the kind that transformers has, with values that every process can make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        draw = torch.Generator().manual_seed(3)
+        self.up = nn.Parameter(torch.randn(4, 6, 3, generator=draw, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(4, 3, 6, generator=draw, dtype=torch.float64))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, place = torch.where(top_k_index == expert)
+            found = torch.tanh(hidden_states[token] @ self.up[expert].T) @ self.down[expert].T
+            out = out.index_add(0, token, found * top_k_weights[token, place, None])
+        return out
+
+
+def _tokens(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, experts (never the first; 4 is none), weights, and the gradient of what comes out."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden, upstream = torch.randn(2, number, 3, generator=draw, dtype=torch.float64)
+    chosen = 1 + torch.rand(number, 4, generator=draw).argsort(dim=1)[:, :2]
+    return hidden, chosen, torch.rand(number, 2, generator=draw, dtype=torch.float64), upstream
+
+
+def _run(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    hidden, chosen, weights, upstream = batch
+    hidden.requires_grad_(True)
+    weights.requires_grad_(True)
+    out = module(hidden, chosen, top_k_weights=weights)
+    grads = torch.autograd.grad(out, (hidden, weights, *module.parameters()), upstream)
+    return [out.detach(), *grads]
+
+
+def _dispatched(rank: int, numbers: tuple[int, ...], equal: bool) -> tuple[list[torch.Tensor], Any]:
+    module = Experts()
+    (rows,) = find_experts(module)
+    wire = Wire("ep", torch.distributed.group.WORLD, TrafficLog())
+    places = ep.wrap(module, rows, wire, 1, wire if equal else None)
+    found = _run(module, _tokens(numbers[rank], 0 if equal else rank))
+    return found, places[".up"].spans[0]
+
+
+@pytest.mark.parametrize("numbers", [(5, 0, 3), (0, 1, 0)])
+def test_slots_travel_from_any_number_of_tokens_to_any_number_of_experts(numbers: tuple[int, ...]) -> None:
+    parts = [_tokens(number, rank) for rank, number in enumerate(numbers)]
+    wanted = _run(Experts(), tuple(torch.cat(items) for items in zip(*parts)))
+    ranks = run_ranks(3, _dispatched, numbers, False)
+    for place in range(3):
+        torch.testing.assert_close(torch.cat([found[place] for found, _ in ranks]), wanted[place])
+    assert [span for _, span in ranks] == [((0, 1),), ((1, 2),), ((2, 4),)]
+    for place in (3, 4):
+        torch.testing.assert_close(torch.cat([found[place] for found, _ in ranks]), wanted[place])
+    assert not ranks[0][0][3].any()
+
+
+def test_equal_tokens_are_shared_out() -> None:
+    wanted = _run(Experts(), _tokens(5, 0))
+    ranks = run_ranks(2, _dispatched, (5, 5), True)
+    for found, _ in ranks:
+        for place in range(3):
+            torch.testing.assert_close(found[place], wanted[place])
+    for place in (3, 4):
+        torch.testing.assert_close(torch.cat([found[place] for found, _ in ranks]), wanted[place])

@@ -1,0 +1,97 @@
+"""What a model computes and keeps, read off fake tensors, is what it computes and keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.cluster.calibration import Calibration
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.forward import model_forward
+from meshwright.models.measure import measure_shape
+from meshwright.models.table import sharding_table
+from meshwright.models.work import measure_model
+from meshwright.planner.cost.operators import work_seconds
+from meshwright.shape import ModelWork
+
+ROWS, TOKENS, VOCAB = 2, 32, 96
+MODELS = ("llama", "gpt2", "qwen3", "bloom", "gemma3_text")
+
+
+def built(name: str) -> BuiltModel:
+    return build_meta(ModelConfig(name=name, layers=3, width=64, heads=4), vocab=VOCAB, context=TOKENS)
+
+
+def flops(work: ModelWork, kind: str, backward: bool = False) -> float:
+    return sum(count * item.flops for count, item in work.operators(backward) if item.kind == kind)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operators_are_the_closed_forms(name: str) -> None:
+    model = built(name)
+    work = measure_model(model, ROWS, TOKENS, torch.float32)
+    assert sum(work.counts) == 3
+    expected = 2.0 * ROWS * TOKENS * measure_shape(model).matmul_parameters
+    scores = 0.0 if name != "bloom" else 4.0 * ROWS * 3 * TOKENS * TOKENS * 64  # its attention isn't fused
+    assert flops(work, "product") == pytest.approx(expected + scores, rel=0.02)
+    assert flops(work, "product", True) == pytest.approx(2 * (expected + scores), rel=0.02)
+    assert all(item.is_meta for item in model.module.parameters())
+
+
+def _really_saved(model: BuiltModel) -> int:
+    """Bytes that autograd keeps in a real forward, parameters left out."""
+    module = model.module.to_empty(device="cpu")
+    model.fill_buffers(module, "cpu")
+    for item in module.parameters():
+        torch.nn.init.normal_(item, std=0.02)
+    own = {item.untyped_storage().data_ptr() for item in (*module.parameters(), *module.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(item: torch.Tensor) -> torch.Tensor:
+        storage = item.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return item
+
+    module.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item):
+        model_forward(module, model.anatomy, torch.zeros(ROWS, TOKENS, dtype=torch.int64))
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+def test_kept_bytes_are_those_of_a_real_forward(name: str) -> None:
+    work = measure_model(built(name), ROWS, TOKENS, torch.float32)
+    assert work.saved_bytes == pytest.approx(_really_saved(built(name)), rel=0.005)
+    layer = work.layers[0]
+    assert layer.input_bytes == ROWS * TOKENS * 64 * 4
+    assert layer.input_bytes < layer.selective_bytes < layer.saved_bytes
+
+
+def test_tensor_parallel_halves_what_it_divides() -> None:
+    model = built("llama")
+    table = sharding_table(model, 2)
+    whole = measure_model(model, ROWS, TOKENS, torch.float32)
+    parts = {split: measure_model(model, ROWS, TOKENS, torch.float32, table, 2, split) for split in (False, True)}
+    for part in parts.values():
+        assert flops(part, "product") == pytest.approx(flops(whole, "product") / 2)
+    assert parts[True].saved_bytes < parts[False].saved_bytes < whole.saved_bytes
+    size = ROWS * TOKENS * 64 * 4
+    assert sorted(parts[False].layers[0].sent) == [("all_reduce", size, 2)] * 4
+    assert {(op, moved) for op, moved, _ in parts[True].layers[0].sent} == {
+        ("all_gather", size), ("reduce_scatter", size)
+    }  # fmt: skip
+
+
+def test_measured_rates_price_operators() -> None:
+    rows = [("float32", form, True, m, n, k, 2.0 * m * n * k / 1e11) for form in ("nt", "nn", "tn") for m in (16, 4096)
+            for n in (16, 4096) for k in (16, 4096)]  # fmt: skip
+    operations = [("copy", "float32", True, count, count / 1e9) for count in (1000, 1_000_000)]
+    calibration = Calibration(machine={"kind": "cpu"}, ranks=2, matmul=tuple(rows), operations=tuple(operations))
+    work = measure_model(built("llama"), ROWS, TOKENS, torch.float32)
+    seconds = work_seconds(work, calibration, "float32", True)
+    assert seconds.forward["matmul"] == pytest.approx(flops(work, "product") / 1e11, rel=1e-3)
+    assert seconds.backward["matmul"] == pytest.approx(2 * seconds.forward["matmul"], rel=1e-3)
+    moved = sum(count * item.bytes for count, item in work.operators() if item.kind != "product")
+    assert seconds.forward["elementwise"] == pytest.approx(moved / 8e9, rel=0.2)

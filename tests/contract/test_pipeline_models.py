@@ -1,0 +1,232 @@
+"""A pipeline equals one rank for any model and schedule, in float64 to 1e-9; planted faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.axes.stage.cut import Stage
+from meshwright.errors import PlanError
+from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.config import ModelConfig
+from meshwright.models.spine import read_spine
+from meshwright.plan import Layout
+from meshwright.proof.reference import Recipe
+from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.runtime import pipeline
+from meshwright.runtime.pipeline import PipelineProgram
+from meshwright.runtime.weights import Weight
+from meshwright.schedules.spec import known_schedules
+from meshwright.train.facts import Facts, read_facts
+from tests.plain_model import Block
+
+SEQUENCE, VOCAB = 10, 61
+
+
+def config(name: str, layers: int = 4) -> ModelConfig:
+    return ModelConfig(name=name) if ":" in name else shrink(ModelConfig(name=name), layers=layers, width=32)
+
+
+def case(name: str) -> Case:
+    def build() -> BuiltModel:
+        return build_meta(config(name), vocab=VOCAB, context=SEQUENCE)
+
+    batches = made_up_batches(2, 8, SEQUENCE, VOCAB, documents=name in ("gpt2", "llama"))
+    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=50)
+
+
+def layouts(*texts: str) -> list[Layout]:
+    return [Layout.parse(f"{text},precision=float64") for text in texts]
+
+
+def all_pass(name: str, *texts: str) -> None:
+    verdicts = verify(case(name), layouts(*texts))
+    assert [(verdict.layout, verdict.refused) for verdict in verdicts if not verdict.passed] == []
+    assert all(verdict.worst.error < 1e-9 for verdict in verdicts)
+
+
+def test_every_schedule_trains_a_tied_model_as_one_rank_does() -> None:
+    all_pass("gpt2", *(f"pp=2,microbatches=4,schedule={name}" for name in known_schedules()))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_stages_whose_state_is_sharded(zero: int) -> None:
+    all_pass(
+        "gpt2",
+        f"pp=2,shard=2,zero={zero},microbatches=2",
+        f"pp=2,shard=2,zero={zero},microbatches=4,schedule=zbv,recompute=full",
+    )
+
+
+def test_copies_of_a_pipeline_and_more_stages() -> None:
+    all_pass(
+        "llama",
+        "pp=2,replicate=2,microbatches=2",
+        "pp=2,replicate=2,microbatches=4,schedule=zerobubble",
+        "pp=4,microbatches=2,recompute=full",
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "marian"])
+def test_families(name: str) -> None:
+    all_pass(name, "pp=2,microbatches=2,split=3-1", "pp=2,microbatches=4,schedule=zbv")
+
+
+def test_experts() -> None:
+    all_pass("mixtral", "pp=2,microbatches=2")
+
+
+def test_a_model_that_is_not_from_transformers() -> None:
+    all_pass(
+        "tests.plain_model:build",
+        "pp=2,microbatches=4,split=1-2",
+        "pp=2,microbatches=2,shard=2,zero=3,recompute=full",
+    )
+
+
+class _Sideways(nn.Module):
+    """Its last block reads what the first gave, on a way that ``hidden`` shows autograd or not."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 12)
+        self.blocks = nn.ModuleList([Block(12) for _ in range(3)])
+        self.head = nn.Linear(12, VOCAB)
+        self.hidden = hidden
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](self.embedding(tokens))
+        middle = self.blocks[1](first)
+        return self.head(self.blocks[2](middle * (1 + first.detach().mean()) if self.hidden else middle + first))
+
+
+class _Looped(_Sideways):
+    """Goes through its blocks twice."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+class _Fed(nn.Module):
+    """Every block reads the embedding, so that every stage holds it; the head is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 12)
+        self.blocks = nn.ModuleList([Block(12) for _ in range(4)])
+        self.merge = nn.Linear(12, 12)
+        self.head = nn.Linear(12, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = start = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(self.merge(x) + start)
+        return self.head(x)
+
+
+def fed() -> nn.Module:
+    return _Fed()
+
+
+def sideways() -> nn.Module:
+    return _Sideways(hidden=False)
+
+
+def hidden_sideways() -> nn.Module:
+    return _Sideways(hidden=True)
+
+
+def looped() -> nn.Module:
+    return _Looped(hidden=False)
+
+
+def test_a_weight_that_many_stages_read_is_one_weight() -> None:
+    name = f"{__name__}:fed"
+    all_pass(name, "pp=2,microbatches=4,schedule=zbv", "pp=2,shard=2,zero=2,microbatches=4,schedule=interleaved")
+    all_pass(name, "pp=4,microbatches=2")
+
+
+def test_a_skip_is_carried_where_it_crosses_one_cut_alone() -> None:
+    all_pass(f"{__name__}:sideways", "pp=2,microbatches=2,split=2-1")
+    built = build_meta(ModelConfig(name=f"{__name__}:sideways"), vocab=VOCAB)
+    assert set(read_spine(built).blocked) == {1}
+
+
+def test_stages_that_the_spine_forbids_are_refused_before_a_rank_starts() -> None:
+    built = build_meta(ModelConfig(name=f"{__name__}:sideways"), vocab=VOCAB)
+    known = Facts(spine=read_spine(built))
+    assert read_facts(built, Layout.parse("pp=2,microbatches=2,split=2-1"), known).spine == known.spine
+    for text in ("pp=2,microbatches=2,split=1-2", "pp=3,microbatches=3"):
+        with pytest.raises(PlanError, match="layer 2 reads what layer 0 made"):
+            read_facts(built, Layout.parse(text), known)
+
+
+@pytest.mark.parametrize(("function", "why"), [("hidden_sideways", "on another way"), ("looped", "more than once")])
+def test_models_that_stages_would_change_are_refused(function: str, why: str) -> None:
+    built = build_meta(ModelConfig(name=f"{__name__}:{function}"), vocab=VOCAB)
+    with pytest.raises(PlanError, match=why):
+        read_spine(built)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("pp=2,split=3-2", "split=3-2 has 5 layers, the model 4; for one, split=2-2"),
+        ("pp=2,split=2-1-1", "has 3 stages, the schedule 2"),
+        ("pp=8", "take 4 stages or fewer"),
+        ("pp=2,schedule=zbv,compile=true,microbatches=4", "two halves"),
+        ("pp=2,schedule=zbw", "no such schedule"),
+    ],
+)
+def test_impossible_pipelines_are_refused_before_a_rank_starts(text: str, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        pipeline.check(Layout.parse(text), 4)
+
+
+def _tie_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline._Shared, "start", lambda self: lambda: None)
+
+
+def _tie_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every holder of a tied weight adds the whole of it to the norm."""
+    pieces = Weight.pieces.func  # type: ignore[attr-defined]
+
+    def once(self: Weight):  # type: ignore[no-untyped-def]
+        return tuple(type(piece)(local=piece.local, whole=piece.whole, copies=1) for piece in pieces(self))
+
+    monkeypatch.setattr(Weight, "pieces", property(once))
+
+
+def _layer_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage hands its first layer's input on."""
+    arm = Stage.arm
+
+    def skip(self: Stage, *args) -> None:  # type: ignore[no-untyped-def]
+        arm(self, *args)
+        if self.is_last:
+            self.layers[0].forward = lambda hidden, *args, **kwargs: hidden
+
+    monkeypatch.setattr(Stage, "arm", skip)
+    monkeypatch.setattr("meshwright.models.stage_rehearsal._compare", lambda *args: None)
+
+
+def _wrong_share_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks without a loss report the loss sums too."""
+    monkeypatch.setattr(PipelineProgram, "reporters", property(lambda self: 2))
+
+
+@pytest.mark.parametrize("plant", [_tie_not_summed, _tie_counted_twice, _layer_dropped, _wrong_share_of_rows])
+def test_planted_faults_are_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    (verdict,) = verify(case("gpt2"), layouts("pp=2,microbatches=2"))
+    assert not verdict.passed and not verdict.refused
+    assert max(verdict.grad_error, verdict.grad_norm_error, verdict.weight_error, verdict.loss_error) > 1e-6

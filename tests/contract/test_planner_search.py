@@ -1,0 +1,200 @@
+"""The search finds what pricing everything finds; what can't be is refused with numbers and a cure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.planner.choose import Choice, Question, candidate, choose, searched
+from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.cost.price import price, price_many
+from meshwright.planner.explain import NAMES, reason, why
+from meshwright.planner.scaling import Point, curve, knee, replan, sizes
+from meshwright.planner.search import search
+from meshwright.planner.space import cores, divisors, expand, layout_of
+from meshwright.planner.timeline import timeline
+
+LLAMA = shape_from_sizes(Sizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
+MIXTURE = shape_from_sizes(
+    Sizes(name="mixture", layers=8, width=2048, heads=16, vocab=32000, experts=16, active_experts=2, expert_ffn=4096)
+)
+
+
+SHORT = shape_from_sizes(Sizes(name="short", layers=5, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
+
+
+def question(text: str = "16xh100", shape: object = LLAMA, rows: int = 32, **changes: object) -> Question:
+    job = Job(shape=shape, sequence=4096, rows=rows)  # type: ignore[arg-type]
+    return Question(job=job, cluster=Cluster.parse(text), base=Layout(precision="bf16"), **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def choice() -> Choice:
+    return choose(question())
+
+
+def _everything(asked: Question) -> tuple[float, int]:
+    """The least time of all layouts that fit, recomputing any number of layers; and how many layouts there are."""
+    job, layers = asked.job, len(asked.job.shape.blocks)
+    whole = expand(job, asked.space, cores(job, asked.space))
+    least = np.inf
+    for some in range(1, layers + 1):
+        share = np.where(whole.recompute > 0, some / layers, 1.0)
+        prices = price_many(job, dataclasses.replace(whole, recompute_share=share), asked.machine, asked.runtime)
+        fits = prices.peak <= asked.room_bytes
+        least = min(least, float(prices.step_s[fits].min(initial=np.inf)))
+    return least, whole.count
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "rows", "usable"),
+    [("8xh100", SHORT, 16, 0.2), ("8xa100-40", MIXTURE, 8, 0.94), ("4xa100-40", SHORT, 16, 0.5)],
+)
+def test_nothing_in_the_space_is_faster(text: str, shape: object, rows: int, usable: float) -> None:
+    asked = question(text, shape, rows, usable=usable)
+    least, count = _everything(asked)
+    found = search(asked.job, asked.space, asked.machine, asked.runtime, asked.room_bytes)
+    assert found.considered == count and found.best is not None
+    # One layer more than the line says is recomputed where a rank keeps the working set of one.
+    assert least * (1 - 1e-9) <= float(found.best[1].step_s[0]) <= least * 1.01
+
+
+def test_layouts_of_every_schedule_are_priced_together_as_one_by_one() -> None:
+    asked = question("16xh100", SHORT, 32)
+    texts = [f"pp=2,shard=8,zero=1,microbatches=4,schedule={name}" for name in ("interleaved", "zbv", "1f1b", "gpipe")]
+    layouts = [Layout.parse(f"{text},precision=bf16") for text in (*texts, "shard=16,zero=3", texts[1])]
+    many = price_many(asked.job, Degrees.from_layouts(layouts, 5), asked.machine, asked.runtime)
+    bare = price_many(asked.job, Degrees.from_layouts(layouts, 5), asked.machine, asked.runtime, sent=False)
+    for at, layout in enumerate(layouts):
+        one = price(asked.job, layout, asked.machine, asked.runtime)
+        assert many.take(at) == pytest.approx(dict(one.parts)) and many.step_s[at] == pytest.approx(one.step_s)
+        assert many.peak[at] == pytest.approx(one.peak) and bare.step_s[at] == many.step_s[at]
+        assert {name: values[at] for name, values in many.sent.items()} == pytest.approx(dict(one.sent))
+    assert not any(values.any() for values in bare.sent.values())
+
+
+def test_layouts_survive_as_text(choice: Choice) -> None:
+    for one in choice.best:
+        assert Layout.parse(str(one.layout)) == one.layout
+        one.layout.check_ranks(16)
+        one.layout.check_batch(32)
+
+
+def test_parts_add_up_and_have_names(choice: Choice) -> None:
+    for one in choice.best:
+        assert sum(one.price.parts.values()) == pytest.approx(one.price.step_s)
+        assert set(one.price.parts) <= set(NAMES)
+        assert one.price.peak == pytest.approx(sum(one.price.stages[one.price.fullest].memory.values()))
+        assert one.price.peak <= question().room_bytes
+    times = [one.price.step_s for one in choice.best[1:]]
+    assert times == sorted(times)
+    assert choice.best[0].price.step_s <= min(times) * 1.05
+    assert choice.considered >= choice.priced > choice.too_large
+    steps = [step for step, _, _ in choice.front]
+    assert steps == sorted(steps) and [peak for _, peak, _ in choice.front] == sorted(
+        (peak for _, peak, _ in choice.front), reverse=True
+    )
+
+
+def test_degrees_that_are_given_are_kept() -> None:
+    found = choose(question(limits={"fixed": {"pp": 4, "tp": 2}}))
+    assert all(one.layout.degree("pp") == 4 and one.layout.degree("tp") == 2 for one in found.best)
+    level = choose(question(limits={"fixed": {"shard": 8}, "levels": (2,)}))
+    assert all(one.layout.degree("shard") == 8 and one.layout.zero == 2 for one in level.best)
+    assert "fits" in why(question(), Layout.parse("shard=16,zero=3,recompute=full,precision=bf16"), found)
+
+
+def test_experts_spread_only_over_ranks_that_there_are() -> None:
+    asked = question("16xh100", MIXTURE, 16)
+    degrees = expand(asked.job, asked.space, cores(asked.job, asked.space))
+    assert set(degrees.ep) >= {1, 2, 4, 8, 16}
+    assert not np.any((degrees.shard * degrees.cp * degrees.tp) % degrees.ep)
+    for at in range(0, degrees.count, 37):
+        layout_of(degrees, at, Layout(precision="bf16"), 8)
+
+
+def test_why_a_layout_loses(choice: Choice) -> None:
+    small = question("16xa100-40")
+    told = why(small, Layout.parse("replicate=16,precision=bf16"), choose(small))
+    assert told.startswith("doesn't fit: every rank needs ") and "GiB of" in told
+    slow = why(question(), Layout.parse("pp=4,shard=4,zero=1,microbatches=8,precision=bf16"), choice)
+    assert "slower" in slow and "pipeline bubble" in slow
+    with pytest.raises(PlanError, match="offload=optimizer: what it costs isn't priced"):
+        why(question(), Layout.parse("shard=16,zero=3,offload=optimizer,precision=bf16"), choice)
+    with pytest.raises(PlanError, match="multiply to 8"):
+        why(question(), Layout.parse("replicate=8"), choice)
+    assert "of the best apart" in reason(question(), choice) or "slower" in reason(question(), choice)
+
+
+def test_the_closed_form_of_a_pipeline_is_near_its_simulation() -> None:
+    asked = question()
+    for schedule in ("1f1b", "gpipe", "interleaved", "zbv", "zerobubble", "dualpipev", "loopedbfs"):
+        layout = Layout.parse(f"pp=4,shard=4,zero=1,microbatches=8,precision=bf16,schedule={schedule}")
+        run = timeline(asked.job, layout, asked.machine, asked.runtime)
+        assert run is not None
+        closed = price_many(asked.job, Degrees.from_layouts([layout], 12), asked.machine, asked.runtime)
+        after = sum(float(closed.parts[name][0]) for name in ("gather", "reduce", "optimizer", "step"))
+        piped = float(closed.step_s[0]) - after
+        assert abs(piped / run.makespan_s - 1) < 0.12, schedule
+        whole = candidate(asked, layout).price
+        assert whole.step_s - after == pytest.approx(run.makespan_s, rel=0.05)
+
+
+def test_what_cannot_be_is_refused_with_a_cure() -> None:
+    with pytest.raises(PlanError, match=r"needs .* of .* that may be filled; nearest that would: about \d+ devices"):
+        choose(question("2xrtx3090"))
+    with pytest.raises(PlanError, match="batch of 1 rows"):
+        choose(question("64xh100", rows=1, limits={"axes": ("replicate", "shard")}))
+    with pytest.raises(PlanError, match="tp=3"):
+        choose(question(limits={"fixed": {"tp": 3}}))
+    with pytest.raises(PlanError, match="objective=speed"):
+        question(objective="speed")
+
+
+def test_more_devices_are_faster_until_they_are_not() -> None:
+    points = curve(question("64xh100"), sizes("8..64", 64))
+    times = [point.best.price.step_s for point in points if point.best]
+    assert [point.devices for point in points] == [8, 16, 32, 64] and times == sorted(times, reverse=True)
+    assert knee(points) in (8, 16, 32, 64)
+    with pytest.raises(PlanError, match="the cluster has 64"):
+        sizes("8..512", 64)
+    with pytest.raises(PlanError, match="write a number"):
+        sizes("many", 64)
+
+
+def test_the_knee_is_where_growth_stops_paying(choice: Choice) -> None:
+    def point(devices: int, efficiency: float) -> Point:
+        return Point(devices=devices, best=choice.best[0], efficiency=efficiency)
+
+    assert knee([point(8, 1.0), point(16, 0.95), point(32, 0.7), point(64, 0.6)]) == 16
+    assert knee([point(8, 1.0), point(16, 0.9), point(32, 0.8)]) == 32
+    assert knee([point(8, 1.0)]) is None and knee([point(8, 1.0), Point(devices=16, best=None)]) is None
+
+
+def test_what_is_left_of_a_cluster_is_used_as_far_as_that_is_faster() -> None:
+    left = question("128xh100", LLAMA, 240, limits={"chunks": 2})
+    left = dataclasses.replace(left, cluster=left.cluster.without(1))
+    part, again = replan(left)
+    times = {}
+    for count in (120, 112):
+        some = dataclasses.replace(left, cluster=left.cluster.restricted(count))
+        found = searched(some)
+        assert found.best is not None
+        times[count] = float(found.best[1].step_s[0])
+        least = searched(some, under=times[count])
+        assert least.best is not None and float(least.best[1].step_s[0]) == times[count]
+        assert searched(some, under=times[count] * 0.99).best is None
+    assert part.cluster.devices == min(times, key=lambda count: times[count])
+    assert again.best[0] == choose(part).best[0]
+    with pytest.raises(PlanError, match="can't be shared by 8 devices"):
+        replan(question("8xh100", SHORT, 1, limits={"axes": ("replicate", "shard")}))
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1] and divisors(16384)[-1] == 16384

@@ -1,0 +1,82 @@
+"""Devices of several kinds get layers and rows by their speed; a slow one that costs more than it brings is named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.planner.choose import Question, choose
+from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.price import price
+from meshwright.planner.dealt import pipelines
+from meshwright.planner.kinds import kinds_of, places_of
+from meshwright.planner.unequal import _candidate, _timed, choose_unequal, why_unequal
+
+SHAPE = shape_from_sizes(Sizes(name="llama", layers=16, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
+
+
+def question(text: str, rows: int = 16) -> Question:
+    job = Job(shape=SHAPE, sequence=4096, rows=rows)
+    return Question(job=job, cluster=Cluster.parse(text), base=Layout(precision="bf16"))
+
+
+@pytest.fixture(scope="module")
+def mixed() -> tuple[Question, object]:
+    asked = question("4xh100+4xa100-80")
+    return asked, choose_unequal(asked)
+
+
+def test_layers_or_rows_follow_speed(mixed) -> None:  # type: ignore[no-untyped-def]
+    _, choice = mixed
+    best = choice.best[0].layout
+    if best.split:
+        sizes = [int(size) for size in best.split.split("-")]
+        assert sizes[0] > sizes[-1] and sum(sizes) == 16
+    else:
+        assert best.shares()[0] > best.shares()[-1]
+    alone = [choose(question(text)).best[0].price.step_s for text in ("4xh100", "4xa100-80")]
+    assert choice.best[0].price.step_s < min(alone)
+    assert sum("alone" in note for note in choice.notes) == 2
+    assert all(Layout.parse(str(one.layout)) == one.layout for one in choice.best)
+
+
+def test_a_named_layout_is_compared(mixed) -> None:  # type: ignore[no-untyped-def]
+    asked, choice = mixed
+    even = why_unequal(asked, Layout.parse("shard=8,zero=1,recompute=full,precision=bf16"), choice)
+    assert "slower" in even
+    with pytest.raises(PlanError, match="multiply"):
+        why_unequal(asked, Layout.parse("shard=4"), choice)
+
+
+def test_a_slow_device_that_costs_more_than_it_brings_is_named() -> None:
+    choice = choose_unequal(question("4xh100+4xt4"), 1)
+    assert any("leave t4 out" in note for note in choice.notes)
+
+
+def test_layers_are_dealt_within_memory() -> None:
+    small = dataclasses.replace(question("4xh100+4xa100-80", 64), usable=0.3)
+    kinds = kinds_of(small.cluster)
+    rooms = [small.usable * device.memory_bytes for device, _, _ in kinds]
+    dealt = [layout for some in pipelines(small, kinds) for layout in some]
+    assert dealt and all(sum(map(int, layout.split.split("-"))) == 16 for layout in dealt)
+    for layout in dealt[:: max(1, len(dealt) // 20)]:
+        places = places_of(kinds, 8 // layout.degree("pp"))
+        stages = price(small.job, layout, small.machine, small.runtime).stages
+        assert all(stage.peak <= rooms[place] for stage, place in zip(stages, places))
+
+
+@pytest.mark.parametrize("text", ["4xh100+4xa100-80", "2xh100+4xt4"])
+def test_many_are_timed_as_one_by_one(text: str) -> None:
+    asked = question(text, 12)
+    kinds = kinds_of(asked.cluster)
+    layouts, seconds = _timed(asked, kinds)
+    assert len(layouts) == len(seconds) and np.isfinite(seconds).any()
+    for at in range(0, len(layouts), 5):
+        one = _candidate(asked, kinds, layouts[at])
+        assert seconds[at] == (np.inf if one is None else pytest.approx(one.price.step_s, rel=1e-9)), layouts[at]

@@ -1,0 +1,206 @@
+"""What is read off models: every weight in at most one split, most of each layer split, and the same training."""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from meshwright.axes.table import Block, ShardingTable
+from meshwright.errors import PlanError
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.table import sharding_table
+from meshwright.plan import Layout
+from meshwright.proof.reference import Recipe
+from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.train.facts import read_facts
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+
+SHARES = {
+    "gpt2": 0.95,
+    "llama": 0.99,
+    "gemma3_text": 0.98,
+    "mixtral": 0.99,
+    "falcon": 0.98,
+    "bloom": 0.95,
+    "olmo2": 0.98,
+    "doge": 0.95,
+    "deepseek_v3": 0.85,
+    "mamba": 0.99,
+    "bert": 0.95,
+    "bamba": 0.98,
+}
+"""Least share of the layers' parameters that two ranks must split."""
+
+
+class Fused(nn.Module):
+    """Attention of three heads from one fused matrix; no attribute says how many."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 40)
+        self.down = nn.Linear(40, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.mix(self.norm(x)).chunk(3, dim=-1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class FusedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 24)
+        self.blocks = nn.ModuleList([Fused(24) for _ in range(2)])
+        self.head = nn.Linear(24, 64, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def fused_model() -> nn.Module:
+    return FusedModel()
+
+
+def rows_by_split(table: ShardingTable, layer: str) -> dict[str, tuple[int, tuple[Block, ...]]]:
+    return {split.name: (split.dim, split.blocks) for group in table.layers[layer].groups for split in group.splits}
+
+
+def read(name: str, degree: int = 2, **sizes: int) -> ShardingTable:
+    return sharding_table(build_meta(ModelConfig(name=name, **sizes), 64, 32), degree)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_most_of_each_layer_is_split_and_no_weight_twice(name):
+    sizes = {"layers": 2, "width": 32} | ({} if name == "mamba" else {"heads": 4})
+    built = build_meta(ModelConfig(name=name, **sizes), 64, 32)
+    table = sharding_table(built, 2)
+    known = {key: item.numel() for key, item in built.module.named_parameters()}
+    split = [f"{layer}.{split.name}" for layer, split, _, _ in table.splits(2)]
+    assert len(split) == len(set(split)) and set(split) <= set(known)
+    inside = {key: size for key, size in known.items() if key.startswith(tuple(f"{x}." for x in table.layers))}
+    assert math.fsum(known[key] for key in split) >= SHARES[name] * sum(inside.values())
+    assert table.vocabulary
+    assert ShardingTable.from_json(json.loads(json.dumps(table.to_json()))) == table
+
+
+def test_fewer_key_heads_than_ranks_are_held_by_several():
+    table = read("llama", 4, layers=1, width=64, heads=8, kv_heads=2)
+    held = rows_by_split(table, "model.layers.0")
+    assert held["self_attn.k_proj.weight"] == (0, (Block(start=0, size=8, count=2),))
+    assert held["self_attn.q_proj.weight"] == (0, (Block(start=0, size=8, count=8),))
+    (group,) = (group for group in table.layers["model.layers.0"].groups if group.heads)
+    assert group.shares(4) == ((0, 2), (2, 4), (4, 6), (6, 8))
+
+
+def test_fused_heads_without_a_name_are_found():
+    table = read(f"{__name__}:fused_model")
+    held = rows_by_split(table, "blocks.0")
+    assert held["mix.weight"] == (0, tuple(Block(start=at, size=8, count=3) for at in (0, 24, 48)))
+    assert held["up.bias"] == (0, (Block(start=0, size=1, count=40),))
+    assert table.vocabulary == ("embedding", "head")
+
+
+def test_one_head_stays_whole_and_says_why():
+    table = sharding_table(build_meta(ModelConfig(name="tests.plain_model:build")), 2)
+    rows = table.layers["blocks.0"]
+    assert rows.refused["out"] == "everything that it reads meets before it"
+    assert {split.name for group in rows.groups for split in group.splits} == {"up.weight", "up.bias", "down.weight"}
+
+
+def test_a_narrow_clone_gives_the_rows_of_the_full_size(monkeypatch):
+    sizes = {"layers": 2, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 320}
+    full = read("llama", **sizes)
+    monkeypatch.setattr("meshwright.models.table.SMALL", 1)
+    carried = read("llama", **sizes)
+    assert rows_by_split(carried, "model.layers.1") == rows_by_split(full, "model.layers.1")
+    assert carried.vocabulary == full.vocabulary and carried.vocab == full.vocab
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        ({"name": "olmo2", "width": 64, "heads": 4}, {"meeting"}),
+        ({"name": "bloom", "width": 64, "heads": 4}, {"argument"}),
+    ],
+)
+def test_what_is_cut_grows_with_a_narrow_clone_too(sizes, kinds, monkeypatch):
+    full = read(**sizes, layers=1)
+    monkeypatch.setattr("meshwright.models.table.SMALL", 1)
+    carried = read(**sizes, layers=1)
+    (name,) = full.layers
+    groups, wanted = carried.layers[name].groups, full.layers[name].groups
+    assert {cutting.kind for group in wanted for cutting in group.cuttings} == kinds
+    assert rows_by_split(carried, name) == rows_by_split(full, name)
+    assert [group.cuttings for group in groups] == [group.cuttings for group in wanted]
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_a_clone_without_heads_covers_the_model_or_is_refused(name, monkeypatch):
+    monkeypatch.setattr("meshwright.models.table.SMALL", 1)
+    built = build_meta(ModelConfig(name=name, layers=1, width=128), 64, 32)
+    ((layer, rows),) = sharding_table(built).layers.items()
+    for group in rows.groups:
+        assert group.inner == ("mixer.x_proj",)
+        for split in group.splits:
+            size = built.module.get_parameter(f"{layer}.{split.name}").shape[split.dim]
+            assert sum(block.size * block.count for block in split.blocks) == size
+    # What a scan reads by head and what it reads whole lie in one matrix, and no clone is both as its model is.
+    why = "its parts don't grow alike with the model"
+    assert dict(rows.refused) == (dict.fromkeys(("mixer.in_proj", "mixer.out_proj"), why) if name == "mamba2" else {})
+
+
+def test_a_large_model_is_read_off_a_narrow_clone():
+    table = read("llama", 4, layers=8, width=2048, heads=32, kv_heads=8)
+    held = rows_by_split(table, "model.layers.7")
+    assert held["self_attn.q_proj.weight"] == (0, (Block(start=0, size=64, count=32),))
+    assert held["self_attn.v_proj.weight"] == (0, (Block(start=0, size=64, count=8),))
+    assert held["mlp.down_proj.weight"][1][0].count == 5440
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        ({"name": "mamba"}, "tp=2"),
+        ({"name": "bloom", "heads": 4}, "tp=2"),
+        ({"name": "olmo2", "heads": 4}, "tp=2"),
+        ({"name": "llama", "width": 48, "heads": 6}, "tp=4"),
+        ({"name": "gpt2", "width": 48, "heads": 3}, "tp=2"),
+        ({"name": "llama", "width": 64, "heads": 8, "kv_heads": 2}, "tp=4"),
+        ({"name": "llama", "width": 64, "heads": 4, "kv_heads": 1}, "tp=2"),
+        ({"name": f"{__name__}:fused_model", "layers": None, "width": None}, "tp=2"),
+    ],
+)
+def test_parts_train_as_the_whole(sizes, layout):
+    config = ModelConfig(**({"layers": 1, "width": 32} | sizes))
+    batches = made_up_batches(1, 2, 8, 64, False)
+    case = Case(build=lambda: build_meta(config, 64, 32), batches=batches, recipe=Recipe(), timeout_s=60)
+    (verdict,) = verify(case, [Layout.parse(f"{layout},precision=float64")])
+    assert verdict.passed, verdict
+
+
+@pytest.mark.slow
+def test_a_user_s_rows_override_what_was_read() -> None:
+    config = ModelConfig(
+        name="llama", layers=2, width=32, heads=4, sharding={"model.layers.*.mlp.down_proj": "whole"}
+    )
+    built = build_meta(config, 64, 16)
+    facts = read_facts(built, Layout.parse("tp=2"))
+    assert facts.table is not None
+    rows = [group.row for group in facts.table.layers["model.layers.0"].groups]
+    assert rows == ["self_attn.o_proj"]
+    with pytest.raises(PlanError, match="no effect without tp"):
+        read_facts(built, Layout.parse("replicate=2"))

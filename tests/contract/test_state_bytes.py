@@ -1,0 +1,108 @@
+"""Bytes of state as the planner prices them are those that the ranks' tensors add up to, for every axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.table import sharding_table
+from meshwright.plan import Layout, Plan, Prediction
+from meshwright.planner.memory import ModelParts, rest_bytes, state_memory
+from meshwright.proof.verify import made_up_batches
+from meshwright.train.config import OptimizerConfig
+from meshwright.train.facts import Facts, read_facts
+from meshwright.train.feed import MicroBatch
+from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.scaler import LossScaler
+from meshwright.train.session import build_program
+from meshwright.train.step import Stepper
+from tests.ranks.group import run_ranks
+
+pytestmark = pytest.mark.slow
+
+VOCAB, CONTEXT, ROWS = 97, 16, 8
+"""The vocabulary divides by no degree."""
+DENSE = [
+    "tp=2", "tp=2,shard=2,zero=1", "tp=2,shard=2,zero=3", "tp=2,shard=2,zero=2,microbatches=2,precision=bf16", "tp=3",
+    "pp=2,microbatches=2", "pp=2,shard=2,zero=3,microbatches=4", "pp=2,tp=2,microbatches=2", "cp=2",
+]  # fmt: skip
+MIXED = [
+    "tp=2", "pp=2,microbatches=2", "ep=2,shard=2,zero=1", "ep=2,shard=2,zero=3", "ep=2,replicate=2,tp=2",
+    "ep=2,shard=4,zero=3,precision=bf16", "ep=2,tp=2,precision=bf16,microbatches=2",
+]  # fmt: skip
+CASES = {
+    "llama": ({"layers": 4, "width": 48, "heads": 6, "kv_heads": 3, "ffn": 100}, DENSE[:4] + DENSE[6:]),
+    "gpt2": ({"layers": 4, "width": 48, "heads": 6}, DENSE),
+    # Two experts on four ranks: some hold none between the steps.
+    "mixtral": ({"layers": 3, "width": 32, "heads": 4, "ffn": 64, "experts": 2}, MIXED),
+}
+WITHIN = 0.02
+"""Allowed relative difference of what is sampled while a step runs; what rests is exact."""
+
+
+def model(name: str) -> BuiltModel:
+    return build_meta(ModelConfig(name=name, **CASES[name][0]), vocab=VOCAB, context=CONTEXT)
+
+
+def parts_of(built: BuiltModel, facts: Facts) -> ModelParts:
+    named = built.module.named_parameters(remove_duplicate=False)
+    anatomy = built.anatomy
+    return ModelParts.of(named, anatomy.layers, anatomy.ties, facts.table, facts.spine, facts.experts)
+
+
+def trained(built: BuiltModel, facts: Facts, layout: Layout, rank: int) -> dict[str, int]:
+    """Trains two steps; returns the bytes held at most, and those of the masters."""
+    plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
+    program = build_program(built, plan, torch.device("cpu"), facts=facts)
+    optimizer = LocalAdamW(program.weights, OptimizerConfig())
+    index, count = layout.reader(rank)
+    stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
+    rows = ROWS // count
+    mine = slice(index * rows, (index + 1) * rows)
+    for step, batch in enumerate(made_up_batches(2, ROWS, CONTEXT, VOCAB, documents=False)):
+        pairs = zip(*(item[mine].chunk(layout.microbatches) for item in (batch.tokens, batch.targets)))
+        micro = [MicroBatch(tokens, targets, None) for tokens, targets in pairs]
+        stepper.run(step, micro, int((batch.targets != -100).sum()), 1e-3, False).read()
+    return program.meter.read(optimizer.bytes()) | {"rest": program.meter.master}
+
+
+def measured(name: str, texts: list[str]) -> list[tuple[str, ModelParts, list[dict[str, int]]]]:
+    """Runs layouts of one number of ranks in one group of them."""
+    table = sharding_table(model(name))
+    facts = {text: read_facts(model(name), Layout.parse(text), Facts(table=table)) for text in texts}
+
+    def work(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        return {text: trained(model(name), facts[text], Layout.parse(text), rank) for text in texts}
+
+    found = run_ranks(Layout.parse(texts[0]).world, work, timeout=55)
+    return [(text, parts_of(model(name), facts[text]), [ranks[text] for ranks in found]) for text in texts]
+
+
+def groups() -> list[tuple[str, int]]:
+    return sorted({(name, Layout.parse(text).world) for name, (_, texts) in CASES.items() for text in texts})
+
+
+@pytest.mark.parametrize(("name", "world"), groups())
+def test_bytes_held_are_bytes_planned(name: str, world: int) -> None:
+    texts = [text for text in CASES[name][1] if Layout.parse(text).world == world]
+    for text, parts, found in measured(name, texts):
+        layout = Layout.parse(text)
+        for rank, held in enumerate(found):
+            assert held["rest"] == rest_bytes(layout, parts, rank), (text, rank)
+        planned, formula = state_memory(layout, parts)
+        assert planned.keys() == formula.keys()
+        fullest = max(found, key=lambda held: sum(held[part] for part in planned))
+        for part, size in planned.items():
+            assert fullest[part] == pytest.approx(size, rel=WITHIN), (text, part, planned, found)
+
+
+def test_whole_gradients_of_an_early_stage_are_seen() -> None:
+    """Its last forward comes before its first backward, after which it holds them until the last."""
+    ((_, _, found),) = measured("gpt2", ["pp=2,shard=2,zero=3,microbatches=2"])
+    for held in found:
+        assert held["gradients"] == pytest.approx(2 * held["rest"], rel=WITHIN)

@@ -1,0 +1,249 @@
+"""Dropout's numbers follow from seed, step, layer and place in the global batch: the same under every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from meshwright.axes.comm import drawing
+from meshwright.axes.comm.boxes import TokenSplit, Units, Unplaced, box_of
+from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.random import Box, _bits_on, kept, row_keys, uniform
+from meshwright.errors import PlanError
+from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.chance import may_draw
+from meshwright.models.config import ModelConfig
+from meshwright.plan import Layout
+from meshwright.proof.compare import Verdict
+from meshwright.proof.masks import Masks
+from meshwright.proof.reference import Recipe
+from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.train.facts import read_facts
+from tests.plain_model import PlainModel
+
+MODELS = {
+    "gpt2": shrink(ModelConfig(name="gpt2", dropout=0.3), layers=2, width=32),
+    "opt": shrink(ModelConfig(name="opt", dropout=0.3), layers=2, width=32),
+    "dropped": ModelConfig(name=f"{__name__}:dropped"),
+}
+SEQUENCE, VOCAB, ROWS = 16, 61, 8
+CPU = torch.device("cpu")
+TWO = (
+    *("replicate=2", "shard=2,zero=3", "replicate=2,rows=3-1,microbatches=2", "microbatches=4,recompute=full"),
+    *("tp=2,recompute=selective", "tp=2,sequence=true", "cp=2", "cp=2,attention=gather,recompute=full"),
+    "pp=2,microbatches=2",
+)
+FOUR = (
+    *("tp=2,sequence=true,cp=2,attention=gather", "tp=2,cp=2,recompute=full", "pp=2,tp=2,microbatches=2"),
+    *("replicate=2,tp=2,sequence=true", "shard=2,cp=2,microbatches=2"),
+)
+
+
+class Dropped(nn.Module):
+    """What models do to drop: a functional dropout, whole channels, and whole rows by a number drawn for each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        x = functional.dropout(x, 0.2) + 1e-2 * torch.randn_like(x)
+        x = functional.dropout1d(x, 0.1)
+        return x * x.new_empty((len(x), 1, 1)).bernoulli_(0.9) * (0.5 + torch.rand(()).to(x.dtype))
+
+
+def dropped() -> nn.Module:
+    module: nn.Module = PlainModel(VOCAB, 8, 2)
+    for block in module.blocks:
+        block.norm = nn.Sequential(block.norm, Dropped())
+    return module
+
+
+def proven(model: str, *texts: str) -> list[Verdict]:
+    def build() -> BuiltModel:
+        return build_meta(MODELS[model], vocab=None if model == "dropped" else VOCAB, context=SEQUENCE)
+
+    batches = made_up_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
+    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=50)
+    return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
+
+
+def all_pass(verdicts: list[Verdict]) -> None:
+    assert [(verdict.layout, verdict.refused) for verdict in verdicts if not verdict.passed] == []
+
+
+def test_layouts_of_two_ranks_drop_what_one_device_drops() -> None:
+    all_pass(proven("gpt2", "replicate=2", "tp=2", "cp=2"))
+
+
+@pytest.mark.slow
+def test_more_layouts_of_two_ranks_drop_what_one_device_drops() -> None:
+    all_pass(proven("gpt2", *TWO))
+
+
+def test_weights_of_attention_that_are_made_again_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "DEAR", 0)
+    all_pass(proven("gpt2", "replicate=1", "recompute=full", "recompute=selective"))
+
+
+@pytest.mark.slow
+def test_layouts_of_four_ranks_drop_what_one_device_drops() -> None:
+    all_pass(proven("gpt2", *FOUR))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["opt", "dropped"])
+def test_functions_that_draw_are_found_in_any_model(model: str) -> None:
+    all_pass(proven(model, "tp=2" if model == "opt" else "replicate=2,microbatches=2,recompute=full"))
+
+
+def _by_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reader counts its rows from zero."""
+    begin = Chance.begin
+    monkeypatch.setattr(Chance, "begin", lambda self, key, first, shape: begin(self, key, first % 4, shape))
+
+
+def _by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every micro-batch has a step's numbers to itself."""
+    begin, steps = Chance.begin, iter(range(100))
+    monkeypatch.setattr(Chance, "begin", lambda self, key, *more: begin(self, (key[0], next(steps)), *more))
+
+
+def _by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's heads and channels count from zero."""
+    places = Units.places
+    monkeypatch.setattr(Units, "places", lambda self, size: places(Units(0, self.last - self.first, self.count), size))
+
+
+def _again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed again draws anew."""
+    again = Chance.again
+
+    def planted(self: Chance, plain: Callable[..., Any]) -> Callable[..., Any]:
+        assert self.moment is not None
+        held, self.moment.key = self.moment.key, "0,99"
+        call = again(self, plain)
+        self.moment.key = held
+        return call
+
+    monkeypatch.setattr(Chance, "again", planted)
+
+
+def _by_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's tokens count from zero."""
+    monkeypatch.setattr(TokenSplit, "places", lambda self, tokens: {
+        len(held): np.arange(len(held)) for held in PLACES(self, tokens).values()
+    })
+
+
+PLACES = TokenSplit.places
+
+
+@pytest.mark.parametrize(
+    ("plant", "layout"),
+    [
+        (_by_reader, "replicate=2"),
+        (_by_micro_batch, "microbatches=2"),
+        (_by_rank, "tp=2"),
+        (_by_run, "cp=2"),
+        (_again, "recompute=full"),
+    ],
+)
+def test_planted_faults_are_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    (verdict,) = proven("gpt2", layout)
+    assert not verdict.passed and not verdict.refused
+    assert max(verdict.loss_error, verdict.grad_error) > 1e-6
+
+
+def test_both_ways_to_hash_give_the_same_bits_and_fair_ones() -> None:
+    keys, box = row_keys("3,1,layer:0,0", np.arange(2, 6)), Box(np.arange(7, 600, 3), np.arange(64))
+    bits = (_bits_on(keys, box, CPU).to(torch.float64) + (2**31 + 0.5)) / 2**32
+    drawn = uniform(keys, box, CPU)
+    assert torch.equal(bits, drawn)
+    assert torch.equal(kept(keys, box, 0.25, CPU), drawn >= 0.25)
+    assert not kept(keys, box, 1.0, CPU).any()
+    spread = len(keys) * len(box.lines) * len(box.last)
+    assert abs(float(drawn.mean()) - 0.5) < 5 / (12 * spread) ** 0.5
+    flat = drawn.flatten() - 0.5
+    for shift in (1, 64, 64 * 198):
+        assert abs(float((flat[shift:] * flat[:-shift]).mean())) < 5 / 12 / spread**0.5
+    counts = torch.histc(drawn, bins=64, min=0.0, max=1.0)
+    expected = spread / 64
+    assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 5 * (2 * 63) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "units", "why"),
+    [
+        ((5, 16, 8), None, "first dim must count the 4 rows"),
+        ((16, 4, 8), None, "first dim must count the 4 rows"),
+        ((4, 9, 8), None, "can't be told"),
+        ((4, 8, 7), Units(0, 2, 4), "aren't of 2 units"),
+    ],
+)
+def test_what_cant_be_placed_is_refused(shape: tuple[int, ...], units: Units | None, why: str) -> None:
+    with pytest.raises(Unplaced, match=why):
+        box_of(shape, 4, TokenSplit(index=1, ranks=2).places(16), units)
+
+
+class Unlocated(nn.Module):
+    """Drops rows of a tensor whose first dim isn't the batch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x.transpose(0, 1), 0.5).transpose(0, 1)
+
+
+def test_a_draw_without_a_place_names_its_module() -> None:
+    chance, module = Chance(TokenSplit()), Unlocated()
+    chance.own(module, "blocks.1")
+    x = torch.ones(4, 6, 2)
+    chance.begin((0, 0), 0, (4, 6))
+    with pytest.raises(PlanError, match=r"blocks\.1: it draws a tensor \(6, 4, 2\)"):
+        module(x)
+    chance.end()
+    assert module.eval()(x).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "mixtral"])
+def test_models_without_dropout_are_left_alone(name: str) -> None:
+    still, drawn = (
+        build_meta(dataclasses.replace(shrink(ModelConfig(name=name), width=32), dropout=p), VOCAB) for p in (0.0, 0.1)
+    )
+    assert not may_draw(still)
+    assert may_draw(drawn)
+
+
+def test_compiled_layers_that_draw_are_refused() -> None:
+    model = build_meta(MODELS["gpt2"], VOCAB, SEQUENCE)
+    with pytest.raises(PlanError, match=r"compile=true hides what transformer\.drop draws"):
+        read_facts(model, Layout.parse("compile=true"))
+
+
+@functools.cache
+def plain_masks(step: int) -> Any:
+    drop = nn.Dropout(0.4)
+    with Masks(drop, (), ROWS, f"7,{step}"):
+        return drop(torch.ones(ROWS, 4, 6))
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_numbers_change_with_step_and_row_alone(step: int) -> None:
+    chance, drop = Chance(TokenSplit()), nn.Dropout(0.4)
+    chance.own(drop, "")
+    found = []
+    for first, last in ((0, 3), (3, 8)):
+        chance.begin((7, step), first, (last - first, 4))
+        found.append(drop(torch.ones(last - first, 4, 6)))
+        chance.end()
+    assert torch.equal(torch.cat(found), plain_masks(step))
+    assert not torch.equal(plain_masks(0), plain_masks(3))
+    assert len({tuple(row.flatten().tolist()) for row in plain_masks(step)}) == ROWS

@@ -1,0 +1,90 @@
+"""`inspect` says what a model is made of, how it can be split, and what a layout's ranks would hold."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from meshwright.cli.inspect import InspectConfig, inspect
+from meshwright.cli.inspected import runs, told
+from meshwright.cli.main import main
+from meshwright.models.config import ModelConfig
+
+LAYOUTS = ("tp=2", "pp=2,shard=2,tp=2,zero=1,microbatches=2")
+
+
+@functools.cache
+def found() -> dict[str, Any]:
+    model = ModelConfig(name="gpt2", layers=3, width=32, heads=4, vocab=97, context=16)
+    return json.loads(json.dumps(inspect(InspectConfig(model=model, layout=LAYOUTS))))
+
+
+@pytest.mark.slow
+def test_anatomy_and_ways_to_split() -> None:
+    anatomy, sharding = found()["anatomy"], found()["sharding"]
+    assert anatomy["embedding"] == "transformer.wte" and anatomy["positions"] == 16 and anatomy["head"] == "lm_head"
+    assert anatomy["ties"] == [["transformer.wte.weight", "lm_head.weight"]]
+    (kind,) = anatomy["layers"]
+    assert kind["type"] == "GPT2Block" and len(kind["layers"]) == 3
+    assert sum(len(rows["layers"]) for rows in sharding["kinds"]) == 3
+    groups = {group["row"]: group for group in sharding["kinds"][0]["groups"]}
+    assert groups["attn.c_proj"]["units"] == 4 and groups["mlp.c_proj"]["units"] == 128
+    assert groups["attn.c_proj"]["heads"] and not groups["mlp.c_proj"]["heads"]
+    assert found()["pipeline"] == {"layers": 3, "stages": 3, "payload": [1], "blocked": {}}
+
+
+@pytest.mark.slow
+def test_bytes_of_layouts() -> None:
+    tensor, both = found()["layouts"]
+    assert tensor["ranks"] == 2 and both["ranks"] == 8
+    assert [row["place"] for row in both["positions"]] == [{"pp": p, "tp": t} for p in range(2) for t in range(2)]
+    for layout in (tensor, both):
+        assert layout["fullest"]["total"] == max(row["total"] for row in layout["positions"])
+        for row in layout["positions"]:
+            assert row["total"] == sum(row["memory"].values())
+    # Every weight is at some place; those that tp doesn't split are at both.
+    assert sum(row["memory"]["parameters"] for row in tensor["positions"]) > 4 * tensor["parameters"]
+
+
+@pytest.mark.slow
+def test_the_text_names_what_was_found() -> None:
+    text = "\n".join(told(found()))
+    for part in ("3 x GPT2Block: transformer.h.0-2", "attn.c_attn -> attn.c_proj: 4 heads", "sequence=true works"):
+        assert part in text
+    for part in ("tied          transformer.wte.weight = lm_head.weight", "pp 0, tp 0", "n = ", "3 at most"):
+        assert part in text
+    assert all(f"{layout}: bytes of state" in text for layout in LAYOUTS)
+
+
+def test_the_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tests.plain_model:build", "--json", "--layout", "replicate=2"]
+    assert main(["inspect", *words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["model"] == "tests.plain_model:build" and said["layouts"][0]["ranks"] == 2
+    whole = said["sharding"]["kinds"][0]["whole"]
+    assert whole["mix"] and said["layouts"][0]["fullest"]["memory"]["parameters"] == 4 * said["shape"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["needs a model"]),
+        (["gpt22"], ["gpt22", "did you mean 'gpt2'?"]),
+        (["gpt2", "--layout", "tp=2,zero=9"], ["zero=9"]),
+        (["gpt2", "--layot", "tp=2"], ["--layot"]),
+        (["gpt2", "--model.layers", "2", "--layout", "ep=2,shard=2"], ["ep=2", "no mixture of experts"]),
+    ],
+)
+def test_refusals(words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *words]) == 1
+    message = capsys.readouterr().err
+    assert all(part in message for part in parts), message
+
+
+def test_numbered_names_are_told_in_runs() -> None:
+    assert runs(["h.0", "h.1", "h.2", "h.5"]) == "h.0-2, h.5"
+    assert runs(["a.1.mlp", "a.2.mlp", "b"]) == "a.1-2.mlp, b"
+    assert runs(["layer1.x", "layer2.x"]) == "layer1.x, layer2.x"

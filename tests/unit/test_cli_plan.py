@@ -1,0 +1,60 @@
+"""``meshwright plan`` answers people and programs, and refuses nonsense in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+
+SIZES = "layers=8,width=2048,heads=16,vocab=32000,ffn=5632"
+WORDS = ("plan", "--sizes", SIZES, "--batch", "32", "--sequence", "1024")
+
+
+def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "sub" / "plan.html"
+    words = [*WORDS, "--cluster", "8xh100", "--layout", "pp=4,replicate=2,microbatches=4", "tp=3", "--html", str(page)]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["best"][0]
+    assert found["plan"] == best["layout"]["text"] and found["devices"] == 8
+    assert sum(best["price"]["parts"].values()) == pytest.approx(best["price"]["step_s"])
+    assert len(found["compared"]) == 2 and any(told.startswith("can't be") for told in found["compared"].values())
+    assert found["search"]["considered"] > 100 and found["front"]
+    text = page.read_text()
+    assert "<svg" in text and "http" not in text.replace("http://www.w3.org", "")
+
+
+def test_people_get_tables_and_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--cluster", "8xa100-40", "--fix", "pp=4", "--show", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "against the first" in out and "rank 3" in out and "matrix products" in out
+
+
+def test_the_curve_names_its_knee(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--cluster", "32xh100", "--devices", "8..32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [point["devices"] for point in found["points"]] == [8, 16, 32] and found["knee"] in (8, 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("--cluster", "8xh1000"), "unknown device|no cluster|nearest"),
+        (("--cluster", "8xh100", "--objective", "energy", "--usable", "0"), "usable"),
+        (("--cluster", "8xh100", "--fix", "tp=3"), "tp=3"),
+        (("--cluster", "8xh100", "--fix", "recompute=full"), "fix: 'recompute' can't be given"),
+        (("--cluster", "8xh100", "--fix", "replicate=8", "--batch", "3"), "replicate=8 with a batch of 3 rows"),
+        (("--cluster", "8xh100", "--schedules", "zigzag"), "no such schedule"),
+        (("--cluster", "8xh100", "--sizes", "layers=2,wide=3"), "'wide=3' is unknown"),
+        (("--cluster", "1xrtx3090", "--sizes", "layers=96,width=12288,heads=96,vocab=51200"), "nearest that would"),
+        (("--hostfile", "hosts"), "device"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(more: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import re
+
+    assert main([*WORDS, *more]) == 1
+    assert re.search(why, capsys.readouterr().err)

@@ -1,0 +1,241 @@
+import csv
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.axes import spine
+from meshwright.cluster.cluster import Cluster
+from meshwright.plan import Layout
+from meshwright.planner.closed_form import Latent, Sizes, shape_from_sizes
+from meshwright.planner.cost.engine import Engine, Runtime, Saved
+from meshwright.planner.cost.engines import MESHWRIGHT
+from meshwright.planner.cost.groups import Machine, span
+from meshwright.planner.cost.job import SCHEDULES, Degrees, Job
+from meshwright.planner.cost.layers import Model
+from meshwright.planner.cost.price import price, price_many
+from meshwright.planner.cost.prices import MEMORY
+from meshwright.planner.cost.stages import _balanced, divide
+from meshwright.planner.cost.timing import held, makespan
+from meshwright.planner.memory import StateSizes, state_memory
+from meshwright.schedules.costs import Costs
+from meshwright.schedules.simulate import simulate
+from meshwright.schedules.spec import find_schedule
+from meshwright.shape import ModelShape
+
+TRUTH = Path(__file__).parents[2] / "benchmarks" / "truth"
+GPT3 = Sizes(
+    name="gpt3", layers=96, width=12288, heads=96, vocab=51200, gated=False, positions=2048, tied=True, dropout=True
+)
+LLAMA = Sizes(name="llama", layers=32, width=4096, heads=32, kv_heads=8, vocab=128256, ffn=14336)
+
+
+def test_gpt3_has_the_parameters_and_flops_of_the_closed_forms():
+    shape = shape_from_sizes(GPT3)
+    assert shape.parameters == pytest.approx(174.6e9, rel=1e-3)
+    s, h, layers, vocab = 2048, 12288, 96, 51200
+    model = 72 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
+    assert s * shape.train_flops_per_token(s) == pytest.approx(model, rel=1e-12)
+
+
+def test_public_models_have_their_parameters():
+    assert shape_from_sizes(LLAMA).parameters == pytest.approx(8.03e9, rel=1e-3)
+    latent = Latent(query_rank=1536, kv_rank=512, rope_size=64, nope_size=128, value_size=128)
+    deepseek = Sizes(
+        name="deepseek-v3",
+        layers=61,
+        width=7168,
+        heads=128,
+        vocab=129280,
+        ffn=18432,
+        experts=256,
+        active_experts=8,
+        expert_ffn=2048,
+        shared_ffn=2048,
+        dense_layers=3,
+        latent=latent,
+    )
+    shape = shape_from_sizes(deepseek)
+    assert shape.parameters == pytest.approx(671e9, rel=1e-3)
+    assert shape.matmul_parameters == pytest.approx(36.6e9, rel=5e-3)
+
+
+def test_a_shape_with_blocks_survives_json():
+    shape = shape_from_sizes(LLAMA)
+    assert ModelShape.from_json(shape.to_json()) == shape
+
+
+def test_model_flops_are_those_that_nanotron_logged():
+    with (TRUTH / "hf_ultrascale_nanotron.csv").open(encoding="utf-8", newline="") as text:
+        rows = [row for row in csv.DictReader(text) if row["step_time_s"]][::40]
+    for row in rows:
+        number = {key: int(row[key]) for key in ("layers", "hidden", "heads", "vocab", "ffn_hidden", "gbs", "gpus")}
+        shape = shape_from_sizes(
+            Sizes(
+                name="row",
+                layers=number["layers"],
+                width=number["hidden"],
+                heads=number["heads"],
+                vocab=number["vocab"],
+                ffn=number["ffn_hidden"],
+            )
+        )
+        work = number["gbs"] * 4096 * shape.train_flops_per_token(4096) / number["gpus"]
+        logged = float(row["tflops_per_gpu"])
+        assert work / float(row["step_time_s"]) / 1e12 == pytest.approx(logged, rel=2e-3, abs=0.01)
+
+
+PLAIN = Engine(name="plain", saved=Saved(flash=False, score_bytes=5.0), runtime=Runtime(flash=False))
+
+
+def saved_bytes(recompute: str, tp: int, sequence: bool) -> float:
+    text = f"tp={tp},sequence={str(sequence).lower()}" if tp > 1 else "replicate=1"
+    layout = Layout.parse(text + (f",recompute={recompute}" if recompute != "none" else ""))
+    degrees = Degrees.from_layouts([layout], 96)
+    job = Job(shape=shape_from_sizes(GPT3), sequence=2048, rows=1)
+    model = Model(job, degrees, Machine.of(Cluster.parse("8xa100-80")), PLAIN)
+    return float(np.broadcast_to(model.layer(job.shape.blocks[0]).saved, 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("recompute", "tp", "sequence", "factor"),
+    [
+        ("none", 1, False, 34 + 5 * 96 * 2048 / 12288),
+        ("none", 8, False, 10 + 24 / 8 + 5 * 96 * 2048 / 12288 / 8),
+        ("none", 8, True, (34 + 5 * 96 * 2048 / 12288) / 8),
+        ("full", 8, False, 2),
+        ("full", 8, True, 2 / 8),
+    ],
+)
+def test_saved_bytes_are_those_of_the_paper(recompute, tp, sequence, factor):
+    """Korthikanti et al. (2022), table 2."""
+    assert saved_bytes(recompute, tp, sequence) == pytest.approx(factor * 2048 * 12288, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "replicate=8,precision=bf16",
+        "shard=8,zero=1,precision=bf16",
+        "shard=8,zero=1,microbatches=4,precision=bf16",
+        "shard=8,zero=2,microbatches=4,precision=bf16",
+        "shard=8,zero=3,precision=bf16",
+        "shard=8,zero=3",
+        "replicate=8",
+        "replicate=2,shard=4,zero=2,microbatches=2",
+    ],
+)
+def test_state_bytes_are_those_that_the_runtime_holds(text):
+    layout, shape = Layout.parse(text), shape_from_sizes(LLAMA)
+    job = Job(shape=shape, sequence=4096, rows=64, precision="bf16" if layout.mixed else "float32")
+    ours = price(job, layout, Cluster.parse("8xh100")).memory
+    theirs, _ = state_memory(layout, StateSizes(total=shape.parameters, layers=shape.layer_parameters))
+    for part, size in theirs.items():
+        assert ours[part] == pytest.approx(size, rel=1e-6)
+
+
+LAYOUTS = [
+    "pp=4,shard=4,tp=4,zero=1,microbatches=16,sequence=true,precision=bf16",
+    "shard=64,zero=3,microbatches=1,recompute=full,precision=bf16",
+    "pp=2,replicate=8,cp=2,tp=2,microbatches=8,precision=bf16",
+    "pp=4,stages=2,schedule=interleaved,shard=16,zero=1,microbatches=4,precision=bf16",
+]
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_parts_sum_to_the_whole(text):
+    job = Job(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
+    found = price(job, Layout.parse(text), Cluster.parse("64xh100"))
+    assert sum(found.parts.values()) == pytest.approx(found.step_s, rel=1e-9)
+    assert min(found.parts.values()) >= 0
+    for stage in found.stages:
+        assert set(stage.memory) == set(MEMORY)
+        assert sum(stage.memory.values()) == pytest.approx(stage.peak)
+    assert found.peak == max(stage.peak for stage in found.stages)
+
+
+def test_one_and_many_are_the_same():
+    job = Job(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
+    cluster, layouts = Cluster.parse("64xh100"), [Layout.parse(text) for text in LAYOUTS]
+    many = price_many(job, Degrees.from_layouts(layouts, 32), cluster)
+    for at, layout in enumerate(layouts):
+        one = price(job, layout, cluster)
+        assert many.step_s[at] == pytest.approx(one.step_s, rel=1e-12)
+        assert many.peak[at] == pytest.approx(one.peak, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "slack"),
+    [("1f1b", 4, 1, 1e-9), ("gpipe", 4, 1, 1e-9), ("interleaved", 4, 2, 1e-9), ("zbv", 4, 2, 0.06)],
+)
+def test_the_closed_forms_of_schedules_agree_with_the_simulator(name, ranks, chunks, slack):
+    microbatches = 16
+    schedule = find_schedule(name).build(ranks, chunks, microbatches)
+    run = simulate(schedule, Costs.uniform(ranks * chunks, forward_s=1.0, input_s=1.0, weight_s=1.0))
+    ones = np.full((1, ranks), float(chunks))
+    code, m, v = np.array([SCHEDULES.index(name)]), np.array([microbatches]), np.array([chunks])
+    told = makespan(code, ones, 2 * ones, ones, m, v)
+    assert told[0] == pytest.approx(run.makespan_s, rel=slack)
+    live = held(code, ranks, m, v)[0] * chunks
+    assert np.all(np.asarray(run.peak_live_rank) <= live + 1e-9)
+
+
+def test_uneven_stages_of_1f1b_are_exact():
+    forward, backward = np.array([[1.0, 1.5, 1.0, 2.0]]), np.array([[2.0, 3.0, 2.0, 4.0]])
+    costs = Costs(forward_s=(1, 1.5, 1, 2), backward_s=(2, 3, 2, 4), input_s=(1, 1, 1, 1), weight_s=(1, 1, 1, 1))
+    run = simulate(find_schedule("1f1b").build(4, 1, 12), costs)
+    told = makespan(np.array([0]), forward, backward, backward / 2, np.array([12]), np.array([1]))
+    assert told[0] == pytest.approx(run.makespan_s, rel=0.03)
+
+
+def test_stages_hold_every_layer_once_by_each_rule():
+    shape = shape_from_sizes(LLAMA)
+    for rule in ("balanced", "even", "compute", "slots"):
+        for stages in (1, 2, 3, 4, 8, 16):
+            bounds = divide(shape, stages, rule)
+            assert len(bounds) == stages
+            assert [at for start, stop in bounds for at in range(start, stop)] == list(range(32))
+    assert divide(shape, 3, "even", (10, 12, 10)) == ((0, 10), (10, 22), (22, 32))
+
+
+def test_groups_cross_the_nodes_that_they_cross():
+    found = span(np.array([1, 8, 4, 1]), np.array([8, 4, 4, 16]), 8, np.array([64, 64, 64, 64]))
+    assert found.inside.tolist() == [8, 1, 2, 8]
+    assert found.nodes.tolist() == [1, 4, 2, 2]
+    assert found.sharing.tolist() == [1, 8, 4, 1]
+
+
+def test_a_faster_network_is_never_slower():
+    job = Job(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
+    columns = {"tp": 8, "shard": 8, "zero": 1, "microbatches": 2, "sequence": 1}
+    scales = np.array([0.1, 0.5, 1.0, 2.0])
+    found = price_many(job, Degrees.of(columns | {"outside_scale": scales}), Cluster.parse("64xh100"), MESHWRIGHT)
+    assert np.all(np.diff(found.step_s) <= 0)
+
+
+def test_adapters_need_no_gradients_of_weights():
+    shape = shape_from_sizes(LLAMA)
+    columns = {"replicate": 8, "microbatches": 2}
+    cluster = Cluster.parse("8xh100")
+    whole, adapted = (
+        price_many(Job(shape=shape, sequence=4096, rows=64, adapters=some), Degrees.of(columns), cluster)
+        for some in (False, True)
+    )
+    assert adapted.step_s[0] < 0.85 * whole.step_s[0]
+    assert adapted.peak[0] < whole.peak[0] - 12 * shape.parameters
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balanced_stages_are_those_that_the_runtime_cuts(seed):
+    chance = np.random.default_rng(seed)
+    costs = tuple(int(size) for size in chance.integers(1, 6, chance.integers(4, 16)))
+    tail, stages = int(chance.integers(0, 9)), int(chance.integers(1, 5))
+    names = tuple(str(number) for number in range(len(costs)))
+    nothing = (frozenset[str](),) * len(costs)
+    model = spine.Spine(
+        layers=names, feeds=nothing, bridges=(*nothing, frozenset({"head"})), payload=((),) * len(costs), returns=()
+    )
+    sizes = {f"{name}.weight": cost for name, cost in zip(names, costs)} | {"head": tail}
+    theirs = spine.divide(model, sizes, (), stages, "")
+    assert _balanced(costs, tail, stages) == tuple(pairwise(theirs))

@@ -1,0 +1,81 @@
+"""What the options of an engine's runtime do to a step's time."""
+
+import pytest
+import torch
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.plan import Layout
+from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.cost.engine import Engine, Runtime
+from meshwright.planner.cost.engines import MESHWRIGHT
+from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.price import price
+from meshwright.runtime import recompute
+
+CLUSTER = Cluster.parse("8xa100-80")
+
+
+def step(runtime: Runtime, recompute: str = "none", tp: int = 1, vocab: int = 51200, heads: int = 16, rows: int = 16):
+    shape = shape_from_sizes(Sizes(name="gpt", layers=12, width=2048, heads=heads, vocab=vocab, gated=False))
+    layout = Layout(degrees={"tp": tp, "replicate": 8 // tp}, microbatches=rows * tp // 8, recompute=recompute)
+    return price(Job(shape=shape, sequence=1024, rows=rows), layout, CLUSTER, Engine(name="test", runtime=runtime))
+
+
+def test_recompute_that_stops_early_redoes_all_but_the_last_product():
+    whole, stopped, none = (
+        step(Runtime(recompute_stops=stops), recompute).parts for stops, recompute in
+        ((False, "full"), (True, "full"), (True, "none"))
+    )  # fmt: skip
+    assert none["recompute"] == 0
+    saved = whole["recompute"] - stopped["recompute"]
+    # The last product is a third of a plain block's: 4 of 12 D^2.
+    assert 0.2 * whole["matmul"] / 3 < saved < 0.45 * whole["matmul"] / 3
+
+
+def test_a_host_that_waits_for_each_layer_makes_nothing_up():
+    ahead, waiting = (
+        step(Runtime(host_layer_s=2e-3, host_backward=0.1, host_ahead=value)).step_s for value in (True, False)
+    )
+    assert waiting > ahead
+    device = step(Runtime()).step_s
+    idle = step(Runtime(host_ahead=False)).step_s
+    assert idle == pytest.approx(device)
+
+
+def test_a_batch_that_the_fused_softmax_refuses_costs_the_host_more():
+    runtime = Runtime(host_layer_s=5e-3, host_softmax_s=1e-3)
+    assert step(runtime, tp=4).step_s == pytest.approx(step(Runtime(host_layer_s=5e-3), tp=4).step_s)
+    assert step(runtime, tp=8).step_s > step(Runtime(host_layer_s=5e-3), tp=8).step_s
+
+
+def test_hosts_of_many_ranks_of_tp_take_longer():
+    plain, grown = (step(Runtime(host_layer_s=5e-3, host_tp_power=power), tp=4).step_s for power in (0.0, 0.1))
+    assert plain < grown < 1.2 * plain
+
+
+def test_an_odd_number_of_words_makes_the_head_slower():
+    odd, even = (step(Runtime(), vocab=vocab).parts["matmul"] for vocab in (50257, 50258))
+    assert odd > 1.1 * even
+
+
+def test_a_collective_of_tp_waits_as_long_for_few_ranks_as_for_many():
+    plain, waiting = (
+        {tp: step(Runtime(tp_wait_s=seconds), tp=tp).parts["tp"] for tp in (1, 2, 8)} for seconds in (0.0, 1e-4)
+    )
+    assert waiting[1] == plain[1] == 0
+    # As many micro-batches more as tp is larger, of which each waits the same.
+    assert (waiting[8] - plain[8]) / 8 == pytest.approx((waiting[2] - plain[2]) / 2)
+    assert waiting[2] > plain[2]
+
+
+def test_the_runtime_recomputes_as_its_engine_says():
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    passed: list[str] = []
+    layer[0].register_forward_hook(lambda *_: passed.append("first"))
+    layer[2].register_forward_hook(lambda *_: passed.append("last"))
+    recompute.apply([layer], "full", None)
+    out = layer(torch.randn(2, 4, requires_grad=True))
+    passed.clear()
+    out.sum().backward()
+    assert passed == ["first"]
+    assert MESHWRIGHT.runtime.recompute_stops

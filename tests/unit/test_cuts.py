@@ -1,0 +1,53 @@
+"""Stages are cut as well as can be: against every cut there is, with kinds, limits and forbidden places."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+
+from meshwright.axes.cuts import Cuts
+
+
+def every(
+    layers: np.ndarray, places: Sequence[int], limits: Sequence[int], blocked: Collection[int] = ()
+) -> tuple[int, ...] | None:
+    """Of all cuts whose dearest stage is as cheap as can be: the longest last stage, and so on for those before it."""
+    count, found = layers.shape[1], []
+    for inner in itertools.combinations([place for place in range(1, count) if place not in blocked], len(places) - 1):
+        edges = (0, *inner, count)
+        if (np.diff(edges) <= limits).all():
+            costs = [layers[kind, start:stop].sum() for kind, start, stop in zip(places, edges, edges[1:])]
+            found.append((max(costs), edges))
+    if not found or len(places) == 1:
+        return found[0][1] if found else None
+    start = min(edges[-2] for cost, edges in found if cost == min(found)[0])
+    before = every(layers[:, :start], places[:-1], limits[:-1], blocked)
+    assert before is not None
+    return (*before, count)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_cut_is_better(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    count, stages = int(draw.integers(3, 9)), int(draw.integers(1, 5))
+    layers = draw.integers(1, 9, (3, 2, count)).astype(float)
+    places = [int(kind) for kind in np.sort(draw.integers(0, 2, stages))]
+    limits = draw.integers(1, count + 1, (3, stages))
+    blocked = [place for place in range(1, count) if draw.random() < 0.2]
+    bounds, possible = Cuts(layers, places, limits, blocked).bounds(stages)
+    for at in range(3):
+        best = every(layers[at], places, limits[at], blocked)
+        assert bool(possible[at]) == (best is not None)
+        assert best is None or tuple(bounds[at]) == best
+
+
+def test_one_table_gives_every_number_of_stages() -> None:
+    costs = [3, 1, 4, 1, 5, 9, 2, 6]
+    cuts = Cuts([[costs]])
+    for stages in (8, 1, 3, 5):
+        bounds, possible = cuts.bounds(stages)
+        best = every(np.array([costs]), [0] * stages, [8] * stages)
+        assert possible[0] and tuple(bounds[0]) == best

@@ -1,0 +1,125 @@
+"""The sharding table's arithmetic: blocks and units, and shares of heads that don't divide."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.axes.cp import refusal
+from meshwright.axes.table import Block, Cutting, Group, LayerRows, Split
+from meshwright.models.growth import grown_group
+from meshwright.models.units import blocks_of, finest_units, parameter_blocks, unit_masks
+
+torch.set_num_threads(1)
+
+
+def group_of(units: int, *counts: int) -> Group:
+    splits = tuple(
+        Split(name=f"w{place}", dim=0, blocks=(Block(start=0, size=2, count=count),))
+        for place, count in enumerate(counts)
+    )
+    return Group(module="", columns=(), inlets=(), entries=(), row="w0", units=units, splits=splits)
+
+
+def test_blocks_come_back_from_their_masks():
+    blocks = (Block(start=0, size=2, count=4), Block(start=8, size=3, count=2), Block(start=14, size=5, count=1))
+    assert blocks_of(unit_masks(blocks, 4)) == blocks
+    irregular = unit_masks(blocks, 4)
+    irregular[0, 7] = True
+    assert blocks_of(irregular) == ()
+    assert blocks_of(torch.ones(4, 6, dtype=torch.bool)) is None
+
+
+def test_the_finest_units_that_what_is_read_allows():
+    heads = torch.block_diag(*[torch.ones(3, 3) for _ in range(4)]).bool()
+    assert finest_units(12, [heads, torch.eye(12).bool()])[0] == 12
+    assert finest_units(12, [heads, heads])[0] == 4
+    assert finest_units(12, [torch.ones(12, 12, dtype=torch.bool)]) is None
+
+
+def test_a_parameter_seen_by_runs_of_units_is_split_by_units():
+    masks = [torch.zeros(3, 8, dtype=torch.bool) for _ in range(4)]
+    for place, mask in enumerate(masks):
+        mask[:, 2 * place : 2 * place + 2] = True
+    assert parameter_blocks(masks, 8) == (1, (Block(start=0, size=1, count=8),))
+    assert parameter_blocks([torch.ones(3, dtype=torch.bool)] * 4, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "units", "degree", "shares"),
+    [
+        ((8, 2), 8, 4, ((0, 2), (2, 4), (4, 6), (6, 8))),
+        ((8, 2), 8, 3, None),
+        ((6,), 6, 4, ((0, 2), (2, 4), (4, 5), (5, 6))),
+        ((3,), 3, 2, ((0, 2), (2, 3))),
+        ((3,), 3, 4, None),
+    ],
+)
+def test_shares_of_heads(counts, units, degree, shares):
+    assert group_of(units, *counts).shares(degree) == shares
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({}, ""),
+        ({"inner": ("mix",)}, "mix sums over all heads, before w0 reads them; the nearest is attention=gather"),
+        ({"kind": "meeting", "module": "norm"}, "norm holds all heads at once"),
+        ({"kind": "buffer", "module": "mix", "key": "slopes"}, "mix.slopes holds all heads at once"),
+        ({"kind": "argument", "module": "mix", "key": "bias"}, "argument 'bias' of mix holds all heads at once"),
+    ],
+)
+def test_heads_are_exchanged_only_where_nothing_between_holds_them_all(more, why):
+    group = dataclasses.replace(group_of(4, 4), heads=True)
+    if "kind" in more:
+        cutting = Cutting(dim=-1, blocks=(Block(start=0, size=1, count=4),), **more)
+        group = dataclasses.replace(group, cuttings=(cutting,))
+    else:
+        group = dataclasses.replace(group, **more)
+    found = refusal(LayerRows(groups=(group,)), 2, 1)
+    assert why in found and bool(found) == bool(why)
+    assert not refusal(LayerRows(groups=(dataclasses.replace(group, heads=False),)), 2, 1)
+
+
+class Part(nn.Module):
+    """Four heads; a norm over all of them, one slope for each, and a table as wide as the layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w0, self.w1 = (nn.Parameter(torch.zeros(4 * size)) for _ in range(2))
+        self.norm = nn.LayerNorm(4 * size)
+        self.register_buffer("slopes", torch.zeros(4))
+        self.register_buffer("table", torch.zeros(3, 8 * size))
+
+
+def test_what_a_narrow_layer_cuts_grows_with_it():
+    heads, one_each = (Block(start=0, size=2, count=4),), (Block(start=0, size=1, count=4),)
+    cuttings = (
+        Cutting(kind="meeting", module="norm", dim=-1, blocks=heads),
+        Cutting(kind="buffer", module="", key="slopes", dim=0, blocks=one_each),
+        Cutting(kind="buffer", module="", key="table", dim=1, blocks=heads),
+        Cutting(kind="argument", module="", key="1", dim=1, blocks=one_each),
+        Cutting(kind="argument", module="", key="2", dim=2, blocks=heads),
+    )
+    group = dataclasses.replace(group_of(4, 4, 4), heads=True, cuttings=cuttings)
+    grown = grown_group(group, Part(2), Part(6))
+    assert grown is not None and grown.units == 4
+    large = (Block(start=0, size=6, count=4),)
+    assert [item.blocks for item in (*grown.splits, *grown.cuttings)] == [
+        large, large, large, one_each, large, one_each, large
+    ]  # fmt: skip
+    odd = dataclasses.replace(cuttings[-1], blocks=(Block(start=0, size=4, count=2),))
+    assert grown_group(dataclasses.replace(group, cuttings=(odd,)), Part(2), Part(6)) is None
+
+
+def test_channels_that_are_cut_become_more():
+    channels = (Block(start=0, size=1, count=8),)
+    splits = tuple(Split(name=name, dim=0, blocks=channels) for name in ("w0", "w1"))
+    cutting = Cutting(kind="argument", module="", key="1", dim=1, blocks=channels)
+    group = dataclasses.replace(group_of(8, 8), splits=splits, cuttings=(cutting,))
+    grown = grown_group(group, Part(2), Part(6))
+    assert grown is not None and grown.units == 24
+    assert {item.blocks for item in (*grown.splits, *grown.cuttings)} == {(Block(start=0, size=1, count=24),)}
+    slopes = dataclasses.replace(cutting, kind="buffer", key="slopes", dim=0)
+    assert grown_group(dataclasses.replace(group, cuttings=(slopes,)), Part(2), Part(6)) is None

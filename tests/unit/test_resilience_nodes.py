@@ -1,0 +1,183 @@
+"""What recovery over several nodes is made of: claims, lines, orders, and snapshots kept and read elsewhere."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.parts import digest, parts_of
+from meshwright.checkpoint.remote import RemoteSnapshot, Shelf, whole_steps
+from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.errors import CheckpointError, LaunchError
+from meshwright.launch.rendezvous import address_to, interface_of, listen_at
+from meshwright.resilience import claims as claims_module
+from meshwright.resilience.claims import Claim, Claims
+from meshwright.resilience.courier import start_courier, start_shelf
+from meshwright.resilience.orders import choose, compose
+from meshwright.resilience.ranks import Patience
+from meshwright.resilience.wire import Hub, until
+from meshwright.train.memory import Copied
+
+
+def claim(generation: int, node: int) -> Claim:
+    return Claim(generation=generation, node=node, session=f"s{node}", host="127.0.0.1", port=1)
+
+
+def test_a_generation_belongs_to_one_node(tmp_path: Path) -> None:
+    one, two = Claims(tmp_path), Claims(tmp_path)
+    assert one.newest() is None
+    assert one.take(claim(0, 0)) and not two.take(claim(0, 1))
+    assert two.newest() == claim(0, 0)
+    fence = one.fence(0)
+    fence()
+    assert two.take(claim(1, 1)) and one.over(0) and not one.over(1)
+    with pytest.raises(CheckpointError, match="generation 0 of the run was given up"):
+        fence()
+    assert one.newest() == claim(1, 1)
+    assert Claims(tmp_path).newest() == claim(1, 1), "also for who comes later"
+
+
+def test_a_claim_that_is_not_renewed_grows_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims_module, "RENEW_S", 0.0)
+    leader, other = Claims(tmp_path), Claims(tmp_path)
+    assert other.age_s() == float("inf")
+    leader.take(claim(0, 0))
+    other.newest()
+    assert other.age_s() < 0.01, "counted from the first look"
+    time.sleep(0.05)
+    assert other.age_s() > 0.04
+    leader.renew(0)
+    assert other.age_s() < 0.01
+    leader.end(0, {"finished": True})
+    assert other.age_s() == float("inf")
+    assert other.ending(0) is None and other.ending(-1) == {"finished": True}
+    leader.end(0, None)
+    with pytest.raises(LaunchError, match="ended by an error"):
+        other.ending(-1)
+
+
+def test_a_checkpoint_gets_no_name_behind_the_fence(tmp_path: Path) -> None:
+    claims = Claims(tmp_path)
+    claims.take(claim(0, 0))
+    store = CheckpointStore(tmp_path / "checkpoints", fence=claims.fence(0))
+    store.save(1, {"weights/a": torch.ones(3)}, {})
+    claims.take(claim(1, 1))
+    with pytest.raises(CheckpointError, match="was given up"):
+        store.save(2, {"weights/a": torch.ones(3)}, {})
+    assert [entry.step for entry in store.entries()] == [1]
+
+
+def test_lines_carry_messages_and_tell_of_their_end() -> None:
+    listener = listen_at("127.0.0.1")
+    port = listener.getsockname()[1]
+    server, client = Hub(listener), Hub(listen_at("127.0.0.1"))
+    try:
+        line = client.call("127.0.0.1", port)
+        assert line is not None
+        line.say("ready", node=1, text="x" * 300_000)
+        heard: list = []
+
+        def pump(seconds: float) -> None:
+            client.pump(0.0)
+            heard.extend(message for _, message in server.pump(seconds)[0])
+
+        assert until(lambda: bool(heard), 5.0, pump)
+        assert heard[0]["node"] == 1 and len(heard[0]["text"]) == 300_000
+        client.drop(line)
+        lost: list = []
+        assert until(lambda: bool(lost), 5.0, lambda seconds: lost.extend(server.pump(seconds)[1]))
+    finally:
+        server.close()
+        with pytest.raises(ConnectionRefusedError):
+            client.call("127.0.0.1", port)
+        client.close()
+
+
+def test_addresses_of_this_machine() -> None:
+    assert address_to("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") in ("lo", "lo0")
+    with pytest.raises(LaunchError, match="can't listen at"):
+        listen_at("192.0.2.1")
+
+
+def report(node: int, held: list, slots: int = 2) -> dict:
+    ports = {"store": 10 + node, "shelf": 20 + node, "courier": 30 + node}
+    return {"node": node, "host": f"h{node}", "slots": list(range(slots)), "ports": ports, "held": held, "peak": None}
+
+
+def test_the_newest_state_that_is_whole_anywhere_is_chosen() -> None:
+    # Generation, step, rank, ranks, own: rank 1's node has gone; node 2 has its copy of step 4, not of step 5.
+    held = {
+        0: [[0, 4, 0, 3, True], [0, 5, 0, 3, True], [0, 4, 2, 3, False]],
+        2: [[0, 4, 2, 3, True], [0, 5, 2, 3, True], [0, 4, 1, 3, False]],
+    }
+    assert whole_steps([row for rows in held.values() for row in rows]) == [(4, 0)]
+    reports = {node: report(node, rows) for node, rows in held.items()}
+    state, _ = choose(reports, set(), -1)
+    assert state == {"step": 4, "generation": 0, "tier": "peer", "places": {"0": 0, "1": 2, "2": 0}}
+    assert choose(reports, {(4, 0)}, -1)[0] is None, "it turned out damaged"
+    assert choose(reports, set(), 6)[0] is None, "the disk is newer"
+    assert choose(reports, set(), -1, floor=0)[0] is None, "the run turned back from it"
+    order = compose(reports, [(0, 0), (0, 1), (2, 1)])
+    assert order["world"] == 3 and order["store"] == ["h0", 10]
+    assert order["nodes"]["2"] == {"first": 2, "slots": [1], "host": "h2", "courier": 32}
+
+
+def test_a_failure_that_returns_ends_the_run() -> None:
+    patience = Patience(attempts=2)
+    error = LaunchError("gone")
+    assert not patience.ends(error, 5, raised=False) and not patience.ends(error, 5, raised=False)
+    assert patience.ends(error, 5, raised=False), "three times the same step"
+    assert Patience(attempts=3).ends(CheckpointError("disk full"), 5, raised=True)
+
+
+def test_snapshots_travel_to_the_next_node_and_back() -> None:
+    tensors = {"weights/a": torch.arange(1000.0).view(10, 100), "weights/b": torch.tensor(3.5)}
+    held = [part for part, _ in parts_of(tensors)]
+    own, others = tuple(Segment() for _ in range(3)), tuple(Segment() for _ in range(2))
+    writer = SnapshotWriter(
+        own, rank=4, generation=2, tensors=digest(held), ranks=5, held=held, kept=list(enumerate(held))
+    )
+    to, at = listen_at("127.0.0.1"), listen_at("127.0.0.1")
+    copied, nothing = Copied(1), Copied(1)
+    address = to.getsockname()
+    receiver = start_courier(to, at.getsockname(), {}, {4: others}, nothing)
+    sender = start_courier(at, address, {4: own}, {}, copied)
+    shelf = None
+    try:
+        for step in (1, 2, 3, 4):
+            tensors["weights/b"].fill_(step)
+            writer.take(step, tensors, {"tokens": step})
+            writer.wait()
+            began = time.monotonic()
+            copied.wait(0, step)
+            assert time.monotonic() - began < 10
+        found = read_snapshots(others)
+        assert sorted(one.step for one in found) == [3, 4]
+        listener = listen_at("127.0.0.1")
+        shelf = start_shelf(listener, found)
+        client = Shelf(*listener.getsockname())
+        remote = RemoteSnapshot(client, (2, 4, 4))
+        assert (remote.rank, remote.ranks, remote.meta["tokens"]) == (4, 5, 4)
+        back = State(4, [lambda: remote]).tensors()
+        assert torch.equal(back["weights/a"], tensors["weights/a"]) and back["weights/b"] == 4
+        with pytest.raises(CheckpointError, match="no snapshot of step 9"):
+            RemoteSnapshot(client, (2, 9, 4))
+    finally:
+        for helper in (sender, receiver, shelf):
+            if helper is not None:
+                helper.close()
+    with pytest.raises(CheckpointError, match="lost contact"):
+        remote.values(remote.kept[0])
+    for pid in (sender.pid, receiver.pid):
+        assert pid == 0
+    client.close()
+    for one in (to, at, listener):
+        one.close()
+    for segment in (*own, *others):
+        os.close(segment.fd)

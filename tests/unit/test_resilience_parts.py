@@ -1,0 +1,271 @@
+"""The parts of recovery, each alone: who is left out, what hangs, who is slow, what is planned ahead, what is sick."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.config import CheckpointConfig
+from meshwright.checkpoint.manifest import Origin
+from meshwright.checkpoint.parts import Part, digest
+from meshwright.checkpoint.snapshot import Segment, SnapshotWriter
+from meshwright.cli.layouts import _like, uneven
+from meshwright.errors import ConfigError, PlanError
+from meshwright.launch.devices import Devices
+from meshwright.monitor.progress import ProgressWriter, RankProgress, reset_progress
+from meshwright.plan import Layout, Plan, Prediction
+from meshwright.resilience.ahead import Ahead
+from meshwright.resilience.devices import Roster
+from meshwright.resilience.disk import DiskWriter
+from meshwright.resilience.hang import LEAST_S, UNKNOWN_S, HangError, HangWatch
+from meshwright.resilience.ranks import steps_between
+from meshwright.resilience.room import room_for, state_bytes
+from meshwright.resilience.slow import SAMPLES, SlowWatch
+from meshwright.train.config import RecoveryConfig
+from meshwright.train.faults import Fault, Faults, ask, parse_faults
+from meshwright.train.health import LEAST, Health
+from meshwright.train.memory import Control
+
+
+def test_a_device_is_left_out_at_its_second_failure_and_longer_each_time() -> None:
+    roster = Roster([0, 1, 2], RecoveryConfig(back_s=0.05))
+    assert not roster.blame(1) and roster.present == [0, 1, 2]
+    assert roster.blame(1) and roster.present == [0, 2] and roster.absent == [1]
+    first = roster.next_s()
+    assert 0 < first <= 0.05 and roster.due() == []
+    time.sleep(0.06)
+    assert roster.due() == [1]
+    roster.readmit([1])
+    assert roster.present == [0, 1, 2]
+    assert roster.blame(1) and roster.next_s() > 0.06
+    at_once = Roster([0, 1], RecoveryConfig(on_death="shrink"))
+    assert at_once.blame(0) and at_once.present == [1]
+
+
+def test_a_node_of_some_devices() -> None:
+    devices = Devices(kind="cuda", count=4, found=4, cores=8).only([0, 2, 3])
+    assert [devices.name(rank) for rank in range(3)] == ["cuda:0", "cuda:2", "cuda:3"] and devices.count == 3
+
+
+def test_a_rank_that_computes_for_ever_is_blamed_and_one_that_waits_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "progress.bin"
+    reset_progress(path, 2)
+    watch = HangWatch(path, 3, 2, 0.1, lambda rank: f"rank {rank}: replicate {rank}")
+    writers = [ProgressWriter(path, rank, 3) for rank in range(2)]
+    writers[0].stamp("backward", 5, 0, "all_reduce over replicate")
+    writers[1].stamp("forward", 5)
+    assert len(watch.look()) == 2
+    time.sleep(0.15)
+    with pytest.raises(HangError, match=r"rank 1: replicate 1 made no progress in forward of step 5 for 0") as told:
+        watch.look()
+    assert told.value.rank == 1 and "rank 0 [replicate 0] waits in backward of step 5 for all_reduce" in str(told.value)
+    writers[1].stamp("done")
+    writers[0].stamp("done")
+    time.sleep(0.15)
+    watch.look()
+
+
+def test_stamps_of_an_earlier_generation_say_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "progress.bin"
+    reset_progress(path, 1)
+    ProgressWriter(path, 0, 0).stamp("forward", 5)
+    time.sleep(0.02)
+    assert HangWatch(path, 1, 1, 0.01).look() == []
+
+
+def looks(busy: dict[int, float]) -> list[list[RankProgress]]:
+    """Looks at ranks that compute for a share of the time."""
+    return [
+        [
+            RankProgress(
+                rank=rank, pid=1, generation=0, step=9, micro=0, phase="forward", since=0.0,
+                waits_for="" if (at * 0.618) % 1 < share else "all_reduce over replicate",
+            )
+            for rank, share in busy.items()
+        ]
+        for at in range(SAMPLES)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("busy", "stages", "found"),
+    [
+        ({0: 0.5, 1: 0.95, 2: 0.5, 3: 0.5}, [0, 0, 0, 0], [1]),
+        ({0: 0.9, 1: 0.95, 2: 0.9, 3: 0.92}, [0, 0, 0, 0], []),
+        ({0: 0.5, 1: 0.5, 2: 0.95, 3: 0.95}, [0, 0, 1, 1], []),
+        ({0: 0.05, 1: 0.3}, [0, 0], []),
+    ],
+)
+def test_a_rank_is_slow_against_those_who_do_the_same(busy: dict, stages: list[int], found: list[int]) -> None:
+    watch = SlowWatch(lambda rank: stages[rank])
+    told = [slow for look in looks(busy) for slow in watch.look(look)]
+    assert [slow.rank for slow in told] == found
+
+
+def test_plans_are_made_ahead_by_another_process() -> None:
+    asked = []
+
+    def plan(count: int) -> str:
+        asked.append(count)
+        if count == 5:
+            raise PlanError("no layout of 5")
+        return f"layout of {count}"
+
+    ahead = Ahead(plan)
+    ahead.learn(8, "the first")
+    ahead.begin([7, 5])
+    end = time.monotonic() + 20
+    while ahead._pid and time.monotonic() < end:
+        ahead._collect()
+        time.sleep(0.01)
+    assert ahead.answer(8) == ("the first", True) and ahead.answer(7) == ("layout of 7", True)
+    with pytest.raises(PlanError, match="no layout of 5"):
+        ahead.answer(5)
+    assert asked == [], "this process planned nothing"
+    assert ahead.answer(6) == ("layout of 6", False) and asked == [6]
+    ahead.close()
+
+
+def test_snapshots_are_as_frequent_as_a_hundredth_of_a_step_allows() -> None:
+    def plan(step_s: float | None, size: int) -> Plan:
+        prediction = Prediction(memory={"parameters": size}, step_s=step_s)
+        return Plan(layout=Layout(), prediction=prediction, ranks=1, reason="")
+
+    assert steps_between(plan(1.0, 1000), None) == 1
+    assert steps_between(plan(1.0, 2 * 10**8), None) in (10, 11)
+    assert steps_between(plan(0.001, 10**12), None) == 100
+    assert steps_between(plan(None, 1), None) == 10
+    assert steps_between(plan(1.0, 10**12), 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("whole", "ranks", "rows", "found"),
+    [
+        ("replicate=8", 7, 8, "replicate=7,rows=2x1-1x6"),
+        ("pp=2,shard=2,tp=2", 6, 8, "pp=2,shard=3,rows=3x2-2x1"),
+        ("pp=2,tp=2", 2, 8, "pp=2"),
+        ("shard=2,tp=2", 3, 8, "shard=3,rows=3x2-2x1"),
+        ("shard=4,zero=2", 3, 9, "shard=3,zero=2"),
+    ],
+)
+def test_what_is_left_of_a_layout(whole: str, ranks: int, rows: int, found: str) -> None:
+    layouts = _like(Layout.parse(whole), ranks, rows)
+    assert all(layout.world == ranks for layout in layouts)
+    assert layouts[0] == Layout.parse(found), list(map(str, layouts))
+
+
+def test_uneven_shares() -> None:
+    assert (uneven(8, 3), uneven(8, 4), uneven(7, 5)) == ("3x2-2x1", "", "2x2-1x3")
+
+
+def test_faults_are_parsed_and_refused() -> None:
+    (kill, slow) = parse_faults("kill:rank=3,step=20,phase=backward; slow:rank=1,step=2,seconds=0.5")
+    assert kill == Fault(kind="kill", rank=3, step=20, phase="backward") and Fault.parse(str(kill)) == kill
+    assert slow.seconds == 0.5 and str(slow) == "slow:rank=1,step=2,seconds=0.5"
+    for text, why in [
+        ("kil:rank=1", "did you mean 'kill'"),
+        ("kill:step=3", "names no rank"),
+        ("kill:rank=x", "rank=x is no number"),
+        ("kill:rank=1,when=3", "'when' is unknown"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            parse_faults(text)
+
+
+def test_a_fault_happens_once_at_its_place(tmp_path: Path) -> None:
+    happened = []
+    known = [Fault(kind="nan", rank=1, step=2, phase="reduce")]
+
+    def faults(rank: int) -> Faults:
+        acts = {kind: lambda kind=kind: happened.append(kind) for kind in ("nan", "flip")}
+        return Faults(tmp_path, rank, 0, known, spoil=acts["nan"], flip=acts["flip"])
+
+    def step(which: Faults, number: int) -> None:
+        which.begin(number)
+        for phase in ("data", "forward", "reduce"):
+            which.at(phase)
+
+    mine, other = faults(1), faults(0)
+    for number in (1, 2, 3):
+        step(mine, number)
+        step(other, number)
+    assert happened == ["nan"]
+    step(faults(1), 2)
+    assert happened == ["nan"], "the ranks that come after know that it happened"
+    mark = ask(tmp_path, Fault(kind="flip", rank=1, step=5))
+    step(mine, 4)
+    assert not mark.exists()
+    step(mine, 5)
+    assert happened == ["nan", "flip"] and mark.exists()
+
+
+def test_sick_numbers() -> None:
+    health = Health(RecoveryConfig(spike=2.0, largest_norm=50.0))
+    assert health.judge(9.0, 1.0) is None, "before there are enough losses none is a spike"
+    for _ in range(LEAST):
+        assert health.judge(1.0, 1.0) is None
+    assert health.limits == (2.0, 50.0)
+    assert "2 times the median" in str(health.judge(2.5, 1.0)) and health.judge(1.9, 1.0) is None
+    assert "largest_norm = 50" in str(health.judge(1.0, 51.0))
+    assert "isn't finite" in str(health.judge(1.0, float("nan")))
+    again = Health(RecoveryConfig(spike=2.0))
+    again.restore({"losses": health.state()})
+    assert again.limits == (2.0, float("inf")) and Health(RecoveryConfig()).limits is None
+    with pytest.raises(ConfigError, match="spike"):
+        RecoveryConfig(spike=0.5).check()
+    with pytest.raises(ConfigError, match="somebody must start"):
+        RecoveryConfig(on_sick="rewind", enabled=False).check()
+
+
+@pytest.mark.parametrize(("available", "found"), [(7000, (True, True)), (2500, (False, True)), (1000, (False, False))])
+def test_copies_are_left_out_where_memory_is_short(available: int, found: tuple[bool, bool]) -> None:
+    prediction = Prediction(memory={"parameters": 400, "optimizer": 600, "activations": 10**9})
+    plan = Plan(layout=Layout.parse("replicate=2,shard=2"), prediction=prediction, ranks=4, reason="")
+    assert state_bytes(plan, 4) == 2000 and state_bytes(plan, 2) == 1000
+    room = room_for(plan, 2, available)
+    assert (room.snapshots, room.disk) == found
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "evaluate"])
+def test_a_disk_or_an_evaluation_may_take_longer_than_ever(phase: str, tmp_path: Path) -> None:
+    path = tmp_path / "progress.bin"
+    reset_progress(path, 1)
+    watch = HangWatch(path, 0, 1, None)
+    writer = ProgressWriter(path, 0, 0)
+    for stamped in (phase, "forward", phase, "forward"):
+        writer.stamp(stamped, 5)
+        watch.look()
+        time.sleep(0.01)
+    assert watch._allowed(watch.look()) == LEAST_S
+    writer.stamp(phase, 6)
+    assert watch._allowed(watch.look()) == UNKNOWN_S
+
+
+def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path) -> None:
+    part = Part("w", (4,), "float32", ((0, 4),))
+    segments = [Segment(), Segment()]
+    told: list[tuple[str, dict]] = []
+    writer = DiskWriter(tmp_path, CheckpointConfig(), Origin(), lambda kind, **data: told.append((kind, data)))
+    control = Control()
+
+    def leave(rank: int, kept: list) -> None:
+        one = SnapshotWriter(
+            segments[rank : rank + 1], rank=rank, generation=0, tensors=digest([part]), held=[part], kept=kept
+        )
+        one.take(3, {"w": torch.arange(4.0)}, {})
+        one.wait()
+
+    leave(0, [(0, part)])
+    writer.look(segments, Layout(), control)
+    assert not writer._pid, "rank 1 has not even opened its own"
+    leave(1, [])
+    writer.look(segments, Layout(), control)
+    other = Control()
+    writer.finish(30)
+    assert [kind for kind, _ in told] == ["checkpoint_saved"] and (tmp_path / "step-00000003").is_dir()
+    writer.look(segments, Layout(), other)
+    assert other.written[0] == 0, "those who come after are told of their own alone"
+    writer.close()
