@@ -67,9 +67,7 @@ class HangWatch:
         Raises:
             HangError: when no rank has stamped for longer than the phase they are in may take.
         """
-        now = time.monotonic()
-        found = [one for one in read_progress(self._path) if one.generation == self._generation]
-        found = [one for one in found if self._first <= one.rank < self._first + self._ranks]
+        now, found = time.monotonic(), self._read()
         for one in found:
             before = self.last.get(one.rank)
             if before is not None and before.since != one.since:
@@ -80,6 +78,14 @@ class HangWatch:
             if youngest.age_s(now) > self._allowed(found) * (PATIENCE if self._wait_for_others(found) else 1.0):
                 raise self._error(found, now)
         return found
+
+    def refresh(self) -> None:
+        """Reads where the ranks stood when they ended, once they have; one that could say so keeps the stamp before."""
+        self.last |= {one.rank: one for one in self._read() if one.phase != "done" or one.rank not in self.last}
+
+    def _read(self) -> list[RankProgress]:
+        mine = range(self._first, self._first + self._ranks)
+        return [one for one in read_progress(self._path) if one.generation == self._generation and one.rank in mine]
 
     def _wait_for_others(self, found: list[RankProgress]) -> bool:
         """Whether all ranks here wait, so that the one that holds them up is on another node, which tells first."""

@@ -140,6 +140,7 @@ class LocalNode:
             self.interrupts = max(self.interrupts, ranks.launcher.interrupts)
             self.terminated |= ranks.launcher.terminated
             ranks.launcher.cancel()
+            ranks.hang.refresh()
             if courier is not None:
                 courier.close()
             if error is not None:

@@ -117,6 +117,7 @@ class Supervisor:
             self._interrupts = max(self._interrupts, ranks.launcher.interrupts)
             self.terminated |= ranks.launcher.terminated
             ranks.launcher.cancel()
+            ranks.hang.refresh()
             self._ranks_run = False
             fenced = time.monotonic()
             if not result or (result.get("cut") and not result["sick"]):

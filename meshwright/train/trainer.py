@@ -31,6 +31,8 @@ from meshwright.train.step import Outcome, Stepper
 
 SICK_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
+AFTERWARDS = ("evaluate", "checkpoint", "snapshot", "sample", "export", "done")
+"""Phases that follow a step, and are said to be of it."""
 METERED_STEPS = 2
 """First steps in which the state's bytes are read off; later ones hold the same."""
 
@@ -358,7 +360,12 @@ class Trainer:
     @property
     def place(self) -> str:
         """Where this rank stands: ``backward of step 12``."""
-        return f"{self._now[0]} of step {self.step + 1}"
+        return f"{self._now[0]} of step {self._at}"
+
+    @property
+    def _at(self) -> int:
+        """The step under way; the one just done in what follows a step."""
+        return self.step if self._now[0] in AFTERWARDS else self.step + 1
 
     def held(self) -> dict[str, int]:
         """Returns the bytes that this rank holds: of state by part, as far as they were read, and the peak."""
@@ -371,13 +378,13 @@ class Trainer:
 
     def _phase(self, phase: str, micro: int) -> None:
         self._now = (phase, micro)
-        self._parts.progress.stamp(phase, self.step + 1, micro)
+        self._parts.progress.stamp(phase, self._at, micro)
         if self._parts.faults is not None:
             self._parts.faults.at(phase)
 
     def _waits(self, what: str) -> None:
         phase, micro = self._now
-        self._parts.progress.stamp(phase, self.step + 1, micro, what)
+        self._parts.progress.stamp(phase, self._at, micro, what)
         if what and self._parts.faults is not None:
             self._parts.faults.at("collective")
 
