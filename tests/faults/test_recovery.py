@@ -74,7 +74,8 @@ def test_killed_in_every_phase_of_a_step(root: Path) -> None:
 
 def test_killed_while_starting_and_while_copying_for_the_disk(root: Path) -> None:
     faults = "kill:rank=1,step=0,generation=0;kill:rank=0,step=6,phase=checkpoint;kill:rank=1,step=0,generation=2"
-    run = faulty(root, "saving", faults, "replicate=2", 2, "--recovery.snapshot-every", "2", "--recovery.back-s", "0.01")
+    options = ("--recovery.snapshot-every", "2", "--recovery.back-s", "0.01")
+    run = faulty(root, "saving", faults, "replicate=2", 2, *options)
     lost = events(run, "rank_lost")
     assert [row["generation"] for row in lost] == [0, 1, 2] and lost[0]["phase"] == lost[2]["phase"] == "start"
     assert curve(run) == undisturbed(root, "replicate=2", 2)
