@@ -63,11 +63,18 @@ def plan_for_less(
 ) -> tuple[Plan, Facts]:
     """Plans for the ranks that are left of a layout, keeping what values depend on: its precision.
 
-    Where the planner has nothing for that many ranks, since they don't divide the batch, they share it unevenly.
+    Layouts that the config names for fewer ranks come first. Where the planner has nothing for that
+    many ranks, since they don't divide the batch, they share it unevenly.
 
     Raises:
         PlanError: when no layout of that many ranks can run.
     """
+    named = fallbacks(config, whole)
+    for layout in named:
+        if layout.world == ranks:
+            return make_plan(dataclasses.replace(config, layout=str(layout)), model, ranks, devices)
+    if any(layout.world < ranks for layout in named):
+        raise PlanError(f"recovery.layouts names none for {ranks} ranks, but one for fewer")
     if whole.precision != "float64":
         try:
             return _automatic(config, model, ranks, devices, 1, whole.precision)[0]
@@ -83,6 +90,37 @@ def plan_for_less(
             plan = rule.named_plan(layout, ranks, model_parts(model.built, facts))
             return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {whole}"), facts
     raise why
+
+
+def fallbacks(config: RunConfig, whole: Layout) -> list[Layout]:
+    """Returns the layouts that the config names for fewer ranks than ``whole`` has, in its precision.
+
+    Raises:
+        PlanError: for one that has as many, or another precision.
+    """
+    found = []
+    for text in (text.strip() for text in config.recovery.layouts.split(";")):
+        if not text:
+            continue
+        layout = Layout.parse(text)
+        if "precision" in text and layout.precision != whole.precision:
+            raise PlanError(
+                f"recovery.layouts: '{text}' has another precision than the run, whose values depend on it; "
+                f"write precision={whole.precision}, or leave it out"
+            )
+        if not config.recovery.minimum <= layout.world < whole.world:
+            raise PlanError(
+                f"recovery.layouts: '{text}' has {layout.world} ranks; these are layouts for when fewer than "
+                f"{whole.world} are left, and at least recovery.minimum = {config.recovery.minimum}"
+            )
+        found.append(dataclasses.replace(layout, precision=whole.precision))
+    return found
+
+
+def check_fallbacks(config: RunConfig, model: ReadModel, whole: Layout, devices: Devices) -> None:
+    """Refuses, before a rank starts, layouts for fewer ranks that can't run."""
+    for layout in fallbacks(config, whole):
+        facts_of(config, model, layout, devices)
 
 
 LEANER = 0.8

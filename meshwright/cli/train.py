@@ -22,12 +22,12 @@ from meshwright.cli.inputs import (
     read_model,
     run_config,
 )
-from meshwright.cli.layouts import facts_of, leaner, make_plans, plan_for_less
+from meshwright.cli.layouts import check_fallbacks, facts_of, leaner, make_plans, plan_for_less
 from meshwright.cli.nodes import Nodes, NodeWords, take_nodes
 from meshwright.cli.words import answer, read_config, take_flag, take_value
 from meshwright.errors import ConfigError, RankError
 from meshwright.launch.choice import choose_launcher
-from meshwright.launch.devices import found_devices
+from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.preload import prepare_environment
 from meshwright.plan import Layout, Plan
@@ -149,7 +149,7 @@ def _train(
     tried = config.trials if not (run_dir / PLAN).exists() else 0
     offers = make_plans(config, model, launcher.ranks, devices, max(1, tried))
     plan, facts = offers[0]
-    _check_ahead(config, plan.layout, token_set)
+    _check_ahead(config, model, plan.layout, devices, token_set)
     header = _header(config, model, plan, token_set, devices.kind)
     job = Job(
         config=config,
@@ -232,11 +232,12 @@ def _nodes_result(config: RunConfig, model: ReadModel, job: Job, nodes: Nodes) -
     return result | {"terminated": agent.terminated}, agent.leads
 
 
-def _check_ahead(config: RunConfig, layout: Layout, token_set: TokenSet) -> None:
-    """Refuses before a rank starts what the ranks would refuse: too little text, an unknown checkpoint backend."""
+def _check_ahead(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices, token_set: TokenSet) -> None:
+    """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
     from meshwright.checkpoint.contract import find_backend
     from meshwright.data.loader import Loader
 
+    check_fallbacks(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
     rows, sequence = config.train.batch, config.data.sequence
     Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))

@@ -11,7 +11,7 @@ import torch
 from meshwright.axes import cp
 from meshwright.axes.table import ShardingTable
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.table import Clone, clone_of, narrowed, sharding_table
+from meshwright.models.table import CONTEXT, Clone, clone_of, narrowed, sharding_table
 from meshwright.models.trial import TOLERANCE, in_threads
 
 
@@ -38,8 +38,8 @@ def read_context(built: BuiltModel, table: ShardingTable, degree: int, tensor: i
         tensor: degree of ``tp`` beside it.
         attention: ``heads`` or ``gather``; empty for the first that works.
     """
-    clone = clone_of(built)
-    small = table if clone.same else sharding_table(build_meta(narrowed(built), 128, 64), max(degree, tensor))
+    clone = clone_of(built, max(CONTEXT, 2 * degree))
+    small = table if clone.same else sharding_table(build_meta(narrowed(built), 128, CONTEXT), max(degree, tensor))
     refused: dict[str, str] = {}
     for way in (attention,) if attention else ("heads", "gather"):
         refused[way] = _heads_refused(table, degree, tensor) if way == "heads" else ""
@@ -59,7 +59,8 @@ def _heads_refused(table: ShardingTable, degree: int, tensor: int) -> str:
 
 def _rehearse(clone: Clone, table: ShardingTable, degree: int, rows: int, way: str) -> str:
     named = {name: item for name, item in clone.module.named_parameters() if item.requires_grad}
-    out = clone.run(rows)
+    unit = degree * (2 if way == "gather" else 1)
+    out = clone.run(rows, unit=unit)
     if out.dim() != 3:
         return "its forward gives a loss over all tokens, and no logits"
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
@@ -68,7 +69,7 @@ def _rehearse(clone: Clone, table: ShardingTable, degree: int, rows: int, way: s
     def part(wire: Any) -> Any:
         module = copy.deepcopy(clone.module)
         cp.wrap_model(module, table, wire, attention=way)
-        mine = clone.run(rows, module).reshape(rows, -1, out.shape[-1])
+        mine = clone.run(rows, module, unit=unit).reshape(rows, -1, out.shape[-1])
         held = {name: item for name, item in module.named_parameters() if item.requires_grad}
         own = cp.own_tokens(upstream, wire.index, wire.size, way == "gather")
         return mine.detach(), _gradients(mine, held, own)

@@ -30,6 +30,8 @@ SMALL = 1 << 24
 """Parameters up to which a model is its own clone."""
 ROWS, TOKENS = 32, 8
 """Batch that the clone reads."""
+CONTEXT = 64
+"""Most tokens that a smaller clone takes."""
 CLONE_LAYERS = 8
 """Most layers of a smaller clone; every kind of layer is expected among them."""
 CLONE_EXPERTS = 8
@@ -46,18 +48,22 @@ class Clone:
     same: bool
     """Whether its sizes are the model's own."""
 
-    def run(self, rows: int = ROWS, module: nn.Module | None = None, documents: bool = False) -> torch.Tensor:
+    def run(
+        self, rows: int = ROWS, module: nn.Module | None = None, documents: bool = False, unit: int = 1
+    ) -> torch.Tensor:
         """Returns logits (B, S, V) of made-up tokens, or the loss of a model that gives nothing else.
 
         Args:
             rows: B.
             module: to run instead of the clone itself.
             documents: two in each row where the model can tell, so that attention takes the way with a mask.
+            unit: S is a multiple of this.
         """
-        tokens = torch.randint(self.vocab, (rows, TOKENS), generator=torch.Generator().manual_seed(7))
+        length = max(1, TOKENS // unit) * unit
+        tokens = torch.randint(self.vocab, (rows, length), generator=torch.Generator().manual_seed(7))
         positions = None
         if documents and self.anatomy.takes_positions and self.anatomy.transformers:
-            positions = (torch.arange(TOKENS) % (TOKENS // 2 + 1)).expand(rows, TOKENS)
+            positions = (torch.arange(length) % (length // 2 + 1)).expand(rows, length)
         with Wide():
             output = model_output(module or self.module, self.anatomy, tokens, tokens, positions, positions is not None)
         found = output.logits if output.logits is not None else output.loss
@@ -65,13 +71,18 @@ class Clone:
         return found
 
 
-def clone_of(built: BuiltModel) -> Clone:
-    """Makes the clone: the model itself where it is small, else one with as many heads and experts but narrower."""
+def clone_of(built: BuiltModel, context: int = CONTEXT) -> Clone:
+    """Makes the clone: the model itself where it is small, else one with as many heads and experts but narrower.
+
+    Args:
+        built: the model, on meta.
+        context: tokens that it takes where it is made anew.
+    """
     small = sum(item.numel() for item in built.module.parameters()) <= SMALL
     if small or built.config.kind == "function":
         source, module = built, copy.deepcopy(built.module)
     else:
-        source = build_meta(narrowed(built), 128, 64)
+        source = build_meta(narrowed(built), 128, context)
         module = source.module
     use_float64(module)
     module.to_empty(device="cpu")

@@ -115,6 +115,9 @@ class RecoveryConfig(Config):
     on_death: Literal["restart", "shrink"] = "restart"
     """``restart`` puts a new process on the device of one that died, and leaves the device out when that dies too;
     ``shrink`` leaves it out at once."""
+    layouts: str = ""
+    """Layouts for fewer devices, as ``shard=3,zero=3; tp=2``: the largest that the devices that are left can carry is
+    taken, the first of equals; the planner is asked where none can be, as when this is empty."""
     minimum: int = 1
     """Ranks under which the run ends, with a checkpoint of its last state."""
     back_s: float = 60.0

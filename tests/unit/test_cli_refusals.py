@@ -68,6 +68,12 @@ LAYOUTS = [
     ("replicate=1,offload=optimizer", 1, ["offload=optimizer", "CPU", "leave offload out"]),
     ("replicate=1,offload=parameters", 1, ["offload=parameters", "leave offload out"]),
 ]
+FALLBACKS = [
+    ("replicate=2", ["'replicate=2' has 2 ranks", "fewer than 2"]),
+    ("replicate=1,precision=bf16", ["another precision", "precision=float32"]),
+    ("replicate=1,microbatches=3", ["batch of 8 rows", "6 or 9 rows"]),
+    ("replicate", ["'replicate' has no value"]),
+]
 MODELS = [
     (["--model", "gpt3"], ["model.name = 'gpt3'", "no directory, function or model type; did you mean"]),
     (["--model", "./nowhere"], ["./nowhere", "no such directory"]),
@@ -87,6 +93,12 @@ def test_flags(flags: list[str], told: list[str], root: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(("layout", "devices", "told"), LAYOUTS, ids=lambda value: str(value)[:30])
 def test_layouts(layout: str, devices: int, told: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(root, capsys, layout=layout, devices=devices)
+    assert all(part in message for part in told), message
+
+
+@pytest.mark.parametrize(("layouts", "told"), FALLBACKS)
+def test_layouts_of_recovery(layouts: str, told: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(root, capsys, "--recovery.layouts", layouts, layout="replicate=2", devices=2)
     assert all(part in message for part in told), message
 
 
