@@ -21,7 +21,7 @@ from pathlib import Path
 
 from processes import ForeignLoad, wait_until_quiet
 
-from meshwright.cli.inputs import cluster_here, ledger_here, measure_of, model_parts
+from meshwright.cli.inputs import Machines, cluster_here, ledger_here, measure_of, model_parts
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices, count_cores
 from meshwright.launch.fork import ForkLauncher
@@ -88,10 +88,11 @@ def _options() -> argparse.Namespace:
 def _measured(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
     config = MODELS[model]
     devices = Devices(kind="cpu", count=ranks, found=count_cores(), cores=count_cores())
+    machines = Machines(devices=devices, ranks=ranks)
     question = Question(
         job=Job(shape=measure_shape(build_meta(config)), sequence=TOKENS, rows=ROWS, precision="float32"),
-        cluster=cluster_here(devices, ranks),
-        lesson=learn(*ledger_here(devices, ranks)),
+        cluster=cluster_here(machines),
+        lesson=learn(*ledger_here(machines)),
     )
     measure = measure_of(build_meta(config), TOKENS, "float32")
     question = informed(question, measure)

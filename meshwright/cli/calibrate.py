@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.calibrated import told
+from meshwright.cli.nodes import NodeWords, take_nodes
 from meshwright.cli.words import answer, read_config, say, take_flag
 from meshwright.cluster.calibration import Calibration
 from meshwright.config import Config
@@ -24,7 +25,7 @@ class CalibrateConfig(Config):
     """What to measure."""
 
     devices: int | None = None
-    """Ranks, as the run will have; None for all GPUs, else all cores."""
+    """Ranks, as the run will have on all nodes; None for all GPUs, else all cores, of each."""
     out: str = ""
     """File to write; empty for the user's cache, where plans for this machine look for it."""
     quick: bool = False
@@ -44,13 +45,15 @@ class CalibrateConfig(Config):
 def run(argv: Sequence[str]) -> int:
     """Measures, writes the calibration and prints it as a table or as JSON; exit status 0.
 
-    Under torchrun all nodes measure together and rank 0 writes.
+    With ``--nodes N --node I --meet HOST:PORT`` on each of several nodes, or under torchrun, all of them measure
+    together; each node writes, or rank 0 of torchrun.
     """
     words = list(argv)
     as_json = take_flag(words, "--json")
+    nodes = take_nodes(words)
     config = read_config(CalibrateConfig, words, "calibrate")
     prepare_environment()
-    found = calibrate(config, quiet=as_json)
+    found = calibrate(config, quiet=as_json, nodes=nodes)
     if found is None:
         return 0
     calibration, path = found
@@ -62,12 +65,15 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def calibrate(config: CalibrateConfig, quiet: bool = False) -> tuple[Calibration, Path] | None:
+def calibrate(
+    config: CalibrateConfig, quiet: bool = False, nodes: NodeWords | None = None
+) -> tuple[Calibration, Path] | None:
     """Measures and writes; for use from Python, in a process that has run no tensor operation yet.
 
     Args:
         config: what to measure.
         quiet: say nothing of each part.
+        nodes: this node's place, when the same is done on others.
 
     Returns:
         What was measured and where it was written; None on the ranks of torchrun other than the first.
@@ -75,10 +81,12 @@ def calibrate(config: CalibrateConfig, quiet: bool = False) -> tuple[Calibration
     from meshwright.launch.torchrun import TorchrunLauncher
     from meshwright.measure.machine import chosen_sizes, measure_rank
 
-    launcher = choose_launcher(config.devices)
+    launcher = choose_launcher(config.devices) if nodes is None else nodes.together(_slots(config, nodes))
     devices = found_devices(None)
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
-    machine = machine_facts(devices, launcher.ranks, context.nodes if context else 1)
+    count = nodes.nodes if nodes is not None else context.nodes if context else 1
+    ranks = launcher.ranks * (count if nodes is not None else 1)
+    machine = machine_facts(devices, ranks, count)
     sizes = chosen_sizes(devices.kind, config.quick)
 
     def progress(text: str) -> None:
@@ -86,11 +94,20 @@ def calibrate(config: CalibrateConfig, quiet: bool = False) -> tuple[Calibration
             say(f"  {text}")
 
     if not quiet and (context is None or context.rank == 0):
-        say(f"measuring {machine['device']}, ranks: {launcher.ranks}")
+        say(f"measuring {machine['device']}, ranks: {ranks}" + (f" on {count} nodes" if count > 1 else ""))
     found = launcher.run(measure_rank, machine, sizes, progress, config.timeout_s, timeout_s=config.timeout_s)[0]
     if context is not None and context.rank:
         return None
     return found, _kept(found, config)
+
+
+def _slots(config: CalibrateConfig, nodes: NodeWords) -> int:
+    """Returns the ranks of each node."""
+    if nodes.slots is None and config.devices is not None and config.devices % nodes.nodes:
+        raise ConfigError(
+            f"devices = {config.devices} on {nodes.nodes} nodes: each has as many ranks when they are measured together"
+        )
+    return nodes.slots or found_devices(config.devices and config.devices // nodes.nodes).count
 
 
 def _practised(config: CalibrateConfig, calibration: Calibration, quiet: bool) -> list[dict[str, Any]]:

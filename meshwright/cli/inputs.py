@@ -128,29 +128,47 @@ def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:
     return lambda layout, rows: measured(rows, layout.degree("tp"), layout.sequence)
 
 
-def cluster_here(devices: Devices, ranks: int) -> Cluster:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machines:
+    """What the ranks of a run stand on."""
+
+    devices: Devices
+    """Of this node; the others are taken to be alike."""
+    ranks: int
+    """On all nodes."""
+    nodes: int = 1
+    """That the ranks stand on."""
+    network: str = ""
+    """Between them, as a cluster's text has it behind @; the usual one when empty."""
+
+    def fewer(self, ranks: int) -> Machines:
+        """Returns what is left for fewer ranks: full nodes, as far as can be."""
+        each = -(-self.ranks // self.nodes)
+        return dataclasses.replace(self, ranks=ranks, nodes=-(-ranks // each))
+
+
+def cluster_here(machines: Machines) -> Cluster:
     """Returns the machines of a run as a cluster, with what was measured on them where it was.
 
-    Args:
-        devices: of this node; the others are taken to be alike.
-        ranks: on all nodes.
-
     Raises:
-        ClusterError: for a GPU that the catalogue doesn't know.
+        ClusterError: for a GPU or a network that the catalogue doesn't know.
     """
     from meshwright.launch.machine import this_cluster
 
-    nodes = max(1, ranks // devices.found) if devices.kind == "cuda" else 1
-    return this_cluster(dataclasses.replace(devices, count=ranks // nodes), nodes)
+    each = -(-machines.ranks // machines.nodes)
+    devices = dataclasses.replace(machines.devices, count=each)
+    found = this_cluster(devices, machines.nodes, machines.network)
+    return found if found.devices == machines.ranks else found.restricted(machines.ranks)
 
 
-def ledger_here(devices: Devices, ranks: int) -> tuple[Path, str]:
+def ledger_here(machines: Machines) -> tuple[Path, str]:
     """Returns the file of this machine's runs, and what the machine is called in it."""
     from meshwright.cluster.calibration import machine_key
     from meshwright.launch.machine import calibration_folder, machine_facts
     from meshwright.planner.ledger import NAME
 
-    return calibration_folder() / NAME, machine_key(machine_facts(devices, ranks))
+    facts = machine_facts(machines.devices, machines.ranks, machines.nodes)
+    return calibration_folder() / NAME, machine_key(facts)
 
 
 def run_config(run_dir: Path) -> RunConfig:

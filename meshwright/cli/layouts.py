@@ -7,8 +7,10 @@ import math
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from meshwright.cli.inputs import ReadModel, cluster_here, ledger_here, measure_of, model_parts
+from meshwright.cli.inputs import Machines, ReadModel, cluster_here, ledger_here, measure_of, model_parts
 from meshwright.cli.words import say
+from meshwright.cluster.node import standard_node
+from meshwright.cluster.words import with_network
 from meshwright.errors import ClusterError, PlanError
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.plan import Layout, Plan
@@ -23,28 +25,31 @@ if TYPE_CHECKING:
     from meshwright.train.facts import Facts
 
 
-def make_plan(config: RunConfig, model: ReadModel, ranks: int, devices: Devices) -> tuple[Plan, Facts]:
-    """Turns the config's layout into a plan, refusing what can't run; with what the layout needs of the model."""
-    return make_plans(config, model, ranks, devices, 1)[0]
-
-
 def make_plans(
-    config: RunConfig, model: ReadModel, ranks: int, devices: Devices, count: int
+    config: RunConfig, model: ReadModel, machines: Machines, count: int = 1
 ) -> list[tuple[Plan, Facts]]:
-    """Returns the plan of a named layout, or up to ``count`` of the planner's best that the model allows."""
+    """Returns the plan of a named layout, or up to ``count`` of the planner's best that the model allows.
+
+    Each comes with what its layout needs of the model.
+
+    Raises:
+        PlanError: for a layout that can't run.
+        ClusterError: for a network that the catalogue doesn't have.
+    """
+    with_network(standard_node("cpu"), machines.network)
     if config.layout == "auto":
-        return _automatic(config, model, ranks, devices, count)
+        return _automatic(config, model, machines, count)
     layout = Layout.parse(config.layout)
-    layout.check_ranks(ranks)
-    facts = facts_of(config, model, layout, devices)
+    layout.check_ranks(machines.ranks)
+    facts = facts_of(config, model, layout, machines.devices)
     parts = model_parts(model.built, facts)
     try:
-        question = _question(config, model, ranks, devices, layout.precision)
+        question = _question(config, model, machines, layout.precision)
         measure = measure_of(model.built, config.data.sequence, layout.precision)
         return [(predict.named_plan(question, layout, parts, measure), facts)]
     except (ClusterError, PlanError):
         # A device without figures, or a model without layers: its state is priced all the same.
-        return [(rule.named_plan(layout, ranks, parts), facts)]
+        return [(rule.named_plan(layout, machines.ranks, parts), facts)]
 
 
 def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> Facts:
@@ -59,7 +64,7 @@ def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devic
 
 
 def plan_for_less(
-    config: RunConfig, model: ReadModel, ranks: int, devices: Devices, whole: Layout
+    config: RunConfig, model: ReadModel, machines: Machines, whole: Layout
 ) -> tuple[Plan, Facts]:
     """Plans for the ranks that are left of a layout, keeping what values depend on: its precision.
 
@@ -77,13 +82,14 @@ def plan_for_less(
         raise PlanError(f"recovery.layouts names none for {ranks} ranks, but one for fewer")
     if whole.precision != "float64":
         try:
-            return _automatic(config, model, ranks, devices, 1, whole.precision)[0]
+            return _automatic(config, model, machines, 1, whole.precision)[0]
         except PlanError as error:
             why: PlanError = error
+    ranks = machines.ranks
     for layout in _like(whole, ranks, config.train.batch):
         try:
             layout.check_batch(config.train.batch)
-            facts = facts_of(config, model, layout, devices)
+            facts = facts_of(config, model, layout, machines.devices)
         except PlanError as error:
             why = error
         else:
@@ -127,12 +133,12 @@ LEANER = 0.8
 """Share of the planned memory of a layout that ran out which another may take, to be named instead."""
 
 
-def leaner(config: RunConfig, model: ReadModel, devices: Devices, plan: Plan) -> str:
+def leaner(config: RunConfig, model: ReadModel, machines: Machines, plan: Plan) -> str:
     """Returns the sentence that names the fastest layout which needs clearly less memory than one that ran out."""
     planned = sum(plan.prediction.memory.values())
     precision = "float32" if plan.layout.precision == "float64" else plan.layout.precision
     try:
-        front = choose(_question(config, model, plan.ranks, devices, precision)).front
+        front = choose(_question(config, model, machines.fewer(plan.ranks), precision)).front
     except (ClusterError, PlanError):
         front = ()
     fits = [(step_s, size, text) for step_s, size, text in front if size <= LEANER * planned]
@@ -175,12 +181,13 @@ def uneven(rows: int, readers: int) -> str:
 
 
 def _automatic(
-    config: RunConfig, model: ReadModel, ranks: int, devices: Devices, count: int, precision: str | None = None
+    config: RunConfig, model: ReadModel, machines: Machines, count: int, precision: str | None = None
 ) -> list[tuple[Plan, Facts]]:
     """The best layouts that the model allows, of those that the planner ranks first."""
+    ranks, devices = machines.ranks, machines.devices
     precision = precision or ("bf16" if devices.kind == "cuda" else "float32")
     try:
-        question = _question(config, model, ranks, devices, precision)
+        question = _question(config, model, machines, precision)
         measure = measure_of(model.built, config.data.sequence, precision)
         question = informed(question, measure)
         choice = recosted(question, choose(question), measure)
@@ -205,7 +212,7 @@ def _automatic(
     return found
 
 
-def _question(config: RunConfig, model: ReadModel, ranks: int, devices: Devices, precision: str) -> Question:
+def _question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
     from meshwright.models.measure import measure_shape
     from meshwright.planner.cost.job import Job as PricedJob
 
@@ -217,7 +224,7 @@ def _question(config: RunConfig, model: ReadModel, ranks: int, devices: Devices,
     )
     return Question(
         job=job,
-        cluster=cluster_here(devices, ranks),
+        cluster=cluster_here(machines),
         base=Layout(precision=precision),
-        lesson=learn(*ledger_here(devices, ranks)),
+        lesson=learn(*ledger_here(machines)),
     )

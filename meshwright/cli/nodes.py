@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from meshwright.cli.words import take_value
 from meshwright.errors import ConfigError
+from meshwright.launch.contract import Place
 from meshwright.launch.devices import Devices, found_devices
-from meshwright.launch.rendezvous import LOOPBACK, address_to
+from meshwright.launch.fork import ForkLauncher
+from meshwright.launch.rendezvous import LOOPBACK, address_to, interface_of, listen_at
 from meshwright.train.run_config import RunConfig
 
 
@@ -65,6 +67,31 @@ class NodeWords:
             port=int(port or 0) if self.node == 0 else 0,
             devices=devices,
         )
+
+    def together(self, slots: int) -> ForkLauncher:
+        """Returns what starts this node's ranks of a group over all nodes, each with as many; without a supervisor.
+
+        Raises:
+            ConfigError: without a port to meet at, which nobody could tell the others.
+            LaunchError: when node 0 can't listen there, or there is no route to it.
+            ClusterError: when more GPUs are asked for than there are.
+        """
+        host, _, port = self.meet.partition(":")
+        if not host or not port:
+            raise ConfigError(f"--meet {self.meet}: give address and port of node 0, as --meet 10.0.0.1:29500")
+        address = host if self.node == 0 else address_to(host)
+        listener = listen_at(address, int(port)) if self.node == 0 else None
+        place = Place(
+            node=self.node,
+            nodes=self.nodes,
+            first=self.node * slots,
+            world=self.nodes * slots,
+            host=host,
+            port=int(port),
+            listener=listener,
+            interface=interface_of(address),
+        )
+        return ForkLauncher(slots, devices=found_devices(slots), run_id="together", place=place)
 
 
 def take_nodes(words: list[str]) -> NodeWords | None:

@@ -200,11 +200,11 @@ def cluster_of(config: PlanConfig) -> Cluster:
     elif config.cluster:
         cluster = Cluster.parse(config.cluster)
     else:
-        from meshwright.cli.inputs import cluster_here
+        from meshwright.cli.inputs import Machines, cluster_here
         from meshwright.launch.devices import found_devices
 
         devices = found_devices(int(config.devices) if config.devices.isdigit() else None)
-        cluster = cluster_here(devices, devices.count)
+        cluster = cluster_here(Machines(devices=devices, ranks=devices.count))
     return cluster.calibrated(Calibration.load(Path(config.calibration))) if config.calibration else cluster
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.cli.inputs import cluster_here, ledger_here, measure_of, model_parts
+from meshwright.cli.inputs import Machines, cluster_here, ledger_here, measure_of, model_parts
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
@@ -57,13 +57,13 @@ def practise_all(devices: Devices, ranks: int, tell: Callable[[str], None]) -> l
     from meshwright.train.facts import check_shapes, read_facts
 
     precision = "bf16" if devices.kind == "cuda" else "float32"
-    tokens = int(MODEL.context or 0)
+    tokens, machines = int(MODEL.context or 0), Machines(devices=devices, ranks=ranks)
     built = build_meta(MODEL)
     job = Job(shape=measure_shape(built), sequence=tokens, rows=ROWS, precision=precision)
     measure = measure_of(built, tokens, precision)
-    asked = Question(job=job, cluster=cluster_here(devices, ranks), base=Layout(precision=precision))
+    asked = Question(job=job, cluster=cluster_here(machines), base=Layout(precision=precision))
     question = informed(asked, measure)
-    path, machine = ledger_here(devices, ranks)
+    path, machine = ledger_here(machines)
     found = []
     for layout in (Layout.parse(f"{layout},precision={precision}") for layout in layouts(ranks)):
         try:

@@ -16,6 +16,7 @@ from meshwright.cli.hosts import run_on_hosts, show_commands
 from meshwright.cli.inputs import (
     CONFIG,
     PLAN,
+    Machines,
     ReadModel,
     ledger_here,
     prepared,
@@ -130,7 +131,6 @@ def _train(
     from meshwright.models.probe import check_documents
     from meshwright.train.session import Job
 
-    devices = found_devices(None)
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     first = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
     if config.layout != "auto":
@@ -147,10 +147,11 @@ def _train(
         raise ConfigError("trials start ranks of their own, which under torchrun are there already; drop trials")
     run_dir = Path(config.run)
     tried = config.trials if not (run_dir / PLAN).exists() else 0
-    offers = make_plans(config, model, launcher.ranks, devices, max(1, tried))
+    machines = _machines(config, launcher)
+    offers = make_plans(config, model, machines, max(1, tried))
     plan, facts = offers[0]
-    _check_ahead(config, model, plan.layout, devices, token_set)
-    header = _header(config, model, plan, token_set, devices.kind)
+    _check_ahead(config, model, plan.layout, machines.devices, token_set)
+    header = _header(config, model, plan, token_set)
     job = Job(
         config=config,
         plan=plan,
@@ -167,7 +168,7 @@ def _train(
         at, rows = trials.fastest(job, offers)
         plan, facts = offers[at]
         plan = dataclasses.replace(plan, reason=f"fastest of {len(rows)} that were tried; {plan.reason}")
-        header = _header(config, model, plan, token_set, devices.kind)
+        header = _header(config, model, plan, token_set)
         job = dataclasses.replace(job, plan=plan, facts=facts, header=header)
         trials.written(run_dir, rows)
     if first:
@@ -175,16 +176,26 @@ def _train(
     else:
         _wait_for(run_dir / PLAN, config.launch.group_s)
     if isinstance(launcher, Nodes):
-        result, first = _nodes_result(config, model, job, launcher)
+        result, first = _nodes_result(config, model, job, launcher, machines)
     else:
-        result = _ranks_result(config, model, job, launcher)
+        result = _ranks_result(config, model, job, launcher, machines)
     if not first:
         return {name: result[name] for name in ("finished", "terminated")} if isinstance(launcher, Nodes) else {}
-    return _conclude(config, run_dir, token_set, plan, result)
+    return _conclude(config, run_dir, token_set, plan, result, machines)
+
+
+def _machines(config: RunConfig, launcher: ForkLauncher | TorchrunLauncher | Nodes) -> Machines:
+    """Returns what the ranks stand on; torchrun and the words of nodes say on how many nodes."""
+    nodes = 1 if isinstance(launcher, ForkLauncher) else launcher.nodes
+    return Machines(devices=found_devices(None), ranks=launcher.ranks, nodes=nodes, network=config.launch.network)
 
 
 def _ranks_result(
-    config: RunConfig, model: ReadModel, job: Job, launcher: ForkLauncher | TorchrunLauncher
+    config: RunConfig,
+    model: ReadModel,
+    job: Job,
+    launcher: ForkLauncher | TorchrunLauncher,
+    machines: Machines,
 ) -> dict[str, Any]:
     """Runs the job; ranks that this process forks are started again when they fail."""
     from meshwright.resilience.supervisor import Supervisor
@@ -198,7 +209,7 @@ def _ranks_result(
     devices = launcher.devices
 
     def plans(ranks: int) -> tuple[Plan, Facts]:
-        return plan_for_less(config, model, ranks, devices, job.plan.layout)
+        return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout)
 
     def announce(changed: Job) -> Job:
         _write_run(job.run_dir, config, changed.plan)
@@ -211,16 +222,18 @@ def _ranks_result(
     except RankError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
-        raise RankError(f"{error}\n{leaner(config, model, devices, job.plan)}") from error
+        raise RankError(f"{error}\n{leaner(config, model, machines, job.plan)}") from error
     return result | {"terminated": supervisor.terminated}
 
 
-def _nodes_result(config: RunConfig, model: ReadModel, job: Job, nodes: Nodes) -> tuple[dict[str, Any], bool]:
+def _nodes_result(
+    config: RunConfig, model: ReadModel, job: Job, nodes: Nodes, machines: Machines
+) -> tuple[dict[str, Any], bool]:
     """Runs this node's share of the job; returns how it ended, and whether this node led then."""
     from meshwright.resilience.agent import Agent, Seat
 
     def plans(ranks: int) -> tuple[Plan, Facts]:
-        return plan_for_less(config, model, ranks, nodes.devices, job.plan.layout)
+        return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout)
 
     def remake(plan: Plan) -> Job:
         facts, rows = facts_of(config, model, plan.layout, nodes.devices), _layout_rows(plan, nodes.devices.kind)
@@ -263,12 +276,12 @@ def _wait_for(path: Path, limit_s: float) -> None:
         time.sleep(0.05)
 
 
-def _header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet, kind: str) -> dict[str, str]:
+def _header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet) -> dict[str, str]:
     return {
         "model": f"{config.model.name}, {format_count(model.sizes.total)} parameters, "
         f"{len(model.built.anatomy.layers)} layers",
         "data": f"{format_count(len(token_set.train.tokens))} tokens, vocabulary {token_set.vocab_size}",
-        **_layout_rows(plan, kind),
+        **_layout_rows(plan, found_devices(None).kind),
         "run": config.run,
     }
 
@@ -284,7 +297,7 @@ def _layout_rows(plan: Plan, kind: str) -> dict[str, str]:
 
 
 def _conclude(
-    config: RunConfig, run_dir: Path, token_set: TokenSet, plan: Plan, result: dict[str, Any]
+    config: RunConfig, run_dir: Path, token_set: TokenSet, plan: Plan, result: dict[str, Any], machines: Machines
 ) -> dict[str, Any]:
     """Adds sample and baselines to a finished run, rewrites its report, and shows how it ended."""
     from meshwright.cli.result import show_result
@@ -313,7 +326,7 @@ def _conclude(
     summary["state"] = _state(run_dir)
     summary["time"] = _time(run_dir)
     if result["finished"] and summary["time"]:
-        _remember(plan, summary["time"])
+        _remember(plan, summary["time"], machines.fewer(plan.ranks))
     show_result(summary)
     return summary
 
@@ -349,9 +362,9 @@ def _time(run_dir: Path) -> dict[str, float]:
     return {"planned": planned, "measured": measured} if planned and measured else {}
 
 
-def _remember(plan: Plan, time_s: Mapping[str, float]) -> None:
+def _remember(plan: Plan, time_s: Mapping[str, float], machines: Machines) -> None:
     """Adds the run to what this machine has taught; a cache that can't be written is no reason to fail a run."""
-    path, machine = ledger_here(found_devices(None), plan.ranks)
+    path, machine = ledger_here(machines)
     row = {"layout": str(plan.layout), "priced_s": time_s["planned"] / plan.prediction.learned}
     with contextlib.suppress(OSError):
         record(path, machine, row | {"measured_s": time_s["measured"]})

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -228,7 +230,8 @@ class Calibration:
     def write(self, path: Path) -> None:
         """Writes the calibration to a file, beside first and then renamed over it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".new")
+        # Nodes that share a folder may write the same at once.
+        beside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
         beside.write_text(_dumps(self.to_json()), encoding="utf-8")
         beside.replace(path)
 

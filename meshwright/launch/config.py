@@ -20,6 +20,9 @@ class LaunchConfig(Config):
     """Seconds that ranks wait for each other when the process group forms."""
     collective_s: float = 600.0
     """Seconds that one collective may take before the rank that waits for it fails."""
+    network: str = ""
+    """What is between the nodes, for the plan: a name of the catalogue's, as ``ethernet-25g`` or ``8xinfiniband-ndr``;
+    the usual network of such nodes when empty. A calibration over the same nodes measures it instead."""
     keep_memory: bool = True
     """On CPU ranks, keep freed tensor memory in the process instead of handing it back after each operation."""
 

@@ -58,7 +58,11 @@ def this_cluster(devices: Devices, nodes: int = 1, link: str = "") -> Cluster:
         host_memory_bytes=host_memory_bytes(),
         link=link,
     )
-    measured = Calibration.find(calibration_folder(), machine_facts(devices, devices.count * nodes, nodes))
+    folder, each = calibration_folder(), devices.count
+    measured = Calibration.find(folder, machine_facts(devices, each * nodes, nodes))
+    if measured is None and nodes > 1:
+        # What a node computes is known from a calibration of it alone; the network is then the catalogue's.
+        measured = Calibration.find(folder, machine_facts(devices, each))
     return found if measured is None else found.calibrated(measured)
 
 

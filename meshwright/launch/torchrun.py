@@ -102,6 +102,11 @@ class TorchrunLauncher:
         return self.context.world
 
     @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.context.nodes
+
+    @property
     def interrupted(self) -> bool:
         """True when this rank was asked to end."""
         return self.context.stop.requested
