@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.calibrate import CalibrateConfig, calibrate
 from meshwright.cli.calibrated import told
+from meshwright.cli.inputs import Machines, cluster_here, ledger_here
+from meshwright.cli.nodes import NodeWords
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster
+from meshwright.errors import ConfigError
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts, this_cluster
+from meshwright.launch.rendezvous import open_store_socket
 from meshwright.measure import compute
 from meshwright.measure.wires import KINDS, placements
 
@@ -56,7 +62,57 @@ def test_this_machine_is_found_with_what_was_measured_on_it(tmp_path: Path, monk
     measured.save(calibration_folder())
     cluster = this_cluster(devices)
     assert cluster.calibration == measured and cluster.device.launch_s == 1e-3
-    assert this_cluster(devices, nodes=2).calibration is None
+    two = this_cluster(devices, nodes=2)
+    assert two.calibration == measured and two.devices == 4, "what a node computes is known; the network is not"
+    over = Calibration(machine=machine_facts(devices, 4, 2), ranks=4, nodes=2, launch_s=2e-3)
+    over.save(calibration_folder())
+    assert this_cluster(devices, nodes=2).calibration == over
+
+
+def test_a_run_is_planned_for_its_nodes_and_what_is_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    devices = Devices(kind="cpu", count=2, found=2, cores=2)
+    machines = Machines(devices=devices, ranks=6, nodes=3, network="ethernet-1g")
+    times = [
+        cluster_here(one).collective_s("all_reduce", 1e8, 1, one.ranks)
+        for one in (machines, dataclasses.replace(machines, network="ethernet-100m"), machines.fewer(2))
+    ]
+    assert times[1] > 8 * times[0] > 8 * times[2]
+    left = machines.fewer(5)
+    assert (left.nodes, cluster_here(left).devices) == (3, 5), "two full nodes, and half of another"
+    assert machines.fewer(4).nodes == 2
+    assert ledger_here(machines)[1] != ledger_here(dataclasses.replace(machines, nodes=1))[1]
+
+
+def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.measure.machine.QUICK", TINY)
+    port = open_store_socket(2)
+    meet = "127.0.0.1:%d" % port.getsockname()[1]
+    port.close()
+
+    def measure(node: int) -> None:
+        words = NodeWords(nodes=2, node=node, slots=None, meet=meet)
+        calibrate(CalibrateConfig(devices=2, quick=True, out=str(tmp_path / f"{node}.json")), True, words)
+
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            measure(1)
+            status = 0
+        finally:
+            os._exit(status)
+    measure(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    first, second = (Calibration.load(tmp_path / f"{node}.json") for node in range(2))
+    assert first == second and (first.ranks, first.nodes) == (2, 2)
+    assert first.covers("all_reduce", 2, 2) and not first.covers("all_reduce", 2, 1)
+    with pytest.raises(ConfigError, match="as many ranks"):
+        calibrate(CalibrateConfig(devices=3), True, NodeWords(nodes=2, node=0, slots=None, meet=meet))
+    with pytest.raises(ConfigError, match="give address and port"):
+        calibrate(CalibrateConfig(), True, NodeWords(nodes=2, node=0, slots=1, meet="127.0.0.1"))
 
 
 def test_every_axis_of_a_mesh_has_its_placement() -> None:

@@ -45,6 +45,7 @@ FLAGS = [
     (["--launch.collective-s", "0"], ["launch.collective_s = 0", "above 0"]),
     (["--checkpoint.backend", "tape"], ["checkpoint.backend = 'tape'", "dcp"]),
     (["--model.heads", "5"], ["model.width = 32", "model.heads = 5"]),
+    (["--launch.network", "ethernet-26g"], ["ethernet-26g", "ethernet-25g"]),
 ]
 LAYOUTS = [
     ("replicate=3", 2, ["multiply to 3", "2 ranks", "--layout replicate=2", "--devices 3"]),
