@@ -74,10 +74,10 @@ def plan_for_less(
     Raises:
         PlanError: when no layout of that many ranks can run.
     """
-    named = fallbacks(config, whole)
+    ranks, named = machines.ranks, fallbacks(config, whole)
     for layout in named:
         if layout.world == ranks:
-            return make_plan(dataclasses.replace(config, layout=str(layout)), model, ranks, devices)
+            return make_plans(dataclasses.replace(config, layout=str(layout)), model, machines)[0]
     if any(layout.world < ranks for layout in named):
         raise PlanError(f"recovery.layouts names none for {ranks} ranks, but one for fewer")
     if whole.precision != "float64":
@@ -85,7 +85,6 @@ def plan_for_less(
             return _automatic(config, model, machines, 1, whole.precision)[0]
         except PlanError as error:
             why: PlanError = error
-    ranks = machines.ranks
     for layout in _like(whole, ranks, config.train.batch):
         try:
             layout.check_batch(config.train.batch)

@@ -88,9 +88,8 @@ def test_a_run_is_planned_for_its_nodes_and_what_is_between_them(
 
 def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.measure.machine.QUICK", TINY)
-    port = open_store_socket(2)
-    meet = "127.0.0.1:%d" % port.getsockname()[1]
-    port.close()
+    with open_store_socket(2) as free:
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
 
     def measure(node: int) -> None:
         words = NodeWords(nodes=2, node=node, slots=None, meet=meet)
