@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.parts import Part, check_covered, digest, fill, itemsize, parts_of, within
+from meshwright.checkpoint.copier import Copier
+from meshwright.checkpoint.parts import Part, check_covered, digest, fill, itemsize
 from meshwright.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -270,9 +271,9 @@ def whole_states(snapshots: Iterable[Snapshot]) -> list[State]:
 
 
 class SnapshotWriter:
-    """Copies a rank's kept parts into its segments, in turn; the copy alone holds up training.
+    """Copies a rank's kept parts into its segments, in turn; the copy alone holds up training, on a GPU not even that.
 
-    Checksums are made by a thread afterwards, and the snapshot counts from then on.
+    Checksums are made by a thread once the copy is done, and the snapshot counts from then on.
 
     Args:
         segments: two or more, which outlive this process.
@@ -282,6 +283,7 @@ class SnapshotWriter:
         ranks: how many ranks write snapshots; 0 to leave that open.
         held: this rank's parts, in the order of `parts.parts_of`.
         kept: which of them it keeps (`parts.keepers`).
+        changing: how the names of tensors begin that a forward may change, not updates alone; empty for none.
     """
 
     def __init__(
@@ -294,9 +296,9 @@ class SnapshotWriter:
         ranks: int = 0,
         held: Sequence[Part],
         kept: Sequence[tuple[int, Part]],
+        changing: str = "",
     ) -> None:
-        self._generation, self._held = generation, list(held)
-        self._from = [index for index, _ in kept]
+        self._generation = generation
         self._kept = [part for _, part in kept]
         self._table = _table(rank, self._kept, tensors, ranks)
         end = _HEADER_BYTES + len(self._table) + 4 * len(self._kept) + _META_BYTES
@@ -304,6 +306,8 @@ class SnapshotWriter:
         size = self._data_at + sum(padded(part.size_bytes) for part in self._kept)
         self._maps = [segment.map(max(size, mmap.PAGESIZE)) for segment in segments]
         self._views = [self._open(memory) for memory in self._maps]
+        self.copier = Copier(held, kept, changing)
+        """Copies the state; its event is what the next update waits for."""
         self._turn = 0
         self._thread: threading.Thread | None = None
         self.size_bytes = size
@@ -321,12 +325,12 @@ class SnapshotWriter:
             at += padded(part.size_bytes)
         return views
 
-    def take(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> float:
+    def take(self, step: int, tensors: Mapping[str, Any] | None, meta: Mapping[str, Any]) -> float:
         """Copies the state after ``step`` steps; it counts once its checksums are made, moments later.
 
         Args:
             step: optimizer steps done.
-            tensors: the state, as `parts.parts_of` takes it.
+            tensors: the state, as `parts.parts_of` takes it; None for the same memory as the last time.
             meta: plain values of the trainer, the same on every rank.
 
         Returns:
@@ -339,16 +343,13 @@ class SnapshotWriter:
         told = json.dumps(dict(meta), separators=(",", ":")).encode()
         if len(told) > _META_BYTES:
             raise CheckpointError(f"a snapshot takes {_META_BYTES} bytes of the trainer's own values, not {len(told)}")
-        held = parts_of(tensors)
-        if [part for part, _ in held] != self._held:
-            raise CheckpointError("the state has other parts than those that snapshots were planned for")
+        if tensors is not None:
+            self.copier.aim(tensors)
         self.wait()
         memory, views = self._maps[self._turn], self._views[self._turn]
         self._turn = (self._turn + 1) % len(self._maps)
         memory[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
-        for index, part, view in zip(self._from, self._kept, views):
-            whole, values = held[index]
-            view.copy_(within(values, whole.box, part.box))
+        self.copier.copy(views, memory)
         self._thread = threading.Thread(target=self._seal, args=(memory, step, told), name="snapshot", daemon=True)
         self._thread.start()
         return time.perf_counter() - began
@@ -360,6 +361,7 @@ class SnapshotWriter:
             self._thread = None
 
     def _seal(self, memory: mmap.mmap, step: int, meta: bytes) -> None:
+        self.copier.wait()
         data = memoryview(memory)
         sums, at = [], self._data_at
         for part in self._kept:

@@ -46,6 +46,12 @@ class Weight:
         return held._local_tensor if isinstance(held, DTensor) else held
 
     @property
+    def address(self) -> int:
+        """Where `local` lies in memory."""
+        held = self.parameter
+        return held._local_tensor.data_ptr() if isinstance(held, DTensor) else held.data_ptr()
+
+    @property
     def gradient(self) -> torch.Tensor | None:
         """This rank's part of the gradient, or None."""
         grad = self.parameter.grad

@@ -16,7 +16,7 @@ from meshwright.errors import CheckpointError
 from meshwright.runtime.program import Program
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
-from meshwright.train.state import adopt_values, plain_values, state_tensors
+from meshwright.train.state import BUFFERS, adopt_values, plain_values, state_places, state_tensors
 
 _WORD = struct.Struct("<q")
 CUT_SHARE = 2.0**-20
@@ -114,6 +114,38 @@ class Memory:
     """Raises once other ranks have taken over; asked before anything is written."""
 
 
+class Aimed:
+    """A writer of snapshots that looks up where the state lies only when it has moved.
+
+    Args:
+        make: makes the writer for a state's tensors.
+    """
+
+    def __init__(self, make: Callable[[Mapping[str, Any]], SnapshotWriter]) -> None:
+        self._make = make
+        self._writer: SnapshotWriter | None = None
+        self._places: list[int] = []
+
+    def take(self, step: int, program: Program, optimizer: LocalAdamW, values: Mapping[str, Any]) -> None:
+        """Copies the state; the optimizer's next update waits for the copy where it runs beside the training."""
+        places = state_places(program, optimizer)
+        # The writer holds the tensors of the last time, so that nothing else can lie where they were.
+        tensors = state_tensors(program, optimizer) if self._writer is None or places != self._places else None
+        if self._writer is None:
+            assert tensors is not None
+            self._writer = self._make(tensors)
+        self._writer.take(step, tensors, values)
+        if tensors is not None:
+            # Moments that weren't there yet have been made by now.
+            self._places = state_places(program, optimizer)
+        optimizer.wait_for(self._writer.copier.done)
+
+    def wait(self) -> None:
+        """Waits until the last snapshot counts."""
+        if self._writer is not None:
+            self._writer.wait()
+
+
 class RankMemory:
     """One rank's side of it; every method is called by all ranks at once.
 
@@ -131,8 +163,8 @@ class RankMemory:
         self._memory, self._rank, self._generation, self._agreement = memory, rank, generation, agreement
         self._make: Callable[[Sequence[Segment]], SnapshotWriter] | None = None
         self._local = rank if local_rank is None else local_rank
-        self._writer: SnapshotWriter | None = None
-        self._disk: SnapshotWriter | None = None
+        self._writer: Aimed | None = None
+        self._disk: Aimed | None = None
         self._asked = 0
         self.taken = -1
         """Step of the last snapshot."""
@@ -188,12 +220,11 @@ class RankMemory:
     ) -> float:
         """Copies the state after ``step`` steps; returns the seconds that it held up training."""
         began = time.perf_counter()
-        tensors = state_tensors(program, optimizer)
-        if self._writer is None:
-            self._writer = self._planned(tensors)(self._memory.segments[self._local])
         if self._memory.copied is not None and self.taken >= 0:
             self._memory.copied.wait(self._local, self.taken)
-        self._writer.take(step, tensors, plain_values(optimizer, scaler, tokens) | more)
+        if self._writer is None:
+            self._writer = Aimed(lambda tensors: self._planned(tensors)(self._memory.segments[self._local]))
+        self._writer.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | more)
         self.taken = step
         return time.perf_counter() - began
 
@@ -228,10 +259,10 @@ class RankMemory:
                     "raise it, or checkpoint.every"
                 )
             time.sleep(0.002)
-        tensors = state_tensors(program, optimizer)
         if self._disk is None:
-            self._disk = self._planned(tensors)(self._memory.disk[self._local : self._local + 1])
-        self._disk.take(step, tensors, plain_values(optimizer, scaler, tokens) | more)
+            place = self._memory.disk[self._local : self._local + 1]
+            self._disk = Aimed(lambda tensors: self._planned(tensors)(place))
+        self._disk.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | more)
         self._asked = self.taken = step
         return time.perf_counter() - began
 
@@ -248,6 +279,7 @@ class RankMemory:
                 tensors=digest(part for table in tables for part in table),
                 held=held,
                 kept=keepers(tables)[self._rank],
+                changing=f"{BUFFERS}/",
             )
         return self._make
 

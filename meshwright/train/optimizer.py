@@ -29,6 +29,7 @@ class LocalAdamW:
 
     def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, on_host: bool = False) -> None:
         self._config, self._on_host = config, on_host
+        self._before: Any = None
         self._held = [weight for weight in weights if weight.local.numel()]
         self._all = list(weights)
         self._parts = [self._part(weight) for weight in self._held]
@@ -55,6 +56,10 @@ class LocalAdamW:
             local = _host_like(local).copy_(local)
         return nn.Parameter(local, requires_grad=False)
 
+    def wait_for(self, event: Any) -> None:
+        """Lets the next update begin on the device only after a CUDA event: until then the state is being copied."""
+        self._before = event
+
     def step(self, lr: float, factor: torch.Tensor) -> None:
         """Updates the weights with ``factor`` x their gradients; a factor that isn't finite leaves them as they are.
 
@@ -62,6 +67,9 @@ class LocalAdamW:
             lr: learning rate of this step.
             factor: scalar float64 tensor on the weights' device.
         """
+        if self._before is not None:
+            torch.cuda.current_stream(factor.device).wait_event(self._before)
+            self._before = None
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._on_host:
@@ -112,6 +120,10 @@ class LocalAdamW:
             part = self._of.get(weight.name)
             for moment in MOMENTS:
                 yield f"{moment}/{weight.name}", weight.saved(self._moment(weight, part, moment))
+
+    def places(self) -> list[int]:
+        """Returns the addresses of all moments that there are."""
+        return [state[moment].data_ptr() for state in self._optimizer.state.values() for moment in MOMENTS]
 
     def _moment(self, weight: Weight, part: nn.Parameter | None, moment: str) -> torch.Tensor:
         if part is None:

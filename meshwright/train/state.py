@@ -30,6 +30,15 @@ def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, Any]:
     return tensors
 
 
+def state_places(program: Program, optimizer: LocalAdamW) -> list[int]:
+    """Returns the addresses of what `state_tensors` returns, in a fraction of the time.
+
+    Equal lists mean the same memory, as long as somebody holds the tensors of the first.
+    """
+    places = [weight.address for weight in (*program.weights, *program.frozen)]
+    return [*places, *optimizer.places(), *(buffer.data_ptr() for _, buffer in program.buffers())]
+
+
 def save_state(
     store: CheckpointStore,
     step: int,

@@ -1,0 +1,118 @@
+"""What a snapshot copies: the same memory again without looking it up, other memory once the state has moved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.checkpoint.parts import digest, parts_of
+from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, read_snapshots, whole_states
+from meshwright.errors import CheckpointError
+from meshwright.runtime.weights import named_weights
+from meshwright.train.config import OptimizerConfig
+from meshwright.train.memory import Aimed
+from meshwright.train.optimizer import LocalAdamW
+
+
+def writer_of(tensors: dict[str, Any], segments: list[Segment]) -> SnapshotWriter:
+    held = [part for part, _ in parts_of(tensors)]
+    return SnapshotWriter(
+        segments, rank=0, generation=0, tensors=digest(held), held=held, kept=list(enumerate(held)), changing="buffers/"
+    )
+
+
+def newest(segments: list[Segment]) -> tuple[int, dict[str, torch.Tensor]]:
+    state = whole_states(read_snapshots(segments))[0]
+    return state.step, state.tensors()
+
+
+def test_the_same_memory_is_copied_without_its_tensors() -> None:
+    state = {"w": torch.zeros(5, 3), "cut": torch.arange(12.0).view(3, 4)[:, 1:3], "none": torch.empty(0)}
+    segments = [Segment(), Segment()]
+    writer = writer_of(state, segments)
+    with pytest.raises(CheckpointError, match="needs its tensors"):
+        writer.take(1, None, {})
+    for step in range(1, 5):
+        state["w"].fill_(step)
+        state["cut"].add_(1)
+        writer.take(step, state if step == 1 else None, {"tokens": step})
+    writer.wait()
+    step, found = newest(segments)
+    assert step == 4 and torch.equal(found["w"], state["w"]) and torch.equal(found["cut"], state["cut"])
+
+
+class Optimizer:
+    """Stands for one: moments that are there from the first snapshot on."""
+
+    def __init__(self) -> None:
+        self.moments: list[torch.Tensor] = []
+        self.waits_for: list[Any] = []
+
+    def places(self) -> list[int]:
+        return [moment.data_ptr() for moment in self.moments]
+
+    def state(self) -> Any:
+        self.moments = self.moments or [torch.full((3,), 2.0)]
+        yield "exp_avg/w", self.moments[0]
+
+    def wait_for(self, event: Any) -> None:
+        self.waits_for.append(event)
+
+    @property
+    def steps(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("moved", ["", "buffer", "moment"])
+def test_a_state_that_moved_is_looked_up_again(moved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers, optimizer, segments = {"b": torch.zeros(4)}, Optimizer(), [Segment(), Segment()]
+    program = SimpleNamespace(weights=(), frozen=(), buffers=lambda: iter(buffers.items()))
+    looked: list[int] = []
+    monkeypatch.setattr(
+        "meshwright.checkpoint.copier.parts_of", lambda tensors: looked.append(len(tensors)) or parts_of(tensors)
+    )
+    aimed = Aimed(lambda tensors: writer_of(dict(tensors), segments))
+    for step in range(1, 4):
+        if step == 3 and moved == "buffer":
+            buffers["b"] = torch.zeros(4)
+        if step == 3 and moved == "moment":
+            optimizer.moments = [torch.full((3,), 2.0)]
+        buffers["b"].fill_(step)
+        optimizer.moments and optimizer.moments[0].fill_(10 * step)
+        aimed.take(step, program, optimizer, {})  # type: ignore[arg-type]
+    aimed.wait()
+    step, found = newest(segments)
+    assert step == 3 and found["buffers/b"].tolist() == [3.0] * 4 and found["exp_avg/w"].tolist() == [30.0] * 3
+    assert len(looked) == (2 if moved else 1), "what lies where it lay costs no look"
+    assert optimizer.waits_for == [None] * 3, "from host memory the copy is done"
+
+
+def test_other_parts_than_planned_are_refused() -> None:
+    writer = writer_of({"w": torch.zeros(3)}, [Segment()])
+    with pytest.raises(CheckpointError, match="other parts"):
+        writer.take(1, {"w": torch.zeros(4)}, {})
+
+
+def test_an_update_waits_on_the_device_for_the_copy_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(3, 2)
+    optimizer = LocalAdamW(named_weights(module, {}, 1), OptimizerConfig())
+    seen: list[Any] = []
+
+    class Stream:
+        def wait_event(self, event: Any) -> None:
+            seen.append((event, module.weight.detach().clone()))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    first = module.weight.detach().clone()
+    for step in range(3):
+        module.weight.grad, module.bias.grad = torch.ones(2, 3), torch.ones(2)
+        if step == 1:
+            first = module.weight.detach().clone()
+            optimizer.wait_for("copied")
+        optimizer.step(1e-2, torch.ones((), dtype=torch.float64))
+    ((event, weight),) = seen
+    assert event == "copied" and torch.equal(weight, first), "it waits before it writes, once"
