@@ -30,6 +30,8 @@ class Monitor:
         self._shows: list[Sink] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.goes_on = False
+        """Whether other ranks go on with the run: the one who ends it says how it was."""
         self._tail = EventTail(run_dir / EVENTS) if rank == 0 else None
 
     @classmethod
@@ -89,7 +91,7 @@ class Monitor:
         self.close()
 
     def close(self) -> None:
-        """Gives the terminal back, says which parts drifted from the plan, and writes the report; closes the files.
+        """Gives the terminal back, says which parts drifted from the plan, and writes the report where the run ends.
 
         Call it after the last event, on every rank, whatever way the run ended. A second call does nothing.
         """
@@ -100,7 +102,7 @@ class Monitor:
             self._guard(sink, sink.close)
         self._shows.clear()
         try:
-            if self._rank == 0:
+            if self._rank == 0 and not self.goes_on:
                 self._finish()
         finally:
             self._lines.close()

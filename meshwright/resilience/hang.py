@@ -8,12 +8,20 @@ from pathlib import Path
 
 from meshwright.errors import LaunchError
 from meshwright.monitor.progress import RankProgress, read_progress, waiting_sentences
+from meshwright.resilience.idle import IdleWatch
 
 UNKNOWN_S = 1800.0
 """Limit of a phase that has not been seen to end yet, and of those in `PATIENT`: first steps compile, allocate and open
 connections, a disk takes what it takes, and each such wait has a limit of its own."""
 PATIENT = ("start", "evaluate", "checkpoint", "snapshot", "sample", "export")
 """Phases that may take much longer than they ever did."""
+OUTSIDE = ("start", "record", "evaluate", "checkpoint", "sample", "export", "done")
+"""Phases in which a rank may wait for what isn't on this host: hooks, file systems, connections. In all others it
+computes, or waits for other ranks or a local disk, and all ranks of a host asleep at once are deadlocked."""
+SUSPECT_S = 0.25
+"""Time without a stamp after which processes are looked at."""
+STOPPED_S = 1.0
+"""A process that is stopped (state T) for so long, with nobody moving, is as good as dead."""
 START_S = 120.0
 """Least limit of these, and until the first step is done, whatever limit is given."""
 TIMES = 20.0
@@ -43,6 +51,7 @@ class HangWatch:
         limit_s: seconds without any stamp; None learns a limit for each phase.
         describe: names a rank's place in the mesh.
         first: the host's first rank, where there are ranks on other nodes.
+        idle_s: seconds for which all ranks may sleep; 0 for no limit, where ranks wait for a device or another host.
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class HangWatch:
         limit_s: float | None,
         describe: Callable[[int], str] | None = None,
         first: int | None = None,
+        idle_s: float = 0.0,
     ) -> None:
         self._path, self._generation, self._ranks = path, generation, ranks
         self._first, self._others = first or 0, first is not None
@@ -60,6 +70,7 @@ class HangWatch:
         self.last: dict[int, RankProgress] = {}
         """The last stamp of each rank."""
         self._longest: dict[str, float] = {}
+        self._idle, self._idle_s = IdleWatch(), idle_s
 
     def look(self) -> list[RankProgress]:
         """Reads the stamps, learns from them, and returns them.
@@ -77,7 +88,26 @@ class HangWatch:
             youngest = max(found, key=lambda one: one.since)
             if youngest.age_s(now) > self._allowed(found) * (PATIENCE if self._wait_for_others(found) else 1.0):
                 raise self._error(found, now)
+            if youngest.age_s(now) < SUSPECT_S:
+                self._idle.forget()
+            else:
+                self._look_closer(found, now)
         return found
+
+    def _look_closer(self, found: list[RankProgress], now: float) -> None:
+        """Looks at the processes themselves.
+
+        Raises:
+            HangError: when one is stopped, or all sleep where none of them can be woken but by another of them.
+        """
+        self._idle.look([one.pid for one in found], now)
+        for one in found:
+            if self._idle.stopped_s(one.pid, now) > STOPPED_S:
+                raise self._error(found, now, one, "stopped, as by SIGSTOP")
+        asleep = min(min(self._idle.idle_s(one.pid, now), one.age_s(now)) for one in found)
+        inside = all(one.step > 1 and one.phase not in OUTSIDE for one in found)
+        if self._idle_s and inside and asleep > self._idle_s:
+            raise self._error(found, now, why=f"all ranks asleep for {asleep:.1f} s")
 
     def refresh(self) -> None:
         """Reads where the ranks stood when they ended, once they have; one that could say so keeps the stamp before."""
@@ -102,13 +132,16 @@ class HangWatch:
         known = phase in self._longest and phase not in PATIENT
         return max(LEAST_S, TIMES * self._longest[phase]) if known else UNKNOWN_S
 
-    def _error(self, found: list[RankProgress], now: float) -> HangError:
+    def _error(
+        self, found: list[RankProgress], now: float, blamed: RankProgress | None = None, why: str = ""
+    ) -> HangError:
         busy = [one for one in found if not one.waits_for and one.phase != "done"]
-        blamed = min(busy or found, key=lambda one: (one.step, one.since))
+        blamed = blamed or min(busy or found, key=lambda one: (one.step, one.since))
         place = self._describe(blamed.rank) if self._describe is not None else f"rank {blamed.rank}"
         text = (
             f"{place} made no progress in {blamed.phase} of step {blamed.step} for {blamed.age_s(now):.1f} s"
             + (f", waiting for {blamed.waits_for}" if blamed.waits_for else "")
+            + (f", {why}" if why else "")
         )
         others = [one for one in found if one is not blamed]
         return HangError("; ".join([text, *waiting_sentences(others, 0.0, self._describe, now, limit=3)]), blamed.rank)

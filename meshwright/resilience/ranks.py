@@ -32,6 +32,8 @@ _COPY_BYTES_S = 2e9
 """Bytes a second of a snapshot, copy and checksum, as the slowest machines give them."""
 _STALL_SHARE = 0.01
 _MOST_STEPS = 100
+_LONGER = 4.0
+"""Limits of sleep are so many times longer after a failure that no step came between: it may not have been a hang."""
 HOPELESS = (ConfigError, PlanError, DataError, ClusterError)
 """What another start can't mend."""
 
@@ -57,6 +59,7 @@ class Ranks:
         interrupts: how often the user asked already that the run end.
         place: where they stand, when there are others on other nodes.
         copies: snapshots of each that are held.
+        fruitless: failures in a row before without a new step between.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Ranks:
         interrupts: int,
         place: Place | None = None,
         copies: int = 2,
+        fruitless: int = 0,
     ) -> None:
         self.layout = layout = job.plan.layout
         count = devices.count
@@ -93,7 +97,11 @@ class Ranks:
         reset_progress(progress, job.plan.ranks)
         first = place.first if place is not None else None
         self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees).get("pp", 0))
-        self.hang = HangWatch(progress, generation, count, job.config.recovery.hang_s, layout.describe_rank, first)
+        limit_s, idle_s = job.config.recovery.hang_s, job.config.recovery.idle_s * _LONGER**fruitless
+        # Devices, other hosts and compilers' processes work while all ranks here sleep.
+        if place is not None or devices.kind != "cpu" or layout.compile:
+            idle_s = 0.0
+        self.hang = HangWatch(progress, generation, count, limit_s, layout.describe_rank, first, idle_s)
 
     def memory(
         self, state: State | None, lost_at: float | None, peak_flops: float | None, sick_step: int
@@ -144,6 +152,11 @@ class Patience:
         self._attempts = attempts
         self._reached = -1
         self._fruitless = 0
+
+    @property
+    def fruitless(self) -> int:
+        """Failures in a row after the first without a new step between them."""
+        return max(0, self._fruitless - 1)
 
     def ends(self, error: MeshwrightError, reached: int, raised: bool) -> bool:
         """Takes note of a failure, and returns whether another start is hopeless.

@@ -18,7 +18,7 @@ TIMES = 1.4
 """A rank is slow that computes for this many times as long as the others do, in the median."""
 LEAST_SHARE = 0.5
 """and for at least this share of the time: one that is hardly used holds nobody up."""
-_COMPUTES = ("data", "forward", "backward", "reduce", "optimizer")
+_COMPUTES = ("data", "forward", "backward", "reduce", "optimizer", "record")
 
 
 class Slow(NamedTuple):

@@ -100,7 +100,8 @@ class Supervisor:
     def _one_generation(self) -> dict[str, Any] | None:
         """Starts ranks and waits for them; returns the run's result, or None when others must take their place."""
         job, slots = self._next_job()
-        ranks = Ranks(job, self._devices.only(slots), self.generation, self._interrupts)
+        fruitless = self._patience.fruitless
+        ranks = Ranks(job, self._devices.only(slots), self.generation, self._interrupts, fruitless=fruitless)
         if not ranks.room.snapshots:
             need, there = ranks.room.state_bytes, ranks.room.available_bytes
             self._event("snapshots_off", state_bytes=need, available_bytes=there, from_disk_only=True)

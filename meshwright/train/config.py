@@ -124,6 +124,10 @@ class RecoveryConfig(Config):
     """Seconds until a device that was left out is tried again; doubled each time that it fails again."""
     hang_s: float | None = None
     """Seconds without progress of any rank after which the run hangs; None learns it from the run."""
+    idle_s: float = 2.0
+    """Seconds for which all ranks may sleep within a step, none of them computing or waiting for a disk, after which
+    the run hangs (ranks on the CPU of one node); four times as long after each such end without a new step; 0 leaves
+    it to ``hang_s``."""
     spike: float = 0.0
     """A loss over this many times the median of the last ones makes a step sick, as 2.0; 0 for no limit."""
     largest_norm: float = 0.0
@@ -145,6 +149,8 @@ class RecoveryConfig(Config):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"recovery.{name} = {value}: it must be above 0 seconds")
+        if self.idle_s and not self.idle_s >= 0.5:
+            raise ConfigError(f"recovery.idle_s = {self.idle_s}: give at least 0.5 seconds, or 0 for no such limit")
         if (self.spike and self.spike <= 1.0) or self.largest_norm < 0:
             raise ConfigError(
                 f"recovery: spike = {self.spike} must be above 1, or 0; largest_norm = {self.largest_norm} at least 0"

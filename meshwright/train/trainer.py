@@ -31,7 +31,7 @@ from meshwright.train.step import Outcome, Stepper
 
 SICK_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
-AFTERWARDS = ("evaluate", "checkpoint", "snapshot", "sample", "export", "done")
+AFTERWARDS = ("record", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
 """Phases that follow a step, and are said to be of it."""
 METERED_STEPS = 2
 """First steps in which the state's bytes are read off; later ones hold the same."""
@@ -188,6 +188,7 @@ class Trainer:
             parts.memory.close()
         if cut and not stopped:
             sick = self.step + self.passed_over if self._rewind else 0
+            parts.monitor.goes_on = True
             return result | {"finished": False, "cut": True, "sick": sick}
         if stopped:
             self._event("interrupted", step=self.step)
@@ -205,6 +206,7 @@ class Trainer:
             self.step, parts.program, parts.optimizer, parts.stepper.scaler, self.tokens, **self._more()
         )
         parts.program.clock.lap("snapshot")
+        self._phase("record", 0)
 
     def _more(self) -> dict[str, Any]:
         """Returns what later ranks may want to know beside the state."""
@@ -231,6 +233,7 @@ class Trainer:
         record = self._record(outcome, values, time.perf_counter() - began, why is not None)
         self._judge(record, why)
         self.step += 1
+        self._phase("record", 0)
         self.tokens += record.tokens
         if self.step >= METERED_STEPS and parts.program.meter is not None:
             parts.program.meter.close()
