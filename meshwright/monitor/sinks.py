@@ -146,10 +146,10 @@ class JsonlSink:
 
 
 def truncate_metrics(path: Path, step: int) -> int:
-    """Drops the lines of metrics.jsonl after a step, and lines cut short by a kill, before a run resumes there.
+    """Drops the lines of metrics.jsonl after a step, and one cut short by a kill, before a run resumes there.
 
-    The file is written beside and renamed, so that a kill leaves the old one or the new one. Call it before the file
-    is opened for appending.
+    Steps ascend, so only the lines that go are looked into. The file is written beside and renamed, so that a kill
+    leaves the old one or the new one. Call it before the file is opened for appending.
 
     Args:
         path: the metrics file; one that isn't there is left so.
@@ -161,16 +161,18 @@ def truncate_metrics(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-    if len(kept) == len(lines):
+    kept = len(lines)
+    while kept and not (lines[kept - 1].endswith(b"\n") and _step_of(lines[kept - 1]) <= step):
+        kept -= 1
+    if kept == len(lines):
         return 0
     beside = path.with_name(path.name + ".new")
     with beside.open("wb") as file:
-        file.writelines(kept)
+        file.writelines(lines[:kept])
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    return len(lines) - len(kept)
+    return len(lines) - kept
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import nn
 
 from meshwright.axes.comm.wire import TrafficLog
 from meshwright.axes.cp import own_tokens
+from meshwright.axes.placement import Box
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
@@ -98,8 +100,13 @@ def model_compute(model: BuiltModel) -> Compute:
     return compute
 
 
+def _no_values(name: str, box: Box) -> torch.Tensor:
+    """Stands for weights that a state is about to fill: a part that it would leave out shows at once."""
+    return torch.full([stop - start for start, stop in box], math.nan)
+
+
 def build_program(
-    model: BuiltModel, plan: Plan, device: torch.device, facts: Facts | None = None
+    model: BuiltModel, plan: Plan, device: torch.device, facts: Facts | None = None, filled: bool = True
 ) -> Program:
     """Builds this rank's program; the default process group must stand.
 
@@ -108,6 +115,7 @@ def build_program(
         plan: the layout.
         device: where this rank computes.
         facts: from `read_facts`; read here when not given.
+        filled: give weights their first values, which takes as long as to draw or read them; NaN otherwise.
     """
     layout = plan.layout
     facts = facts or read_facts(model, layout)
@@ -117,7 +125,7 @@ def build_program(
         module=model.module,
         layers=model.anatomy.layers,
         compute=model_compute(model),
-        fill=model.tensor,
+        fill=model.tensor if filled else _no_values,
         fill_buffers=model.fill_buffers,
         random=may_draw(model) and not layout.compile,
         ties=model.anatomy.ties,
@@ -167,7 +175,7 @@ def run_rank(context: RankContext, job: Job) -> dict[str, Any]:
 def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: contextlib.ExitStack) -> dict[str, Any]:
     config, layout = job.config, job.plan.layout
     device = torch.device(context.device)
-    program = build_program(job.model, job.plan, device, job.facts)
+    program = build_program(job.model, job.plan, device, job.facts, job.memory is None or job.memory.state is None)
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
     stepper = Stepper(
         program,
