@@ -18,9 +18,9 @@ PATIENT = ("start", "evaluate", "checkpoint", "snapshot", "sample", "export")
 OUTSIDE = ("start", "record", "evaluate", "checkpoint", "sample", "export", "done")
 """Phases in which a rank may wait for what isn't on this host: hooks, file systems, connections. In all others it
 computes, or waits for other ranks or a local disk, and all ranks of a host asleep at once are deadlocked."""
-SUSPECT_S = 0.25
+SUSPECT_S = 0.1
 """Time without a stamp after which processes are looked at."""
-STOPPED_S = 1.0
+STOPPED_S = 0.5
 """A process that is stopped (state T) for so long, with nobody moving, is as good as dead."""
 START_S = 120.0
 """Least limit of these, and until the first step is done, whatever limit is given."""

@@ -124,7 +124,7 @@ class RecoveryConfig(Config):
     """Seconds until a device that was left out is tried again; doubled each time that it fails again."""
     hang_s: float | None = None
     """Seconds without progress of any rank after which the run hangs; None learns it from the run."""
-    idle_s: float = 2.0
+    idle_s: float = 1.0
     """Seconds for which all ranks may sleep within a step, none of them computing or waiting for a disk, after which
     the run hangs (ranks on the CPU of one node); four times as long after each such end without a new step; 0 leaves
     it to ``hang_s``."""

@@ -1,0 +1,63 @@
+"""One GPU: a snapshot copied beside the next update holds the state of its own step, in memory that the GPU writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.checkpoint.parts import digest, parts_of
+from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, read_snapshots, whole_states
+from meshwright.runtime.weights import named_weights
+from meshwright.train.config import OptimizerConfig
+from meshwright.train.memory import Aimed
+from meshwright.train.optimizer import LocalAdamW
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.device_count(), reason="no GPU")]
+
+
+def test_an_update_right_after_a_snapshot_is_not_in_it() -> None:
+    # In a process of its own: one that has used a GPU can't fork ranks for the tests after it.
+    words = [sys.executable, "-c", f"from {__name__} import check; check()"]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def check() -> None:
+    """Takes snapshots between updates that wait for nobody."""
+    module = nn.Linear(4096, 4096, device="cuda")
+    module.register_buffer("count", torch.zeros(5, device="cuda"))
+    weights = named_weights(module, {}, 1)
+    optimizer, segments = LocalAdamW(weights, OptimizerConfig()), [Segment(), Segment()]
+    program = SimpleNamespace(weights=weights, frozen=(), buffers=lambda: iter([("count", module.count)]))
+
+    def make(tensors: dict) -> SnapshotWriter:
+        held = [part for part, _ in parts_of(tensors)]
+        kept = list(enumerate(held))
+        return SnapshotWriter(
+            segments, rank=0, generation=0, tensors=digest(held), held=held, kept=kept, changing="buffers/"
+        )
+
+    aimed, wanted = Aimed(make), []
+    for step in range(1, 5):
+        module.weight.grad, module.bias.grad = torch.randn_like(module.weight), torch.randn_like(module.bias)
+        optimizer.step(1e-1, torch.ones((), dtype=torch.float64, device="cuda"))
+        module.count += 1
+        wanted.append((module.weight.detach().clone(), module.count.clone()))
+        aimed.take(step, program, optimizer, {})  # type: ignore[arg-type]
+        # What a forward does, without a wait.
+        module.count += 100
+        module.count -= 100
+    module.weight.grad, module.bias.grad = torch.ones_like(module.weight), torch.ones_like(module.bias)
+    optimizer.step(1.0, torch.ones((), dtype=torch.float64, device="cuda"))
+    aimed.wait()
+    state = whole_states(read_snapshots(segments))[0]
+    found = state.tensors()
+    assert state.step == 4
+    assert torch.equal(found["weights/weight"], wanted[-1][0].cpu())
+    assert torch.equal(found["buffers/count"], wanted[-1][1].cpu())
