@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import time
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint.parts import digest, parts_of
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, read_snapshots, whole_states
+from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, peek, read_snapshots, whole_states
 from meshwright.errors import CheckpointError
 from meshwright.runtime.weights import named_weights
 from meshwright.train.config import OptimizerConfig
@@ -43,6 +46,60 @@ def test_the_same_memory_is_copied_without_its_tensors() -> None:
     writer.wait()
     step, found = newest(segments)
     assert step == 4 and torch.equal(found["w"], state["w"]) and torch.equal(found["cut"], state["cut"])
+
+
+def test_a_copy_without_its_checksums_is_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, segments = {"w": torch.zeros(5, 3)}, [Segment(), Segment()]
+    writer = writer_of(state, segments)
+    for step in (1, 2):
+        state["w"].fill_(step)
+        writer.take(step, state, {})
+    writer.wait()
+    assert sorted(one.step for one in read_snapshots(segments)) == [1, 2]
+    # The rank is killed when it has copied, before a thread has made checksums and written the header.
+    monkeypatch.setattr(SnapshotWriter, "_seal", lambda self, *_: None)
+    state["w"].fill_(3.0)
+    writer.take(3, None, {})
+    writer.wait()
+    assert [one.step for one in read_snapshots(segments)] == [2]
+    step, found = newest(segments)
+    assert step == 2 and bool((found["w"] == 2.0).all())
+
+
+def test_no_header_stands_while_checksums_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, segment, seen = {"w": torch.zeros(5, 3)}, Segment(), []
+    checksum = zlib.crc32
+
+    def looked(*data: Any) -> int:
+        seen.append(peek(segment))
+        return checksum(*data)
+
+    monkeypatch.setattr("meshwright.checkpoint.snapshot.zlib", SimpleNamespace(crc32=looked))
+    writer = writer_of(state, [segment])
+    for step in (1, 2):
+        writer.take(step, state, {})
+        writer.wait()
+        assert peek(segment) == (0, step)
+    assert seen and set(seen) == {None}
+
+
+def test_the_next_copy_waits_for_the_checksums_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, segment, summed = {"w": torch.zeros(5, 3)}, Segment(), []
+    checksum = zlib.crc32
+
+    def slow(data: Any, *more: Any) -> int:
+        if len(data) == state["w"].nbytes:
+            time.sleep(0.1)
+            summed.append(struct.unpack_from("<f", data)[0])
+        return checksum(data, *more)
+
+    monkeypatch.setattr("meshwright.checkpoint.snapshot.zlib", SimpleNamespace(crc32=slow))
+    writer = writer_of(state, [segment])
+    for step in (1, 2, 3):
+        state["w"].fill_(step)
+        writer.take(step, state, {})
+    writer.wait()
+    assert summed == [1.0, 2.0, 3.0]
 
 
 class Optimizer:
