@@ -1,7 +1,8 @@
 """Where a run's time went that was broken again and again: what each failure cost, by cause, from what the run wrote.
 
-Useful time is steps x the median time of a step under the whole layout, away from first steps after a start. All other
-time was lost, to one of `CAUSES`. Lines of ``metrics.jsonl`` of steps that were done again are gone by then, so steps
+Useful time is steps x the median time of a step under the whole layout, away from first steps after a start; a step on
+fewer ranks that took less, as where ranks outnumber cores, counts as what it took. All other time was lost, to one of
+`CAUSES`. Lines of ``metrics.jsonl`` of steps that were done again are gone by then, so steps
 that were lost are counted by the stamps of the ranks that failed.
 """
 
@@ -61,6 +62,7 @@ class Account:
     steps: int
     step_s: float
     """Median."""
+    useful_s: float = 0.0
     lost_s: dict[str, float] = field(default_factory=dict)
     by_kind: dict[str, list[float]] = field(default_factory=dict)
     """Seconds that each fault cost from its moment to the end of the next first step, and in steps done again."""
@@ -68,7 +70,7 @@ class Account:
     @property
     def goodput(self) -> float:
         """Share of the time that was useful."""
-        return self.steps * self.step_s / self.wall_s
+        return self.useful_s / self.wall_s
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -115,9 +117,11 @@ def account(run: Path, began: float, ended: float, first: int, last: int) -> Acc
         found.by_kind.setdefault(one.kind, []).append(one.seen - one.at + started + again)
     for step, row in kept.items():
         lost["copies"] += row["parts"].get("snapshot", 0.0)
-        if step not in firsts:
-            lost["slower steps" if row["layout"] == full else "fewer ranks"] += row["step_s"] - found.step_s
-    lost["between"] = found.wall_s - found.steps * found.step_s - sum(lost.values())
+        over = row["step_s"] - found.step_s if step not in firsts else 0.0
+        fewer = row["layout"] != full
+        lost["fewer ranks" if fewer else "slower steps"] += max(over, 0.0) if fewer else over
+        found.useful_s += found.step_s + (min(over, 0.0) if fewer else 0.0)
+    lost["between"] = found.wall_s - found.useful_s - sum(lost.values())
     return found
 
 

@@ -78,6 +78,14 @@ def test_each_second_has_its_cause(tmp_path: Path, lost_time: ModuleType) -> Non
     assert sorted(found.by_kind) == ["grow", "hang", "kill"] and found.by_kind["kill"] == [pytest.approx(1.25)]
 
 
+def test_faster_steps_on_fewer_ranks_earn_nothing(tmp_path: Path, lost_time: ModuleType) -> None:
+    rows = [row(step) for step in range(1, 11)] + [row(step, 0.04, "shard=1") for step in range(11, 21)]
+    write(tmp_path, rows, [], {})
+    found = lost_time.account(tmp_path, 0.0, 2.0, 0, 20)
+    assert found.goodput == pytest.approx(1.4 / 2.0) and found.lost_s["between"] == pytest.approx(0.6)
+    assert not found.lost_s["fewer ranks"]
+
+
 def test_a_first_step_that_was_lost_again_is_a_step_done_again(tmp_path: Path, lost_time: ModuleType) -> None:
     events = [
         *lost(1.0, 11, "data", 1.0),
