@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import sys
 import tempfile
 
+
+def _own_folder(name: str) -> str:
+    """Makes a folder that goes when the session ends."""
+    folder = tempfile.mkdtemp(prefix=f"meshwright-{name}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-cache-")
+os.environ["XDG_CACHE_HOME"] = _own_folder("cache")
 """No calibration and no earlier runs of this machine have a say in a test, and none is left behind by one."""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+if sys.dont_write_bytecode:
+    # Each process that a test starts would compile torch and transformers anew; nothing is written beside the sources.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = _own_folder("bytecode")

@@ -17,6 +17,8 @@ from meshwright.cli.main import main
 from meshwright.launch.devices import Devices
 from meshwright.launch.preload import prepare_environment, release_threads
 
+LIMIT_S = 240.0
+"""Of a whole run, which takes seconds: a limit ends what hangs, and says nothing of how fast a machine is."""
 WORDS = ("the", "cat", "sat", "on", "mats", "and", "she", "saw", "him", "run", "far", "from", "big", "old", "house")
 
 
@@ -58,16 +60,22 @@ class Running:
         sys.stderr.flush()
         warm()
         release_threads()
+        there, begun = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            self._run(argv, output, before)
+            os.close(there)
+            self._run(argv, output, before, begun)
         self.status: int | None = None
+        os.close(begun)
+        os.read(there, 1)  # its session is there, by which its processes are found
+        os.close(there)
 
     @staticmethod
-    def _run(argv: Sequence[str], output: Path, before: Callable[[], None] | None) -> None:
+    def _run(argv: Sequence[str], output: Path, before: Callable[[], None] | None, begun: int) -> None:
         status = 99
         try:
             os.setsid()
+            os.close(begun)
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for number in (1, 2):
                 os.dup2(file, number)
@@ -85,7 +93,7 @@ class Running:
         finally:
             os._exit(status)
 
-    def wait(self, limit_s: float = 90.0) -> int:
+    def wait(self, limit_s: float = LIMIT_S) -> int:
         """Returns the exit status, or minus the signal that ended it."""
         end = time.monotonic() + limit_s
         while self.status is None:
@@ -105,6 +113,9 @@ class Running:
 
     def alive(self) -> list[int]:
         """Returns the processes of its session that live, itself included."""
+        return [pid for pid, state in self._processes() if state != "Z"]
+
+    def _processes(self) -> list[tuple[int, str]]:
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -112,8 +123,8 @@ class Running:
                     fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 except (FileNotFoundError, ProcessLookupError):
                     continue
-                if int(fields[3]) == self.pid and fields[0] != "Z":
-                    found.append(int(entry.name))
+                if int(fields[3]) == self.pid:
+                    found.append((int(entry.name), fields[0]))
         return found
 
     def ranks(self) -> list[int]:
@@ -124,12 +135,12 @@ class Running:
         """Sends a signal to the command's own process."""
         os.kill(self.pid, number)
 
-    def no_orphans(self, limit_s: float = 20.0) -> None:
+    def no_orphans(self, limit_s: float = 60.0) -> None:
         """Fails when a process of its session still lives after a moment."""
         wait_until(lambda: not self.alive(), limit_s)
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = 120.0) -> None:
     """Waits for a condition, a limited time."""
     end = time.monotonic() + limit_s
     while not condition():
@@ -138,7 +149,7 @@ def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
 
 
 def call(
-    argv: Sequence[str], output: Path, before: Callable[[], None] | None = None, limit_s: float = 90.0
+    argv: Sequence[str], output: Path, before: Callable[[], None] | None = None, limit_s: float = LIMIT_S
 ) -> tuple[int, str]:
     """Runs a command to its end and returns (exit status, what it printed)."""
     running = Running(argv, output, before)
@@ -174,6 +185,11 @@ def last_step(run: Path) -> int:
     """Returns the last step that the metrics show, 0 before the first."""
     found = rows(run)
     return found[-1]["step"] if found else 0
+
+
+def happened(run: Path, kind: str) -> bool:
+    """Returns whether a planted fault of a kind has happened."""
+    return any(path.suffix != ".ask" for path in (run / "chaos").glob(f"{kind}-*"))
 
 
 def events(run: Path, kind: str) -> list[dict]:

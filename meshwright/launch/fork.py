@@ -117,8 +117,10 @@ class ForkLauncher:
     def run(self, entry: Entry, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Starts the ranks and waits for them; see `start` and `wait`."""
         try:
-            self.start(entry, *args)
-            return self.wait(timeout_s)
+            # From before the first rank is there: a Ctrl-C in between would end this process alone.
+            with interrupts_to(self._count_interrupt):
+                self.start(entry, *args)
+                return self.wait(timeout_s)
         finally:
             self.cancel()
 

@@ -77,6 +77,8 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         path = Path(folder) / "reference.pt"
         precision = layouts[0].precision
+        with contextlib.suppress(MeshwrightError):
+            case.build()  # imports the model's code, which every rank then finds in memory
         why = _launcher(1, None).run(_reference, case, path, precision, timeout_s=case.timeout_s)[0]
         known: dict[Any, Facts] = {}
         for layout in layouts:

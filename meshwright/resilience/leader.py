@@ -346,8 +346,8 @@ class Leader:
         if cause is not None and RESTORING in cause["text"] and _DAMAGED in cause["text"] and state:
             self._refused.add((state["step"], state["generation"]))
             self._means.event("snapshot_refused", reason=cause["text"])
-        ends = self._patience.ends(error, reached, bool(cause and cause["raised"] and not cause["echo"]))
-        if ends or self._local.interrupts:
+        raised = cause["step"] if cause and cause["raised"] and not cause["echo"] else None
+        if self._patience.ends(error, reached, raised) or self._local.interrupts:
             raise self._over(error)
         if cause is not None and not cause["echo"] and cause["rank"] >= 0:
             self._blame(cause)

@@ -158,16 +158,16 @@ class Patience:
         """Failures in a row after the first without a new step between them."""
         return max(0, self._fruitless - 1)
 
-    def ends(self, error: MeshwrightError, reached: int, raised: bool) -> bool:
+    def ends(self, error: MeshwrightError, reached: int, raised: int | None) -> bool:
         """Takes note of a failure, and returns whether another start is hopeless.
 
         Args:
             error: of the failure.
             reached: the furthest step of any rank.
-            raised: whether it was an exception of a rank's own.
+            raised: step of the rank that failed first, where that was by an exception of its own; else None.
         """
         self._fruitless = 1 if reached > self._reached else self._fruitless + 1
-        again = raised and reached <= max(1, self._reached)
+        again = raised is not None and raised <= max(1, self._reached)
         self._reached = max(self._reached, reached)
         if isinstance(error, CheckpointError) and RESTORING in str(error):
             return self._fruitless > self._attempts

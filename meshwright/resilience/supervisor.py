@@ -228,7 +228,9 @@ class Supervisor:
             MeshwrightError: when the run can't go on.
         """
         reached = max((one.step for one in ranks.hang.last.values()), default=0)
-        ends = self._patience.ends(error, reached, ranks.raised)
+        at = ranks.hang.last.get(ranks.blamed(error))
+        raised = (at.step if at else 0) if ranks.raised else None
+        ends = self._patience.ends(error, reached, raised)
         refused = isinstance(error, CheckpointError) and self._states and RESTORING in str(error)
         if refused:
             self._states.pop(0)

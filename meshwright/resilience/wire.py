@@ -73,6 +73,10 @@ class Line:
                 self._patience = message.get("seconds", SILENCE_S)
         return [message for message in found if message["kind"] not in ("beat", "busy")]
 
+    def excuse(self) -> None:
+        """Gives the other one its time anew, where it was this process that didn't listen."""
+        self._heard = time.monotonic()
+
     @property
     def silent(self) -> bool:
         """Whether nothing was heard for longer than a living supervisor is silent."""
@@ -149,12 +153,14 @@ class Hub:
             else:
                 heard += [(key.data, message) for message in key.data.hear()]
         now = time.monotonic()
-        # After a stop of this process itself, what has come in the meantime is read before others are judged.
+        # After a stop of this process itself, which may have been one of the whole machine, others get time to speak.
         fair, self._pumped = now - self._pumped < SILENCE_S / 2, now
         lost = []
         for line in list(self._lines):
             line.flush()
-            if not line.open or (fair and line.silent):
+            if not fair:
+                line.excuse()
+            if not line.open or line.silent:
                 self.drop(line)
                 lost.append(line)
         return heard, lost

@@ -67,12 +67,12 @@ def equal(state, wanted):
 
 def save(rank, root, layout, step, backend):
     torch.distributed.barrier()
-    store = CheckpointStore.build(root, CheckpointConfig(backend=backend, wait_s=20))
+    store = CheckpointStore.build(root, CheckpointConfig(backend=backend, wait_s=60))
     return store.save(step, state(layout), {"layout": list(layout.items())})
 
 
 def load(rank, root, layout, backend):
-    store = CheckpointStore.build(root, CheckpointConfig(backend=backend, wait_s=20))
+    store = CheckpointStore.build(root, CheckpointConfig(backend=backend, wait_s=60))
     targets = state(layout, fill=False)
     loaded = store.load(targets)
     return loaded.step, dict(loaded.meta), equal(targets, state({}))
@@ -134,7 +134,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path, backend, before, a
 
 
 def stages(rank, root):
-    store = CheckpointStore.build(root, CheckpointConfig(wait_s=20))
+    store = CheckpointStore.build(root, CheckpointConfig(wait_s=60))
     mine = {f"weights/layer.{rank}": torch.full((3,), float(rank + 1))}
     store.save(1, mine | {"weights/tied": torch.ones(2)}, {})
     targets = {f"weights/layer.{1 - rank}": torch.zeros(3), "weights/tied": torch.zeros(2)}

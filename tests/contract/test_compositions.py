@@ -55,7 +55,7 @@ def prove(model: str, texts: tuple[str, ...], rows: int = 8, documents: bool = F
         return build_meta(config, vocab=VOCAB, context=SEQUENCE)
 
     batches = made_up_batches(1, rows, SEQUENCE, VOCAB, documents=documents)
-    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=55)
+    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 

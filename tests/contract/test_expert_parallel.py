@@ -34,7 +34,7 @@ def case(model: ModelConfig, rows: int = 8, steps: int = 2, sequence: int = SEQU
         return build_meta(model, vocab=VOCAB, context=sequence)
 
     return Case(
-        build=make, batches=made_up_batches(steps, rows, sequence, VOCAB, False), recipe=Recipe(), timeout_s=50
+        build=make, batches=made_up_batches(steps, rows, sequence, VOCAB, False), recipe=Recipe(), timeout_s=250
     )
 
 

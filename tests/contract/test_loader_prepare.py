@@ -24,14 +24,18 @@ WORDS = ["".join(random.Random(i).choices("abcdeghi", k=1 + i % 7)) for i in ran
 WORDS += ["na\u00efve", "\u65e5\u672c", "<|endoftext|>", "12", "3.5", "(", ")", ":", "\n"] * 8
 
 SCRIPT = """
-import sys
+import sys, time
 from meshwright.data import stages
 from meshwright.data.config import DataConfig
 from meshwright.data.prepare import prepare
 stages.UNIT_BYTES = (2000, 4000)
 stages.GROUP_BYTES = 8000
+held = sys.argv[3:]
 def report(progress):
     print(progress.stage, progress.done_bytes, flush=True)
+    if progress.stage in held and (progress.done_bytes or progress.stage == "train"):
+        print("held", flush=True)
+        time.sleep(600)
 config = DataConfig(paths=(sys.argv[1],), vocab_size=400, validation_share=0.2)
 prepare(config, sys.argv[2], progress=report, workers=2)
 """
@@ -52,6 +56,16 @@ def config(tmp_path: Path) -> DataConfig:
         lines = [" ".join(generator.choices(WORDS, k=8)) for _ in range(generator.choice((1, 9, 90)))]
         (folder / f"{number:02d}.txt").write_text("\n".join(lines), encoding="utf-8")
     return DataConfig(paths=(str(folder),), vocab_size=400, validation_share=0.2)
+
+
+def held(config: DataConfig, out: Path, stage: str) -> subprocess.Popen[str]:
+    """Starts to prepare in another process, and returns it where it waits for ever, within a stage."""
+    command = [sys.executable, "-c", SCRIPT, config.paths[0], str(out), stage]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        assert "held\n" in iter(process.stdout.readline, ""), "it ended before"
+    return process
 
 
 def contents(token_set: TokenSet) -> dict[str, bytes]:
@@ -81,17 +95,9 @@ def test_tokens_are_those_of_the_tokenizer_on_whole_documents(config: DataConfig
 @pytest.mark.parametrize("stage", ["read", "train", "encode"])
 def test_a_kill_at_any_stage_resumes_to_the_same_bytes(config: DataConfig, tmp_path: Path, stage: str) -> None:
     expected = contents(prepare(config, tmp_path / "clean", workers=1))
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, config.paths[0], str(tmp_path / "set")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            name, done = line.split()
-            if name == stage and (int(done) > 0 or stage == "train"):
-                break
-        process.send_signal(signal.SIGKILL)
-    assert process.wait(10.0) == -signal.SIGKILL
+    process = held(config, tmp_path / "set", stage)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(100.0) == -signal.SIGKILL
     assert not (tmp_path / "set").exists()
     with pytest.raises(DataError, match="not a prepared set"):
         TokenSet.open(tmp_path / "set.partial")
@@ -106,18 +112,12 @@ def test_a_kill_at_any_stage_resumes_to_the_same_bytes(config: DataConfig, tmp_p
 
 
 def test_a_kill_leaves_no_orphan(config: DataConfig, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, config.paths[0], str(tmp_path / "set")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            if line.startswith("encode") and not line.endswith(" 0\n"):
-                break
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.kill()
-    process.wait(10.0)
-    limit = time.monotonic() + 10.0
+    process = held(config, tmp_path / "set", "encode")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
+    process.kill()
+    process.wait(100.0)
+    limit = time.monotonic() + 100.0
     while any(_alive(int(child)) for child in children) and time.monotonic() < limit:
         time.sleep(0.05)
     assert not any(_alive(int(child)) for child in children)
@@ -126,7 +126,7 @@ def test_a_kill_leaves_no_orphan(config: DataConfig, tmp_path: Path) -> None:
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -170,7 +170,7 @@ def test_a_disk_that_is_really_full(config: DataConfig, tmp_path: Path) -> None:
 def test_two_calls_at_once_make_one_set(config: DataConfig, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, config.paths[0], str(tmp_path / "set")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=40.0)[0] for process in processes]
+    outputs = [process.communicate(timeout=200.0)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert sorted(bool(output) for output in outputs) == [False, True]
     assert TokenSet.open(tmp_path / "set", verify=True).vocab_size == 400

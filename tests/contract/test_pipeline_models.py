@@ -35,7 +35,7 @@ def case(name: str) -> Case:
         return build_meta(config(name), vocab=VOCAB, context=SEQUENCE)
 
     batches = made_up_batches(2, 8, SEQUENCE, VOCAB, documents=name in ("gpt2", "llama"))
-    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=50)
+    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250)
 
 
 def layouts(*texts: str) -> list[Layout]:

@@ -187,7 +187,7 @@ def test_a_large_model_is_read_off_a_narrow_clone():
 def test_parts_train_as_the_whole(sizes, layout):
     config = ModelConfig(**({"layers": 1, "width": 32} | sizes))
     batches = made_up_batches(1, 2, 8, 64, False)
-    case = Case(build=lambda: build_meta(config, 64, 32), batches=batches, recipe=Recipe(), timeout_s=60)
+    case = Case(build=lambda: build_meta(config, 64, 32), batches=batches, recipe=Recipe(), timeout_s=250)
     (verdict,) = verify(case, [Layout.parse(f"{layout},precision=float64")])
     assert verdict.passed, verdict
 

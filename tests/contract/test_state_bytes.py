@@ -79,7 +79,7 @@ def measured(name: str, texts: list[str]) -> list[tuple[str, ModelParts, list[di
         torch.set_num_threads(1)
         return {text: trained(model(name), facts[text], Layout.parse(text), rank) for text in texts}
 
-    found = run_ranks(Layout.parse(texts[0]).world, work, timeout=55)
+    found = run_ranks(Layout.parse(texts[0]).world, work, timeout=250)
     return [(text, parts_of(model(name), facts[text]), [ranks[text] for ranks in found]) for text in texts]
 
 

@@ -75,7 +75,7 @@ def own_loop(
     ],
 )
 def test_a_loop_of_ones_own_equals_one_device(make: Callable[[], nn.Module], text: str) -> None:
-    equal(run_ranks(world(text), own_loop, text, make, rows(), timeout=50), plainly(make, rows()))
+    equal(run_ranks(world(text), own_loop, text, make, rows(), timeout=250), plainly(make, rows()))
 
 
 def test_any_module_is_split_by_an_example() -> None:

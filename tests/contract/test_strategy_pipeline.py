@@ -59,7 +59,7 @@ def test_a_pipeline_of_ones_own_model_equals_one_device(make: Callable[[], nn.Mo
     image = make in (convolutional, flat_convolutional)
     batches = rows(3, 16, 16) if image else rows()
     example = batches[0][0] if image else None
-    found = run_ranks(world(text), pipeline, text, make, batches, example, timeout=50)
+    found = run_ranks(world(text), pipeline, text, make, batches, example, timeout=250)
     equal(found, plainly(make, batches))
 
 

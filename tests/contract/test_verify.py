@@ -38,7 +38,7 @@ def case(model: str, rows: int, count: int = 2) -> Case:
         return build_meta(MODELS[model], vocab=VOCAB, context=SEQUENCE)
 
     batches = made_up_batches(count, rows, SEQUENCE, VOCAB, documents=model != "plain")
-    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=50)
+    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250)
 
 
 def all_pass(verdicts: list[Verdict]) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import json
+import warnings
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-RANK = """
-import json, sys
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from meshwright.axes.comm.wire import TrafficLog
+from meshwright.launch.contract import RankContext
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
@@ -21,47 +19,47 @@ from meshwright.planner.memory import StateSizes, state_memory
 from meshwright.runtime import build as builder
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.mesh import Mesh
+from tests.ranks.group import run_contexts
 
-text, rank = sys.argv[1], int(sys.argv[2])
-layout = Layout.parse(text)
-torch.set_num_threads(1)
-dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
-model = build_meta(ModelConfig(name="llama", layers=2, width=512, heads=8, ffn=1024, tie=False), vocab=2048, context=32)
-layers = model.anatomy.layers
-counts = [sum(item.numel() for item in model.module.get_submodule(layer).parameters()) for layer in layers]
-total = sum(item.numel() for item in model.module.parameters())
-builder.settle = lambda module: None
-fills = []
-def fill(name, box):
-    size = [stop - start for start, stop in box]
-    fills.append((name, box))
-    return torch.empty(size, device="meta")
-source = builder.Source(module=model.module, layers=layers, compute=None, fill=fill, fill_buffers=lambda *_: None)
-mesh = Mesh(layout, "cpu", TrafficLog())
-program = builder.build(source, layout, mesh, torch.device("meta"), Clock("cpu"))
-memory, _ = state_memory(layout, StateSizes(total=total, layers=tuple(counts)))
-print(json.dumps({
-    "held": sum(weight.local.nbytes for weight in program.weights),
-    "planned": memory["optimizer"] // 3 if layout.zero else memory["parameters"],
-    "copies": sorted({piece.copies for weight in program.weights for piece in weight.pieces}),
-    "boxes": {weight.name: weight.pieces[0].whole for weight in program.weights},
-    "shapes": {weight.name: weight.shape for weight in program.weights},
-    "meta": all(weight.local.is_meta for weight in program.weights),
-    "axes": {name: wire.size for name, wire in mesh.wires.items()},
-    "index": mesh.wires["shard"].index,
-}))
-"""
+Box = tuple[tuple[int, int], ...]
+
+
+def work(context: RankContext, text: str, rank: int) -> str:
+    """Builds one rank in a process of its own, which nothing of it outlives; returns what it holds, as JSON."""
+    warnings.simplefilter("ignore")
+    layout = Layout.parse(text)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    config = ModelConfig(name="llama", layers=2, width=512, heads=8, ffn=1024, tie=False)
+    model = build_meta(config, vocab=2048, context=32)
+    layers = model.anatomy.layers
+    counts = [sum(item.numel() for item in model.module.get_submodule(layer).parameters()) for layer in layers]
+    total = sum(item.numel() for item in model.module.parameters())
+    builder.settle = lambda module: None  # it gathers each unit once, which no fake rank can
+
+    def fill(name: str, box: Box) -> torch.Tensor:
+        return torch.empty([stop - start for start, stop in box], device="meta")
+
+    source = builder.Source(
+        module=model.module, layers=layers, compute=None, fill=fill, fill_buffers=lambda *_: None
+    )
+    mesh = Mesh(layout, "cpu", TrafficLog())
+    program = builder.build(source, layout, mesh, torch.device("meta"), Clock("cpu"))
+    memory, _ = state_memory(layout, StateSizes(total=total, layers=tuple(counts)))
+    return json.dumps({
+        "held": sum(weight.local.nbytes for weight in program.weights),
+        "planned": memory["optimizer"] // 3 if layout.zero else memory["parameters"],
+        "copies": sorted({piece.copies for weight in program.weights for piece in weight.pieces}),
+        "boxes": {weight.name: weight.pieces[0].whole for weight in program.weights},
+        "shapes": {weight.name: weight.shape for weight in program.weights},
+        "meta": all(weight.local.is_meta for weight in program.weights),
+        "axes": {name: wire.size for name, wire in mesh.wires.items()},
+        "index": mesh.wires["shard"].index,
+    })  # fmt: skip
 
 
 def rank(text: str, number: int) -> dict:
-    import json
-
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RANK, text, str(number)],
-        cwd=ROOT, capture_output=True, text=True, timeout=50, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    (found,) = run_contexts(1, work, text, number)
+    return json.loads(found)
 
 
 @pytest.mark.slow

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.cli.main import main
+from meshwright.train.trainer import Trainer
 from tests.runs import Running, call, curve, events, last_step, rows, wait_until, words, write_corpus
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 STEPS = 24
-SOON_S = 20.0
-"""From a failure to the next step, on a machine that does other things beside; benchmarks measure, tests bound."""
+SOON_S = 45.0
+"""From a failure to the next step, on a machine that does other things beside, and less than any limit of a hang."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def faulty(root: Path, run: str, faults: str, layout: str, devices: int, *more: str) -> Path:
     """Runs to the end with faults, and returns the run directory."""
     argv = words(root, run, "--recovery.faults", faults, *more, layout=layout, devices=devices)
-    status, text = call(argv, root / f"{run}.log", limit_s=150)
+    status, text = call(argv, root / f"{run}.log")
     assert status == 0, text
     assert sorted(curve(root / run)) == list(range(1, STEPS + 1))
     return root / run
@@ -61,7 +64,7 @@ def test_killed_in_every_phase_of_a_step(root: Path) -> None:
     faults = [f"kill:rank={at % 2},step={4 + 3 * at},phase={phase}" for at, phase in enumerate(phases)]
     run = faulty(
         root, "phases", ";".join(faults), "shard=2,zero=3", 2,
-        *("--recovery.snapshot-every", "1", "--recovery.back-s", "0.01"),
+        *("--recovery.snapshot-every", "1", "--recovery.back-s", "1e-6"),
     )  # fmt: skip
     story = recoveries(run, len(phases))
     assert [row["lost"] for row in story if row["kind"] == "rank_lost"] == [0, 1] * 3
@@ -74,7 +77,7 @@ def test_killed_in_every_phase_of_a_step(root: Path) -> None:
 
 def test_killed_while_starting_and_while_copying_for_the_disk(root: Path) -> None:
     faults = "kill:rank=1,step=0,generation=0;kill:rank=0,step=6,phase=checkpoint;kill:rank=1,step=0,generation=2"
-    options = ("--recovery.snapshot-every", "2", "--recovery.back-s", "0.01")
+    options = ("--recovery.snapshot-every", "2", "--recovery.back-s", "1e-6")
     run = faulty(root, "saving", faults, "replicate=2", 2, *options)
     lost = events(run, "rank_lost")
     assert [row["generation"] for row in lost] == [0, 1, 2] and lost[0]["phase"] == lost[2]["phase"] == "start"
@@ -138,7 +141,7 @@ def test_a_device_that_fails_twice_is_left_out(root: Path) -> None:
 @pytest.mark.parametrize("kind", ["hang", "gil", "stop"])
 def test_a_rank_that_hangs_is_named_and_replaced(kind: str, root: Path) -> None:
     fault = f"{kind}:rank=1,step=7,phase=backward"
-    run = faulty(root, kind, fault, "replicate=2", 2, "--recovery.hang-s", "2", "--recovery.snapshot-every", "1")
+    run = faulty(root, kind, fault, "replicate=2", 2, "--recovery.hang-s", "4", "--recovery.snapshot-every", "1")
     (lost,) = events(run, "rank_lost")
     assert lost["lost"] == 1 and lost["phase"] == "backward" and lost["step"] == 7
     assert "rank 1: replicate 1 made no progress in backward of step 7" in lost["why"]
@@ -184,25 +187,28 @@ def test_a_signal_to_end_leaves_a_checkpoint_and_a_status_that_launchers_know(ro
     assert [row["step"] for row in events(run, "checkpoint_saved")] == [last_step(run)]
 
 
+def raises_at_the_end_of(step: int, rank: int, error: Exception) -> Callable[[], None]:
+    """Returns what makes a rank fail after a step's last sum, when all ranks have the state before it in memory."""
+
+    def plant() -> None:
+        whole = Trainer._record
+
+        def record(self: Trainer, *args: object):  # type: ignore[no-untyped-def]
+            if self.step + 1 == step and self._parts.rank == rank:
+                raise error
+            return whole(self, *args)  # type: ignore[arg-type]
+
+        Trainer._record = record  # type: ignore[method-assign]
+
+    return plant
+
+
 def test_what_always_fails_ends_the_run_with_its_state_on_disk(root: Path) -> None:
     run = root / "always"
-
-    def before() -> None:
-        from meshwright.train.trainer import Trainer
-
-        whole = Trainer._one_step
-
-        def asked(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
-            if self.step == 8 and self._parts.rank == 0:
-                raise ZeroDivisionError("planted fault")
-            return whole(self, steps)
-
-        Trainer._one_step = asked  # type: ignore[method-assign]
-
     options = ("--recovery.snapshot-every", "1", "--checkpoint.every", "0")
     argv = words(root, run.name, *options, layout="shard=2,zero=2", devices=2)
-    running = Running(argv, root / "always.log", before=before)
-    assert running.wait(60) == 1
+    running = Running(argv, root / "always.log", before=raises_at_the_end_of(9, 0, ZeroDivisionError("planted fault")))
+    assert running.wait() == 1
     running.no_orphans()
     assert "planted fault" in running.text()
     assert len(events(run, "rank_lost")) == 2, "once more, in case it was chance"
@@ -220,16 +226,16 @@ def test_the_end_of_the_supervisor_is_the_end_of_its_ranks(root: Path) -> None:
     wait_until(lambda: last_step(run) >= 3)
     running.kill(signal.SIGKILL)
     running.wait()
-    running.no_orphans(5)
+    running.no_orphans()
 
 
 def test_chaos_breaks_a_run_under_way_and_tells_its_story(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = root / "asked"
     options = ("--train.steps", "4000", "--recovery.snapshot-every", "1")
-    running = Running(words(root, run.name, *options, layout="replicate=2", devices=2), root / "asked.log")
-    wait_until(lambda: last_step(run) >= 3)
-    at = f"step={last_step(run) + 40},phase=backward"
-    status = main(["chaos", str(run), "--kill", "rank=1", "--at", at, "--json"])
+    held = ("--recovery.idle-s", "0", "--recovery.faults", "slow:rank=1,step=10,seconds=3,generation=0")
+    running = Running(words(root, run.name, *options, *held, layout="replicate=2", devices=2), root / "asked.log")
+    wait_until(lambda: last_step(run) >= 9)
+    status = main(["chaos", str(run), "--kill", "rank=1", "--at", "step=12,phase=backward", "--json"])
     story = [event["kind"] for event in json.loads(capsys.readouterr().out)]
     assert status == 0 and story == ["rank_lost", "fenced", "planned", "restored", "recovered"]
     assert main(["chaos", str(run), "--kill", "rank=7"]) == 1
@@ -242,21 +248,7 @@ def test_chaos_breaks_a_run_under_way_and_tells_its_story(root: Path, capsys: py
 
 def test_memory_that_runs_out_is_told_part_by_part_with_a_layout_that_needs_less(root: Path) -> None:
     run = root / "short"
-
-    def before() -> None:
-        import torch
-
-        from meshwright.train.trainer import Trainer
-
-        whole = Trainer._one_step
-
-        def asked(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
-            if self.step == 4 and self._parts.rank == 1:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return whole(self, steps)
-
-        Trainer._one_step = asked  # type: ignore[method-assign]
-
+    before = raises_at_the_end_of(5, 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     argv = words(root, run.name, "--recovery.snapshot-every", "1", layout="replicate=2", devices=2)
     status, text = call(argv, root / "short.log", before=before)
     assert status == 1

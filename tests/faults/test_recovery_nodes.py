@@ -13,14 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import Running, call, curve, events, last_step, wait_until, warm, words, write_corpus
+from meshwright.resilience import hang
+from tests.runs import Running, call, curve, events, happened, last_step, wait_until, warm, words, write_corpus
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 STEPS = 24
-SOON_S = 20.0
-"""From a failure to the next step, on a machine that does other things beside; benchmarks measure, tests bound."""
+SOON_S = 45.0
+"""From a failure to the next step, on a machine that does other things beside, and less than any limit of a hang."""
 ONE = "replicate=1,precision=float64"
 TWO = "replicate=2,precision=float64"
+HELD = "hang:rank=0,step=7,phase=forward,generation=0"
+"""Holds the first ranks until their node is lost, or the others know that one is."""
+AGAIN = "slow:rank=0,step=10,seconds=3,generation=1"
+"""Gives a node that comes back 45 s to join those after them."""
 THREE = "shard=3,zero=2,rows=3x2-2x1,precision=float64"
 
 
@@ -45,7 +50,7 @@ class Nodes:
 
     def __init__(self, root: Path, name: str, count: int, layout: str, *more: str, ranks: int = 0) -> None:
         self.root, self.run, self._count = root, root / name, count
-        self._words = ("--recovery.snapshot-every", "1", *more)
+        self._words = ("--recovery.snapshot-every", "1", "--recovery.idle-s", "0", *more)
         self._layout, self._ranks = layout, ranks or count
         self.meet = "127.0.0.1"
         self.enter: Callable[[int], None] = lambda node: None
@@ -70,15 +75,15 @@ class Nodes:
     def lose(self, node: int) -> None:
         """Kills everything of a node at once."""
         self.signal(node)
-        self.nodes[node].wait(10)
-        self.nodes.pop(node).no_orphans(5)
+        self.nodes[node].wait()
+        self.nodes.pop(node).no_orphans()
 
-    def finish(self, limit_s: float = 60.0) -> None:
+    def finish(self) -> None:
         """Waits for the run's end on every node, and that nothing is left of it."""
         try:
             for node, running in self.nodes.items():
-                assert running.wait(limit_s) == 0, f"node {node}: {running.text()}"
-                running.no_orphans(5)
+                assert running.wait() == 0, f"node {node}: {running.text()}"
+                running.no_orphans()
         finally:
             self.close()
 
@@ -91,6 +96,10 @@ class Nodes:
 
     def told(self, kind: str) -> list[dict]:
         return events(self.run, kind)
+
+    def held(self) -> None:
+        """Waits until a planted ``hang`` holds the run where it is."""
+        wait_until(lambda: happened(self.run, "hang"))
 
 
 @pytest.fixture
@@ -124,7 +133,10 @@ def test_a_killed_rank_is_replaced_on_its_node(nodes: Callable[..., Nodes], whol
     run = nodes("rank", 2, layout, *faults, ranks=4).start()
     run.finish()
     assert [(row["node"], row["lost"], row["step"]) for row in run.told("rank_lost")] == [(1, 2, 6), (0, 1, 12)]
-    assert [(row["tier"], row["step"]) for row in run.told("restored")] == [("memory", 5), ("memory", 11)]
+    first, second = run.told("restored")
+    assert first["tier"] == second["tier"] == "memory"
+    assert first["step"] in (4, 5), "a copy counts once its checksums are made, moments after the step"
+    assert second["step"] == 11, "by the last sum of the step that followed it"
     assert not run.told("node_lost")
     recovered(run, 2)
     close(curve(run.run), whole)
@@ -133,15 +145,16 @@ def test_a_killed_rank_is_replaced_on_its_node(nodes: Callable[..., Nodes], whol
 @pytest.mark.parametrize("lost", [1, 0])
 def test_a_killed_node_costs_no_step(lost: int, nodes: Callable[..., Nodes], whole: dict) -> None:
     """Of two, the follower or the leader; the other holds copies of all that the dead one held alone."""
-    run = nodes(f"node{lost}", 2, "shard=2,zero=3,precision=float64", "--checkpoint.every", "0").start()
-    run.reaches(5)
+    options = ("--checkpoint.every", "0", "--recovery.faults", HELD)
+    run = nodes(f"node{lost}", 2, "shard=2,zero=3,precision=float64", *options).start()
+    run.held()
     run.lose(lost)
     run.finish()
     assert [row["node"] for row in run.told("node_lost")] == [lost]
     (planned,) = run.told("planned")
     assert planned["nodes"] == [1 - lost] and planned["generation"] == 1
     (restored,) = run.told("restored")
-    assert restored["tier"] == "peer" and restored["step"] >= 4
+    assert restored["tier"] == "peer" and restored["step"] >= 5
     recovered(run)
     close(curve(run.run), whole)
 
@@ -149,23 +162,22 @@ def test_a_killed_node_costs_no_step(lost: int, nodes: Callable[..., Nodes], who
 @pytest.mark.parametrize("lost", [1, 0])
 def test_two_of_three_go_on(lost: int, nodes: Callable[..., Nodes], whole: dict) -> None:
     """Ranks read from the other node what theirs doesn't hold."""
-    run = nodes(f"three{lost}", 3, THREE, "--checkpoint.every", "0").start()
-    run.reaches(5)
+    run = nodes(f"three{lost}", 3, THREE, "--checkpoint.every", "0", "--recovery.faults", HELD).start()
+    run.held()
     run.lose(lost)
     run.finish()
     (planned,) = run.told("planned")
     assert planned["ranks"] == 2 and planned["nodes"] == sorted({0, 1, 2} - {lost})
     (restored,) = run.told("restored")
-    assert restored["tier"] == "peer" and restored["step"] >= 4
+    assert restored["tier"] == "peer" and restored["step"] >= 5
     assert [row["node"] for row in run.told("leading")] == [0, 1][: 2 - lost]
     recovered(run)
     close(curve(run.run), whole)
 
 
 def test_a_node_that_comes_back_is_used_again(nodes: Callable[..., Nodes], whole: dict) -> None:
-    faults = "slow:rank=0,step=4,seconds=0.2,generation=0;slow:rank=0,step=8,seconds=0.4,generation=1"
-    run = nodes("back", 2, TWO, "--recovery.faults", faults).start()
-    run.reaches(4)
+    run = nodes("back", 2, TWO, "--recovery.faults", f"{HELD};{AGAIN}").start()
+    run.held()
     run.lose(1)
     wait_until(lambda: run.told("recovered"))
     run.start(1)
@@ -182,8 +194,8 @@ def test_an_interrupt_on_any_node_ends_the_run_on_all(nodes: Callable[..., Nodes
     run.reaches(4)
     run.nodes[1].kill(signal.SIGINT)
     for running in run.nodes.values():
-        assert running.wait(30) == 1, running.text()
-        running.no_orphans(5)
+        assert running.wait() == 1, running.text()
+        running.no_orphans()
     (interrupted,) = run.told("interrupted")
     assert run.told("checkpoint_saved")[-1]["step"] == interrupted["step"] == last_step(run.run)
 
@@ -192,9 +204,11 @@ def test_an_interrupt_on_any_node_ends_the_run_on_all(nodes: Callable[..., Nodes
 def test_a_stopped_node_finds_itself_fenced(stopped: int, nodes: Callable[..., Nodes], whole: dict) -> None:
     """Stopped where its rank is about to write; awake again, it must not, and joins the others."""
     faults = f"stop:rank={stopped},step=6,phase={'checkpoint.rename' if stopped == 0 else 'checkpoint.write'}"
-    faults += ";slow:rank=0,step=10,seconds=0.4,generation=1"
-    run = nodes(f"stop{stopped}", 2, TWO, "--recovery.faults", faults).start()
-    wait_until(lambda: list(run.run.glob("chaos/stop-*")))
+    run = nodes(f"stop{stopped}", 2, TWO, "--recovery.faults", f"{faults};{AGAIN}")
+    # The node is stopped as a whole before its supervisor may see that a rank is.
+    run.enter = lambda node: setattr(hang, "STOPPED_S", 600.0)
+    run.start()
+    wait_until(lambda: happened(run.run, "stop"))
     run.signal(stopped, signal.SIGSTOP)
     began = time.monotonic()
     wait_until(lambda: run.told("recovered"))
@@ -243,7 +257,7 @@ class Network:
 
     @staticmethod
     def _ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture
@@ -262,18 +276,17 @@ def test_only_one_half_of_a_parted_network_trains(
     network: Network, nodes: Callable[..., Nodes], whole: dict
 ) -> None:
     """The other ends its ranks, and joins again when it can."""
-    faults = "slow:rank=0,step=4,seconds=0.2,generation=0;slow:rank=0,step=6,seconds=0.5,generation=1"
-    run = nodes("parted", 2, TWO, "--recovery.faults", faults)
+    run = nodes("parted", 2, TWO, "--recovery.faults", f"{HELD};{AGAIN}")
     run.meet, run.enter = network.addresses[0], network.enter
     run.start()
-    run.reaches(5)
+    run.held()
     network.forward(False)
     began = time.monotonic()
     wait_until(lambda: run.told("recovered"))
     assert time.monotonic() - began < SOON_S
     (planned,) = run.told("planned")
     other = 1 - planned["nodes"][0]
-    wait_until(lambda: len(run.nodes[other].alive()) == 1, 5.0)
+    wait_until(lambda: len(run.nodes[other].alive()) == 1)
     network.forward(True)
     run.finish()
     assert run.told("growing")[0]["nodes"] == [other]

@@ -14,7 +14,7 @@ from tests.runs import call, curve, events, rows, words, write_corpus
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.device_count(), reason="no GPU"),
 ]
 STEPS = 12

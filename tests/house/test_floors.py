@@ -18,7 +18,7 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
         [str(tool), "--no-cache", "--config", str(folder / "pyproject.toml")],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         cwd=folder,
     )
 

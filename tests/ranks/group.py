@@ -13,7 +13,7 @@ from meshwright.launch.rendezvous import init_group
 
 
 def run_ranks(
-    n: int, fn: Callable[..., Any], *args: Any, timeout: float = 30, collective_s: float | None = None
+    n: int, fn: Callable[..., Any], *args: Any, timeout: float = 150, collective_s: float | None = None
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on ``n`` ranks with a gloo process group, one torch thread each.
 
@@ -32,7 +32,7 @@ def run_ranks(
     return run_contexts(n, work, timeout=timeout)
 
 
-def run_contexts(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 30) -> list[Any]:
+def run_contexts(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 150) -> list[Any]:
     """Runs ``fn(context, *args)`` on ``n`` CPU ranks without a process group."""
     devices = Devices(kind="cpu", count=n, found=n, cores=n)
     return ForkLauncher(n, devices=devices).run(fn, *args, timeout_s=timeout)

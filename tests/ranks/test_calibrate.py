@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,6 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts, this_cluster
-from meshwright.launch.rendezvous import open_store_socket
 from meshwright.measure import compute
 from meshwright.measure.wires import KINDS, placements
 
@@ -86,10 +87,18 @@ def test_a_run_is_planned_for_its_nodes_and_what_is_between_them(
     assert ledger_here(machines)[1] != ledger_here(dataclasses.replace(machines, nodes=1))[1]
 
 
+def unasked_port() -> int:
+    """Returns a free port below those that systems hand out by themselves, so that nobody is given it meanwhile."""
+    for port in range(20000 + os.getpid() % 5000, 32000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
 def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.measure.machine.QUICK", TINY)
-    with open_store_socket(2) as free:
-        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    meet = f"127.0.0.1:{unasked_port()}"
 
     def measure(node: int) -> None:
         words = NodeWords(nodes=2, node=node, slots=None, meet=meet)

@@ -70,7 +70,7 @@ def proven(model: str, *texts: str) -> list[Verdict]:
         return build_meta(MODELS[model], vocab=None if model == "dropped" else VOCAB, context=SEQUENCE)
 
     batches = made_up_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
-    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=50)
+    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 

@@ -21,6 +21,8 @@ from meshwright.launch.fork import ForkLauncher
 from tests.ranks.group import run_contexts, run_ranks
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 50.0
+"""Less than any wait that the tests plant, and than the limit of a group's operations."""
 
 
 def _launcher(n: int, **options) -> ForkLauncher:
@@ -35,7 +37,7 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def _wait_until(condition, seconds: float = 30.0) -> bool:
+def _wait_until(condition, seconds: float = 100.0) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():
@@ -73,7 +75,7 @@ def test_ranks_work_though_the_parent_has_an_openmp_pool():
         (torch.ones(300_000) * 2).exp()
         devices = Devices(kind="cpu", count=1, found=2, cores=2)
         work = lambda context: ((torch.ones(300_000) * 2).sum().item(), torch.get_num_threads())  # noqa: E731
-        assert ForkLauncher(1, devices=devices).run(work, timeout_s=20) == [(600_000.0, 2)]
+        assert ForkLauncher(1, devices=devices).run(work, timeout_s=100) == [(600_000.0, 2)]
     finally:
         torch.set_num_threads(threads)
 
@@ -87,7 +89,7 @@ def test_the_rank_that_raised_is_told_first():
     start = time.monotonic()
     with pytest.raises(LaunchError) as caught:
         run_ranks(3, work)
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < LIMIT_S
     lines = str(caught.value).splitlines()
     assert lines[0] == "[rank 1] ValueError: the cause"
     assert lines[1].startswith("Traceback") and 'raise ValueError("the cause")' in str(caught.value)
@@ -102,7 +104,7 @@ def test_own_errors_keep_their_class_and_get_the_place():
 
     launcher = _launcher(2, label=lambda rank: f"replicate {rank}")
     with pytest.raises(DataError, match=r"^\[rank 1: replicate 1\] the token file is cut off$"):
-        launcher.run(work, timeout_s=20)
+        launcher.run(work, timeout_s=100)
     assert launcher.pids == ()
 
 
@@ -124,7 +126,7 @@ def test_a_rank_that_ends_without_a_word_takes_the_others_down(ending, message, 
     start = time.monotonic()
     with pytest.raises(LaunchError, match=message):
         run_ranks(2, work)
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < LIMIT_S
 
 
 def test_ranks_that_ignore_sigterm_are_killed_after_the_grace():
@@ -140,8 +142,8 @@ def test_ranks_that_ignore_sigterm_are_killed_after_the_grace():
     pids = launcher.pids
     start = time.monotonic()
     with pytest.raises(LaunchError, match="down"):
-        launcher.wait(20)
-    assert time.monotonic() - start < 20
+        launcher.wait(100)
+    assert time.monotonic() - start < LIMIT_S
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -149,6 +151,7 @@ def test_wait_has_a_limit():
     launcher = _launcher(2)
     launcher.start(lambda context: time.sleep(60 if context.rank == 1 else 0))
     pids = launcher.pids
+    assert _wait_until(lambda: _gone(pids[0]))
     with pytest.raises(LaunchError, match=r"ranks \[1\] of 2 did not end within 0.5 s"):
         launcher.wait(0.5)
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
@@ -163,7 +166,7 @@ def test_exit_handlers_that_hang_do_not_keep_a_rank():
 
     start = time.monotonic()
     assert run_contexts(2, work) == [0, 1]
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < LIMIT_S
 
 
 def test_processes_that_a_rank_started_go_with_it(tmp_path):
@@ -201,7 +204,10 @@ from meshwright.launch.fork import ForkLauncher
 
 def work(context):
     os.write(1, f"pid {{os.getpid()}}\\n".encode())
-    while not ({polite} and context.stop.requested):
+    while not context.stop.requested:
+        time.sleep(0.01)
+    os.write(1, b"asked\\n")
+    while not {polite}:
         time.sleep(0.01)
     return "saved"
 
@@ -222,15 +228,15 @@ def test_no_orphan_when_the_launcher_is_killed(tmp_path):
     process = _script(LOOP.format(polite=False), tmp_path)
     pids = _pids(process)
     process.kill()
-    process.communicate(timeout=10)
-    assert _wait_until(lambda: all(_gone(pid) for pid in pids), 20)
+    process.communicate(timeout=100)
+    assert _wait_until(lambda: all(_gone(pid) for pid in pids))
 
 
 def test_first_interrupt_ends_politely(tmp_path):
     process = _script(LOOP.format(polite=True), tmp_path)
     pids = _pids(process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=100)
     assert "result ['saved', 'saved'] True" in out, err
     assert process.returncode == 0 and all(_gone(pid) for pid in pids)
 
@@ -239,10 +245,10 @@ def test_second_interrupt_ends_at_once(tmp_path):
     process = _script(LOOP.format(polite=False), tmp_path)
     pids = _pids(process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    assert process.stdout is not None and process.stdout.readline() == "asked\n"
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=100)
     assert process.returncode == 130 and all(_gone(pid) for pid in pids)
 
 
@@ -255,7 +261,7 @@ from meshwright.launch.choice import choose_launcher
 from meshwright.launch.rendezvous import init_group
 
 def work(context):
-    init_group(context, timeout_s=20, group_s=20)
+    init_group(context, timeout_s=100, group_s=100)
     total = torch.tensor([float(context.rank + 1)])
     dist.all_reduce(total)
     os.write(1, f"total {context.rank} {context.world} {total.item()}\\n".encode())
@@ -272,7 +278,7 @@ def test_under_torchrun(tmp_path):
     path.write_text(TORCHRUN)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=50, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("total"))
     assert lines == ["total 0 2 3.0", "total 1 2 3.0"]

@@ -97,7 +97,7 @@ def test_any_layout_to_any_layout(name: str, saved: str, loaded: list[str], tmp_
     def run(text: str, save: bool) -> dict[str, torch.Tensor]:
         layout = Layout.parse(f"precision=float64,{text}")
         facts = read_facts(model(name), layout)
-        return assembled(run_ranks(layout.world, work, name, text, tmp_path / "ckpt", facts, save, timeout=50), name)
+        return assembled(run_ranks(layout.world, work, name, text, tmp_path / "ckpt", facts, save, timeout=250), name)
 
     wanted = run(saved, True)
     for text in loaded:

@@ -12,7 +12,7 @@ from meshwright.plan import Layout
 from meshwright.planner.ledger import NAME
 from tests.runs import call, curve, words, write_corpus
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_config_refuses_what_cant_be_and_says_when_a_step_is_due():
 
 def test_config_module_is_free_of_torch():
     code = "import sys, meshwright.checkpoint.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=250).returncode == 0
 
 
 def test_manifest_comes_back_and_no_bit_of_it_is_free(tmp_path):

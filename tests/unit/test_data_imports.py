@@ -16,5 +16,5 @@ import pytest
 )
 def test_a_module_imports_nothing_heavier_than_it_needs(module: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30.0, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250.0, check=True)
     assert result.stdout.strip() == "[]"

@@ -15,13 +15,15 @@ class Steps:
     """A loader that counts, and fails or hangs at one step."""
 
     def __init__(self, fails_at: int = -1, hangs_at: int = -1) -> None:
-        self.fails_at, self.hangs_at, self.read, self.go = fails_at, hangs_at, 0, threading.Event()
+        self.fails_at, self.hangs_at, self.read = fails_at, hangs_at, 0
+        self.hangs, self.go = threading.Event(), threading.Event()
 
     def batch(self, step: int) -> Batch:
         if step == self.fails_at:
             raise DataError("the disk is gone")
         if step == self.hangs_at:
-            self.go.wait(10.0)
+            self.hangs.set()
+            self.go.wait(100.0)
         self.read += 1
         rows = np.full((2, 4), step, dtype=np.int64)
         return Batch(step=step, tokens=rows, targets=rows, positions=rows, row_ids=rows[:, 0], targets_count=8)
@@ -52,6 +54,7 @@ def test_an_error_of_the_loader_comes_out_at_its_step() -> None:
 def test_a_wait_has_a_limit() -> None:
     loader = Steps(hangs_at=1)
     with Prefetcher(loader, to_device=number, timeout_s=0.1) as reader:
+        assert loader.hangs.wait(100.0), "the batch before is there by then"
         next(reader)
         with pytest.raises(DataError, match=r"no batch for step 1 within 0\.1 s"):
             next(reader)
@@ -60,13 +63,13 @@ def test_a_wait_has_a_limit() -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_close_ends_the_thread(taken: int) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     reader = Prefetcher(Steps(), to_device=number)
     for _ in range(taken):
         next(reader)
     reader.close()
     reader.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_depth_below_one_is_refused() -> None:

@@ -184,14 +184,14 @@ def _hosts(ssh: Path, *names: str) -> HostfileLauncher:
 
 
 def _wait_for(path: Path) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 100
     while not path.exists() or not path.read_text():
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
 def test_hosts_that_end_well(ssh):
-    _hosts(ssh, "alpha", "beta").wait(10)
+    _hosts(ssh, "alpha", "beta").wait(100)
     assert "--node-rank=1" in (ssh.parent / "beta.command").read_text()
 
 
@@ -201,9 +201,9 @@ def test_hosts_that_end_well(ssh):
 def test_a_host_that_fails_takes_the_others_down(ssh, host, message):
     launcher = _hosts(ssh, "slow", host)
     with pytest.raises(LaunchError, match=message):
-        launcher.wait(10)
+        launcher.wait(100)
     pid = ssh.parent / "slow.pid"
-    assert not pid.exists() or not Path("/proc", pid.read_text()).exists()
+    assert not pid.exists() or not pid.read_text() or not Path("/proc", pid.read_text()).exists()
 
 
 def test_hosts_are_cancelled_even_when_deaf(ssh):
@@ -219,7 +219,7 @@ def test_an_interrupt_is_typed_on_every_host(ssh):
     launcher = _hosts(ssh, "slow")
     _wait_for(ssh.parent / "slow.pid")
     launcher.interrupt()
-    launcher.wait(5)
+    launcher.wait(100)
 
 
 def test_no_ssh(tmp_path):

@@ -28,7 +28,7 @@ def header(**changes) -> RunHeader:
     return RunHeader(steps=100, rows={"model": "gpt2", "layout": "replicate=2"}, **changes)
 
 
-def until(condition, limit_s: float = 5.0) -> bool:
+def until(condition, limit_s: float = 100.0) -> bool:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         if condition():

@@ -143,7 +143,7 @@ def test_neither_the_config_nor_the_sinks_import_torch():
         "import sys, meshwright.monitor.config; assert not {'numpy', 'rich', 'tensorboard'} & set(sys.modules);"
         "import meshwright.monitor.monitor; assert not {'torch', 'rich', 'tensorboard'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 def test_drift_compares_what_both_know():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError, LaunchError
 from meshwright.launch.rendezvous import address_to, interface_of, listen_at
 from meshwright.resilience import claims as claims_module
+from meshwright.resilience import wire as wire_module
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.resilience.courier import start_courier, start_shelf
 from meshwright.resilience.orders import choose, compose
 from meshwright.resilience.ranks import Patience
-from meshwright.resilience.wire import Hub, until
+from meshwright.resilience.wire import SILENCE_S, Hub, until
 from meshwright.train.memory import Copied
 
 
@@ -43,16 +45,19 @@ def test_a_generation_belongs_to_one_node(tmp_path: Path) -> None:
 
 
 def test_a_claim_that_is_not_renewed_grows_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims_module, "RENEW_S", 0.0)
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(claims_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     leader, other = Claims(tmp_path), Claims(tmp_path)
     assert other.age_s() == float("inf")
     leader.take(claim(0, 0))
     other.newest()
-    assert other.age_s() < 0.01, "counted from the first look"
-    time.sleep(0.05)
-    assert other.age_s() > 0.04
+    assert other.age_s() == 0.0, "counted from the first look"
+    clock.now += 3.0
+    assert other.age_s() == 3.0
+    time.sleep(0.05)  # a tick of the file system's clock, by which renewals are seen
     leader.renew(0)
-    assert other.age_s() < 0.01
+    clock.now += 1.0
+    assert other.age_s() == 0.0
     leader.end(0, {"finished": True})
     assert other.age_s() == float("inf")
     assert other.ending(0) is None and other.ending(-1) == {"finished": True}
@@ -86,15 +91,39 @@ def test_lines_carry_messages_and_tell_of_their_end() -> None:
             client.pump(0.0)
             heard.extend(message for _, message in server.pump(seconds)[0])
 
-        assert until(lambda: bool(heard), 5.0, pump)
+        assert until(lambda: bool(heard), 100.0, pump)
         assert heard[0]["node"] == 1 and len(heard[0]["text"]) == 300_000
         client.drop(line)
         lost: list = []
-        assert until(lambda: bool(lost), 5.0, lambda seconds: lost.extend(server.pump(seconds)[1]))
+        assert until(lambda: bool(lost), 100.0, lambda seconds: lost.extend(server.pump(seconds)[1]))
     finally:
         server.close()
         with pytest.raises(ConnectionRefusedError):
             client.call("127.0.0.1", port)
+        client.close()
+
+
+def test_who_slept_gives_others_time_to_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = listen_at("127.0.0.1")
+    port = listener.getsockname()[1]
+    server, client = Hub(listener), Hub(listen_at("127.0.0.1"))
+    try:
+        line = client.call("127.0.0.1", port)
+        assert line is not None
+        line.say("ready")
+        heard: list = []
+        assert until(lambda: bool(heard), 100.0, lambda seconds: heard.extend(server.pump(seconds)[0]))
+        clock = SimpleNamespace(now=time.monotonic())
+        monkeypatch.setattr(wire_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        clock.now += 10 * SILENCE_S
+        assert server.pump()[1] == [], "it was this one that didn't listen"
+        for _ in range(3):
+            clock.now += 0.3 * SILENCE_S
+            assert server.pump()[1] == []
+        clock.now += 0.3 * SILENCE_S
+        assert len(server.pump()[1]) == 1
+    finally:
+        server.close()
         client.close()
 
 
@@ -131,9 +160,12 @@ def test_the_newest_state_that_is_whole_anywhere_is_chosen() -> None:
 def test_a_failure_that_returns_ends_the_run() -> None:
     patience = Patience(attempts=2)
     error = LaunchError("gone")
-    assert not patience.ends(error, 5, raised=False) and not patience.ends(error, 5, raised=False)
-    assert patience.ends(error, 5, raised=False), "three times the same step"
-    assert Patience(attempts=3).ends(CheckpointError("disk full"), 5, raised=True)
+    assert not patience.ends(error, 5, raised=None) and not patience.ends(error, 5, raised=None)
+    assert patience.ends(error, 5, raised=None), "three times the same step"
+    assert Patience(attempts=3).ends(CheckpointError("disk full"), 5, raised=5)
+    patience = Patience(attempts=3)
+    assert not patience.ends(error, 5, raised=5) and not patience.ends(error, 7, raised=6), "another step than before"
+    assert patience.ends(error, 8, raised=6), "the same, however far others had come this time"
 
 
 def test_snapshots_travel_to_the_next_node_and_back() -> None:
@@ -154,9 +186,7 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
             tensors["weights/b"].fill_(step)
             writer.take(step, tensors, {"tokens": step})
             writer.wait()
-            began = time.monotonic()
             copied.wait(0, step)
-            assert time.monotonic() - began < 10
         found = read_snapshots(others)
         assert sorted(one.step for one in found) == [3, 4]
         listener = listen_at("127.0.0.1")
