@@ -1,11 +1,13 @@
 """Planned against measured on this machine: seconds of a step and bytes of state, for layouts of 1, 2 and 4 ranks.
 
-    meshwright calibrate            # once for each number of ranks: --devices 1, 2, 4
-    python benchmarks/bench_plan.py [--models llama,gpt2] [--ranks 1,2,4] [--every 1] [--steps 6] [--json OUT]
+    meshwright calibrate --devices 2            # once for each number of ranks
+    python benchmarks/bench_plan.py [--models llama,gpt2] [--ranks 1,2,4] [--every 1] [--rounds 2] [--steps 4]
+        [--json OUT]
 
-Every layout that a proof would try is run for some steps on made-up tokens, all in new processes, and its price stands
-beside it. At the end: the error of the prediction, and what the planner's first choice would have cost against the best
-that was measured.
+Every layout that a proof would try is run for some steps on made-up tokens, all in new processes, round after round, so
+that no layout has a good or a bad minute to itself. Before each step all ranks do a fixed bit of work, which the
+calibration timed too: the ratio of the two is how fast the machine is at that moment, and errors are printed with and
+without it. At the end of each group: the errors, and what the planner's first choice cost against the best measured.
 """
 
 from __future__ import annotations
@@ -13,19 +15,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from processes import ForeignLoad, wait_until_quiet
 
 from meshwright.cli.inputs import Machines, cluster_here, ledger_here, measure_of, model_parts
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices, count_cores
 from meshwright.launch.fork import ForkLauncher
-from meshwright.measure.practice import WARM_UP, practise
+from meshwright.measure.practice import WARM_UP, practise_paced
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
@@ -33,7 +34,7 @@ from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.cost.job import Job
 from meshwright.planner.ledger import learn
-from meshwright.planner.measured import corrected, informed, recosted
+from meshwright.planner.measured import Measure, corrected, informed, recosted
 from meshwright.planner.predict import prediction
 from meshwright.proof.layouts import all_layouts
 from meshwright.runtime.build import check
@@ -47,7 +48,7 @@ ROWS, TOKENS = 8, 128
 LIMIT_S = 180.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One layout, planned and measured."""
 
@@ -55,23 +56,40 @@ class Row:
     ranks: int
     layout: str
     planned_s: float
-    measured_s: float
     planned_bytes: int
-    measured_bytes: int
-    foreign: float
+    measured_bytes: int = 0
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds of the slowest rank, machine's speed over that while calibrating) of every step of every round."""
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds of a step, the median."""
+        return statistics.median(seconds for seconds, _ in self.steps)
+
+    @property
+    def steady_s(self) -> float:
+        """The same, had the machine been as fast as while calibrating: of the half of the steps that were calmest."""
+        calm = sorted(self.steps, key=lambda step: abs(math.log(step[1])))[: max(1, (len(self.steps) + 1) // 2)]
+        return statistics.median(seconds * speed for seconds, speed in calm)
+
+    @property
+    def errors(self) -> tuple[float, float, float]:
+        """Of time, of time without drift, of bytes; planned over measured, less one."""
+        times = (self.planned_s / seconds - 1 for seconds in (self.measured_s, self.steady_s))
+        return (*times, self.planned_bytes / self.measured_bytes - 1)  # type: ignore[return-value]
 
 
 def main() -> int:
-    """Prints a line for each layout, then the errors and the regret."""
+    """Prints a line for each layout, then errors and regret of each group and of all."""
     options = _options()
     warnings.filterwarnings("ignore")
     rows: list[Row] = []
     for model in options.models.split(","):
         for ranks in (int(word) for word in options.ranks.split(",")):
-            rows += _measured(model, ranks, options)
+            rows += _group(model, ranks, options)
             if options.json:
                 options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
-    _conclude(rows)
+    _conclude("all", rows)
     return 0
 
 
@@ -80,12 +98,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", default="llama,gpt2")
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--every", type=int, default=1, help="only every so many of the layouts")
-    parser.add_argument("--steps", type=int, default=6, help=f"timed steps; {WARM_UP} more go before them")
+    parser.add_argument("--rounds", type=int, default=2, help="times that each layout is run")
+    parser.add_argument("--steps", type=int, default=4, help=f"timed steps of a round; {WARM_UP} more go before them")
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser.parse_args()
 
 
-def _measured(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
+def _group(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
     config = MODELS[model]
     devices = Devices(kind="cpu", count=ranks, found=count_cores(), cores=count_cores())
     machines = Machines(devices=devices, ranks=ranks)
@@ -101,67 +120,87 @@ def _measured(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
     picked = [layout for at, layout in enumerate(layouts.values()) if at % options.every == 0]
     picked += [] if chosen in map(str, picked) else [Layout.parse(chosen)]
     print(f"{model}, {ranks} ranks: {len(picked)} of {len(layouts)} layouts; first choice {chosen}", flush=True)
-    rows = []
-    for layout in picked:
-        try:
-            rows.append(_row(model, config, layout, question, devices, options.steps))
-        except MeshwrightError as error:
-            print(f"  {layout}: {str(error)[:100]}", flush=True)
-            continue
-        print(_line(rows[-1]), flush=True)
-    times = {row.layout: row.measured_s for row in rows}
-    if chosen in times:
-        best = min(times, key=lambda text: times[text])
-        print(f"  first choice {times[chosen] / times[best] - 1:+.1%} against the best measured, {best}", flush=True)
-    return rows
+    rows: dict[str, Row] = {}
+    for number in range(options.rounds):
+        for layout in picked:
+            if number and str(layout) not in rows:
+                continue
+            try:
+                row = rows.get(str(layout)) or _planned(model, layout, question, measure)
+                _run(row, layout, question, devices, options.steps)
+            except MeshwrightError as error:
+                print(f"  {layout}: {str(error)[:100]}", flush=True)
+                continue
+            rows[row.layout] = row
+    found = list(rows.values())
+    for row in found:
+        print(_line(row), flush=True)
+    _conclude(f"{model}, {ranks} ranks", found)
+    _regret(found, chosen)
+    return found
 
 
-def _row(
-    model: str, config: ModelConfig, layout: Layout, question: Question, devices: Devices, steps: int
-) -> Row:
-    built = build_meta(config)
+def _planned(model: str, layout: Layout, question: Question, measure: Measure) -> Row:
+    built = build_meta(MODELS[model])
     check(layout, "cpu", len(built.anatomy.layers))
     facts = read_facts(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
-    one = corrected(question, candidate(question, layout), measure_of(built, TOKENS, "float32"))
+    one = corrected(question, candidate(question, layout), measure)
     planned = prediction(question, one, model_parts(built, facts))
-    wait_until_quiet()
-    meter = ForeignLoad()
-    found = ForkLauncher(layout.world, devices=devices).run(
-        practise, config, layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S
-    )
-    fullest = max(sum(held.values()) for _, held in found)
     state = sum(planned.memory[name] for name in ("parameters", "gradients", "optimizer"))
     assert planned.step_s is not None
     return Row(
-        model=model,
-        ranks=layout.world,
-        layout=str(layout),
-        planned_s=planned.step_s,
-        measured_s=statistics.median(max(times) for times in zip(*(times for times, _ in found))),
-        planned_bytes=state,
-        measured_bytes=fullest,
-        foreign=meter.read(),
+        model=model, ranks=layout.world, layout=str(layout), planned_s=planned.step_s, planned_bytes=state
     )
+
+
+def _run(row: Row, layout: Layout, question: Question, devices: Devices, steps: int) -> None:
+    """Runs a layout once more, and adds what its steps took."""
+    facts = read_facts(build_meta(MODELS[row.model]), layout)
+    found = ForkLauncher(layout.world, devices=devices).run(
+        practise_paced, MODELS[row.model], layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S
+    )
+    row.measured_bytes = max(sum(held.values()) for _, held in found)
+    calibration = question.cluster.calibration
+    usual_s = calibration.pace_s if calibration else 0.0
+    for timed in zip(*(ranks for ranks, _ in found)):
+        pace_s = statistics.mean(pace for _, pace in timed)
+        row.steps.append((max(seconds for seconds, _ in timed), usual_s / pace_s if usual_s else 1.0))
 
 
 def _line(row: Row) -> str:
+    time, steady, size = row.errors
+    speeds = [speed for _, speed in row.steps]
     return (
-        f"  {row.layout:<62} planned {row.planned_s * 1e3:7.0f} ms, measured {row.measured_s * 1e3:7.0f} ms "
-        f"({row.planned_s / row.measured_s - 1:+.0%}); state {row.planned_bytes / row.measured_bytes - 1:+.1%}; "
-        f"foreign {row.foreign:.2f}"
+        f"  {row.layout:<62} planned {row.planned_s * 1e3:6.0f} ms, measured {row.measured_s * 1e3:6.0f} ms "
+        f"({time:+.0%}), steady {row.steady_s * 1e3:6.0f} ms ({steady:+.0%}); state {size:+.1%}; "
+        f"speed {min(speeds):.2f} to {max(speeds):.2f}"
     )
 
 
-def _conclude(rows: list[Row]) -> None:
-    """Prints medians and 90th percentiles of the absolute errors."""
-    for name, errors in (
-        ("step time", [abs(row.planned_s / row.measured_s - 1) for row in rows]),
-        ("bytes of state", [abs(row.planned_bytes / row.measured_bytes - 1) for row in rows]),
-    ):
-        ordered = sorted(errors)
+def _conclude(name: str, rows: list[Row]) -> None:
+    """Prints medians and 90th percentiles of the absolute errors, and the median of the signed ones."""
+    for at, what in enumerate(("step time", "step time without drift", "bytes of state")):
+        signed = [row.errors[at] for row in rows]
+        ordered = sorted(map(abs, signed))
         high = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
-        print(f"{name}: {len(rows)} layouts, median error {statistics.median(errors):.1%}, 90th percentile {high:.1%}")
+        print(
+            f"{name}: {what}: {len(rows)} layouts, median error {statistics.median(ordered):.1%}, 90th percentile "
+            f"{high:.1%}, signed {statistics.median(signed):+.1%}"
+        )
+    speeds = sorted(speed for row in rows for _, speed in row.steps)
+    low, high = speeds[len(speeds) // 10], speeds[-1 - len(speeds) // 10]
+    print(f"{name}: speed over that while calibrating, 10th to 90th percentile: {low:.2f} to {high:.2f}")
+
+
+def _regret(rows: list[Row], chosen: str) -> None:
+    """Prints what the first choice cost against the best measured."""
+    known = {row.layout: row for row in rows}
+    if chosen not in known:
+        return
+    for what, read in (("as measured", lambda row: row.measured_s), ("without drift", lambda row: row.steady_s)):
+        best = min(rows, key=read)
+        print(f"  first choice {read(known[chosen]) / read(best) - 1:+.1%} against the best {what}, {best.layout}")
 
 
 if __name__ == "__main__":

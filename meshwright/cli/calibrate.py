@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from meshwright.cluster.calibration import Calibration
 from meshwright.config import Config
 from meshwright.errors import ClusterError, ConfigError
 from meshwright.launch.choice import choose_launcher
-from meshwright.launch.devices import found_devices
+from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.machine import calibration_folder, machine_facts
 from meshwright.launch.preload import prepare_environment
+from meshwright.models.config import ModelConfig
+from meshwright.shape import ModelWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +101,9 @@ def calibrate(
     found = launcher.run(measure_rank, machine, sizes, progress, config.timeout_s, timeout_s=config.timeout_s)[0]
     if context is not None and context.rank:
         return None
+    if context is None and devices.kind == "cpu" and not config.quick:
+        progress("the runtime itself, with a model of next to nothing")
+        found = found.merged(_with_host(found, devices))
     return found, _kept(found, config)
 
 
@@ -108,6 +114,20 @@ def _slots(config: CalibrateConfig, nodes: NodeWords) -> int:
             f"devices = {config.devices} on {nodes.nodes} nodes: each has as many ranks when they are measured together"
         )
     return nodes.slots or found_devices(config.devices and config.devices // nodes.nodes).count
+
+
+def _with_host(found: Calibration, devices: Devices) -> Calibration:
+    """Returns a calibration with what the runtime takes beside operators and collectives, on processor cores."""
+    import torch
+
+    from meshwright.measure.host import host_times
+    from meshwright.models.build import build_meta
+    from meshwright.models.work import measure_model
+
+    def work_of(model: ModelConfig, rows: int) -> ModelWork:
+        return measure_model(build_meta(model), rows, int(model.context or 0), torch.float32)
+
+    return dataclasses.replace(found, host=host_times(found, devices, work_of))
 
 
 def _practised(config: CalibrateConfig, calibration: Calibration, quiet: bool) -> list[dict[str, Any]]:

@@ -61,6 +61,12 @@ class Calibration:
     ranks apart, all groups at once; bytes of the whole tensor."""
     overlap: float | None = None
     """Share of an all-reduce that hides under matrix products, 0 to 1; None where it wasn't measured."""
+    pace_s: float = 0.0
+    """Seconds of a fixed bit of work (`measure.pace`), the fastest while measuring; 0 where it wasn't timed."""
+    pace_spread: float = 0.0
+    """How much longer than that it took in the median, relative: how much else the machine was doing."""
+    host: Rows = ()
+    """(what, seconds) that the runtime takes beside operators and collectives (`planner.cost.host`)."""
     taken_s: float = field(default=0.0, compare=False)
     """How long measuring took."""
 
@@ -134,6 +140,20 @@ class Calibration:
             raise ClusterError("the calibration has no optimizer; run meshwright calibrate")
         rates = RateTable("optimizer", {(int(count),): count / seconds for count, seconds in self.optimizer})
         return _plain(np.asarray(elements, dtype=float) / rates.rate(elements))
+
+    def host_s(self, what: str) -> float:
+        """Returns host seconds of one operator, action, unit, step ...; 0 where they weren't measured."""
+        return self._host.get(what, 0.0)
+
+    @cached_property
+    def _host(self) -> dict[str, float]:
+        return {str(what): float(seconds) for what, seconds in self.host}
+
+    @property
+    def crowd(self) -> float:
+        """Ranks that share a core; 1 where each has one or more, and on GPUs."""
+        cores = int(self.machine.get("cores", 0)) * self.nodes
+        return max(1.0, self.ranks / cores) if cores and self.machine.get("kind") == "cpu" else 1.0
 
     def covers(self, kind: str, ranks: int, nodes: int = 1) -> bool:
         """Whether an operation was measured over groups of so many ranks on so many nodes."""
@@ -310,7 +330,7 @@ class Calibration:
         }
 
 
-_TABLES = {"matmul": 6, "attention": 5, "operations": 4, "optimizer": 1, "collectives": 5}
+_TABLES = {"matmul": 6, "attention": 5, "operations": 4, "optimizer": 1, "collectives": 5, "host": 1}
 """Each table, and how many entries of a row say what was measured."""
 _BUSY = {"matrix products": 2, "attention": 1, "operations": 2}
 """Where a table's key says whether all ranks were at work."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from meshwright.cluster.calibration import FORMS
 from meshwright.measure.clock import Clock
+from meshwright.train.loss import cross_entropy_sums
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types by the names that layouts give them."""
@@ -21,6 +23,11 @@ WIDTH = 512
 """Features over which normalisations and softmax run."""
 VOCABULARY = 4096
 """Classes of the loss, rows of the embedding."""
+COLD_BYTES = 1 << 25
+"""Bytes that processor cores go through before they meet an operand again: in a step most of what is read was put away
+long before, and comes from beyond a core's own cache."""
+MOST_SETS = 64
+"""Sets of operands at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +52,8 @@ class Sizes:
     """Data types; those after the first, and one rank alone, are measured at fewer sizes."""
     window_s: float
     """Least time for each figure."""
+    passes: int = 1
+    """How often all is measured with the first data type; the faster of each counts."""
 
     def fewer(self) -> Sizes:
         """Returns every other size, the smallest among them."""
@@ -53,15 +62,16 @@ class Sizes:
 
 
 CPU = Sizes(
-    tokens=(16, 128, 1024),
+    tokens=(16, 128, 512, 2048),
     widths=(32, 128, 512, 2048),
     sequences=(64, 256, 1024),
     heads=(4,),
     head_sizes=(32, 128),
-    elements=(1024, 16384, 262144, 2097152),
+    elements=(1024, 16384, 131072, 524288, 4194304),
     messages=(1024, 16384, 262144, 4194304, 33554432),
     dtypes=("float32", "bf16"),
     window_s=0.02,
+    passes=2,
 )
 """Sizes for processor cores."""
 GPU = Sizes(
@@ -86,6 +96,7 @@ QUICK = {
     "messages": (1024, 65536, 1048576),
     "dtypes": ("float32",),
     "window_s": 0.004,
+    "passes": 1,
 }
 """What replaces the sizes of a quick calibration: a few seconds, for a first idea and for tests."""
 
@@ -96,10 +107,13 @@ def matmuls(sizes: Sizes, dtype: str, clock: Clock) -> Iterator[tuple[Any, ...]]
     for form in FORMS:
         rows, sums = (sizes.widths, sizes.tokens) if form == "tn" else (sizes.tokens, sizes.widths)
         for m, n, k in itertools.product(rows, sizes.widths, sums):
-            a = torch.randn(k, m, device=place).to(kind).t() if form == "tn" else _filled((m, k), kind, place)
-            b = _filled((n, k), kind, place).t() if form == "nt" else _filled((k, n), kind, place)
-            out = torch.empty(m, n, dtype=kind, device=place)
-            yield form, m, n, k, clock.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
+            works = []
+            for _ in range(_sets(m * k + k * n + m * n, kind, place)):
+                a = _filled((k, m), kind, place).t() if form == "tn" else _filled((m, k), kind, place)
+                b = _filled((n, k), kind, place).t() if form == "nt" else _filled((k, n), kind, place)
+                out = torch.empty(m, n, dtype=kind, device=place)
+                works.append(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
+            yield form, m, n, k, clock.seconds(_in_turn(works))
 
 
 def attentions(sizes: Sizes, dtype: str, clock: Clock) -> Iterator[tuple[Any, ...]]:
@@ -119,13 +133,49 @@ def operations(sizes: Sizes, dtype: str, clock: Clock) -> Iterator[tuple[Any, ..
     """Yields (operation, elements, seconds), gradients under the operation's name with ``_backward``."""
     kind, place = DTYPES[dtype], clock.device
     for count in sizes.elements:
-        x, y = (_filled((count,), kind, place) for _ in range(2))
-        yield "copy", count, clock.seconds(lambda x=x, y=y: y.copy_(x))  # type: ignore[misc]
-        yield "add", count, clock.seconds(lambda x=x, y=y: torch.add(x, y))  # type: ignore[misc]
-        yield "mul", count, clock.seconds(lambda x=x, y=y: torch.mul(x, y))  # type: ignore[misc]
+        pairs = [
+            (_filled((count,), kind, place), _filled((count,), kind, place))
+            for _ in range(_sets(2 * count, kind, place))
+        ]
+        rows = [(x.view(-1, min(WIDTH, count)), y) for x, y in pairs]
+        for name, binary in PAIRED.items():
+            yield name, count, clock.seconds(_in_turn([functools.partial(binary, x, y) for x, y in pairs]))
+        for name, unary in SINGLE.items():
+            yield name, count, clock.seconds(_in_turn([functools.partial(unary, x) for x, _ in rows]))
         for name, work, given in _differentiable(count, kind, place):
             yield name, count, clock.seconds(work)
             yield f"{name}_backward", count, clock.seconds(_gradient(work(), given))
+
+
+PAIRED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "copy": lambda x, y: y.copy_(x),
+    "add": torch.add,
+    "mul": torch.mul,
+}
+"""Operations of two tensors, by the names that the tables have them under."""
+SINGLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "pow": lambda x: torch.pow(x, 3.0),
+    "sum": lambda x: x.sum(-1),
+    "fill": lambda x: x.fill_(1.0),
+}
+"""Operations of one tensor (n / `WIDTH`, `WIDTH`)."""
+
+
+def _sets(elements: int, kind: torch.dtype, place: torch.device) -> int:
+    """Returns how many sets of operands of so many elements are measured in turn."""
+    if place.type != "cpu":
+        return 1
+    return max(1, min(MOST_SETS, COLD_BYTES // (elements * kind.itemsize)))
+
+
+def _in_turn(works: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Returns what does the next of some works at every call."""
+    if len(works) == 1:
+        return works[0]
+    following = itertools.cycle(works).__next__
+    return lambda: following()()
 
 
 def _differentiable(
@@ -144,6 +194,7 @@ def _differentiable(
     yield "rms_norm", lambda: weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)), (wide, weight)
     yield "softmax", lambda: F.softmax(wide, dim=-1), (wide,)
     yield "cross_entropy", lambda: F.cross_entropy(logits.float(), target, reduction="sum"), (logits,)
+    yield "loss", lambda: cross_entropy_sums(logits.view_as(logits), target, 1.0)[0], (logits,)
     yield "embedding", lambda: F.embedding(index, table), (table,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
+from meshwright.measure.pace import Pace
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
@@ -42,6 +44,40 @@ def practise(
     Returns:
         Seconds of each step, and bytes of state by part.
     """
+    found = list(_steps(context, config, layout, facts, rows, steps, limit_s))
+    return [one[0] for one in found], found[-1][3]
+
+
+def practise_parts(
+    context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int, limit_s: float
+) -> list[dict[str, float]]:
+    """As `practise`; returns seconds of each step by part, ``rest`` for all that follows backward or the pipeline."""
+    found = []
+    for seconds, parts, _, _ in _steps(context, config, layout, facts, rows, steps, limit_s):
+        passes: dict[str, float] = {name: parts[name] for name in ("forward", "backward", "pipeline") if name in parts}
+        found.append({**passes, "rest": seconds - sum(passes.values())})
+    return found
+
+
+def practise_paced(
+    context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int, limit_s: float
+) -> tuple[list[tuple[float, float]], dict[str, int]]:
+    """As `practise`; returns (seconds, pace around it) of each step, and bytes of state by part."""
+    found = list(_steps(context, config, layout, facts, rows, steps, limit_s, paced=True))
+    return [(one[0], one[2]) for one in found], found[-1][3]
+
+
+def _steps(
+    context: RankContext,
+    config: ModelConfig,
+    layout: Layout,
+    facts: Facts,
+    rows: int,
+    steps: int,
+    limit_s: float,
+    paced: bool = False,
+) -> Iterator[tuple[float, dict[str, float], float, dict[str, int]]]:
+    """Yields (seconds, its parts, mean of the paces before and after it, bytes of state) of each timed step."""
     init_group(context, timeout_s=limit_s, group_s=limit_s)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be measured")
     program: Any = build_program(build_meta(config), plan, torch.device(context.device), facts)
@@ -49,15 +85,22 @@ def practise(
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
     batches = _batches(layout, context.rank, config, rows, context.device)
     targets = rows * int(config.context or 0)
-    times = []
+    pace = Pace(torch.device(context.device)) if paced else None
     for step in range(WARM_UP + steps):
         dist.barrier()
+        pace_s = pace.seconds() if pace else 0.0
+        dist.barrier()
+        program.clock.drain()
         began = time.perf_counter()
         stepper.run(step, batches, targets, 1e-4, 0.0).read()
-        times.append(time.perf_counter() - began)
-    held = program.meter.read(optimizer.bytes())
+        seconds = time.perf_counter() - began
+        if step >= WARM_UP:
+            parts = program.clock.drain()
+            if pace:
+                dist.barrier()
+                pace_s = (pace_s + pace.seconds()) / 2
+            yield seconds, parts, pace_s, program.meter.read(optimizer.bytes())
     dist.destroy_process_group()
-    return times[WARM_UP:], held
 
 
 def _batches(layout: Layout, rank: int, config: ModelConfig, rows: int, device: str) -> list[MicroBatch]:

@@ -86,6 +86,27 @@ def overlapped(size: int, clock: Clock) -> float:
     return min(1.0, max(0.0, (alone + count * product - together) / min(alone, count * product)))
 
 
+def awaited(size: int, clock: Clock) -> float:
+    """Returns what a collective between products takes over one in a tight row: ranks that come unevenly, wakening.
+
+    Args:
+        size: bytes of the tensor.
+        clock: of this rank.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    wire, tensor = Wire("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
+    square = torch.randn(512, 512, device=clock.device)
+    alone = _timed(lambda: wire.all_reduce(tensor.zero_()).wait(), clock)
+    product = agreed([clock.seconds(lambda: square @ square)], largest=False)[0]
+
+    def both() -> None:
+        torch.mm(square, square)
+        wire.all_reduce(tensor.zero_()).wait()
+
+    return max(0.0, _timed(both, clock) - product - alone)
+
+
 def _group(before: int, degree: int) -> dist.ProcessGroup:
     """Returns this rank's group of members that stand ``before`` ranks apart."""
     world, block = dist.get_world_size(), before * degree
@@ -121,7 +142,7 @@ def _timed(work: Callable[[], object], clock: Clock) -> float:
     if once > clock.window_s:
         return min(once, agreed([clock.timed(work, 1)], largest=True)[0])
     repeats = max(1, min(REPEATS, round(clock.window_s / clock.chunks / once)))
-    return sorted(agreed([clock.timed(work, repeats) for _ in range(clock.chunks)], largest=True))[clock.chunks // 2]
+    return min(agreed([clock.timed(work, repeats) for _ in range(clock.chunks)], largest=True))
 
 
 def _all_reduce(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:

@@ -10,18 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from meshwright.cluster.calibration import Calibration
 from meshwright.plan import Layout
 from meshwright.planner.choose import Candidate, Choice, Question, arranged
-from meshwright.planner.cost.operators import WorkSeconds, work_seconds
+from meshwright.planner.cost.operators import pieces
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.kept import read_kept
+from meshwright.planner.rates import Measured
 from meshwright.shape import ModelWork
 
-WIDE = 4
-"""Bytes of a master weight and of a reduced gradient."""
-COMPUTE = ("matmul", "attention", "elementwise")
-"""Parts of a step that operators give."""
 Measure = Callable[[Layout, int], ModelWork | None]
 """(layout, rows of a micro-batch) to the operators of a rank; None where the model can't be run on fake tensors."""
 
@@ -37,37 +33,14 @@ def corrected(question: Question, one: Candidate, measure: Measure) -> Candidate
     layout, job, calibration = one.layout, question.job, question.cluster.calibration
     if calibration is None or not calibration.has_matmul(job.dtype):
         return one
-    rows = job.rows // (layout.reader(0)[1] * layout.microbatches)
+    shares = layout.shares()
+    rows = job.rows * max(shares) // (sum(shares) * layout.microbatches)
     work = measure(layout, max(1, rows))
     if work is None:
         return one
     logits = work.rows * job.sequence * job.shape.vocab / layout.degree("tp")
-    seconds = work_seconds(work, calibration, job.dtype, question.cluster.devices > 1, logits)
-    scale = rows / work.rows / (layout.degree("cp") * layout.degree("pp"))
-    price = _replaced(question, layout, one.price, seconds, scale)
-    return repriced(question, one, _with_copies(question, layout, price, calibration))
-
-
-def _with_copies(question: Question, layout: Layout, price: Price, calibration: Calibration) -> Price:
-    """Adds what isn't the model's: gradients added up over micro-batches, and FSDP2's copies in and out of its buffers.
-
-    A gather copies the shard in and the whole out, a scatter the gradients in and their sum out; ZeRO-3 gathers for
-    each forward and backward, ZeRO-2 and 3 scatter after each micro-batch.
-    """
-    micro = layout.microbatches
-    weights = question.job.shape.parameters / (layout.degree("pp") * layout.degree("tp"))
-    size = WIDE * weights / max(1, len(question.job.shape.blocks) // layout.degree("pp") + 1)
-    rate = float(calibration.bandwidth_bytes_per_s(size, "float32", question.cluster.devices > 1))
-    pass_s = 2 * WIDE * weights / rate
-    parts = dict(price.parts)
-    parts["elementwise"] += 1.5 * (micro - 1) * pass_s  # a sum reads two and writes one, a pass one each
-    if layout.zero:
-        once = layout.degree("pp") > 1
-        gathers = 2 * micro if layout.zero == 3 and not once else 1
-        scatters = micro if layout.zero >= 2 and not once else 1
-        parts["gather"] += 2 * gathers * pass_s
-        parts["reduce"] += 2 * scatters * pass_s
-    return dataclasses.replace(price, parts=parts, step_s=sum(parts.values()))
+    found = pieces(work, calibration, job.dtype, question.cluster.devices > 1, logits)
+    return repriced(question, one, Measured(question, one, work, found, calibration).price())
 
 
 def informed(question: Question, measure: Measure) -> Question:
@@ -104,44 +77,3 @@ def _taught(question: Question, one: Candidate) -> Candidate:
     return dataclasses.replace(
         one, price=dataclasses.replace(one.price, step_s=one.price.step_s * question.lesson.of(one.layout))
     )
-
-
-def _replaced(question: Question, layout: Layout, price: Price, seconds: WorkSeconds, scale: float) -> Price:
-    """The price with other compute.
-
-    Args:
-        question: what is planned.
-        layout: of the price.
-        price: by the closed form.
-        seconds: of the whole model on a micro-batch.
-        scale: part of it that a rank computes.
-    """
-    micro, parts = layout.microbatches, dict(price.parts)
-    before = sum(parts[name] for name in COMPUTE) + parts["recompute"]
-    forward = scale * sum(seconds.forward[name] for name in COMPUTE)
-    for name in COMPUTE:
-        parts[name] = micro * scale * (seconds.forward[name] + seconds.backward[name])
-    parts["recompute"] = micro * scale * _again(question, layout, seconds)
-    after = sum(parts[name] for name in COMPUTE) + parts["recompute"]
-    ratio = after / before if before else 1.0
-    parts["bubble"] *= ratio
-    parts["host"] = max(0.0, parts["host"] - max(0.0, after - before))
-    whole = sum(stage.forward_s for stage in price.stages) or 1.0
-    stages = []
-    for stage in price.stages:
-        own = len(price.stages) * stage.forward_s / whole
-        spent = own * forward
-        rest = own * (after / micro - forward)
-        stages.append(dataclasses.replace(stage, forward_s=spent, backward_s=rest))
-    return dataclasses.replace(price, parts=parts, step_s=sum(parts.values()), stages=tuple(stages))
-
-
-def _again(question: Question, layout: Layout, seconds: WorkSeconds) -> float:
-    """What is computed a second time of a micro-batch of the whole model."""
-    mode, _, count = layout.recompute.partition(":")
-    if mode == "none":
-        return 0.0
-    layers = len(question.job.shape.blocks)
-    names = COMPUTE if mode == "full" else ("elementwise",)
-    share = int(count) / layers if count else 1.0
-    return share * sum(seconds.forward[name] for name in names)

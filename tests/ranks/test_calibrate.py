@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.cli.calibrate import CalibrateConfig, calibrate
 from meshwright.cli.calibrated import told
@@ -20,7 +21,14 @@ from meshwright.errors import ConfigError
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts, this_cluster
 from meshwright.measure import compute
+from meshwright.measure.clock import Clock
+from meshwright.measure.host import host_times
+from meshwright.measure.machine import fastest
 from meshwright.measure.wires import KINDS, placements
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.work import measure_model
+from meshwright.shape import ModelWork
 
 TINY = {
     "tokens": (8, 16),
@@ -32,6 +40,7 @@ TINY = {
     "messages": (256, 4096),
     "dtypes": ("float32",),
     "window_s": 0.0005,
+    "passes": 2,
 }
 
 
@@ -48,6 +57,9 @@ def test_the_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert measured.operation_s(name, 4096) > 0
     assert measured.attention_s(2, 16, 8, "float32", backward=True) > 0
     assert measured.optimizer_s(4096) > 0 and measured.launch_s > 0 and measured.overlap is not None
+    for name in ("tanh", "sum", "fill", "loss"):
+        assert measured.operation_s(name, 4096) > 0
+    assert measured.pace_s > 0 and measured.pace_spread >= 0 and measured.host_s("wait") >= 0
     for kind in KINDS:
         assert measured.covers(kind, 2)
     cluster = Cluster.detected(2, "cpu", cores=2).calibrated(measured)
@@ -131,4 +143,43 @@ def test_every_axis_of_a_mesh_has_its_placement() -> None:
 
 def test_fewer_sizes_keep_the_smallest() -> None:
     fewer = compute.CPU.fewer()
-    assert fewer.tokens == (16, 1024) and fewer.widths == (32, 512) and fewer.messages == compute.CPU.messages
+    assert fewer.tokens == (16, 512) and fewer.widths == (32, 512) and fewer.messages == compute.CPU.messages
+
+
+def test_the_lesser_of_two_times_of_a_row_counts() -> None:
+    first = {"operations": [("add", "float32", True, 8, 2.0), ("add", "bf16", True, 8, 5.0)], "launch_s": 1.0}
+    again = {"operations": [("add", "float32", True, 8, 1.0)], "launch_s": 3.0}
+    found = fastest(first, again)
+    assert found["operations"] == [("add", "float32", True, 8, 1.0), ("add", "bf16", True, 8, 5.0)]
+    assert found["launch_s"] == 1.0
+
+
+def test_processor_time_counts_for_every_rank_of_a_core() -> None:
+    def work() -> None:
+        torch.ones(200_000).sum()
+
+    alone, shared = (Clock(torch.device("cpu"), 0.01, sharing=ranks).seconds(work) for ranks in (1.0, 50.0))
+    assert 0 < alone < shared
+
+
+def test_what_the_runtime_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(Calibration):
+        def operation_s(self, *args: object, **options: object) -> float:
+            return 0.0
+
+        def matmul_s(self, *args: object, **options: object) -> float:
+            return 0.0
+
+        def attention_s(self, *args: object, **options: object) -> float:
+            return 0.0
+
+        def collective_s(self, *args: object, **options: object) -> float:
+            return 0.0
+
+    def work_of(model: ModelConfig, rows: int) -> ModelWork:
+        return measure_model(build_meta(model), rows, 8, torch.float32)
+
+    monkeypatch.setattr("meshwright.measure.host.STEPS", 2)
+    found = dict(host_times(Made(machine={}, ranks=2), Devices(kind="cpu", count=2, found=2, cores=2), work_of))
+    assert {"operator_forward", "operator_backward", "shard_unit", "action", "step"} <= set(found)
+    assert found["operator_forward"] > 0 and all(seconds >= 0 for seconds in found.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cluster.calibration import Calibration
@@ -10,17 +11,62 @@ from meshwright.shape import ModelWork, Operator
 
 KINDS = {"product": "matmul", "attention": "attention", "element": "elementwise"}
 """Kinds of operators, and the parts of a step that they are."""
+MEASURED = {
+    "exp": ("exp", 2), "cos": ("exp", 2), "sin": ("exp", 2), "log": ("exp", 2),
+    "tanh": ("tanh", 2), "sigmoid": ("exp", 2), "tanh_backward": ("mul", 3), "sigmoid_backward": ("mul", 3),
+    "silu": ("silu", 2), "silu_backward": ("silu_backward", 3),
+    "gelu": ("gelu", 2), "gelu_backward": ("gelu_backward", 3),
+    "pow": ("pow", 2), "sum": ("sum", 1), "mean": ("sum", 1),
+    "native_layer_norm": ("layer_norm", 2), "native_layer_norm_backward": ("layer_norm_backward", 3),
+    "_softmax": ("softmax", 2), "_softmax_backward_data": ("softmax_backward", 3),
+    "clone": ("copy", 2), "cat": ("copy", 2), "copy_": ("copy", 2), "_to_copy": ("copy", 2),
+    "slice_backward": ("copy", 2), "zeros_like": ("fill", 1), "zeros": ("fill", 1), "new_zeros": ("fill", 1),
+    "fill_": ("fill", 1),
+}  # fmt: skip
+"""Operators of torch, the measured operation whose time they take, and how many tensors of its size that reads and
+writes; others move their bytes as a product of two tensors element by element does."""
+PLAIN = ("mul", 3)
+BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "float64": 8}
+"""Of an element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkSeconds:
-    """Seconds of a micro-batch by part of a step."""
+    """Seconds of a micro-batch by part of a step; ``host``: what Python and autograd take for each operator."""
 
     forward: dict[str, float]
     backward: dict[str, float]
+    operators: int = 0
+    """Of a forward."""
+    last_s: float = 0.0
+    """Of the last product of a forward."""
+
+    def plus(self, other: WorkSeconds, times: float = 1.0) -> WorkSeconds:
+        """Returns the sum of this and so many times another."""
+        ahead, back = (
+            {name: mine[name] + times * theirs[name] for name in mine}
+            for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward))
+        )
+        return WorkSeconds(forward=ahead, backward=back, operators=self.operators + round(times * other.operators))
 
 
-def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> WorkSeconds:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """A model's seconds on a micro-batch, by where they lie in a pipeline."""
+
+    first: WorkSeconds
+    """The embedding."""
+    layer: WorkSeconds
+    """A layer, the mean of all."""
+    last: WorkSeconds
+    """All else: what is made once for all layers, final norm, head, loss."""
+
+    def whole(self, layers: int) -> WorkSeconds:
+        """Returns the sum over a model of so many layers."""
+        return self.first.plus(self.last).plus(self.layer, layers)
+
+
+def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> Pieces:
     """Prices what a model computes on one micro-batch.
 
     Args:
@@ -30,24 +76,53 @@ def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bo
         busy: whether other ranks of the machine compute meanwhile.
         logits: number of logits, of which the loss and its gradient are made; that is no part of the model.
     """
-    found = WorkSeconds(
-        forward=_seconds(work.operators(), calibration, dtype, busy, False),
-        backward=_seconds(work.operators(True), calibration, dtype, busy, True),
-    )
-    if logits and calibration.has_operation("cross_entropy", "float32"):
-        found.forward["elementwise"] += float(calibration.operation_s("cross_entropy", logits, "float32", busy))
-    return found
+    known: dict[tuple[Operator, bool], float] = {}
+
+    def priced(ahead: Sequence[Operator], back: Sequence[Operator]) -> WorkSeconds:
+        return WorkSeconds(
+            forward=_seconds(ahead, calibration, dtype, busy, False, known),
+            backward=_seconds(back, calibration, dtype, busy, True, known),
+            operators=len(ahead),
+            last_s=next((known[item, False] for item in reversed(ahead) if item.kind == "product"), 0.0),
+        )
+
+    layer = priced((), ())
+    for count, kind in zip(work.counts, work.layers):
+        one = priced(kind.forward, kind.backward)
+        layer = dataclasses.replace(layer.plus(one, count / sum(work.counts)), last_s=one.last_s)
+    ends = [
+        priced(
+            [item for item in work.rest.forward if item.name.startswith("embedding") is first],
+            [item for item in work.rest.backward if item.name.startswith("embedding") is first],
+        )
+        for first in (True, False)
+    ]
+    for name in ("loss", "cross_entropy"):
+        if logits and calibration.has_operation(name, "float32"):
+            ends[1].forward["elementwise"] += float(calibration.operation_s(name, logits, "float32", busy))
+            break
+    return Pieces(first=ends[0], layer=layer, last=ends[1])
+
+
+def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> WorkSeconds:
+    """Returns the sum of `pieces`."""
+    return pieces(work, calibration, dtype, busy, logits).whole(sum(work.counts))
 
 
 def _seconds(
-    operators: Iterable[tuple[int, Operator]], calibration: Calibration, dtype: str, busy: bool, back: bool
+    operators: Sequence[Operator],
+    calibration: Calibration,
+    dtype: str,
+    busy: bool,
+    back: bool,
+    known: dict[tuple[Operator, bool], float],
 ) -> dict[str, float]:
-    found = dict.fromkeys(KINDS.values(), 0.0)
-    known: dict[Operator, float] = {}
-    for count, item in operators:
-        if item not in known:
-            known[item] = operator_s(item, calibration, dtype, busy, back)
-        found[KINDS[item.kind]] += count * known[item]
+    found = dict.fromkeys((*KINDS.values(), "host"), 0.0)
+    for item in operators:
+        if (item, back) not in known:
+            known[item, back] = operator_s(item, calibration, dtype, busy, back)
+        found[KINDS[item.kind]] += known[item, back]
+    found["host"] = len(operators) * calibration.host_s("operator_backward" if back else "operator_forward")
     return found
 
 
@@ -68,5 +143,13 @@ def operator_s(item: Operator, calibration: Calibration, dtype: str, busy: bool,
     if item.kind == "attention" and calibration.has_attention(dtype):
         rows, heads, queries, _, size = item.sizes
         return float(calibration.attention_s(rows * heads, queries, size, dtype, back, busy))
-    size = max(1, item.bytes // 2)
-    return item.bytes / float(calibration.bandwidth_bytes_per_s(size, dtype, busy)) + calibration.launch_s
+    return _element_s(item, calibration, dtype, busy)
+
+
+def _element_s(item: Operator, calibration: Calibration, dtype: str, busy: bool) -> float:
+    """Returns the seconds of an operator that is no product: those of the measured one that moves as many bytes."""
+    name, tensors = MEASURED.get(item.name, PLAIN)
+    if not calibration.has_operation(name, dtype):
+        name, tensors = "copy", 2
+    elements = max(1.0, item.bytes / (tensors * BYTES[dtype]))
+    return float(calibration.operation_s(name, elements, dtype, busy))

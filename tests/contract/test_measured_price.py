@@ -1,0 +1,90 @@
+"""A layout's price on a measured machine: operators at their rates, the host beside them, ranks that share cores."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import pytest
+
+from meshwright.cli.inputs import measure_of
+from meshwright.cluster.calibration import FORMS, Calibration
+from meshwright.cluster.cluster import Cluster
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.measure import measure_shape
+from meshwright.plan import Layout
+from meshwright.planner.choose import Question, candidate
+from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.prices import Price
+from meshwright.planner.measured import corrected
+
+MODEL = ModelConfig(name="llama", layers=4, width=64, heads=4, ffn=128, vocab=256, context=32)
+RATE, ELEMENTS = 1e10, 1e9
+SIZES = (16, 4096)
+BUILT = build_meta(MODEL)
+JOB = Job(shape=measure_shape(BUILT), sequence=32, rows=16, precision="float32")
+MEASURE = measure_of(BUILT, 32, "float32")
+
+
+def calibration(ranks: int, cores: int, **host: float) -> Calibration:
+    products = [
+        ("float32", form, True, m, n, k, 2.0 * m * n * k / RATE)
+        for form, m, n, k in product(FORMS, SIZES, SIZES, SIZES)
+    ]
+    plain = [(name, "float32", True, count, count / ELEMENTS) for name in ("copy", "add", "mul") for count in (10, 1000)]
+    fused = [("float32", True, 1, sequence, 16, 1e-4, 2e-4) for sequence in (16, 64)]
+    return Calibration(
+        machine={"kind": "cpu", "cores": cores}, ranks=ranks, matmul=tuple(products), operations=tuple(plain),
+        attention=tuple(fused), optimizer=((10, 1e-8), (1000, 1e-6)), host=tuple(host.items()),
+    )  # fmt: skip
+
+
+def priced(layout: str, cores: int = 0, **host: float) -> Price:
+    one = Layout.parse(layout)
+    made = calibration(one.world, cores or one.world, **host)
+    cluster = Cluster.detected(one.world, "cpu", cores=one.world)
+    question = Question(job=JOB, cluster=dataclasses.replace(cluster, calibration=made))
+    return corrected(question, candidate(question, one), MEASURE).price
+
+
+def test_products_run_at_their_measured_rate() -> None:
+    work = MEASURE(Layout(), 8)
+    assert work is not None
+    flops = sum(count * item.flops for back in (False, True) for count, item in work.operators(back)
+                if item.kind == "product")  # fmt: skip
+    assert priced("replicate=2").parts["matmul"] == pytest.approx(flops / RATE, rel=1e-6)
+
+
+def test_the_host_takes_its_time_for_every_operator_of_every_micro_batch() -> None:
+    work = MEASURE(Layout(), 4)
+    assert work is not None
+    with_host = priced("replicate=2,microbatches=2", operator_forward=1e-3, operator_backward=2e-3)
+    expected = 2 * (1e-3 * len(work.operators()) + 2e-3 * len(work.operators(True)))
+    counted = 2 * sum(count * cost for back, cost in ((False, 1e-3), (True, 2e-3)) for count, _ in work.operators(back))
+    assert with_host.parts["host"] == pytest.approx(counted, rel=0.02) and counted > expected
+    assert priced("replicate=2,microbatches=2").parts["host"] == 0.0
+
+
+def test_the_reader_with_most_rows_is_waited_for() -> None:
+    even, uneven = (priced(f"shard=2,zero=2{rows}") for rows in ("", ",rows=3-1"))
+    assert uneven.parts["matmul"] == pytest.approx(1.5 * even.parts["matmul"], rel=0.01)
+
+
+def test_full_recompute_makes_all_but_the_last_product_again() -> None:
+    plain, again = priced("replicate=2"), priced("replicate=2,recompute=full")
+    forward = plain.stages[0].forward_s
+    assert 0.5 * forward < again.step_s - plain.step_s < forward
+
+
+def test_a_pipeline_is_simulated_with_the_measured_times() -> None:
+    schedules = {name: priced(f"pp=2,microbatches=8,schedule={name}").step_s for name in ("1f1b", "zerobubble")}
+    assert schedules["zerobubble"] < schedules["1f1b"]
+    assert priced("pp=2,microbatches=8,schedule=1f1b", action=1e-3, step=0.01).step_s > schedules["1f1b"] + 16e-3
+
+
+def test_ranks_that_share_cores_leave_their_share_to_the_others() -> None:
+    own, shared = priced("pp=4,microbatches=4", cores=4), priced("pp=4,microbatches=4", cores=2)
+    assert shared.parts["bubble"] < own.parts["bubble"]
+    busy = sum(own.parts[name] for name in ("matmul", "attention", "elementwise"))
+    assert shared.step_s >= busy
