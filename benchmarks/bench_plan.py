@@ -56,27 +56,39 @@ class Row:
     ranks: int
     layout: str
     planned_s: float
+    planned_busy_s: float
+    """Of it, what a rank computes and sends: without the pipeline's bubble."""
     planned_bytes: int
     measured_bytes: int = 0
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds of the slowest rank, machine's speed over that while calibrating) of every step of every round."""
+    steps: list[tuple[float, float, float]] = field(default_factory=list)
+    """(seconds of the slowest rank, machine's speed over that while calibrating, processor seconds of a rank in the
+    mean) of every step of every round."""
 
     @property
     def measured_s(self) -> float:
         """Seconds of a step, the median."""
-        return statistics.median(seconds for seconds, _ in self.steps)
+        return statistics.median(step[0] for step in self.steps)
 
     @property
     def steady_s(self) -> float:
         """The same, had the machine been as fast as while calibrating: of the half of the steps that were calmest."""
         calm = sorted(self.steps, key=lambda step: abs(math.log(step[1])))[: max(1, (len(self.steps) + 1) // 2)]
-        return statistics.median(seconds * speed for seconds, speed in calm)
+        return statistics.median(step[0] * step[1] for step in calm)
 
     @property
-    def errors(self) -> tuple[float, float, float]:
-        """Of time, of time without drift, of bytes; planned over measured, less one."""
-        times = (self.planned_s / seconds - 1 for seconds in (self.measured_s, self.steady_s))
-        return (*times, self.planned_bytes / self.measured_bytes - 1)  # type: ignore[return-value]
+    def busy_s(self) -> float:
+        """Processor seconds of a rank in a step, times the ranks that share a core: other programs don't add to it."""
+        return statistics.median(step[2] for step in self.steps) * max(1.0, self.ranks / count_cores())
+
+    @property
+    def errors(self) -> tuple[float, float, float, float]:
+        """Of time, of time without drift, of processor time, of bytes; planned over measured, less one."""
+        return (
+            self.planned_s / self.measured_s - 1,
+            self.planned_s / self.steady_s - 1,
+            self.planned_busy_s / self.busy_s - 1,
+            self.planned_bytes / self.measured_bytes - 1,
+        )
 
 
 def main() -> int:
@@ -150,7 +162,12 @@ def _planned(model: str, layout: Layout, question: Question, measure: Measure) -
     state = sum(planned.memory[name] for name in ("parameters", "gradients", "optimizer"))
     assert planned.step_s is not None
     return Row(
-        model=model, ranks=layout.world, layout=str(layout), planned_s=planned.step_s, planned_bytes=state
+        model=model,
+        ranks=layout.world,
+        layout=str(layout),
+        planned_s=planned.step_s,
+        planned_busy_s=one.price.step_s - one.price.parts["bubble"],
+        planned_bytes=state,
     )
 
 
@@ -164,23 +181,25 @@ def _run(row: Row, layout: Layout, question: Question, devices: Devices, steps: 
     calibration = question.cluster.calibration
     usual_s = calibration.pace_s if calibration else 0.0
     for timed in zip(*(ranks for ranks, _ in found)):
-        pace_s = statistics.mean(pace for _, pace in timed)
-        row.steps.append((max(seconds for seconds, _ in timed), usual_s / pace_s if usual_s else 1.0))
+        pace_s = statistics.mean(step[1] for step in timed)
+        own_s = statistics.mean(step[2] for step in timed)
+        row.steps.append((max(step[0] for step in timed), usual_s / pace_s if usual_s else 1.0, own_s))
 
 
 def _line(row: Row) -> str:
-    time, steady, size = row.errors
-    speeds = [speed for _, speed in row.steps]
+    time, steady, busy, size = row.errors
+    speeds = [step[1] for step in row.steps]
     return (
         f"  {row.layout:<62} planned {row.planned_s * 1e3:6.0f} ms, measured {row.measured_s * 1e3:6.0f} ms "
-        f"({time:+.0%}), steady {row.steady_s * 1e3:6.0f} ms ({steady:+.0%}); state {size:+.1%}; "
+        f"({time:+.0%}), steady {row.steady_s * 1e3:6.0f} ms ({steady:+.0%}), busy "
+        f"{row.planned_busy_s * 1e3:6.0f} and {row.busy_s * 1e3:6.0f} ms ({busy:+.0%}); state {size:+.1%}; "
         f"speed {min(speeds):.2f} to {max(speeds):.2f}"
     )
 
 
 def _conclude(name: str, rows: list[Row]) -> None:
     """Prints medians and 90th percentiles of the absolute errors, and the median of the signed ones."""
-    for at, what in enumerate(("step time", "step time without drift", "bytes of state")):
+    for at, what in enumerate(("step time", "step time without drift", "processor time", "bytes of state")):
         signed = [row.errors[at] for row in rows]
         ordered = sorted(map(abs, signed))
         high = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
@@ -188,7 +207,7 @@ def _conclude(name: str, rows: list[Row]) -> None:
             f"{name}: {what}: {len(rows)} layouts, median error {statistics.median(ordered):.1%}, 90th percentile "
             f"{high:.1%}, signed {statistics.median(signed):+.1%}"
         )
-    speeds = sorted(speed for row in rows for _, speed in row.steps)
+    speeds = sorted(step[1] for row in rows for step in row.steps)
     low, high = speeds[len(speeds) // 10], speeds[-1 - len(speeds) // 10]
     print(f"{name}: speed over that while calibrating, 10th to 90th percentile: {low:.2f} to {high:.2f}")
 

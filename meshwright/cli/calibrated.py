@@ -18,6 +18,7 @@ def told(calibration: Calibration, path: Path) -> Iterator[str]:
     yield from _attention(calibration)
     yield from _operations(calibration)
     yield from _collectives(calibration)
+    yield from _host(calibration)
     if calibration.overlap is not None:
         yield f"  all-reduce under products   {calibration.overlap:6.0%} of it hides"
     yield f"written in {calibration.taken_s:.0f} s to {path}"
@@ -63,6 +64,15 @@ def _collectives(calibration: Calibration) -> Iterator[str]:
             f"  {kind:<14} over {ranks} ranks, {before} apart{f', {nodes} nodes' if nodes > 1 else ''}:  "
             f"{least * 1e6:.0f} us, {format_bytes(size / most)}/s at {format_bytes(size)}"
         )
+
+
+def _host(calibration: Calibration) -> Iterator[str]:
+    """What the runtime takes itself, and how steady the machine was."""
+    for what, seconds in calibration.host:
+        yield f"  {what.replace('_', ' '):<24} {seconds * 1e6:.1f} us of the host"
+    if calibration.pace_s:
+        spread = calibration.pace_spread
+        yield f"  pace                     {format_seconds(calibration.pace_s)}, {spread:.0%} slower in the median"
 
 
 def _load(busy: bool) -> str:

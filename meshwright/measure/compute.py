@@ -71,7 +71,7 @@ CPU = Sizes(
     messages=(1024, 16384, 262144, 4194304, 33554432),
     dtypes=("float32", "bf16"),
     window_s=0.02,
-    passes=2,
+    passes=1,
 )
 """Sizes for processor cores."""
 GPU = Sizes(

@@ -1,7 +1,8 @@
 """What the runtime takes beside operators and collectives: Python, autograd, hooks of FSDP, actions of a pipeline.
 
-A model whose operators are next to nothing runs under a few layouts. What its steps take over the measured times of its
-operators and collectives is the host's, and goes by how many operators, units or actions there are.
+A model whose operators are next to nothing runs under a few layouts. What its steps compute over the measured times of
+its operators is the host's, and goes by how many operators, units or actions there are. It is read in processor time,
+which neither other programs nor waiting for other ranks add to.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
-from meshwright.shape import ModelWork
+from meshwright.shape import ModelWork, Operator
 
 TINY = ModelConfig(name="llama", layers=2, width=32, heads=2, ffn=64, vocab=64, context=8)
 FEW, MANY = 2, 10
 """Layers of the model: what grows from one to the other is a layer's."""
 STEPS, MICROBATCHES = 12, 8
 LIMIT_S = 60.0
-GRADIENT_BYTES = 4
 
 Parts = dict[str, float]
 """Seconds of a step by part, and ``rest`` for all after backward."""
@@ -61,16 +61,13 @@ def host_times(
     found["selective_operator"] = max(0.0, seen) / (2 * ahead.count)
     if ranks > 1:
         sharded = _run(devices, MANY, f"shard={ranks},zero=3", rows)
-        size = GRADIENT_BYTES * layer_weights(TINY)
-        sent = [calibration.collective_s(kind, size, ranks) for kind in ("all_gather", "reduce_scatter")]
-        more = (sharded["forward"] + sharded["backward"] - both) / (MANY + 1)
-        found["shard_unit"] = max(0.0, more - 2 * sent[0] - sent[1])
+        found["shard_unit"] = max(0.0, sharded["forward"] + sharded["backward"] - both) / (MANY + 1)
     if ranks % 2 == 0:
         text = f"pp=2,replicate={ranks // 2},microbatches={MICROBATCHES},schedule=1f1b"
         piped = _run(devices, FEW, text, rows)
-        turn = piped["pipeline"] / (MICROBATCHES + 1)
-        found["action"] = max(0.0, turn - passes - found["microbatch"] / 2) / 2
-    return tuple((name, round(seconds, 9)) for name, seconds in found.items())
+        turn = piped["pipeline"] / MICROBATCHES
+        found["action"] = max(0.0, turn - FEW / 2 * passes - found["microbatch"] / 2) / 2
+    return tuple((name, round(seconds * calibration.crowd, 9)) for name, seconds in found.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,19 +78,14 @@ class _Operators:
     seconds: float
 
 
-def layer_weights(model: ModelConfig) -> int:
-    """Returns the weights of a layer: four products of attention, three of a gated feed-forward."""
-    width = model.width or 0
-    return 4 * width * width + 3 * width * (model.ffn or 0)
-
-
 def _operators(work: ModelWork, calibration: Calibration) -> tuple[_Operators, _Operators]:
     from meshwright.planner.cost.operators import operator_s
 
-    return tuple(  # type: ignore[return-value]
-        _Operators(len(items), sum(operator_s(item, calibration, "float32", True, bool(at)) for item in items))
-        for at, items in enumerate((work.layers[0].forward, work.layers[0].backward))
-    )
+    def summed(items: list[Operator], back: bool) -> _Operators:
+        seconds = sum(operator_s(item, calibration, "float32", True, back) for item in items)
+        return _Operators(len(items), seconds / calibration.crowd)
+
+    return summed(work.layers[0].forward, False), summed(work.layers[0].backward, True)
 
 
 def _run(devices: Devices, layers: int, text: str, rows: int) -> Parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,26 +46,49 @@ def practise(
         Seconds of each step, and bytes of state by part.
     """
     found = list(_steps(context, config, layout, facts, rows, steps, limit_s))
-    return [one[0] for one in found], found[-1][3]
+    return [one.seconds for one in found], found[-1].held
 
 
 def practise_parts(
     context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int, limit_s: float
 ) -> list[dict[str, float]]:
-    """As `practise`; returns seconds of each step by part, ``rest`` for all that follows backward or the pipeline."""
+    """As `practise`; returns each step's parts in seconds that the thread computed, not those in which it waited.
+
+    ``rest`` is all that follows backward or the pipeline.
+    """
     found = []
-    for seconds, parts, _, _ in _steps(context, config, layout, facts, rows, steps, limit_s):
-        passes: dict[str, float] = {name: parts[name] for name in ("forward", "backward", "pipeline") if name in parts}
-        found.append({**passes, "rest": seconds - sum(passes.values())})
+    for one in _steps(context, config, layout, facts, rows, steps, limit_s):
+        names = ("forward", "backward", "pipeline")
+        passes: dict[str, float] = {name: one.parts[name] for name in names if name in one.parts}
+        share = min(1.0, one.thread_s / one.seconds)
+        rest = one.seconds - sum(passes.values())
+        found.append({name: share * seconds for name, seconds in {**passes, "rest": rest}.items()})
     return found
 
 
 def practise_paced(
     context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int, limit_s: float
-) -> tuple[list[tuple[float, float]], dict[str, int]]:
-    """As `practise`; returns (seconds, pace around it) of each step, and bytes of state by part."""
+) -> tuple[list[tuple[float, float, float]], dict[str, int]]:
+    """As `practise`; returns (seconds, pace around it, processor seconds) of each step, and bytes of state by part."""
     found = list(_steps(context, config, layout, facts, rows, steps, limit_s, paced=True))
-    return [(one[0], one[2]) for one in found], found[-1][3]
+    return [(one.seconds, one.pace_s, one.process_s) for one in found], found[-1].held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """A timed step of a rank."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Of them, by the program's clock."""
+    thread_s: float
+    """In which this thread computed."""
+    process_s: float
+    """In which all threads of the rank did: those of collectives too."""
+    pace_s: float
+    """Mean of the paces before and after it."""
+    held: dict[str, int]
+    """Bytes of state by part."""
 
 
 def _steps(
@@ -76,8 +100,8 @@ def _steps(
     steps: int,
     limit_s: float,
     paced: bool = False,
-) -> Iterator[tuple[float, dict[str, float], float, dict[str, int]]]:
-    """Yields (seconds, its parts, mean of the paces before and after it, bytes of state) of each timed step."""
+) -> Iterator[_Step]:
+    """Yields each timed step."""
     init_group(context, timeout_s=limit_s, group_s=limit_s)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be measured")
     program: Any = build_program(build_meta(config), plan, torch.device(context.device), facts)
@@ -91,15 +115,21 @@ def _steps(
         pace_s = pace.seconds() if pace else 0.0
         dist.barrier()
         program.clock.drain()
-        began = time.perf_counter()
+        began = time.perf_counter(), time.thread_time(), time.process_time()
         stepper.run(step, batches, targets, 1e-4, 0.0).read()
-        seconds = time.perf_counter() - began
-        if step >= WARM_UP:
-            parts = program.clock.drain()
-            if pace:
-                dist.barrier()
-                pace_s = (pace_s + pace.seconds()) / 2
-            yield seconds, parts, pace_s, program.meter.read(optimizer.bytes())
+        seconds, thread_s, process_s = (
+            now() - then for now, then in zip((time.perf_counter, time.thread_time, time.process_time), began)
+        )
+        if step < WARM_UP:
+            continue
+        parts = program.clock.drain()
+        if pace:
+            dist.barrier()
+            pace_s = (pace_s + pace.seconds()) / 2
+        held = program.meter.read(optimizer.bytes())
+        yield _Step(
+            seconds=seconds, parts=parts, thread_s=thread_s, process_s=process_s, pace_s=pace_s, held=held
+        )
     dist.destroy_process_group()
 
 

@@ -35,6 +35,8 @@ PROCESS_BYTES = 0.35 * 2**30
 """Memory of a rank's process with torch and transformers loaded, before the model (resident set, torch 2.13)."""
 SAME_ON_CORES = 0.15
 """The same on processor cores, where the host work of stages and shards competes with the compute and isn't priced."""
+UNSTEADY = 0.1
+"""Spread of a machine's pace while it was calibrated from which a plan says so."""
 MOST_ACTIONS = 8192
 """Forwards and backwards of a step up to which a layout's pipeline is simulated one by one: a tenth of a second."""
 AFTER = ("gather", "reduce", "optimizer", "step")
@@ -306,7 +308,13 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
         told.append(f"{bubble:.0%} of the step is the pipeline's bubble: a larger batch would fill it")
     if question.lesson.note:
         told.append(question.lesson.note)
-    if question.cluster.calibration is None:
+    measured = question.cluster.calibration
+    if measured is not None and measured.pace_spread > UNSTEADY:
+        told.append(
+            f"while this machine was calibrated it ran {measured.pace_spread:.0%} slower in the median than at its "
+            "fastest, so something else was running: times are no surer than that; calibrate again when it is quiet"
+        )
+    if measured is None:
         told.append("device and links are the catalogue's figures; `meshwright calibrate` measures these machines")
     return tuple(told)
 

@@ -57,9 +57,11 @@ class Measured:
         ranks = layout.degree("pp")
         for name in (*COMPUTE, "recompute", "tp", "cp", "host"):
             parts[name] = micro * whole[name] / ranks
-        if not self._serial:
-            parts["host"] = max(0.0, self._closed.parts["host"])
-        parts["engine"] = 0.0
+        if self._serial:
+            parts["engine"] = 0.0  # among the stages' actions
+        else:
+            more = sum(parts[name] - self._closed.parts[name] for name in (*COMPUTE, "recompute"))
+            parts["host"] = max(0.0, self._closed.parts["host"] - max(0.0, more))
         stages = self._closed.stages
         if ranks > 1:
             piped = self._pipeline_s(ahead, back, first, last)

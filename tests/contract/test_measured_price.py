@@ -32,7 +32,8 @@ def calibration(ranks: int, cores: int, **host: float) -> Calibration:
         ("float32", form, True, m, n, k, 2.0 * m * n * k / RATE)
         for form, m, n, k in product(FORMS, SIZES, SIZES, SIZES)
     ]
-    plain = [(name, "float32", True, count, count / ELEMENTS) for name in ("copy", "add", "mul") for count in (10, 1000)]
+    names = ("copy", "add", "mul")
+    plain = [(name, "float32", True, count, count / ELEMENTS) for name in names for count in (10, 1000)]
     fused = [("float32", True, 1, sequence, 16, 1e-4, 2e-4) for sequence in (16, 64)]
     return Calibration(
         machine={"kind": "cpu", "cores": cores}, ranks=ranks, matmul=tuple(products), operations=tuple(plain),
