@@ -101,7 +101,7 @@ def calibrate(
     found = launcher.run(measure_rank, machine, sizes, progress, config.timeout_s, timeout_s=config.timeout_s)[0]
     if context is not None and context.rank:
         return None
-    if context is None and devices.kind == "cpu" and not config.quick:
+    if context is None and count == 1 and devices.kind == "cpu" and not config.quick:
         progress("the runtime itself, with a model of next to nothing")
         found = found.merged(_with_host(found, devices))
     return found, _kept(found, config)

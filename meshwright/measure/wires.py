@@ -89,6 +89,8 @@ def overlapped(size: int, clock: Clock) -> float:
 def awaited(size: int, clock: Clock) -> float:
     """Returns what a collective between products takes over one in a tight row: ranks that come unevenly, wakening.
 
+    It is at most as long as the collective: what is longer was something else's doing.
+
     Args:
         size: bytes of the tensor.
         clock: of this rank.
@@ -104,7 +106,7 @@ def awaited(size: int, clock: Clock) -> float:
         torch.mm(square, square)
         wire.all_reduce(tensor.zero_()).wait()
 
-    return max(0.0, _timed(both, clock) - product - alone)
+    return min(alone, max(0.0, _timed(both, clock) - product - alone))
 
 
 def _group(before: int, degree: int) -> dist.ProcessGroup:

@@ -40,6 +40,8 @@ class Measured:
         self._question, self._layout, self._closed = question, one.layout, one.price
         self._work, self._found, self._calibration = work, found, calibration
         self._layers = sum(work.counts)
+        # Which wires a group passes on several nodes is the closed form's to say.
+        self._near = question.cluster.nodes == 1
         self._serial = calibration.machine.get("kind") == "cpu"
         # What is measured of whole rows holds for a rank's part of their tokens.
         self._share = 1.0 / one.layout.degree("cp")
@@ -90,8 +92,9 @@ class Measured:
         """Forward and backward of a layer, by part: compute, recompute, traffic inside it, host."""
         layer, calibration = self._found.layer, self._calibration
         ahead, back = self._scaled(layer)
+        each = self._layout.degree("pp") / (self._layout.microbatches * self._layers)
         wires = self._sent(self._work.layers[0].sent if self._work.layers else [])
-        ahead["tp"] = back["tp"] = wires / 2
+        ahead["tp"] = back["tp"] = (wires if self._near else self._closed.parts["tp"] * each) / 2
         if self._layout.degree("cp") > 1:
             crossed = self._cp_s() / self._layers
             ahead["cp"], back["cp"] = crossed / 3, 2 * crossed / 3
@@ -103,8 +106,9 @@ class Measured:
             last = layer.last_s * self._share
             back["recompute"] = share * (sum(ahead[name] for name in COMPUTE) - last)
             back["host"] += share * ahead["host"]
-            back["tp"] += share * ahead["tp"]
-            back["cp"] += share * ahead.get("cp", 0.0)
+            if self._near:
+                back["tp"] += share * ahead["tp"]
+                back["cp"] += share * ahead["cp"]
         elif mode == "selective":
             back["recompute"] = share * ahead["elementwise"]
             back["host"] += share * (ahead["host"] + seen)
@@ -122,7 +126,7 @@ class Measured:
 
     def _ends(self) -> tuple[tuple[dict[str, float], dict[str, float]], tuple[dict[str, float], dict[str, float]]]:
         first, last = self._scaled(self._found.first), self._scaled(self._found.last)
-        wires = self._sent(self._work.rest.sent)
+        wires = self._sent(self._work.rest.sent) if self._near else 0.0
         for one in (*first, *last):
             one["tp"] = wires / 4
         last[1]["host"] += self._calibration.host_s("microbatch")
@@ -149,9 +153,9 @@ class Measured:
     def _cp_s(self) -> float:
         """Seconds of a micro-batch's traffic over cp: queries, keys, values and what attention gives, both ways."""
         degree, job = self._layout.degree("cp"), self._question.job
-        closed = self._closed.parts["cp"] / self._layout.microbatches
-        block = job.shape.blocks[0]
-        if self._layout.attention == "gather" or not block.heads or not self._calibration.covers("all_to_all", degree):
+        closed = self._closed.parts["cp"] * self._layout.degree("pp") / self._layout.microbatches
+        block, known = job.shape.blocks[0], self._near and self._calibration.covers("all_to_all", degree)
+        if self._layout.attention == "gather" or not block.heads or not known:
             return closed
         tokens = self._work.rows * self._share * job.sequence  # of a rank: the share has 1/cp in it
         widths = (block.query_width, block.key_width, block.value_width, block.mixed_width)
