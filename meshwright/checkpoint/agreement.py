@@ -58,7 +58,7 @@ class Agreement:
 
     def outcomes(self, work: Callable[[], Any]) -> list[Outcome]:
         """Runs ``work`` on every rank and returns what each came to."""
-        return self.gather(_try(work))
+        return self.gather(attempt(work))
 
     def everywhere(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """Runs ``work`` on every rank.
@@ -101,7 +101,8 @@ def blame(outcomes: list[Outcome]) -> str:
     return "; ".join(shown) + (f"; and {more} more ranks" if more else "")
 
 
-def _try(work: Callable[[], Any]) -> Outcome:
+def attempt(work: Callable[[], Any]) -> Outcome:
+    """Runs ``work`` and returns what it came to; never raises."""
     try:
         return Outcome(work(), None)
     except Exception as error:

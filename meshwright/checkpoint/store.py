@@ -85,7 +85,7 @@ class CheckpointStore:
         self,
         root: Path,
         config: CheckpointConfig | None = None,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | Agreement | None = None,
         stamp: Callable[[str], None] = lambda phase: None,
         fence: Callable[[], None] | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class CheckpointStore:
         Args:
             root: folder of the checkpoints, seen by all ranks.
             config: how many to keep, backend, verification.
-            group: gloo group of the ranks (`agreement.build_group`); None for a process alone.
+            group: gloo group of the ranks (`agreement.build_group`), or how they agree; None for a process alone.
             stamp: told of each phase of a save as it begins on this rank: ``open``, ``write``, ``written``,
                 ``manifest``, ``rename``, ``renamed``, ``collect``, ``saved``; it must not raise.
             fence: raises when others have taken over the run; asked right before a checkpoint gets its name.
@@ -107,7 +107,7 @@ class CheckpointStore:
         self._config = config or CheckpointConfig()
         self._folder = Folder(self.root)
         find_backend(self._config.backend)
-        self._ranks = Agreement(group)
+        self._ranks = group if isinstance(group, Agreement) else Agreement(group)
         self._stamp, self._fence = stamp, fence or (lambda: None)
         self._step: int | None = None
         self._refused: set[Path] = set()
@@ -173,7 +173,7 @@ class CheckpointStore:
         return self._save(step, self._config.backend, write, lambda: fit.tabulate(tensors), meta, origin or Origin())
 
     def save_state(self, step: int, state: State, meta: Mapping[str, Any], origin: Origin) -> Saved:
-        """Writes a checkpoint of what ranks left in memory; by a process alone. See `save`."""
+        """Writes a checkpoint of what ranks left in memory, or this process's share of one. See `save`."""
 
         def write(folder: Path) -> dict[str, FileRecord]:
             return {name: record for one in state.snapshots for name, record in copy_image(folder, one).items()}

@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.errors import LaunchError
@@ -68,6 +69,15 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     return ""
+
+
+def link_bytes_s(address: str) -> float | None:
+    """Returns the bytes a second of the interface that has an address, as it states them; None where it doesn't."""
+    try:
+        speed = int(Path(f"/sys/class/net/{interface_of(address)}/speed").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return speed * 1e6 / 8 if speed > 0 else None
 
 
 def listen_at(address: str, port: int = 0, backlog: int = 128) -> socket.socket:

@@ -21,7 +21,7 @@ from meshwright.errors import RankError
 PROGRESS = "progress.bin"
 PHASES = (
     "start", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "checkpoint", "sample", "export", "done",
-    "snapshot", "record",
+    "snapshot", "record", "restore",
 )  # fmt: skip
 """Phases by code; new ones go to the end."""
 

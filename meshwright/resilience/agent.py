@@ -6,6 +6,7 @@ by a file (`claims`); all else is said over TCP (`wire`).
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -24,8 +25,9 @@ from meshwright.monitor.display import event_line
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.plan import Plan
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
-from meshwright.resilience.leader import Deposed, Leader, Means
+from meshwright.resilience.leader import Leader
 from meshwright.resilience.local import LocalNode, Orders
+from meshwright.resilience.means import Deposed, Means, Outnumbered
 from meshwright.resilience.ranks import Ranks
 from meshwright.resilience.wire import SILENCE_S, Hub, Line, Message
 from meshwright.train.facts import Facts
@@ -33,6 +35,10 @@ from meshwright.train.session import Job
 
 _STAGGER_S = 0.3
 """Between the attempts of one node and the next to lead, so that the lowest does."""
+_YIELD_S = 60.0
+"""A node that gave way to others leaves it at that for so long: they had their chance."""
+_WAY_S = 3.0
+"""How long it leaves the lead to them before it may take it again."""
 _BUSY_S = 60.0
 _REACH_S = 60.0
 
@@ -99,6 +105,7 @@ class Agent:
         )
         self._order: Message | None = None
         self._lost_at: float | None = None
+        self._yielded_at = -math.inf
         self._looking = time.monotonic()
         self._old = -1
         self.leads = False
@@ -145,6 +152,7 @@ class Agent:
         end = time.monotonic() + max(_REACH_S, self._job.config.launch.group_s)
         refused_at: float | None = None
         while True:
+            self._claims.be_present(self._seat.node)
             newest = self._claims.newest()
             age_s = self._claims.age_s()
             ended = self._claims.ending(self._began)
@@ -182,6 +190,8 @@ class Agent:
         if self._order is not None:
             members = [node for node in self._order["members"] if node != newest.node]
             turn = (members.index(self._seat.node) if self._seat.node in members else len(members)) * _STAGGER_S
+        if newest.session == self._session:
+            turn += _WAY_S
         if expired:
             return now - self._looking >= turn
         return refused_at is not None and now - refused_at >= turn
@@ -191,15 +201,18 @@ class Agent:
         if self._order is not None:
             newest = [node for node in self._order["members"] if node != self._old]
             expected, limit_s = set(newest), SILENCE_S + 1.0
-        leader = Leader(self._means, claim, self._order, self._lost_at)
+        yields = time.monotonic() - self._yielded_at > _YIELD_S
+        leader = Leader(self._means, claim, self._order, self._lost_at, yields)
         self._event("leading", node=self._seat.node, generation=claim.generation)
         if self._order is not None:
             self._event("node_lost", node=self._old, why="it led", generation=claim.generation - 1)
         self.leads = True
         try:
             result = leader.lead(expected, limit_s)
-        except Deposed:
+        except Deposed as error:
             self.leads, self._order, self._old = False, leader.order, -1
+            if isinstance(error, Outnumbered):
+                self._yielded_at = time.monotonic()
             self._event("deposed", node=self._seat.node, generation=leader.generation)
             self._hub.drop_all()
             return None
@@ -265,6 +278,7 @@ class Agent:
             Lost: when it is lost, or another leads.
         """
         heard, _ = self._hub.pump(seconds)
+        self._claims.be_present(self._seat.node)
         self._claims.age_s()
         newest = self._claims.newest()
         if newest is not None and newest.session != claim.session:

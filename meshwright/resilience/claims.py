@@ -13,7 +13,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ FOLDER = "generations"
 LEASE_S = 4.0
 """A leader that hasn't renewed its file for so long is taken for dead."""
 RENEW_S = 1.0
+PRESENCE_S = 2.5
+"""A node that is alive renews its own file within so long."""
 FRESH_S = 2.0
 """One that has renewed it within so long is taken for alive."""
 
@@ -54,7 +56,7 @@ class Claims:
         self._read: Claim | None = None
         self._seen: tuple[int, int] = (-1, 0)
         self._seen_at = time.monotonic()
-        self._renewed = self._looked = 0.0
+        self._renewed = self._looked = self._present = 0.0
 
     def newest(self) -> Claim | None:
         """Returns the claim of the newest generation; None before the first."""
@@ -90,11 +92,11 @@ class Claims:
     def age_s(self) -> float:
         """Returns the seconds for which the newest generation's leader was not seen to renew its file.
 
-        Infinite when there is no leader, or the run has ended. Counted from the first look: clocks of other machines
-        don't matter.
+        Infinite when there is no leader, it gave way, or the run has ended. Counted from the first look: clocks of
+        other machines don't matter.
         """
         now = time.monotonic()
-        if self._newest < 0 or self._path(self._newest, ".ended").exists():
+        if self._newest < 0 or any(self._path(self._newest, end).exists() for end in (".ended", ".yielded")):
             return math.inf
         if self._seen[0] != self._newest or now - self._looked >= RENEW_S / 2:
             self._looked = now
@@ -104,6 +106,27 @@ class Claims:
             if seen != self._seen:
                 self._seen, self._seen_at = seen, now
         return now - self._seen_at
+
+    def be_present(self, node: int) -> None:
+        """Tells that a node's supervisor lives, whomever it can reach; does nothing when that was told a moment ago."""
+        now = time.monotonic()
+        if now - self._present >= RENEW_S:
+            self._present = now
+            with contextlib.suppress(OSError):
+                self._node(node).touch()
+
+    def stamps(self, nodes: Iterable[int]) -> dict[int, int]:
+        """Returns when nodes last told that they live, by the file system's clock; without those that never did."""
+        found = {}
+        for node in nodes:
+            with contextlib.suppress(OSError), self._node(node).open("rb") as file:
+                found[node] = os.fstat(file.fileno()).st_mtime_ns
+        return found
+
+    def give_way(self, generation: int) -> None:
+        """Tells that a generation's leader doesn't lead any more, so that nodes which it can't reach may."""
+        with contextlib.suppress(OSError):
+            self._path(generation, ".yielded").touch()
 
     def end(self, generation: int, result: Mapping[str, Any] | None) -> None:
         """Tells that the run has ended, so that nobody waits for its leader, and how; None for an error."""
@@ -142,6 +165,9 @@ class Claims:
                 raise CheckpointError(f"generation {generation} of the run was given up: {path} stands")
 
         return check
+
+    def _node(self, node: int) -> Path:
+        return self._folder / f"node-{node}"
 
     def _path(self, generation: int, more: str = "") -> Path:
         return self._folder / f"{generation:06d}{more}"

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshwright.checkpoint.remote import receive, serve
-from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header
+from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header, peek
 from meshwright.launch.signals import die_with_parent
+from meshwright.train.faults import Faults
 from meshwright.train.memory import Copied
 
 _PARCEL = struct.Struct("<qq")
@@ -43,6 +44,13 @@ class Helper:
             finally:
                 os._exit(0)
 
+    @property
+    def died(self) -> bool:
+        """Whether it has ended by itself, which it never should."""
+        if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
+            self.pid = 0
+        return not self.pid
+
     def close(self) -> None:
         """Ends it; a second call does nothing."""
         if self.pid:
@@ -63,6 +71,7 @@ def start_courier(
     own: Mapping[int, Sequence[Segment]],
     others: Mapping[int, Sequence[Segment]],
     copied: Copied,
+    faults: Callable[[], Faults] | None = None,
 ) -> Helper:
     """Starts a node's courier.
 
@@ -72,21 +81,25 @@ def start_courier(
         own: rank to the segments it writes, in order of local ranks.
         others: rank of the node before to the segments that its snapshots are put in.
         copied: told of what has arrived at the next node.
+        faults: makes what is to go wrong on purpose.
     """
 
     def work() -> None:
+        planned = faults() if faults is not None else None
         threading.Thread(target=_take_in, args=(listener, others), daemon=True).start()
         while True:
             with contextlib.suppress(OSError), socket.create_connection(to, 2.0) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.settimeout(None)
-                _carry(connection, own, copied)
+                _carry(connection, own, copied, planned)
             time.sleep(_AGAIN_S)
 
     return Helper(work)
 
 
-def _carry(connection: socket.socket, own: Mapping[int, Sequence[Segment]], copied: Copied) -> None:
+def _carry(
+    connection: socket.socket, own: Mapping[int, Sequence[Segment]], copied: Copied, faults: Faults | None
+) -> None:
     """Sends every snapshot that is newer than the last one sent of its rank, for ever."""
     sent = dict.fromkeys(own, -1)
     maps: dict[int, mmap.mmap] = {}
@@ -94,7 +107,11 @@ def _carry(connection: socket.socket, own: Mapping[int, Sequence[Segment]], copi
         idle = True
         for local, (rank, segments) in enumerate(own.items()):
             newest = _newest(segments, maps)
-            if newest is not None and newest[0] > sent[rank] and _send(connection, rank, newest[1]):
+            if newest is None or newest[0] <= sent[rank]:
+                continue
+            if faults is not None:
+                faults.begin(newest[0])
+            if _send(connection, rank, newest[1], faults):
                 sent[rank], idle = newest[0], False
                 copied.arrived(local, newest[0])
         if idle:
@@ -113,31 +130,32 @@ def _newest(segments: Sequence[Segment], maps: dict[int, mmap.mmap]) -> tuple[in
     return max(found, key=lambda one: one[0], default=None)
 
 
-def _send(connection: socket.socket, rank: int, memory: mmap.mmap) -> bool:
+def _send(connection: socket.socket, rank: int, memory: mmap.mmap, faults: Faults | None = None) -> bool:
     """Sends a snapshot; returns whether it stands at the other end, which it doesn't where it changed meanwhile."""
     before = memory[:HEADER_BYTES]
     view = memoryview(memory)
     connection.sendall(_PARCEL.pack(rank, len(view)))
     for at in range(HEADER_BYTES, len(view), _CHUNK):
         connection.sendall(view[at : at + _CHUNK])
+    if faults is not None:
+        faults.at("send")
     whole = memory[:HEADER_BYTES] == before
     connection.sendall(before if whole else bytes(HEADER_BYTES))
     return bytes(receive(connection, 1)) == b"+" and whole
 
 
 def _take_in(listener: socket.socket, others: Mapping[int, Sequence[Segment]]) -> None:
-    """Puts what comes into segments, in turn, so that a whole snapshot stands at any moment."""
-    turn = dict.fromkeys(others, 0)
+    """Puts what comes into segments, over the oldest, so that a whole snapshot stands at any moment."""
     while True:
         connection, _ = listener.accept()
         with contextlib.suppress(OSError), connection:
-            _store(connection, others, turn)
+            _store(connection, others)
 
 
-def _store(connection: socket.socket, others: Mapping[int, Sequence[Segment]], turn: dict[int, int]) -> None:
+def _store(connection: socket.socket, others: Mapping[int, Sequence[Segment]]) -> None:
     while True:
         rank, size = _PARCEL.unpack(receive(connection, _PARCEL.size))
-        segment = others[rank][turn[rank]]
+        segment = min(others[rank], key=lambda one: (peek(one) or (-1, -1))[1])
         memory = segment.map(size)
         memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
         view, at = memoryview(memory), HEADER_BYTES
@@ -149,5 +167,4 @@ def _store(connection: socket.socket, others: Mapping[int, Sequence[Segment]], t
         head = bytes(receive(connection, HEADER_BYTES))
         if any(head):
             memory[:HEADER_BYTES] = head
-            turn[rank] = (turn[rank] + 1) % len(others[rank])
         connection.sendall(b"+")

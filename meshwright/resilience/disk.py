@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.snapshot import Segment, peek, read_snapshots, whole_states
+from meshwright.checkpoint.snapshot import Segment, State, peek, read_snapshots, whole_states
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
 from meshwright.launch.signals import die_with_parent
@@ -22,6 +23,20 @@ from meshwright.train.faults import WRITER, Fault, Faults
 from meshwright.train.memory import Control
 
 _POLL_S = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one of several nodes does when their writers make a checkpoint together."""
+
+    node: int
+    """Number of the node."""
+    first: bool
+    """Whether it is the one that gives the checkpoint its name, and tells of it."""
+    agree: Callable[[tuple[int, int]], Agreement]
+    """Makes this node's end of how the writers agree on the state of a generation and step."""
+    fence: Callable[[], None]
+    """Raises once others lead the run."""
 
 
 class DiskWriter:
@@ -33,6 +48,7 @@ class DiskWriter:
         origin: what trains the state; the layout is each checkpoint's own.
         event: told of each checkpoint that stands or couldn't be written.
         faults: what is to go wrong on purpose.
+        share: this node's share of the work, where several write together; None for all of it.
     """
 
     def __init__(
@@ -42,7 +58,9 @@ class DiskWriter:
         origin: Origin,
         event: Callable[..., None],
         faults: Sequence[Fault] = (),
+        share: Share | None = None,
     ) -> None:
+        self._share = share
         self._root, self._config, self._origin = root, config, origin
         self._event, self._faults = event, faults
         self._last = (-1, -1)
@@ -88,7 +106,8 @@ class DiskWriter:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             os.nice(5)
-            (state, *_) = whole_states(read_snapshots(segments))
+            held = read_snapshots(segments)
+            state = State(self._step, held) if self._share is not None else whole_states(held)[0]
             origin = replace(self._origin, layout=layout)
             saved = self._store(state.step).save_state(state.step, state, state.meta, origin)
             told = {"path": str(saved.path), "bytes": saved.size_bytes, "seconds": saved.seconds}
@@ -101,9 +120,17 @@ class DiskWriter:
             os._exit(0)
 
     def _store(self, step: int) -> CheckpointStore:
-        faults = Faults(self._root.parent, WRITER, self._last[0], self._faults)
+        share = self._share
+        who = WRITER - share.node if share is not None else WRITER
+        faults = Faults(self._root.parent, who, self._last[0], self._faults)
         faults.begin(step)
-        store = CheckpointStore(self._root, self._config, stamp=lambda phase: faults.at(f"checkpoint.{phase}"))
+        store = CheckpointStore(
+            self._root,
+            self._config,
+            share.agree(self._last) if share is not None else None,
+            stamp=lambda phase: faults.at(f"checkpoint.{phase}"),
+            fence=share.fence if share is not None else None,
+        )
         store.went_on(step)
         return store
 
@@ -123,12 +150,19 @@ class DiskWriter:
             told = json.loads(self._read or '{"error": "its writer was killed"}')
             self._read.clear()
             self.failed = told.get("error")
+            if self._share is not None and not self._share.first:
+                return True
             if self.failed is None:
                 self._event("checkpoint_saved", step=self._step, **told)
             else:
                 self._event("checkpoint_failed", step=self._step, reason=self.failed)
             return True
         return False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return bool(self._pid)
 
     def finish(self, limit_s: float) -> None:
         """Waits until the checkpoint under way is written.

@@ -13,9 +13,9 @@ from meshwright.resilience.idle import IdleWatch
 UNKNOWN_S = 1800.0
 """Limit of a phase that has not been seen to end yet, and of those in `PATIENT`: first steps compile, allocate and open
 connections, a disk takes what it takes, and each such wait has a limit of its own."""
-PATIENT = ("start", "evaluate", "checkpoint", "snapshot", "sample", "export")
+PATIENT = ("start", "restore", "evaluate", "checkpoint", "snapshot", "sample", "export")
 """Phases that may take much longer than they ever did."""
-OUTSIDE = ("start", "record", "evaluate", "checkpoint", "sample", "export", "done")
+OUTSIDE = ("start", "restore", "record", "evaluate", "checkpoint", "sample", "export", "done")
 """Phases in which a rank may wait for what isn't on this host: hooks, file systems, connections. In all others it
 computes, or waits for other ranks or a local disk, and all ranks of a host asleep at once are deadlocked."""
 SUSPECT_S = 0.1

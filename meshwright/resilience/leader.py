@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 
 from meshwright import errors
 from meshwright.checkpoint.manifest import Origin
@@ -13,13 +12,13 @@ from meshwright.data.tokens import TokenSet
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError
 from meshwright.plan import Plan
 from meshwright.resilience.ahead import Ahead
-from meshwright.resilience.claims import Claim, Claims
+from meshwright.resilience.claims import PRESENCE_S, Claim
 from meshwright.resilience.devices import Roster
-from meshwright.resilience.local import LocalNode, Orders
-from meshwright.resilience.orders import choose, compose, shelves
+from meshwright.resilience.local import Orders
+from meshwright.resilience.means import Deposed, Means, Member, Outnumbered
+from meshwright.resilience.orders import choose, compose, copies, shelves
 from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
-from meshwright.resilience.wire import Hub, Line, Message, until
-from meshwright.train.facts import Facts
+from meshwright.resilience.wire import Line, Message, until
 from meshwright.train.memory import RESTORING
 
 _FENCE_S = 20.0
@@ -27,35 +26,6 @@ _BUSY_S = 60.0
 _RETURN_S = 10.0
 """How long nodes that are missed are waited for, when without them no state in memory is whole."""
 _DAMAGED = "is damaged"
-
-
-class Deposed(Orders):
-    """Another node leads now."""
-
-
-@dataclasses.dataclass
-class Member:
-    """A node that is there."""
-
-    line: Line | None
-    """The connection to it; None for the leader's own."""
-    report: Message
-    """What it told last (`LocalNode.report`)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Means:
-    """What a leader works with."""
-
-    local: LocalNode
-    hub: Hub
-    claims: Claims
-    plans: Callable[[int], tuple[Plan, Facts]]
-    """Gives a plan for a number of ranks; refuses numbers that have no layout."""
-    announce: Callable[[Plan], None]
-    """Told of each later plan before its ranks start."""
-    event: Callable[..., None]
-    """Takes kind and data of what happened."""
 
 
 class Leader:
@@ -66,9 +36,13 @@ class Leader:
         claim: of its first generation.
         order: the last order that this node was given by another leader, if any.
         lost_at: time.monotonic() at which that leader was lost.
+        yields: whether it gives way to more nodes than it can reach.
     """
 
-    def __init__(self, means: Means, claim: Claim, order: Message | None, lost_at: float | None) -> None:
+    def __init__(
+        self, means: Means, claim: Claim, order: Message | None, lost_at: float | None, yields: bool = True
+    ) -> None:
+        self._yields = yields
         self._means, self._claim, self._lost_at = means, claim, lost_at
         self._local, self._hub, self._claims = means.local, means.hub, means.claims
         job = self._local.job
@@ -113,6 +87,7 @@ class Leader:
             if not came and self._first and self._claim.generation == 0:
                 raise LaunchError(f"nodes {missing} didn't come within launch.group_s = {limit_s:g} s; start them too")
             while True:
+                self._give_way()
                 result = self._one_generation(self._next_order())
                 if result is not None:
                     return result
@@ -122,6 +97,27 @@ class Leader:
                 self._claim = claim
         finally:
             self._ahead.close()
+
+    def _give_way(self) -> None:
+        """Leaves the run to others where the network has parted, and most of its nodes are on the other side.
+
+        Raises:
+            Outnumbered: when they are.
+        """
+        known = set(self.order["members"] if self.order is not None else ()) | self._losses.keys()
+        before = self._claims.stamps(known - self._members.keys())
+        if not self._yields or len(before) <= len(self._members):
+            return
+
+        def most_live() -> bool:
+            now = self._claims.stamps(before.keys() - self._members.keys())
+            return sum(at != before[node] for node, at in now.items()) > len(self._members)
+
+        if until(most_live, PRESENCE_S, self._pump):
+            there = sorted(self._members)
+            self._means.event("gave_way", node=self._local.node, reached=there, generation=self.generation)
+            self._claims.give_way(self.generation)
+            raise Outnumbered("more nodes are on the other side of the network")
 
     def _pump(self, seconds: float) -> None:
         """Takes in what other nodes say, and that they are lost."""
@@ -137,6 +133,7 @@ class Leader:
                     del self._members[node]
                     self._node_lost(node, "its connection ended" if not line.silent else "it was silent")
         self._claims.renew(self.generation)
+        self._claims.be_present(self._local.node)
 
     def _idle(self, seconds: float) -> None:
         """Pumps while nothing runs, which the user may end."""
@@ -195,6 +192,9 @@ class Leader:
             state, peak = self._choose()
             told = {"generation": self.generation, "plan": plan.to_json(), "since": since, "state": state, "peak": peak}
             order = compose(self._reports(), places[:ranks]) | told | {"sick": self._sick_step, "floor": self._floor}
+            order |= copies(plan, order["nodes"], self._reports(), self._config.snapshot_every)
+            if not order["every"] and self._config.snapshot_every != 0:
+                self._means.event("snapshots_off", nodes=sorted(map(int, order["nodes"])), from_disk_only=True)
             if not self._first:
                 self._means.event(
                     "planned", seconds=time.monotonic() - began, layout=str(plan.layout), ranks=ranks, ahead=cached,

@@ -6,25 +6,30 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 
+from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.remote import Shelf, remote
 from meshwright.checkpoint.snapshot import Segment, Snapshot, State, read_snapshots
-from meshwright.errors import MeshwrightError
+from meshwright.checkpoint.star import StarAgreement
+from meshwright.data.tokens import TokenSet
+from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.launch.contract import Place
 from meshwright.launch.devices import Devices
-from meshwright.launch.rendezvous import interface_of, listen_at, open_store_socket
+from meshwright.launch.rendezvous import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.monitor.progress import RankProgress
 from meshwright.plan import Plan
 from meshwright.resilience.courier import Helper, start_courier, start_shelf
+from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.hang import HangError
 from meshwright.resilience.ranks import Ranks
+from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes
 from meshwright.resilience.wire import Message
+from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.memory import Copied
 from meshwright.train.session import Job, run_rank
 
-_COPIES = 3
-"""Snapshots of each rank that its node holds, so that one which every node has outlives the next (`Memory.copied`)."""
-_PEER_COPIES = 2
+_POLL_S = 0.01
 Fence = Callable[[], None]
 
 
@@ -66,20 +71,28 @@ class LocalNode:
         """The ranks that run."""
         self._listeners: dict[str, socket.socket] = {}
         self._shelf: Helper | None = None
+        self._courier: Helper | None = None
+        self._disk: DiskWriter | None = None
+        self._send: Callable[[], Helper]
+        self._faults = parse_faults(job.config.recovery.faults)
         self.last: Message = {"generation": -1, "outcome": "", "result": None, "failure": None}
         """How the last generation ended here."""
 
     def report(self) -> Message:
         """Makes ready for another generation, and returns what the leader needs to know for it."""
         if self._shelf is None:
-            for name in ("store", "shelf", "courier"):
+            for name in ("store", "shelf", "courier", "disk"):
                 if name not in self._listeners:
                     self._listeners[name] = listen_at(self.address)
             self._shelf = start_shelf(self._listeners["shelf"], [one for one, _ in self.held])
         ports = {name: listener.getsockname()[1] for name, listener in self._listeners.items()}
         held = [[one.generation, one.step, one.rank, one.ranks, own] for one, own in self.held]
         newest = max((one for one, _ in self.held), key=lambda one: (one.step, one.generation), default=None)
-        more = {"peak": newest.meta.get("peak_flops") if newest is not None else None}
+        more = {
+            "peak": newest.meta.get("peak_flops") if newest is not None else None,
+            "available": available_bytes(),
+            "link": link_bytes_s(self.address),
+        }
         return {"node": self.node, "slots": self.slots, "host": self.address, "ports": ports, "held": held} | more | (
             self.last
         )
@@ -115,22 +128,28 @@ class LocalNode:
         state = self.state(order)
         place = self._place(order)
         mine = order["nodes"][str(self.node)]
-        ranks = Ranks(job, self.devices.only(mine["slots"]), generation, self.interrupts, place, self._copies(order))
-        copied = Copied(len(mine["slots"])) if place.nodes > 1 else None
-        others = {rank: tuple(Segment() for _ in range(_PEER_COPIES)) for rank in self._before(order)}
-        courier: Helper | None = None
+        devices, copies = self.devices.only(mine["slots"]), self._copies(order)
+        ranks = Ranks(job, devices, generation, self.interrupts, place, copies, order["every"], order["disk"])
+        self._disk = self._writer(order, job, fence) if ranks.disk else None
+        copied = Copied(len(mine["slots"])) if place.nodes > 1 and order["every"] else None
+        others = {rank: tuple(Segment() for _ in range(COPIES)) for rank in self._before(order)}
         error: MeshwrightError | None = None
         self.ranks = ranks
         try:
             if copied is not None:
                 own = {place.first + at: segments for at, segments in enumerate(ranks.segments)}
                 to = order["nodes"][str(self._neighbour(order, 1))]
-                courier = start_courier(self._listeners["courier"], (to["host"], to["courier"]), own, others, copied)
+                faults = partial(Faults, job.run_dir, COURIER - self.node, generation, self._faults)
+                self._send = partial(
+                    start_courier, self._listeners["courier"], (to["host"], to["courier"]), own, others, copied, faults
+                )
+                self._courier = self._send()
             lost_at = None if order["since"] is None else time.monotonic() - order["since"]
             memory = ranks.memory(state, lost_at, order["peak"], order["sick"])
             memory = dataclasses.replace(memory, copied=copied, fence=fence)
             ranks.launcher.start(run_rank, dataclasses.replace(job, memory=memory))
             result = ranks.launcher.wait(watch=lambda: watch(ranks), wake=wake)[0]
+            self._written(ranks, watch)
             self.last |= {"outcome": "finished", "result": result}
         except Orders:
             raise
@@ -141,8 +160,10 @@ class LocalNode:
             self.terminated |= ranks.launcher.terminated
             ranks.launcher.cancel()
             ranks.hang.refresh()
-            if courier is not None:
-                courier.close()
+            for helper in (self._courier, self._disk):
+                if helper is not None:
+                    helper.close()
+            self._courier = self._disk = None
             if error is not None:
                 self.last |= {"outcome": "failed", "failure": _failure(error, ranks)}
             self.last["reached"] = max((one.step for one in ranks.hang.last.values()), default=0)
@@ -150,19 +171,61 @@ class LocalNode:
             self._let_go(ranks, others, copied)
 
     def look(self, ranks: Ranks) -> list[RankProgress]:
-        """Looks at where the ranks stand, and returns it; tells of those that are slow.
+        """Looks at where the ranks stand, and returns it; tells of those that are slow, and sees to the courier.
 
         Raises:
             HangError: when they hang.
         """
         found = ranks.hang.look()
+        if self._courier is not None and self._courier.died:
+            self._event("courier_lost", node=self.node)
+            self._courier = self._send()
+        if self._disk is not None:
+            self._disk.look(ranks.disk, ranks.layout, ranks.control)
         for slow in ranks.slow.look(found):
             place = ranks.layout.place(slow.rank)
             self._event("slow_rank", slow=slow.rank, place=place, share=slow.share, others=slow.others)
         return found
 
+    def _writer(self, order: Message, job: Job, fence: Fence) -> DiskWriter:
+        """Returns what writes this node's share of checkpoints; the writers of all nodes agree at the first one's."""
+        ring = sorted(int(node) for node in order["nodes"])
+        at, head = ring.index(self.node), order["nodes"][str(ring[0])]
+        agree = partial(
+            StarAgreement,
+            at,
+            len(ring),
+            address=(head["host"], head["disk"]),
+            listener=self._listeners["disk"] if at == 0 else None,
+            limit_s=job.config.checkpoint.wait_s,
+        )
+        share = Share(node=self.node, first=at == 0, agree=agree, fence=fence)
+        data = TokenSet.open(job.data_dir).fingerprint
+        origin = Origin(model=job.fingerprint, data=data, config=job.config.to_dict())
+        root = job.run_dir / "checkpoints"
+        return DiskWriter(root, job.config.checkpoint, origin, self._event, self._faults, share)
+
+    def _written(self, ranks: Ranks, watch: Callable[[Ranks], None]) -> None:
+        """Waits until all that the ranks left for the disk is written, once they have ended.
+
+        Raises:
+            CheckpointError: when that takes too long, or the last checkpoint couldn't be written.
+        """
+        disk, limit_s = self._disk, self.job.config.checkpoint.wait_s
+        if disk is None:
+            return
+        end = time.monotonic() + 2 * limit_s
+        disk.look(ranks.disk, ranks.layout, ranks.control)
+        while disk.busy:
+            watch(ranks)
+            time.sleep(_POLL_S)
+            if time.monotonic() > end:
+                raise CheckpointError(f"the last checkpoint was not written within checkpoint.wait_s = {limit_s:g} s")
+        if disk.failed is not None:
+            raise CheckpointError(disk.failed)
+
     def _copies(self, order: Message) -> int:
-        return _COPIES if len(order["nodes"]) > 1 else 2
+        return NODE_COPIES if len(order["nodes"]) > 1 else COPIES
 
     def _place(self, order: Message) -> Place:
         """Returns where this node's ranks stand, and gives the launcher the store's socket where rank 0 is here."""
@@ -201,7 +264,7 @@ class LocalNode:
         """Keeps what the generation left beside what it began from, which alone may be whole."""
         began = (order["state"]["step"], order["state"]["generation"]) if order["state"] else None
         kept = [pair for pair in self.held if (pair[0].step, pair[0].generation) == began]
-        own = read_snapshots(one for segments in ranks.segments for one in segments)
+        own = read_snapshots(ranks.all_segments())
         peers = read_snapshots(one for segments in others.values() for one in segments)
         self.held = [*kept, *((one, True) for one in own), *((one, False) for one in peers)]
 

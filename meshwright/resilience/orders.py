@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from meshwright.checkpoint.remote import whole_steps
+from meshwright.plan import Plan
+from meshwright.resilience.ranks import steps_between
+from meshwright.resilience.room import nodes_have_room, state_bytes
 from meshwright.resilience.wire import Message
 
+LINK_BYTES_S = 1.25e9
+"""Of a network that doesn't say how fast it is: 10 Gbit/s."""
 Reports = Mapping[int, Message]
 """What each node told last (`LocalNode.report`)."""
 
@@ -21,7 +26,7 @@ def compose(reports: Reports, places: Sequence[tuple[int, int]]) -> Message:
     nodes: dict[str, Message] = {}
     for rank, (node, slot) in enumerate(places):
         report = reports[node]
-        ports = {"host": report["host"], "courier": report["ports"]["courier"]}
+        ports = {"host": report["host"]} | {name: report["ports"][name] for name in ("courier", "disk")}
         nodes.setdefault(str(node), {"first": rank, "slots": []} | ports)["slots"].append(slot)
     head = reports[places[0][0]]
     return {
@@ -31,6 +36,29 @@ def compose(reports: Reports, places: Sequence[tuple[int, int]]) -> Message:
         "store": [head["host"], head["ports"]["store"]],
         "shelves": shelves(reports),
     }
+
+
+def copies(plan: Plan, nodes: Mapping[str, Message], reports: Reports, wanted: int | None) -> Message:
+    """Returns the part of an order that says which copies there are, the same on all nodes.
+
+    Args:
+        plan: of the run.
+        nodes: of an order.
+        reports: of the nodes that are there.
+        wanted: steps between snapshots as the user says; None for as often as costs 1 % of a step, and as they arrive
+            at the next node.
+
+    Returns:
+        ``every``, the steps between snapshots: 0 where a node has no memory for them; ``disk``, whether all have some
+        for one copy more, from which checkpoints are written beside the training.
+    """
+    ring = sorted(map(int, nodes))
+    ranks = [len(nodes[str(node)]["slots"]) for node in ring]
+    available = [reports[node]["available"] for node in ring]
+    link = min(reports[node]["link"] or LINK_BYTES_S for node in ring)
+    send_s = state_bytes(plan, max(ranks)) / link if len(ring) > 1 else 0.0
+    every = steps_between(plan, wanted, send_s) if nodes_have_room(plan, ranks, available) else 0
+    return {"every": every, "disk": nodes_have_room(plan, ranks, available, disk=1)}
 
 
 def shelves(reports: Reports) -> dict[str, list]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from meshwright.axes.groups import coordinates
@@ -23,7 +24,7 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
 from meshwright.plan import Plan
 from meshwright.resilience.hang import HangError, HangWatch
-from meshwright.resilience.room import room_for, state_bytes
+from meshwright.resilience.room import COPIES, room_for, state_bytes
 from meshwright.resilience.slow import SlowWatch
 from meshwright.train.memory import RESTORING, Control, Memory
 from meshwright.train.session import Job
@@ -38,15 +39,21 @@ HOPELESS = (ConfigError, PlanError, DataError, ClusterError)
 """What another start can't mend."""
 
 
-def steps_between(plan: Plan, wanted: int | None) -> int:
-    """Returns the steps between snapshots: as wanted, or so that they cost about 1 % of the planned time of a step."""
+def steps_between(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
+    """Returns the steps between snapshots: as wanted, or so that they cost about 1 % of the planned time of a step.
+
+    Args:
+        plan: of the run.
+        wanted: as the user says; None for these.
+        send_s: seconds that a snapshot takes on its way to another node, so that it arrives before the next.
+    """
     if wanted is not None:
         return wanted
     step_s = plan.prediction.step_s
     if not step_s:
         return 10
     seconds = state_bytes(plan, 1) / _COPY_BYTES_S
-    return max(1, min(_MOST_STEPS, round(seconds / (_STALL_SHARE * step_s) + 0.5)))
+    return max(1, min(_MOST_STEPS, round(seconds / (_STALL_SHARE * step_s) + 0.5)), math.ceil(send_s / step_s))
 
 
 class Ranks:
@@ -59,6 +66,8 @@ class Ranks:
         interrupts: how often the user asked already that the run end.
         place: where they stand, when there are others on other nodes.
         copies: snapshots of each that are held.
+        every: steps between them, where that was decided for all nodes; 0 for none.
+        disk: whether checkpoints are written beside the training, where that was decided for all nodes.
         fruitless: failures in a row before without a new step between.
     """
 
@@ -69,17 +78,19 @@ class Ranks:
         generation: int,
         interrupts: int,
         place: Place | None = None,
-        copies: int = 2,
+        copies: int = COPIES,
+        every: int | None = None,
+        disk: bool | None = None,
         fruitless: int = 0,
     ) -> None:
         self.layout = layout = job.plan.layout
         count = devices.count
         self.room = room_for(job.plan, count)
         """What of the state fits into this node's memory beside the ranks."""
-        fits = self.room.snapshots or place is not None
-        self._every = steps_between(job.plan, job.config.recovery.snapshot_every) if fits else 0
+        alone = steps_between(job.plan, job.config.recovery.snapshot_every) if self.room.snapshots else 0
+        self._every = alone if every is None else every
         self.segments = tuple(tuple(Segment() for _ in range(copies)) for _ in range(count))
-        writes = place is None and self.room.disk and job.config.checkpoint.backend == IMAGE
+        writes = (self.room.disk if disk is None else disk) and job.config.checkpoint.backend == IMAGE
         self.disk = tuple(Segment() for _ in range(count)) if writes else ()
         self.control = Control()
         self.launcher = ForkLauncher(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ SHARE = 0.5
 """Share of the memory that is available now which copies may take."""
 COPIES = 2
 """Snapshots of each rank that are held, so that one is whole at any moment."""
+NODE_COPIES = 3
+"""Over several nodes, where the rank is: one that the next node has too outlives the next (`Memory.copied`)."""
 
 
 class Room(NamedTuple):
@@ -40,6 +43,23 @@ def available_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0) -> bool:
+    """Says whether snapshots fit where each node of a ring holds its own ranks' and copies of the one before.
+
+    Args:
+        plan: of the run.
+        ranks: of each node, in the order of the ring.
+        available: bytes that each node can give.
+        disk: copies more of its own ranks, from which checkpoints are written.
+    """
+    alone = len(ranks) == 1
+    return all(
+        state_bytes(plan, disk * own + (COPIES * own if alone else NODE_COPIES * own + COPIES * ranks[at - 1]))
+        <= SHARE * room
+        for at, (own, room) in enumerate(zip(ranks, available))
+    )
 
 
 def room_for(plan: Plan, ranks: int, available: int | None = None) -> Room:

@@ -34,7 +34,9 @@ KINDS = {
 }
 """What can be done to a rank."""
 WRITER = -1
-"""The rank that a fault names to hit the process that writes checkpoints."""
+"""The rank that a fault names to hit the process that writes checkpoints on node 0; one less a node."""
+COURIER = -101
+"""The rank that a fault names to hit the process that sends node 0's snapshots to another node; one less a node."""
 _FOR_EVER_S = 10**7
 _TICK_NS = 10**9
 
@@ -46,12 +48,13 @@ class Fault:
     kind: str
     """One of `KINDS`."""
     rank: int
-    """To which rank; -1 is the process that writes checkpoints."""
+    """To which rank; -1 - N is the process that writes checkpoints on node N, -101 - N the one that sends snapshots."""
     step: int = 0
     """In which step, counted from 1; 0 while the rank starts."""
     phase: str = ""
     """At the beginning of which phase of the step (`monitor.progress.PHASES`), ``collective`` for its first wait for
-    others, ``checkpoint.write``, ``.manifest``, ``.rename`` and so on for those of a save; empty for its beginning."""
+    others, ``checkpoint.write``, ``.manifest``, ``.rename`` and so on for those of a save, ``send`` within the sending
+    of a snapshot to another node; empty for its beginning."""
     generation: int = -1
     """In which generation of ranks; -1 in any."""
     seconds: float = 1.0

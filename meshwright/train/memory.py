@@ -207,6 +207,11 @@ class RankMemory:
         adopt_values(state.meta, optimizer, scaler)
         return state.meta
 
+    @property
+    def copies(self) -> bool:
+        """Whether the state is copied along the way."""
+        return self._memory.every > 0
+
     def due(self, step: int) -> bool:
         """Returns whether a snapshot is to be taken after this step; over several nodes always after the first.
 
@@ -263,7 +268,9 @@ class RankMemory:
             place = self._memory.disk[self._local : self._local + 1]
             self._disk = Aimed(lambda tensors: self._planned(tensors)(place))
         self._disk.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | more)
-        self._asked = self.taken = step
+        self._asked = step
+        if self._memory.copied is None:
+            self.taken = step  # it counts as a snapshot, but isn't sent to another node
         return time.perf_counter() - began
 
     def _planned(self, tensors: Mapping[str, Any]) -> Callable[[Sequence[Segment]], SnapshotWriter]:

@@ -31,8 +31,8 @@ from meshwright.train.step import Outcome, Stepper
 
 SICK_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
-AFTERWARDS = ("record", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
-"""Phases that follow a step, and are said to be of it."""
+AFTERWARDS = ("restore", "record", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
+"""Phases that follow a step, and are said to be of it; of none while it isn't known yet."""
 METERED_STEPS = 2
 """First steps in which the state's bytes are read off; later ones hold the same."""
 
@@ -112,6 +112,7 @@ class Trainer:
             The steps done.
         """
         parts, began = self._parts, time.monotonic()
+        self._phase("restore", 0)
         if parts.memory is not None and parts.memory.state is not None:
             values = parts.memory.restore(parts.program, parts.optimizer, parts.stepper.scaler)
             assert values is not None
@@ -198,9 +199,11 @@ class Trainer:
         return result
 
     def _copy(self) -> None:
-        """Copies the state to memory that outlives this rank."""
+        """Copies the state to memory that outlives this rank; where there is none for it, to the disk."""
         parts = self._parts
         assert parts.memory is not None
+        if not parts.memory.copies:
+            return self.save() if self._saved_at < self.step else None
         self._phase("snapshot", 0)
         parts.memory.take(
             self.step, parts.program, parts.optimizer, parts.stepper.scaler, self.tokens, **self._more()

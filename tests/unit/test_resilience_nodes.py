@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from meshwright.checkpoint.parts import digest, parts_of
+from meshwright.checkpoint.manifest import Origin
+from meshwright.checkpoint.parts import Part, digest, parts_of
 from meshwright.checkpoint.remote import RemoteSnapshot, Shelf, whole_steps
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
+from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError, LaunchError
 from meshwright.launch.rendezvous import address_to, interface_of, listen_at
+from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import claims as claims_module
 from meshwright.resilience import wire as wire_module
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.resilience.courier import start_courier, start_shelf
-from meshwright.resilience.orders import choose, compose
+from meshwright.resilience.orders import choose, compose, copies
 from meshwright.resilience.ranks import Patience
 from meshwright.resilience.wire import SILENCE_S, Hub, until
 from meshwright.train.memory import Copied
@@ -135,7 +139,7 @@ def test_addresses_of_this_machine() -> None:
 
 
 def report(node: int, held: list, slots: int = 2) -> dict:
-    ports = {"store": 10 + node, "shelf": 20 + node, "courier": 30 + node}
+    ports = {"store": 10 + node, "shelf": 20 + node, "courier": 30 + node, "disk": 40 + node}
     return {"node": node, "host": f"h{node}", "slots": list(range(slots)), "ports": ports, "held": held, "peak": None}
 
 
@@ -154,7 +158,44 @@ def test_the_newest_state_that_is_whole_anywhere_is_chosen() -> None:
     assert choose(reports, set(), -1, floor=0)[0] is None, "the run turned back from it"
     order = compose(reports, [(0, 0), (0, 1), (2, 1)])
     assert order["world"] == 3 and order["store"] == ["h0", 10]
-    assert order["nodes"]["2"] == {"first": 2, "slots": [1], "host": "h2", "courier": 32}
+    assert order["nodes"]["2"] == {"first": 2, "slots": [1], "host": "h2", "courier": 32, "disk": 42}
+
+
+def test_snapshots_over_nodes_need_room_on_each_and_time_on_the_way() -> None:
+    prediction = Prediction(memory={"parameters": 10**9, "optimizer": 2 * 10**9}, step_s=0.1)
+    plan = Plan(layout=Layout.parse("shard=3,zero=3"), prediction=prediction, ranks=3, reason="")
+    reports = {node: report(node, [], slots=2 - node) for node in (0, 1)}
+    nodes = compose(reports, [(0, 0), (0, 1), (1, 0)])["nodes"]
+    # Node 0 holds 3 of each of its own two and 2 of the other's: 8 times 3 GB, of half of what it has; node 1 holds 7.
+    reports[0] |= {"available": 2 * 24 * 10**9, "link": None}
+    reports[1] |= {"available": 2 * 21 * 10**9, "link": None}
+    assert copies(plan, nodes, reports, 4) == {"every": 4, "disk": False}
+    assert copies(plan, nodes, reports, None)["every"] > 15 and copies(plan, nodes, reports, 0)["every"] == 0
+    reports[1]["link"] = 1e7
+    assert copies(plan, nodes, reports, None)["every"] == 6000, "node 0 sends 2 times 3 GB, 600 s, in steps of 0.1 s"
+    reports[1]["available"] -= 2
+    assert copies(plan, nodes, reports, 4)["every"] == 0
+    alone = compose(reports, [(1, 0)])["nodes"]
+    assert copies(plan, alone, reports, 4) == {"every": 4, "disk": True}, "its own rank's alone"
+
+
+def test_most_nodes_are_those_that_live_and_are_not_reached(tmp_path: Path) -> None:
+    """Of three, the leader sees one of two others that live no more, and both of them when it is cut off."""
+    leaders, others = Claims(tmp_path), [Claims(tmp_path) for _ in (1, 2)]
+    assert leaders.take(claim(0, 0)) and leaders.stamps([1, 2]) == {}
+    for node, one in enumerate(others, 1):
+        one.be_present(node)
+    first = leaders.stamps([1, 2])
+    assert sorted(first) == [1, 2]
+    others[0]._present = 0.0
+    time.sleep(0.02)
+    others[0].be_present(1)
+    now = leaders.stamps([1, 2])
+    assert now[1] > first[1] and now[2] == first[2]
+    others[1].newest()
+    assert others[1].age_s() < float("inf")
+    leaders.give_way(0)
+    assert others[1].age_s() == float("inf"), "anybody may lead"
 
 
 def test_a_failure_that_returns_ends_the_run() -> None:
@@ -166,6 +207,48 @@ def test_a_failure_that_returns_ends_the_run() -> None:
     patience = Patience(attempts=3)
     assert not patience.ends(error, 5, raised=5) and not patience.ends(error, 7, raised=6), "another step than before"
     assert patience.ends(error, 8, raised=6), "the same, however far others had come this time"
+
+
+def test_writers_of_several_nodes_make_one_checkpoint_or_none(tmp_path: Path) -> None:
+    """Each writes what its ranks left; one that fails, or never comes, fails it for all, and nothing gets a name."""
+    listener = listen_at("127.0.0.1")
+    address = listener.getsockname()
+
+    def write(node: int, step: int, limit_s: float = 20.0) -> str:
+        agreement = StarAgreement(node, 2, (0, step), address, listener if node == 0 else None, limit_s)
+        store = CheckpointStore(tmp_path / "checkpoints", group=agreement)
+        tensors = {f"weights/{node}": torch.full((3,), float(step)), "weights/both": torch.ones(2)}
+        held = [part for part, _ in parts_of(tensors)]
+        kept = [(at, part) for at, part in enumerate(held) if node == 0 or "both" not in part.name]
+        segment, whole = Segment(), [Part(f"weights/{one}", (3,), "float32", ((0, 3),)) for one in (0, 1)]
+        fingerprint = digest([*whole, *held])
+        writer = SnapshotWriter(
+            [segment], rank=node, generation=0, tensors=fingerprint, ranks=2, held=held, kept=kept
+        )
+        writer.take(step, tensors, {"tokens": step})
+        writer.wait()
+        (snapshot,) = read_snapshots([segment])
+        segment.close()
+        try:
+            store.save_state(step, State(step, [snapshot]), snapshot.meta, Origin())
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            agreement.close()
+        return ""
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(write, (1, 0), (1, 1))) == ["", ""]
+        found = CheckpointStore(tmp_path / "checkpoints").find()
+        assert found is not None and found.step == 1 and len(found.manifest.files) == 2
+        stale = pool.submit(write, 1, 2)  # for a step that the other one never writes
+        time.sleep(0.1)
+        assert list(pool.map(write, (0, 1), (3, 3))) == ["", ""]
+        assert "lost contact with the writer of another node" in stale.result()
+        (told,) = pool.map(write, (0,), (4,), (0.2,))
+        assert "lost contact" in told
+    assert [entry.step for entry in CheckpointStore(tmp_path / "checkpoints").entries()] == [1, 3]
+    listener.close()
 
 
 def test_snapshots_travel_to_the_next_node_and_back() -> None:

@@ -139,6 +139,7 @@ def test_snapshots_are_as_frequent_as_a_hundredth_of_a_step_allows() -> None:
     assert steps_between(plan(0.001, 10**12), None) == 100
     assert steps_between(plan(None, 1), None) == 10
     assert steps_between(plan(1.0, 10**12), 3) == 3
+    assert steps_between(plan(0.5, 1000), None, send_s=2.1) == 5, "the next one waits until it has arrived"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""What a leader works with and whom it counts on, and why it may have to stop leading."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from meshwright.plan import Plan
+from meshwright.resilience.claims import Claims
+from meshwright.resilience.local import LocalNode, Orders
+from meshwright.resilience.wire import Hub, Line, Message
+from meshwright.train.facts import Facts
+
+
+class Deposed(Orders):
+    """Another node leads now."""
+
+
+class Outnumbered(Deposed):
+    """Others are to lead: more nodes live that this one can't reach than that it can."""
+
+
+@dataclasses.dataclass
+class Member:
+    """A node that is there."""
+
+    line: Line | None
+    """The connection to it; None for the leader's own."""
+    report: Message
+    """What it told last (`LocalNode.report`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Means:
+    """What a leader works with."""
+
+    local: LocalNode
+    hub: Hub
+    claims: Claims
+    plans: Callable[[int], tuple[Plan, Facts]]
+    """Gives a plan for a number of ranks; refuses numbers that have no layout."""
+    announce: Callable[[Plan], None]
+    """Told of each later plan before its ranks start."""
+    event: Callable[..., None]
+    """Takes kind and data of what happened."""
