@@ -25,10 +25,11 @@ PHASES = (
 )  # fmt: skip
 """Phases by code; new ones go to the end."""
 
-# Version, pid, generation, micro-batch, step, time, phase, waits for, version: 128 bytes. Each rank has two such slots
-# and writes them in turn, so that a rank killed within a stamp leaves the one before. Packing stores the first version
-# first and the last one last; a reader takes the last, then the slot, then the first, and trusts it when they agree.
-_SLOT = struct.Struct("<IiiiqdB91sI")
+# Version, pid, generation, micro-batch, step, time, phase, number, waits for, version: 128 bytes. Each rank has two of
+# these slots and writes them in turn, so that a rank killed within a stamp leaves the one before. Packing stores the
+# first version first and the last one last; a reader takes the last, then the slot, then the first, and trusts it when
+# they agree.
+_SLOT = struct.Struct("<IiiiqdBi87sI")
 _VERSION = struct.Struct("<I")
 _RANK_BYTES = 2 * _SLOT.size
 _CODES = {name: code for code, name in enumerate(PHASES)}
@@ -55,6 +56,13 @@ class RankProgress:
     """What the rank waits for, as ``all_reduce over replicate``; empty when it computes."""
     since: float
     """time.monotonic() of the stamp."""
+    number: int = 0
+    """Which collective of the step it waits for, or waited for last, counted from 1; 0 before the first."""
+
+    @property
+    def collective(self) -> str:
+        """What it waits for, and which of the step's collectives that is."""
+        return f"{self.waits_for} ({ordinal(self.number)} of the step)" if self.number else self.waits_for
 
     def age_s(self, now: float | None = None) -> float:
         """Returns the seconds since the stamp."""
@@ -93,7 +101,7 @@ class ProgressWriter:
                 os.close(fd)
         self.stamp("start")
 
-    def stamp(self, phase: str, step: int = 0, micro: int = 0, waits_for: str = "") -> None:
+    def stamp(self, phase: str, step: int = 0, micro: int = 0, waits_for: str = "", number: int = 0) -> None:
         """Says where the rank stands now.
 
         Args:
@@ -101,14 +109,15 @@ class ProgressWriter:
             step: step under way, counted from 1.
             micro: micro-batch under way.
             waits_for: operation and axis that the rank is about to wait for, as ``all_reduce over replicate``.
+            number: which collective of the step that is, or was the last that it waited for.
         """
         words = self._words.get(waits_for)
         if words is None:
-            words = self._words[waits_for] = waits_for.encode()[:91]
+            words = self._words[waits_for] = waits_for.encode()[:87]
         version = self._version = self._version % 0xFFFFFFFF + 1
         _SLOT.pack_into(
             self._map, self._offset + (version & 1) * _SLOT.size, version, self._pid, self._generation, micro, step,
-            time.monotonic(), _CODES[phase], words, version,
+            time.monotonic(), _CODES[phase], number, words, version,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -150,11 +159,11 @@ def _read_rank(view: mmap.mmap, rank: int) -> RankProgress | None:
     for _ in range(_READS):
         slots = [slot for slot in (_read_slot(view, base), _read_slot(view, base + _SLOT.size)) if slot is not None]
         if slots:
-            _, pid, generation, micro, step, since, code, words, _ = max(slots, key=lambda slot: slot[5])
+            _, pid, generation, micro, step, since, code, number, words, _ = max(slots, key=lambda slot: slot[5])
             text = words.rstrip(b"\0").decode("utf-8", "replace")
             return RankProgress(
                 rank=rank, pid=pid, generation=generation, step=step, micro=micro, phase=PHASES[code], waits_for=text,
-                since=since,
+                since=since, number=number,
             )  # fmt: skip
         if not any(view[base : base + _RANK_BYTES]):
             return None
@@ -191,7 +200,7 @@ def waiting_sentences(
     groups: dict[tuple[str, int, str], list[RankProgress]] = {}
     for one in ranks:
         if one.waits_for and one.age_s(now) >= after_s:
-            groups.setdefault((one.phase, one.step, one.waits_for), []).append(one)
+            groups.setdefault((one.phase, one.step, one.collective), []).append(one)
     waiting = {one.rank for group in groups.values() for one in group}
     standing = _standing([one for one in ranks if one.rank not in waiting])
     sentences = []
@@ -223,6 +232,12 @@ def _standing(ranks: Sequence[RankProgress]) -> str:
         f"rank {found[0]} is in {phase}" if len(found) == 1 else f"ranks {spans(found)} are in {phase}"
         for phase, found in phases.items()
     )
+
+
+def ordinal(number: int) -> str:
+    """Returns ``1st``, ``2nd``, ``3rd``, ``4th``, ``11th``."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return f"{number}{ending}"
 
 
 def spans(ranks: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.errors import LaunchError
-from meshwright.monitor.progress import RankProgress, read_progress, waiting_sentences
+from meshwright.monitor.progress import RankProgress, ordinal, read_progress, waiting_sentences
 from meshwright.resilience.idle import IdleWatch
 
 UNKNOWN_S = 1800.0
@@ -140,8 +140,13 @@ class HangWatch:
         place = self._describe(blamed.rank) if self._describe is not None else f"rank {blamed.rank}"
         text = (
             f"{place} made no progress in {blamed.phase} of step {blamed.step} for {blamed.age_s(now):.1f} s"
-            + (f", waiting for {blamed.waits_for}" if blamed.waits_for else "")
+            + (f", waiting for {blamed.collective}" if blamed.waits_for else _since(blamed))
             + (f", {why}" if why else "")
         )
         others = [one for one in found if one is not blamed]
         return HangError("; ".join([text, *waiting_sentences(others, 0.0, self._describe, now, limit=3)]), blamed.rank)
+
+
+def _since(one: RankProgress) -> str:
+    """Says which collective a rank that computes waited for last."""
+    return f", after the {ordinal(one.number)} collective of the step" if one.number else ""

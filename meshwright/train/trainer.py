@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
+from meshwright.train.shortage import peak_bytes
 from meshwright.train.state import load_state, save_state
 from meshwright.train.step import Outcome, Stepper
 
@@ -101,7 +101,7 @@ class Trainer:
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase, waits=self._waits)
-        self._now = ("start", 0)
+        self._now, self._number = ("start", 0), 0
         if parts.program.mesh is not None:
             parts.program.mesh.log.on_wait = self._waits
 
@@ -219,7 +219,7 @@ class Trainer:
 
     def _one_step(self, steps: int) -> tuple[StepRecord, float]:
         parts, config = self._parts, self._parts.config
-        began = time.perf_counter()
+        began, self._number = time.perf_counter(), 0
         if parts.faults is not None:
             parts.faults.begin(self.step + 1)
         self._phase("data", 0)
@@ -263,7 +263,7 @@ class Trainer:
             tokens_per_s=rate,
             step_s=step_s,
             parts=spent | {"other": max(0.0, step_s - sum(spent.values()))},
-            memory={"peak": _peak_bytes()} | self._state_bytes,
+            memory={"peak": peak_bytes()} | self._state_bytes,
             layout=str(parts.layout),
             accuracy=values["accuracy"],
             mfu=used,
@@ -375,7 +375,7 @@ class Trainer:
 
     def held(self) -> dict[str, int]:
         """Returns the bytes that this rank holds: of state by part, as far as they were read, and the peak."""
-        return self._state_bytes | {"peak": _peak_bytes()}
+        return self._state_bytes | {"peak": peak_bytes()}
 
     def _event(self, kind: str, **data: Any) -> None:
         """Reports from rank 0 what all ranks know."""
@@ -384,19 +384,12 @@ class Trainer:
 
     def _phase(self, phase: str, micro: int) -> None:
         self._now = (phase, micro)
-        self._parts.progress.stamp(phase, self._at, micro)
+        self._parts.progress.stamp(phase, self._at, micro, "", self._number)
         if self._parts.faults is not None:
             self._parts.faults.at(phase)
 
-    def _waits(self, what: str) -> None:
-        phase, micro = self._now
-        self._parts.progress.stamp(phase, self._at, micro, what)
+    def _waits(self, what: str, number: int = 0) -> None:
+        (phase, micro), self._number = self._now, number
+        self._parts.progress.stamp(phase, self._at, micro, what, number)
         if what and self._parts.faults is not None:
             self._parts.faults.at("collective")
-
-
-def _peak_bytes() -> int:
-    """Returns the most memory this rank has used: allocated on its GPU, or resident on the host."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.resilience import hang
+from meshwright.train.faults import WRITER
 from tests.runs import Running, call, curve, events, happened, last_step, wait_until, warm, words, write_corpus
 
 pytestmark = pytest.mark.slow
@@ -129,7 +129,7 @@ def recovered(run: Nodes, count: int = 1) -> None:
 
 def test_a_killed_rank_is_replaced_on_its_node(nodes: Callable[..., Nodes], whole: dict) -> None:
     layout = "shard=2,replicate=2,zero=3,precision=float64"
-    faults = ("--recovery.faults", "kill:rank=2,step=6,phase=backward;kill:rank=1,step=12,phase=checkpoint.write")
+    faults = ("--recovery.faults", "kill:rank=2,step=6,phase=backward;kill:rank=1,step=12,phase=checkpoint")
     run = nodes("rank", 2, layout, *faults, ranks=4).start()
     run.finish()
     assert [(row["node"], row["lost"], row["step"]) for row in run.told("rank_lost")] == [(1, 2, 6), (0, 1, 12)]
@@ -202,12 +202,9 @@ def test_an_interrupt_on_any_node_ends_the_run_on_all(nodes: Callable[..., Nodes
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_node_finds_itself_fenced(stopped: int, nodes: Callable[..., Nodes], whole: dict) -> None:
-    """Stopped where its rank is about to write; awake again, it must not, and joins the others."""
-    faults = f"stop:rank={stopped},step=6,phase={'checkpoint.rename' if stopped == 0 else 'checkpoint.write'}"
-    run = nodes(f"stop{stopped}", 2, TWO, "--recovery.faults", f"{faults};{AGAIN}")
-    # The node is stopped as a whole before its supervisor may see that a rank is.
-    run.enter = lambda node: setattr(hang, "STOPPED_S", 600.0)
-    run.start()
+    """Stopped where its writer is about to write; awake again, it must not, and joins the others."""
+    faults = f"stop:rank={WRITER - stopped},step=6,phase={'checkpoint.rename' if stopped == 0 else 'checkpoint.write'}"
+    run = nodes(f"stop{stopped}", 2, TWO, "--recovery.faults", f"{faults};{AGAIN}").start()
     wait_until(lambda: happened(run.run, "stop"))
     run.signal(stopped, signal.SIGSTOP)
     began = time.monotonic()

@@ -11,7 +11,7 @@ import pytest
 from meshwright.train.faults import COURIER
 from tests.faults import test_recovery_nodes as over_nodes
 from tests.faults.test_recovery_nodes import SOON_S, THREE, TWO, Network, Nodes, close
-from tests.runs import curve, wait_until
+from tests.runs import curve, rows, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 root, whole, nodes, network = over_nodes.root, over_nodes.whole, over_nodes.nodes, over_nodes.network
@@ -34,6 +34,8 @@ def test_a_courier_that_dies_is_replaced_and_one_within_a_sending_costs_a_snapsh
     assert [row["node"] for row in run.told("node_lost")] == [1] and not run.told("rank_lost")
     (restored,) = run.told("restored")
     assert restored["tier"] == "peer" and restored["step"] == 11
+    held = rows(run.run)[-1]["memory"]
+    assert restored["bytes"] < 1.1 * (held["parameters"] + held["optimizer"]), "each part is copied once, not each copy"
     close(curve(run.run), whole)
 
 
@@ -52,7 +54,7 @@ def test_most_nodes_go_on_though_the_leader_is_on_the_other_side(
     planned = run.told("planned")[-1]
     assert planned["nodes"] == [1, 2], "the leader was alone"
     assert [(row["node"], row["reached"]) for row in run.told("gave_way")] == [(0, [0])]
-    wait_until(lambda: len(run.nodes[0].alive()) == 1, 5.0)
+    wait_until(lambda: len(run.nodes[0].alive()) <= 2)  # no rank: the supervisor, and what lets others read its states
     network.forward(True)
     wait_until(lambda: 0 in [row["node"] for row in run.told("node_ready")])
     for node in (1, 2):

@@ -22,12 +22,13 @@ def test_what_a_rank_stamps_is_what_a_reader_sees(tmp_path):
     second = ProgressWriter(path, 2, generation=3)
     first = ProgressWriter(path, 0)
     first.stamp("forward", step=7, micro=1)
-    second.stamp("backward", step=2**40, micro=3, waits_for="all_reduce over replicate")
+    second.stamp("backward", step=2**40, micro=3, waits_for="all_reduce over replicate", number=22)
     ranks = read_progress(path)
     assert [one.rank for one in ranks] == [0, 2]
     assert (ranks[0].phase, ranks[0].step, ranks[0].micro, ranks[0].waits_for) == ("forward", 7, 1, "")
     assert (ranks[1].phase, ranks[1].step, ranks[1].generation) == ("backward", 2**40, 3)
     assert ranks[1].waits_for == "all_reduce over replicate"
+    assert ranks[1].collective == "all_reduce over replicate (22nd of the step)" and ranks[0].number == 0
     assert ranks[1].pid == os.getpid()
     assert 0 <= ranks[1].age_s() < 5
     first.close()

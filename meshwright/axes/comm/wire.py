@@ -25,10 +25,13 @@ DIRECT_RANKS = 16
 class TrafficLog:
     """Adds up the traffic of this rank by axis and operation until `drain` empties it.
 
-    ``on_wait`` is told ``"all_gather over shard"`` before the rank stands still for a collective and ``""`` after it.
+    ``on_wait`` is told ``"all_gather over shard"`` before the rank stands still for a collective and ``""`` after it,
+    and which one it is of those that this rank has started since the last drain, counted from 1.
     """
 
-    on_wait: Callable[[str], None] | None = None
+    on_wait: Callable[[str, int], None] | None = None
+    started: int = 0
+    """Collectives that were started since the last drain."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     _events: list[tuple[str, str, Any, Any]] = field(default_factory=list)
 
@@ -55,6 +58,7 @@ class TrafficLog:
         )
         self._totals.clear()
         self._events.clear()
+        self.started = 0
         return rows
 
 
@@ -66,6 +70,8 @@ class Transfer(dist.Work):  # type: ignore[misc]
         self._works, self._done, self._wire, self._op, self._bytes = works, done, wire, op, sent_bytes
         self._started, self._finished = time.perf_counter(), False
         self._event = _recorded_event() if wire.on_cuda else None
+        wire.log.started += 1
+        self._number = wire.log.started
 
     def wait(self, timeout: Any = None) -> bool:
         """Waits for the transfer; the process group's own timeout bounds it."""
@@ -74,13 +80,13 @@ class Transfer(dist.Work):  # type: ignore[misc]
         log, name = self._wire.log, f"{self._op} over {self._wire.axis}"
         begun = time.perf_counter()
         if log.on_wait:
-            log.on_wait(name)
+            log.on_wait(name, self._number)
         for work in self._works:
             work.wait()
         self._done()
         self._finished = True
         if log.on_wait:
-            log.on_wait("")
+            log.on_wait("", self._number)
         now = time.perf_counter()
         if self._event is None:
             log.add(self._wire.axis, self._op, self._bytes, now - self._started, now - begun)
