@@ -29,7 +29,7 @@ class LocalAdamW:
 
     def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, on_host: bool = False) -> None:
         self._config, self._on_host = config, on_host
-        self._before: Any = None
+        self._before: list[Any] = []
         self._held = [weight for weight in weights if weight.local.numel()]
         self._all = list(weights)
         self._parts = [self._part(weight) for weight in self._held]
@@ -58,7 +58,8 @@ class LocalAdamW:
 
     def wait_for(self, event: Any) -> None:
         """Lets the next update begin on the device only after a CUDA event: until then the state is being copied."""
-        self._before = event
+        if event is not None:
+            self._before.append(event)
 
     def step(self, lr: float, factor: torch.Tensor) -> None:
         """Updates the weights with ``factor`` x their gradients; a factor that isn't finite leaves them as they are.
@@ -67,9 +68,8 @@ class LocalAdamW:
             lr: learning rate of this step.
             factor: scalar float64 tensor on the weights' device.
         """
-        if self._before is not None:
-            torch.cuda.current_stream(factor.device).wait_event(self._before)
-            self._before = None
+        while self._before:
+            torch.cuda.current_stream(factor.device).wait_event(self._before.pop())
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._on_host:
