@@ -24,7 +24,7 @@ FOLDER = "generations"
 LEASE_S = 4.0
 """A leader that hasn't renewed its file for so long is taken for dead."""
 RENEW_S = 1.0
-PRESENCE_S = 2.5
+PRESENCE_S = 4.0
 """A node that is alive renews its own file within so long."""
 FRESH_S = 2.0
 """One that has renewed it within so long is taken for alive."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 
@@ -10,15 +9,13 @@ import pytest
 
 from meshwright.train.faults import COURIER
 from tests.faults import test_recovery_nodes as over_nodes
-from tests.faults.test_recovery_nodes import SOON_S, THREE, TWO, Network, Nodes, close
+from tests.faults.test_recovery_nodes import HELD, SOON_S, THREE, TWO, Network, Nodes, close
 from tests.runs import curve, rows, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 root, whole, nodes, network = over_nodes.root, over_nodes.whole, over_nodes.nodes, over_nodes.network
-HELD = "hang:rank=0,step=7,phase=forward,generation=0"
-"""Holds the first ranks until their leader has lost sight of other nodes."""
-AGAIN = "stop:rank=0,step=10,generation=2;slow:rank=0,step=11,seconds=0.5,generation=2"
-"""Holds those after them until it has joined."""
+AGAIN = over_nodes.AGAIN.replace("generation=1", "generation=2")
+"""Gives the leader that was alone time to join those after it."""
 
 
 def test_a_courier_that_dies_is_replaced_and_one_within_a_sending_costs_a_snapshot(
@@ -46,7 +43,7 @@ def test_most_nodes_go_on_though_the_leader_is_on_the_other_side(
     run = nodes("most", 3, THREE, "--recovery.faults", f"{HELD};{AGAIN}", "--checkpoint.every", "0")
     run.meet, run.enter = network.addresses[0], lambda node: network.enter(min(node, 1))
     run.start()
-    run.reaches(6)
+    run.held()
     network.forward(False)
     began = time.monotonic()
     wait_until(lambda: run.told("recovered"))
@@ -56,9 +53,6 @@ def test_most_nodes_go_on_though_the_leader_is_on_the_other_side(
     assert [(row["node"], row["reached"]) for row in run.told("gave_way")] == [(0, [0])]
     wait_until(lambda: len(run.nodes[0].alive()) <= 2)  # no rank: the supervisor, and what lets others read its states
     network.forward(True)
-    wait_until(lambda: 0 in [row["node"] for row in run.told("node_ready")])
-    for node in (1, 2):
-        run.signal(node, signal.SIGCONT)
     run.finish()
     assert run.told("growing")[0]["nodes"] == [0]
     close(curve(run.run), whole)
