@@ -70,6 +70,7 @@ class HangWatch:
         self.last: dict[int, RankProgress] = {}
         """The last stamp of each rank."""
         self._longest: dict[str, float] = {}
+        self._looked = self._awake = time.monotonic()
         self._idle, self._idle_s = IdleWatch(), idle_s
 
     def look(self) -> list[RankProgress]:
@@ -86,12 +87,17 @@ class HangWatch:
             self.last[one.rank] = one
         if found and len(found) == self._ranks and not all(one.phase == "done" for one in found):
             youngest = max(found, key=lambda one: one.since)
-            if youngest.age_s(now) > self._allowed(found) * (PATIENCE if self._wait_for_others(found) else 1.0):
+            allowed = self._allowed(found) * (PATIENCE if self._wait_for_others(found) else 1.0)
+            # A machine that slept, or a process that was stopped, saw nothing of what the ranks did meanwhile.
+            if now - self._looked > allowed / 2:
+                self._awake = now
+            if now - max(youngest.since, self._awake) > allowed:
                 raise self._error(found, now)
             if youngest.age_s(now) < SUSPECT_S:
                 self._idle.forget()
             else:
                 self._look_closer(found, now)
+        self._looked = now
         return found
 
     def _look_closer(self, found: list[RankProgress], now: float) -> None:

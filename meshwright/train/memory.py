@@ -233,6 +233,15 @@ class RankMemory:
         self.taken = step
         return time.perf_counter() - began
 
+    def settle(self, step: int) -> None:
+        """Waits until the last snapshot counts, where one is due after this step; to be called before its last sum.
+
+        A rank that is done with the step writes over the snapshot before the last. Until every rank has the last one
+        whole none may, or there would be a moment without a state that all of them have.
+        """
+        if self._writer is not None and (self.cut or self.due(step)):
+            self._writer.wait()
+
     @property
     def writes(self) -> bool:
         """Whether the supervisor writes checkpoints."""

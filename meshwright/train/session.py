@@ -190,6 +190,8 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
     store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.at(f"checkpoint.{phase}"), fence)
     place = (context.rank, context.generation, store.agreement, context.local_rank)
     memory = RankMemory(job.memory, *place) if job.memory is not None else None
+    if memory is not None:
+        stack.callback(memory.close)  # what was copied counts, whatever ends this rank
     latest = memory.state if memory is not None and memory.state is not None else store.latest()
     header = RunHeader(
         steps=config.train.steps, rows=job.header, progress=_progress(context, job), describe=layout.describe_rank

@@ -185,8 +185,6 @@ class Trainer:
             if parts.memory is not None and parts.memory.taken < self.step and (cut or parts.memory.due(self.step)):
                 self._copy()
         result: dict[str, Any] = {"finished": not stopped, "step": self.step, "loss": last.loss if last else None}
-        if parts.memory is not None:
-            parts.memory.close()
         if cut and not stopped:
             sick = self.step + self.passed_over if self._rewind else 0
             parts.monitor.goes_on = True
@@ -385,6 +383,8 @@ class Trainer:
     def _phase(self, phase: str, micro: int) -> None:
         self._now = (phase, micro)
         self._parts.progress.stamp(phase, self._at, micro, "", self._number)
+        if phase == "reduce" and self._parts.memory is not None:
+            self._parts.memory.settle(self.step + 1)
         if self._parts.faults is not None:
             self._parts.faults.at(phase)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.parts import Part, digest
@@ -15,8 +16,11 @@ from meshwright.checkpoint.snapshot import Segment, SnapshotWriter
 from meshwright.cli.layouts import _like, uneven
 from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.devices import Devices
+from meshwright.monitor import progress as progress_module
 from meshwright.monitor.progress import ProgressWriter, RankProgress, reset_progress
 from meshwright.plan import Layout, Plan, Prediction
+from meshwright.resilience import devices as devices_module
+from meshwright.resilience import hang as hang_module
 from meshwright.resilience.ahead import Ahead
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
@@ -27,20 +31,38 @@ from meshwright.resilience.slow import SAMPLES, SlowWatch
 from meshwright.train.config import RecoveryConfig
 from meshwright.train.faults import Fault, Faults, ask, parse_faults
 from meshwright.train.health import LEAST, Health
-from meshwright.train.memory import Control
+from meshwright.train.memory import Control, Memory, RankMemory
 
 
-def test_a_device_is_left_out_at_its_second_failure_and_longer_each_time() -> None:
-    roster = Roster([0, 1, 2], RecoveryConfig(back_s=0.05))
+class Clock:
+    """A clock that stands unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which stamps are made and judged, and devices left out."""
+    clock = Clock()
+    for module in (hang_module, progress_module, devices_module):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_a_device_is_left_out_at_its_second_failure_and_longer_each_time(clock: Clock) -> None:
+    roster = Roster([0, 1, 2], RecoveryConfig(back_s=5.0))
     assert not roster.blame(1) and roster.present == [0, 1, 2]
     assert roster.blame(1) and roster.present == [0, 2] and roster.absent == [1]
-    first = roster.next_s()
-    assert 0 < first <= 0.05 and roster.due() == []
-    time.sleep(0.06)
+    assert roster.next_s() == 5.0 and roster.due() == []
+    clock.now += 6.0
     assert roster.due() == [1]
     roster.readmit([1])
     assert roster.present == [0, 1, 2]
-    assert roster.blame(1) and roster.next_s() > 0.06
+    assert roster.blame(1) and roster.next_s() == 10.0
     at_once = Roster([0, 1], RecoveryConfig(on_death="shrink"))
     assert at_once.blame(0) and at_once.present == [1]
 
@@ -50,30 +72,71 @@ def test_a_node_of_some_devices() -> None:
     assert [devices.name(rank) for rank in range(3)] == ["cuda:0", "cuda:2", "cuda:3"] and devices.count == 3
 
 
-def test_a_rank_that_computes_for_ever_is_blamed_and_one_that_waits_is_not(tmp_path: Path) -> None:
+def test_a_rank_that_computes_for_ever_is_blamed_and_one_that_waits_is_not(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "progress.bin"
     reset_progress(path, 2)
-    watch = HangWatch(path, 3, 2, 0.1, lambda rank: f"rank {rank}: replicate {rank}")
+    watch = HangWatch(path, 3, 2, 2.0, lambda rank: f"rank {rank}: replicate {rank}")
     writers = [ProgressWriter(path, rank, 3) for rank in range(2)]
     writers[0].stamp("backward", 5, 0, "all_reduce over replicate")
     writers[1].stamp("forward", 5)
-    assert len(watch.look()) == 2
-    time.sleep(0.15)
-    with pytest.raises(HangError, match=r"rank 1: replicate 1 made no progress in forward of step 5 for 0") as told:
+    for _ in range(3):
+        assert len(watch.look()) == 2
+        clock.now += 0.7
+    with pytest.raises(HangError, match=r"rank 1: replicate 1 made no progress in forward of step 5 for 2.1 s") as told:
         watch.look()
     assert told.value.rank == 1 and "rank 0 [replicate 0] waits in backward of step 5 for all_reduce" in str(told.value)
     writers[1].stamp("done")
     writers[0].stamp("done")
-    time.sleep(0.15)
-    watch.look()
+    for _ in range(4):
+        clock.now += 0.7
+        watch.look()
 
 
-def test_stamps_of_an_earlier_generation_say_nothing(tmp_path: Path) -> None:
+def test_who_slept_meanwhile_blames_nobody(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "progress.bin"
     reset_progress(path, 1)
+    watch = HangWatch(path, 0, 1, 2.0)
     ProgressWriter(path, 0, 0).stamp("forward", 5)
-    time.sleep(0.02)
-    assert HangWatch(path, 1, 1, 0.01).look() == []
+    clock.now += 30.0
+    assert len(watch.look()) == 1, "the whole machine may have been stopped"
+    for _ in range(2):
+        clock.now += 0.9
+        watch.look()
+    clock.now += 0.9
+    with pytest.raises(HangError, match=r"for 32\.7 s"):
+        watch.look()
+
+
+def test_stamps_of_an_earlier_generation_say_nothing(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "progress.bin"
+    reset_progress(path, 1)
+    watch = HangWatch(path, 1, 1, 2.0)
+    ProgressWriter(path, 0, 0).stamp("forward", 5)
+    for _ in range(5):
+        assert watch.look() == []
+        clock.now += 0.7
+
+
+def test_no_rank_writes_over_a_snapshot_before_all_have_the_next_one() -> None:
+    """Each waits for its own last one before the sum that ends the step after which another is taken."""
+
+    class Slow:
+        waited = 0
+
+        def wait(self) -> None:
+            self.waited += 1
+
+    control = Control()
+    memory = RankMemory(Memory(segments=(), disk=(), control=control, every=4), 0, 0, Agreement(None))
+    memory.settle(4)
+    memory._writer = slow = Slow()  # type: ignore[assignment]
+    for step in range(1, 9):
+        memory.settle(step)
+        assert slow.waited == step // 4
+    control.ask_cut()
+    memory.settle(9)
+    assert slow.waited == 3, "an end that was asked for takes one as well"
+    control.close()
 
 
 def looks(busy: dict[int, float]) -> list[list[RankProgress]]:
