@@ -21,6 +21,10 @@ class CheckpointConfig(Config):
     verify: bool = True
     """Read each new file back from the disk and compare its checksum before the checkpoint counts and older ones are
     removed; false compares sizes only. Loading always compares checksums."""
+    mirror: str = ""
+    """A second place for them by any path of fsspec, as ``s3://bucket/runs``: a folder named like the run's directory.
+    Each is copied there once it stands; a machine whose run directory has none, or older ones, starts with a copy of
+    the newest. Empty for none."""
     wait_s: float = 600.0
     """Longest wait for another rank during a save or a load, in seconds; it must cover the slowest rank's write."""
 

@@ -88,8 +88,12 @@ class Manifest:
         return _sealed(json.loads(json.dumps(body)))
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def read(cls, folder: Path, name: str = "") -> Self:
         """Reads a checkpoint's manifest.
+
+        Args:
+            folder: where it is.
+            name: of the checkpoint; the folder's when empty.
 
         Raises:
             CheckpointError: when it is missing, altered in any byte, of another format or of another checkpoint.
@@ -103,7 +107,7 @@ class Manifest:
         body = _opened(raw)
         if body.get("format") != _FORMAT:
             raise CheckpointError(f"{MANIFEST} has format {body.get('format')}; this version reads {_FORMAT}")
-        if body["name"] != folder.name:
+        if body["name"] != (name or folder.name):
             raise CheckpointError(f"{MANIFEST} belongs to {body['name']}")
         try:
             return cls._from_body(body)

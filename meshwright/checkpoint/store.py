@@ -11,7 +11,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -28,50 +27,13 @@ from meshwright.checkpoint.files import SummedWriter, damage
 from meshwright.checkpoint.folder import Entry, Folder, Refused, whole
 from meshwright.checkpoint.image import copy_image
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
+from meshwright.checkpoint.mirror import Mirror
+from meshwright.checkpoint.outcome import Loaded, Saved
 from meshwright.checkpoint.snapshot import State
 from meshwright.errors import CheckpointError
 
 IMAGE = "image"
 """Name of the backend whose files are images of snapshots."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
-    """A checkpoint that stands."""
-
-    step: int
-    """Optimizer steps done."""
-    path: Path
-    """Its folder."""
-    size_bytes: int
-    """Bytes of all its files."""
-    seconds: float
-    """Time that the save took on this rank."""
-    removed: tuple[Path, ...] = ()
-    """Older checkpoints that were collected (known on rank 0)."""
-    left: tuple[Refused, ...] = ()
-    """Older checkpoints that could not be removed, and why (known on rank 0)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """A checkpoint that was found good, and whose tensors were read if targets were given."""
-
-    step: int
-    """Optimizer steps done."""
-    path: Path
-    """Its folder."""
-    manifest: Manifest
-    """Everything else: origin, tensors, files."""
-    refused: tuple[Refused, ...]
-    """Newer checkpoints that didn't verify."""
-    seconds: float
-    """Time that it took on this rank."""
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """The trainer's plain values."""
-        return self.manifest.meta
 
 
 class CheckpointStore:
@@ -96,7 +58,7 @@ class CheckpointStore:
             config: how many to keep, backend, verification.
             group: gloo group of the ranks (`agreement.build_group`), or how they agree; None for a process alone.
             stamp: told of each phase of a save as it begins on this rank: ``open``, ``write``, ``written``,
-                ``manifest``, ``rename``, ``renamed``, ``collect``, ``saved``; it must not raise.
+                ``manifest``, ``rename``, ``renamed``, ``collect``, ``copy``, ``saved``; it must not raise.
             fence: raises when others have taken over the run; asked right before a checkpoint gets its name.
 
         Raises:
@@ -204,6 +166,7 @@ class CheckpointStore:
             raise CheckpointError(f"{error}; the checkpoints before it in {self.root} stand") from error
         self._step = step
         removed, left = self._collect(target) if self._ranks.rank == 0 else ((), ())
+        copied = self._copy(target) if self._ranks.rank == 0 and self._config.mirror else {}
         self._stamp("saved")
         return Saved(
             step=step,
@@ -212,6 +175,7 @@ class CheckpointStore:
             seconds=time.monotonic() - started,
             removed=removed,
             left=left,
+            copied=copied,
         )
 
     def find(self, step: int | None = None, *, required: bool = True) -> Loaded | None:
@@ -348,6 +312,16 @@ class CheckpointStore:
     def _collect(self, new: Path) -> tuple[tuple[Path, ...], tuple[Refused, ...]]:
         self._stamp("collect")
         return self._folder.collect(new, self._config.keep, self._refused)
+
+    def _copy(self, new: Path) -> dict[str, Any]:
+        """Copies a checkpoint that stands to its other place; returns where, how long it took, or why it couldn't."""
+        self._stamp("copy")
+        mirror, began = Mirror(self._config.mirror, self.root.parent.name), time.monotonic()
+        try:
+            mirror.put(new, self._config.keep, self._config.verify)
+        except CheckpointError as error:
+            return {"copy_failed": str(error)}
+        return {"copy": f"{mirror}/{new.name}", "copy_seconds": time.monotonic() - began}
 
     def _candidates(self, step: int | None, refused: list[Refused]) -> Iterator[tuple[Path, Manifest]]:
         """Yields checkpoints that verify, newest first; all ranks go through the same ones."""

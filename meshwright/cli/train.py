@@ -24,6 +24,7 @@ from meshwright.cli.inputs import (
     run_config,
 )
 from meshwright.cli.layouts import check_fallbacks, facts_of, leaner, make_plans, plan_for_less
+from meshwright.cli.mirrored import fetch
 from meshwright.cli.nodes import Nodes, NodeWords, take_nodes
 from meshwright.cli.words import answer, read_config, take_flag, take_value
 from meshwright.errors import ConfigError, RankError
@@ -147,8 +148,7 @@ def _train(
         raise ConfigError("trials start ranks of their own, which under torchrun are there already; drop trials")
     run_dir = Path(config.run)
     tried = config.trials if not (run_dir / PLAN).exists() else 0
-    machines = _machines(config, launcher)
-    offers = make_plans(config, model, machines, max(1, tried))
+    offers = make_plans(config, model, machines := _machines(config, launcher), max(1, tried))
     plan, facts = offers[0]
     _check_ahead(config, model, plan.layout, machines.devices, token_set)
     header = _header(config, model, plan, token_set)
@@ -173,6 +173,7 @@ def _train(
         trials.written(run_dir, rows)
     if first:
         _write_run(run_dir, config, plan)
+        fetch(config, run_dir)
     else:
         _wait_for(run_dir / PLAN, config.launch.group_s)
     if isinstance(launcher, Nodes):
@@ -248,10 +249,12 @@ def _nodes_result(
 def _check_ahead(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices, token_set: TokenSet) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
     from meshwright.checkpoint.contract import find_backend
+    from meshwright.checkpoint.mirror import check_mirror
     from meshwright.data.loader import Loader
 
     check_fallbacks(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
+    check_mirror(config.checkpoint.mirror)
     rows, sequence = config.train.batch, config.data.sequence
     Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
 

@@ -110,7 +110,7 @@ class DiskWriter:
             state = State(self._step, held) if self._share is not None else whole_states(held)[0]
             origin = replace(self._origin, layout=layout)
             saved = self._store(state.step).save_state(state.step, state, state.meta, origin)
-            told = {"path": str(saved.path), "bytes": saved.size_bytes, "seconds": saved.seconds}
+            told = saved.told()
         except CheckpointError as error:
             told = {"error": str(error)}
         except BaseException as error:

@@ -199,4 +199,4 @@ def keep_on_disk(store: CheckpointStore, state: State, origin: Origin) -> dict[s
         saved = store.save_state(state.step, state, state.meta, origin)
     except CheckpointError as failed:
         return {"kind": "checkpoint_failed", "step": state.step, "reason": str(failed)}
-    return {"kind": "checkpoint_saved", "step": state.step, "path": str(saved.path), "bytes": saved.size_bytes}
+    return {"kind": "checkpoint_saved", "step": state.step, **saved.told()}

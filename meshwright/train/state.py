@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.store import CheckpointStore, Loaded, Saved
+from meshwright.checkpoint.outcome import Loaded, Saved
+from meshwright.checkpoint.store import CheckpointStore
 from meshwright.runtime.program import Program
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler

@@ -357,8 +357,7 @@ class Trainer:
             parts.store, self.step, parts.program, parts.optimizer, scaler, parts.origin, self.tokens, **counters
         )
         self._saved_at = self.step
-        told = {"path": str(saved.path), "bytes": saved.size_bytes, "seconds": saved.seconds}
-        self._event("checkpoint_saved", step=self.step, **told)
+        self._event("checkpoint_saved", step=self.step, **saved.told())
         parts.program.clock.drain()
 
     @property

@@ -126,3 +126,20 @@ def test_a_full_disk_ends_the_run_and_the_last_checkpoint_stands(layout: str, de
     assert call(argv, root / "log")[0] == 0
     assert call(words(root, whole.name, layout=layout, devices=devices), root / "log")[0] == 0
     assert curve(run) == curve(whole)
+
+
+def test_a_machine_without_its_run_goes_on_from_the_copy_elsewhere(root: Path) -> None:
+    mirror = ("--checkpoint.mirror", f"file://{root}/elsewhere", "--checkpoint.keep", "9")
+    status, text = call(words(root, "moved", *mirror), root / "moved.log")
+    assert status == 0, text
+    copies = [row["copy"] for row in events(root / "moved", "checkpoint_saved")]
+    assert copies == [f"file://{root}/elsewhere/moved/step-{step:08d}" for step in range(3, 25, 3)]
+    shutil.rmtree(root / "moved")
+    for step in range(15, 25, 3):
+        shutil.rmtree(root / "elsewhere" / "moved" / f"step-{step:08d}")
+    status, text = call(words(root, "moved", *mirror), root / "moved.log")
+    assert status == 0 and "checkpoint of step 12" in text and "copied back from" in text, text
+    assert [row["step"] for row in events(root / "moved", "resumed")] == [12]
+    assert curve(root / "moved") == {step: pair for step, pair in curve(root / "whole").items() if step > 12}
+    status, text = call(words(root, "broken", "--checkpoint.mirror", "nowhere://x"), root / "broken.log")
+    assert status == 1 and "checkpoint.mirror = nowhere://x" in text and not (root / "broken").exists()

@@ -1,0 +1,56 @@
+"""What came of a save or a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.folder import Refused
+from meshwright.checkpoint.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint that stands."""
+
+    step: int
+    """Optimizer steps done."""
+    path: Path
+    """Its folder."""
+    size_bytes: int
+    """Bytes of all its files."""
+    seconds: float
+    """Time that the save took on this rank."""
+    removed: tuple[Path, ...] = ()
+    """Older checkpoints that were collected (known on rank 0)."""
+    left: tuple[Refused, ...] = ()
+    """Older checkpoints that could not be removed, and why (known on rank 0)."""
+    copied: Mapping[str, Any] = field(default_factory=dict)
+    """Of its copy in ``config.mirror``: where it is and how long it took, or why there is none (known on rank 0)."""
+
+    def told(self) -> dict[str, Any]:
+        """Returns what its event says beside the step."""
+        return {"path": str(self.path), "bytes": self.size_bytes, "seconds": self.seconds, **self.copied}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A checkpoint that was found good, and whose tensors were read if targets were given."""
+
+    step: int
+    """Optimizer steps done."""
+    path: Path
+    """Its folder."""
+    manifest: Manifest
+    """Everything else: origin, tensors, files."""
+    refused: tuple[Refused, ...]
+    """Newer checkpoints that didn't verify."""
+    seconds: float
+    """Time that it took on this rank."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """The trainer's plain values."""
+        return self.manifest.meta

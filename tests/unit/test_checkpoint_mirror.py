@@ -1,0 +1,91 @@
+"""Checkpoints in a second place: copied whole or not at all, brought back checked, never written over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.config import CheckpointConfig
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.mirror import Mirror, check_mirror
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.errors import CheckpointError, ConfigError
+
+
+def saved(root: Path, steps: range, mirror: Path, keep: int = 2) -> CheckpointStore:
+    """A run's checkpoints, each copied."""
+    config = CheckpointConfig(backend="dcp", keep=keep, mirror=f"file://{mirror}")
+    store = CheckpointStore(root / "run" / "checkpoints", config)
+    for step in steps:
+        one = store.save(step, {"weight": torch.full((4, 8), float(step))}, {"tokens": step})
+        assert one.told()["copy"].endswith(f"/run/step-{step:08d}"), one.told()
+    return store
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def weight(root: Path) -> float:
+    target = {"weight": torch.zeros(4, 8)}
+    CheckpointStore(root).load(target)
+    return float(target["weight"][0, 0])
+
+
+def test_each_is_copied_and_the_newest_comes_back(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 5), tmp_path / "other")
+    assert names(tmp_path / "other" / "run") == ["step-00000003", "step-00000004"]
+    mirror, here = Mirror(f"file://{tmp_path}/other", "run"), tmp_path / "new" / "checkpoints"
+    found = mirror.fetch(here)
+    assert found is not None and found.step == 4 and names(here) == ["step-00000004"]
+    assert weight(here) == 4.0
+    assert mirror.fetch(here, newer_than=4) is None
+    assert Mirror(f"file://{tmp_path}/other", "another").fetch(here) is None
+    saved(tmp_path / "more", range(1, 8), tmp_path / "third", keep=9)
+    assert len(names(tmp_path / "third" / "run")) == 7
+
+
+def test_a_damaged_copy_is_passed_over_and_none_is_taken_without_its_manifest(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 4), tmp_path / "other", keep=3)
+    copies = tmp_path / "other" / "run"
+    (copies / "step-00000003" / MANIFEST).unlink()
+    (data,) = [path for path in (copies / "step-00000002").iterdir() if path.suffix == ".distcp"]
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    mirror, here = Mirror(f"file://{tmp_path}/other", "run"), tmp_path / "new" / "checkpoints"
+    found = mirror.fetch(here)
+    assert found is not None and found.step == 1 and names(here) == ["step-00000001"] and weight(here) == 1.0
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is good: step-00000002: .* is damaged"):
+        mirror.fetch(here, newer_than=1)
+    assert names(here) == ["step-00000001"], "nothing is left of what didn't come whole"
+
+
+def test_nothing_is_written_over_and_a_failure_costs_the_copy_alone(tmp_path: Path) -> None:
+    store = saved(tmp_path, range(1, 2), tmp_path / "other")
+    folder = store.entries()[0].path
+    assert Mirror(f"file://{tmp_path}/other", "run").put(folder, 2) == 0, "it is there already"
+    another = CheckpointStore(tmp_path / "another" / "checkpoints", CheckpointConfig(backend="dcp"))
+    foreign = another.save(1, {"weight": torch.zeros(4, 8)}, {"tokens": 9}).path
+    with pytest.raises(CheckpointError, match="holds another checkpoint of that name"):
+        Mirror(f"file://{tmp_path}/other", "run").put(foreign, 2)
+    (tmp_path / "file").write_text("in the way")
+    config = CheckpointConfig(backend="dcp", mirror=f"file://{tmp_path}/file/below")
+    one = CheckpointStore(tmp_path / "third" / "checkpoints", config).save(1, {"weight": torch.ones(2)}, {"tokens": 1})
+    assert one.path.is_dir() and "can't be copied" in one.told()["copy_failed"] and "copy" not in one.told()
+
+
+def test_a_run_that_went_back_takes_its_later_copies_away(tmp_path: Path) -> None:
+    store = saved(tmp_path, range(1, 4), tmp_path / "other", keep=3)
+    store.went_on(1)
+    store.save(2, {"weight": torch.zeros(4, 8)}, {"tokens": 2})
+    assert names(tmp_path / "other" / "run") == ["step-00000001", "step-00000002", "step-00000002-1"]
+
+
+def test_an_unknown_place_is_refused_with_what_to_install() -> None:
+    check_mirror("")
+    check_mirror("file:///mnt/runs")
+    check_mirror("/mnt/runs")
+    with pytest.raises(ConfigError, match=r"checkpoint.mirror = nowhere://x: .*known"):
+        check_mirror("nowhere://x")
