@@ -170,7 +170,8 @@ def test_two_of_three_go_on(lost: int, nodes: Callable[..., Nodes], whole: dict)
     assert planned["ranks"] == 2 and planned["nodes"] == sorted({0, 1, 2} - {lost})
     (restored,) = run.told("restored")
     assert restored["tier"] == "peer" and restored["step"] >= 5
-    assert [row["node"] for row in run.told("leading")] == [0, 1][: 2 - lost]
+    leaders = [row["node"] for row in run.told("leading")]
+    assert leaders == [0] if lost else len(leaders) == 2 and leaders[1] in (1, 2), "the lowest, or who was quicker"
     recovered(run)
     close(curve(run.run), whole)
 
