@@ -3,9 +3,10 @@
 Builds a tiny random model of each type and verifies it under each layout, every type in a process of its own.
 
     python benchmarks/coverage.py [--types gpt2,llama] [--layouts tp=2] [--jobs 1] [--resume]
-        [--out docs/coverage.md] [--json docs/coverage.json]
+        [--patience 1] [--out docs/coverage.md] [--json docs/coverage.json]
 
 With ``--resume`` cells that the JSON file has already are kept; ``--again crashed,timeout`` runs some outcomes anew.
+``--patience 6`` waits six times as long, on a machine where other programs run.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="types at the same time")
     parser.add_argument("--resume", action="store_true", help="keep what the JSON file has already")
     parser.add_argument("--again", default="", help="with --resume: outcomes to run anew")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor on all limits")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "coverage.md")
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "coverage.json")
     return parser.parse_args(argv)
@@ -59,10 +61,10 @@ def main(argv: list[str]) -> None:
     while queue or running:
         while queue and len(running) < chosen.jobs:
             name = queue.pop(0)
-            pid, pipe = start(name, wanted[name])
+            pid, pipe = start(name, wanted[name], chosen.patience)
             running[pid] = (name, pipe, time.monotonic())
         for pid, (name, pipe, since) in list(running.items()):
-            found = collect(pid, pipe, since)
+            found = collect(pid, pipe, since, chosen.patience)
             if found is None:
                 continue
             del running[pid]
@@ -130,7 +132,7 @@ def summary(found: dict[str, Any], layouts: list[str]) -> str:
     return f"{share}{', '.join(cells)} {next((f'({why[:160]})' for why in reasons if why), '')}"
 
 
-def start(name: str, layouts: list[str]) -> tuple[int, int]:
+def start(name: str, layouts: list[str], patience: float) -> tuple[int, int]:
     """Forks a process that proves one type, and returns its id and the pipe that it writes lines of JSON to."""
     receive, send = os.pipe()
     sys.stdout.flush()
@@ -146,18 +148,18 @@ def start(name: str, layouts: list[str]) -> tuple[int, int]:
     os.dup2(quiet, 2)
     out = os.fdopen(send, "w", buffering=1)
     try:
-        prove(name, layouts, out)
+        prove(name, layouts, patience, out)
     except BaseException as error:
         out.write(json.dumps({"ended": "crashed", "why": _short(f"{type(error).__name__}: {error}")}) + "\n")
     finally:
         os._exit(0)
 
 
-def collect(pid: int, pipe: int, since: float) -> dict[str, Any] | None:
+def collect(pid: int, pipe: int, since: float, patience: float) -> dict[str, Any] | None:
     """Returns what a process found, once it has ended or its time is up; None before."""
     ended = ""
     if os.waitpid(pid, os.WNOHANG) == (0, 0):
-        if time.monotonic() - since < TYPE_LIMIT_S:
+        if time.monotonic() - since < patience * TYPE_LIMIT_S:
             return None
         ended = "timeout"
         os.killpg(pid, signal.SIGKILL)
@@ -181,7 +183,7 @@ def _read(pipe: int) -> bytes:
         return b""
 
 
-def prove(name: str, layouts: list[str], out: Any) -> None:
+def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
     """Builds and verifies one type, writing each result as it is reached."""
     from meshwright.errors import MeshwrightError
     from meshwright.models.build import BuiltModel, build_meta
@@ -211,7 +213,7 @@ def prove(name: str, layouts: list[str], out: Any) -> None:
     mixture = bool(find_experts(built.module))
     tell(mixture=mixture)
     batches = made_up_batches(1, ROWS, TOKENS, VOCAB, False)
-    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=LIMIT_S)
+    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=patience * LIMIT_S)
     todo = [layout for layout in layouts if mixture or "ep=" not in layout]
     for layout in set(layouts) - set(todo):
         tell(cells={layout: {"outcome": "none"}})

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshwright.axes.comm.wire import Wire
+    from meshwright.axes.comm.sharded import LateSums
+    from meshwright.axes.comm.wire import Transfer, Wire
 
 AXIS = Axis(
     name="shard",
@@ -59,20 +60,32 @@ class Apart:
 class ShardedState:
     """Steers the sharded module through a step: which micro-batch communicates what, and when shards are restored."""
 
-    def __init__(self, module: Any, options: ShardOptions, copies: Sequence[CopySum]) -> None:
+    def __init__(
+        self, module: Any, options: ShardOptions, copies: Sequence[CopySum], late: LateSums, on_cpu: bool
+    ) -> None:
         self._module, self._zero, self._copies = module, options.zero, copies
+        self._late, self._on_cpu = late, on_cpu
+        self._fresh = False
 
-    def begin(self, last: bool) -> None:
-        """Announces a micro-batch of the step."""
+    def begin(self, last: bool, fresh: bool = False) -> None:
+        """Announces a micro-batch of the step; ``fresh`` where no shard holds a gradient yet."""
+        self._late.finish()
+        summed = last or self._zero >= 2
+        self._fresh = self._fresh or fresh
+        # A sum that is added to gradients of earlier micro-batches is read where it starts.
+        self._late.open = self._on_cpu and summed and self._fresh and (last or not self._copies)
+        if summed:
+            self._fresh = False
         self._module.set_is_last_backward(last)
-        self._module.set_requires_gradient_sync(last or self._zero >= 2)
+        self._module.set_requires_gradient_sync(summed)
         for copy in self._copies:
             copy.last = last
         if self._zero < 3:
             self._module.set_reshard_after_backward(last)
 
     def finish(self) -> None:
-        """All reductions were waited for inside the last backward."""
+        """Waits for the reductions that the last backward left under way."""
+        self._late.finish()
 
 
 class CopySum:
@@ -81,9 +94,9 @@ class CopySum:
     FSDP2 calls it after each scatter. Before the last micro-batch it keeps the part for later.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, late: LateSums) -> None:
         self.last = True
-        self._wire = wire
+        self._wire, self._late = wire, late
         self._kept: torch.Tensor | None = None
 
     def __call__(self, part: torch.Tensor) -> None:
@@ -95,10 +108,13 @@ class CopySum:
             self._kept = part.clone() if self._kept is None else self._kept.add_(part)
             part.zero_()
             return
+        self._late.sum(lambda: self._whole(part))
+
+    def _whole(self, part: torch.Tensor) -> Transfer:
         if self._kept is not None:
             part.add_(self._kept)
             self._kept = None
-        self._wire.all_reduce(part).wait()
+        return self._wire.all_reduce(part)
 
 
 def wrap(
@@ -125,6 +141,8 @@ def wrap(
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    from meshwright.axes.comm.sharded import LateSums
+
     mixed = MixedPrecisionPolicy(
         param_dtype=options.compute, reduce_dtype=torch.float32 if options.compute else None, cast_forward_inputs=False
     )
@@ -143,19 +161,20 @@ def wrap(
     root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
         _gather_ahead(layers, others, options.prefetch)
-    copies = _connect((root, *layers), wires)
+    late = LateSums()
+    copies = _connect((root, *layers), wires, late)
     if apart is not None:
-        copies += _connect(others, apart.wires)
-    return ShardedState(root, options, copies)
+        copies += _connect(others, apart.wires, late)
+    return ShardedState(root, options, copies, late, mesh.device_type == "cpu")
 
 
-def _connect(units: Sequence[Any], wires: Sequence[Wire]) -> list[CopySum]:
+def _connect(units: Sequence[Any], wires: Sequence[Wire], late: LateSums) -> list[CopySum]:
     """Makes units communicate through ``wires``; returns what sums over the second, one a unit."""
     copies = []
     for unit in units:
-        _use_wire(unit, wires[0])
+        _use_wire(unit, wires[0], late)
         for wire in wires[1:]:
-            copies.append(CopySum(wire))
+            copies.append(CopySum(wire, late))
             unit.set_all_reduce_hook(copies[-1])
     return copies
 
@@ -177,11 +196,11 @@ def _gather_ahead(layers: Sequence[Any], others: Sequence[Any], prefetch: int) -
         unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + prefetch])
 
 
-def _use_wire(unit: Any, wire: Wire) -> None:
+def _use_wire(unit: Any, wire: Wire, late: LateSums) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
     from meshwright.axes.comm.sharded import WireAllGather, WireReduceScatter
 
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_custom_all_gather(WireAllGather(wire))
-    unit.set_custom_reduce_scatter(WireReduceScatter(wire))
+    unit.set_custom_reduce_scatter(WireReduceScatter(wire, late))

@@ -282,7 +282,7 @@ class OwedSum:
         self._module, self._owed = module, tuple(owed)
         self._wire, self._neighbours = wire, neighbours
 
-    def begin(self, last: bool) -> None:
+    def begin(self, last: bool, fresh: bool = False) -> None:
         """Nothing is summed before the last backward."""
 
     def finish(self) -> None:

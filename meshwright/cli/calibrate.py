@@ -33,14 +33,16 @@ class CalibrateConfig(Config):
     """File to write; empty for the user's cache, where plans for this machine look for it."""
     quick: bool = False
     """A few sizes for a few seconds, for a first idea; kept beside one that is in the cache."""
-    practice: bool = False
-    """Run a small model for some steps under each axis as well (a minute or more): three times teach what the runtime
-    itself takes under these axes."""
+    practice: int = 1
+    """Rounds of short runs of a small model under each axis, which teach what the runtime takes beside operators and
+    collectives; three are surer where the machine isn't quiet, 0 leaves them out."""
     timeout_s: float = 300.0
     """Limit for all of it."""
 
     def check(self) -> None:
-        """Refuses a limit that leaves no time."""
+        """Refuses a limit that leaves no time, and fewer rounds than none."""
+        if self.practice < 0:
+            raise ConfigError(f"calibrate: practice = {self.practice} must be 0 or more")
         if self.timeout_s <= 0:
             raise ConfigError(f"calibrate: timeout_s = {self.timeout_s} must be above 0")
 
@@ -101,7 +103,7 @@ def calibrate(
     found = launcher.run(measure_rank, machine, sizes, progress, config.timeout_s, timeout_s=config.timeout_s)[0]
     if context is not None and context.rank:
         return None
-    if context is None and count == 1 and devices.kind == "cpu" and not config.quick:
+    if context is None and devices.kind == "cpu" and not config.quick:
         progress("the runtime itself, with a model of next to nothing")
         found = found.merged(_with_host(found, devices))
     return found, _kept(found, config)
@@ -140,7 +142,8 @@ def _practised(config: CalibrateConfig, calibration: Calibration, quiet: bool) -
         if not quiet:
             say(f"  {text}")
 
-    return practise_all(found_devices(None), calibration.ranks, tell)
+    tell("short runs of a small model under each axis")
+    return practise_all(found_devices(None), calibration.ranks, config.practice, tell)
 
 
 def _sick(calibration: Calibration) -> list[str]:

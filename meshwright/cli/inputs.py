@@ -162,13 +162,19 @@ def cluster_here(machines: Machines) -> Cluster:
 
 
 def ledger_here(machines: Machines) -> tuple[Path, str]:
-    """Returns the file of this machine's runs, and what the machine is called in it."""
+    """Returns the file of this machine's runs, and what the machine is called in it.
+
+    What a run took over its price says nothing of prices by another calibration, so the name goes by that too.
+    """
     from meshwright.cluster.calibration import machine_key
     from meshwright.launch.machine import calibration_folder, machine_facts
     from meshwright.planner.ledger import NAME
 
-    facts = machine_facts(machines.devices, machines.ranks, machines.nodes)
-    return calibration_folder() / NAME, machine_key(facts)
+    name = machine_key(machine_facts(machines.devices, machines.ranks, machines.nodes))
+    calibrated = calibration_folder() / f"{name}.json"
+    if calibrated.is_file():
+        name += "-" + hashlib.sha256(calibrated.read_bytes()).hexdigest()[:8]
+    return calibration_folder() / NAME, name
 
 
 def run_config(run_dir: Path) -> RunConfig:

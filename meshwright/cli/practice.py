@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.cli.inputs import Machines, cluster_here, ledger_here, measure_of, model_parts
@@ -19,7 +20,7 @@ from meshwright.planner.predict import prediction
 from meshwright.units import format_seconds
 
 MODEL = ModelConfig(name="llama", layers=4, width=384, heads=6, ffn=1024, vocab=8000, context=128)
-ROWS, STEPS = 8, 8
+ROWS, STEPS = 8, 4
 LIMIT_S = 60.0
 
 
@@ -39,47 +40,90 @@ def layouts(ranks: int) -> list[Layout]:
     return [Layout.parse(text) for text in texts if text]
 
 
-def practise_all(devices: Devices, ranks: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def practise_all(devices: Devices, ranks: int, rounds: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
     """Runs each layout for some steps, and remembers what it took over its price.
+
+    What a step took is that at the speed that the machine had while it was calibrated: of the half of the steps nearest
+    to it, each times the pace (`measure.pace`).
 
     Args:
         devices: of this node.
         ranks: of each layout.
+        rounds: times that each layout runs, all of them in each round.
         tell: told of each.
 
     Returns:
-        For each layout that ran ``layout``, ``priced_s`` and ``measured_s``.
+        For each layout and round that ran ``layout``, ``priced_s``, ``measured_s`` and ``paced``, which is true.
     """
-    from meshwright.measure.practice import practise
-    from meshwright.models.build import build_meta
-    from meshwright.models.measure import measure_shape
-    from meshwright.planner.cost.job import Job
-    from meshwright.train.facts import check_shapes, read_facts
-
+    path, machine = ledger_here(Machines(devices=devices, ranks=ranks))
     precision = "bf16" if devices.kind == "cuda" else "float32"
-    tokens, machines = int(MODEL.context or 0), Machines(devices=devices, ranks=ranks)
-    built = build_meta(MODEL)
-    job = Job(shape=measure_shape(built), sequence=tokens, rows=ROWS, precision=precision)
-    measure = measure_of(built, tokens, precision)
-    asked = Question(job=job, cluster=cluster_here(machines), base=Layout(precision=precision))
-    question = informed(asked, measure)
-    path, machine = ledger_here(machines)
+    runner = _Runner(devices, ranks, precision)
     found = []
-    for layout in (Layout.parse(f"{layout},precision={precision}") for layout in layouts(ranks)):
-        try:
-            facts = read_facts(built, layout)
-            check_shapes(facts, layout, ROWS, tokens)
-            one = corrected(question, candidate(question, layout), measure)
-            planned = prediction(question, one, model_parts(built, facts)).step_s
-            ran = ForkLauncher(ranks, devices=devices.only(range(ranks))).run(
-                practise, MODEL, layout, facts, ROWS, STEPS, LIMIT_S, timeout_s=LIMIT_S
-            )
-        except MeshwrightError as error:
-            tell(f"{layout}: {str(error).splitlines()[0]}")
-            continue
-        took = statistics.median(max(times) for times in zip(*(times for times, _ in ran)))
-        row = {"layout": str(layout), "priced_s": planned, "measured_s": took}
-        record(path, machine, row)
-        found.append(row)
-        tell(f"{layout}: a step takes {format_seconds(took)}, priced {format_seconds(planned or 0.0)}")
+    for _ in range(rounds):
+        for layout in (Layout.parse(f"{layout},precision={precision}") for layout in layouts(ranks)):
+            try:
+                row = runner.run(layout)
+            except MeshwrightError as error:
+                tell(f"{layout}: {str(error).splitlines()[0]}")
+                continue
+            record(path, machine, row)
+            found.append(row)
+            took, priced = format_seconds(row["measured_s"]), format_seconds(row["priced_s"])
+            tell(f"{layout}: a step takes {took}, priced {priced}")
     return found
+
+
+class _Runner:
+    """Prices layouts of the model and runs them.
+
+    Args:
+        devices: of this node.
+        ranks: of each layout.
+        precision: of compute.
+    """
+
+    def __init__(self, devices: Devices, ranks: int, precision: str) -> None:
+        from meshwright.models.build import build_meta
+        from meshwright.models.measure import measure_shape
+        from meshwright.planner.cost.job import Job
+
+        self._tokens, machines = int(MODEL.context or 0), Machines(devices=devices, ranks=ranks)
+        self._built = build_meta(MODEL)
+        self._measure = measure_of(self._built, self._tokens, precision)
+        job = Job(shape=measure_shape(self._built), sequence=self._tokens, rows=ROWS, precision=precision)
+        asked = Question(job=job, cluster=cluster_here(machines), base=Layout(precision=precision))
+        self._question = informed(asked, self._measure)
+        self._launcher = ForkLauncher(ranks, devices=devices.only(range(ranks)))
+
+    def run(self, layout: Layout) -> dict[str, Any]:
+        """Returns the row of a layout.
+
+        Raises:
+            MeshwrightError: where the model can't run under it.
+        """
+        from meshwright.measure.practice import practise_paced
+        from meshwright.train.facts import check_shapes, read_facts
+
+        facts = read_facts(self._built, layout)
+        check_shapes(facts, layout, ROWS, self._tokens)
+        one = corrected(self._question, candidate(self._question, layout), self._measure)
+        planned = prediction(self._question, one, model_parts(self._built, facts)).step_s
+        ran = self._launcher.run(practise_paced, MODEL, layout, facts, ROWS, STEPS, LIMIT_S, timeout_s=LIMIT_S)
+        calibration = self._question.cluster.calibration
+        took = steady_s([steps for steps, _ in ran], calibration.pace_s if calibration else 0.0)
+        return {"layout": str(layout), "priced_s": planned, "measured_s": took, "paced": True}
+
+
+def steady_s(ranks: Sequence[Sequence[tuple[float, float, float]]], pace_s: float) -> float:
+    """Returns seconds of a step at the machine's calibrated speed.
+
+    Args:
+        ranks: for each rank (seconds, pace around it, processor seconds) of each step.
+        pace_s: the pace while calibrating; 0 where it isn't known, and steps count as they are.
+    """
+    steps = []
+    for timed in zip(*ranks):
+        now_s = statistics.mean(step[1] for step in timed)
+        steps.append((max(step[0] for step in timed), pace_s / now_s if pace_s and now_s else 1.0))
+    calm = sorted(steps, key=lambda step: abs(math.log(step[1])))[: max(1, (len(steps) + 1) // 2)]
+    return statistics.median(seconds * speed for seconds, speed in calm)

@@ -37,11 +37,11 @@ def host_times(
     recompute looks at, a unit of ZeRO-3 in a forward and backward, and an action of a pipeline.
 
     Args:
-        calibration: times of operators and collectives with as many ranks.
+        calibration: times of operators and collectives; of several nodes, each of which runs its own ranks here.
         devices: of this node.
         work_of: (model, rows) to its operators.
     """
-    ranks = calibration.ranks
+    ranks = calibration.ranks // calibration.nodes
     rows = MICROBATCHES * ranks
     work = work_of(TINY, MICROBATCHES)
     ahead, back = _operators(work, calibration)
@@ -59,12 +59,14 @@ def host_times(
     kept = _run(devices, MANY, f"replicate={ranks},recompute=selective", rows)
     seen = (kept["forward"] + kept["backward"] - both) / MANY - layer["forward"]
     found["selective_operator"] = max(0.0, seen) / (2 * ahead.count)
-    if ranks > 1:
-        sharded = _run(devices, MANY, f"shard={ranks},zero=3", rows)
+    # The one rank of a node shares its core with a second for these: what they read is processor time.
+    most = 2 if calibration.nodes > 1 and ranks == 1 else ranks
+    if most > 1:
+        sharded = _run(devices, MANY, f"shard={most},zero=3", MICROBATCHES * most)
         found["shard_unit"] = max(0.0, sharded["forward"] + sharded["backward"] - both) / (MANY + 1)
-    if ranks % 2 == 0:
-        text = f"pp=2,replicate={ranks // 2},microbatches={MICROBATCHES},schedule=1f1b"
-        piped = _run(devices, FEW, text, rows)
+    if most % 2 == 0:
+        text = f"pp=2,replicate={most // 2},microbatches={MICROBATCHES},schedule=1f1b"
+        piped = _run(devices, FEW, text, MICROBATCHES * most)
         turn = piped["pipeline"] / MICROBATCHES
         found["action"] = max(0.0, turn - FEW / 2 * passes - found["microbatch"] / 2) / 2
     return tuple((name, round(seconds * calibration.crowd, 9)) for name, seconds in found.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,8 @@ LAST = 40
 NEWEST = 3
 """Newest runs with the same axes that count for these."""
 LEAST = 3
-"""Runs from which a factor is believed: of a machine, and of some axes on it."""
+"""Runs from which a factor is believed: of a machine, and of some axes on it. One is enough that was timed beside the
+machine's pace."""
 WILD = 8.0
 """A run this much slower or faster than priced was disturbed, and teaches nothing."""
 
@@ -54,7 +55,8 @@ class Lesson:
 
 
 def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
-    """Adds a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``."""
+    """Adds a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``; ``paced`` where that was
+    corrected for the machine's speed at the moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"machine": machine, **row}) + "\n")
@@ -62,7 +64,7 @@ def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
 
 def learn(path: Path, machine: str) -> Lesson:
     """Returns what the last runs on a machine teach; lines that can't be read are passed over."""
-    ratios: list[tuple[str, float]] = []
+    ratios: list[tuple[str, float, bool]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -75,15 +77,24 @@ def learn(path: Path, machine: str) -> Lesson:
         except (ValueError, KeyError, TypeError, ZeroDivisionError, PlanError):
             continue
         if row.get("machine") == machine and 1 / WILD < ratio < WILD:
-            ratios.append((used, math.log(ratio)))
+            ratios.append((used, math.log(ratio), bool(row.get("paced"))))
     ratios = ratios[-LAST:]
-    if len(ratios) < LEAST:
+    if not _believed([paced for *_, paced in ratios]):
         return Lesson()
-    grouped: dict[str, list[float]] = {}
-    for used, log in ratios:
-        grouped.setdefault(used, []).append(log)
-    by_axes = {used: math.exp(median(logs[-NEWEST:])) for used, logs in grouped.items() if len(logs) >= LEAST}
-    return Lesson(factor=math.exp(median(log for _, log in ratios)), runs=len(ratios), by_axes=by_axes)
+    grouped: dict[str, list[tuple[float, bool]]] = {}
+    for used, log, paced in ratios:
+        grouped.setdefault(used, []).append((log, paced))
+    by_axes = {
+        used: math.exp(median(log for log, _ in rows[-NEWEST:]))
+        for used, rows in grouped.items()
+        if _believed([paced for _, paced in rows])
+    }
+    return Lesson(factor=math.exp(median(log for _, log, _ in ratios)), runs=len(ratios), by_axes=by_axes)
+
+
+def _believed(paced: Sequence[bool]) -> bool:
+    """Whether so many runs, paced or not, are enough."""
+    return any(paced) or len(paced) >= LEAST
 
 
 def axes_of(layout: Layout) -> str:

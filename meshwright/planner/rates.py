@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshwright.cluster.calibration import Calibration
+from meshwright.cluster.traffic import span
 from meshwright.planner.choose import Candidate, Question
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.operators import Pieces, WorkSeconds
@@ -40,8 +41,6 @@ class Measured:
         self._question, self._layout, self._closed = question, one.layout, one.price
         self._work, self._found, self._calibration = work, found, calibration
         self._layers = sum(work.counts)
-        # Which wires a group passes on several nodes is the closed form's to say.
-        self._near = question.cluster.nodes == 1
         self._serial = calibration.machine.get("kind") == "cpu"
         # What is measured of whole rows holds for a rank's part of their tokens.
         self._share = 1.0 / one.layout.degree("cp")
@@ -93,8 +92,9 @@ class Measured:
         layer, calibration = self._found.layer, self._calibration
         ahead, back = self._scaled(layer)
         each = self._layout.degree("pp") / (self._layout.microbatches * self._layers)
+        near = self._near(self._layout.degree("tp"))
         wires = self._sent(self._work.layers[0].sent if self._work.layers else [])
-        ahead["tp"] = back["tp"] = (wires if self._near else self._closed.parts["tp"] * each) / 2
+        ahead["tp"] = back["tp"] = (wires if near else self._closed.parts["tp"] * each) / 2
         if self._layout.degree("cp") > 1:
             crossed = self._cp_s() / self._layers
             ahead["cp"], back["cp"] = crossed / 3, 2 * crossed / 3
@@ -106,9 +106,8 @@ class Measured:
             last = layer.last_s * self._share
             back["recompute"] = share * (sum(ahead[name] for name in COMPUTE) - last)
             back["host"] += share * ahead["host"]
-            if self._near:
-                back["tp"] += share * ahead["tp"]
-                back["cp"] += share * ahead["cp"]
+            back["tp"] += share * ahead["tp"] * near
+            back["cp"] += share * ahead["cp"] * self._near(self._layout.degree("cp"), self._layout.degree("tp"))
         elif mode == "selective":
             back["recompute"] = share * ahead["elementwise"]
             back["host"] += share * (ahead["host"] + seen)
@@ -126,7 +125,7 @@ class Measured:
 
     def _ends(self) -> tuple[tuple[dict[str, float], dict[str, float]], tuple[dict[str, float], dict[str, float]]]:
         first, last = self._scaled(self._found.first), self._scaled(self._found.last)
-        wires = self._sent(self._work.rest.sent) if self._near else 0.0
+        wires = self._sent(self._work.rest.sent) if self._near(self._layout.degree("tp")) else 0.0
         for one in (*first, *last):
             one["tp"] = wires / 4
         last[1]["host"] += self._calibration.host_s("microbatch")
@@ -143,24 +142,39 @@ class Measured:
         """Seconds of the collectives that a module was wrapped with."""
         return sum(self._share * self._collective_s(kind, size, degree) for kind, size, degree in sent)
 
-    def _collective_s(self, kind: str, size: float, degree: int) -> float:
+    def _near(self, degree: int, before: int = 1) -> bool:
+        """Whether the wires of an axis are known better than the closed form does: on one node, or as measured."""
+        nodes = self._crossed(degree, before)[1]
+        return self._question.cluster.nodes == 1 or self._calibration.covers("all_reduce", degree, nodes)
+
+    def _crossed(self, degree: int, before: int) -> tuple[int, int, int]:
+        """Members of a group on a node, nodes, and groups that share one's cards, for an axis of a ``degree``."""
+        fabric = self._question.machine.fabric
+        return tuple(int(value) for value in span(before, degree, fabric.devices, self._layout.world))  # type: ignore[return-value]
+
+    def _collective_s(self, kind: str, size: float, degree: int, before: int = 1) -> float:
         """Seconds of a collective that compute waits for, by the table where it was measured."""
-        calibration = self._calibration
-        if not calibration.covers(kind, degree, 1):
-            return float(self._question.cluster.seconds(kind, size, degree, 1))
-        return float(calibration.collective_s(kind, size, degree, 1)) + calibration.host_s("wait")
+        calibration, (inside, nodes, sharing) = self._calibration, self._crossed(degree, before)
+        if not calibration.covers(kind, degree, nodes):
+            return float(self._question.cluster.seconds(kind, size, inside, nodes, sharing))
+        return float(calibration.collective_s(kind, size, degree, nodes, before)) + calibration.host_s("wait")
 
     def _cp_s(self) -> float:
-        """Seconds of a micro-batch's traffic over cp: queries, keys, values and what attention gives, both ways."""
-        degree, job = self._layout.degree("cp"), self._question.job
-        closed = self._closed.parts["cp"] * self._layout.degree("pp") / self._layout.microbatches
-        block, known = job.shape.blocks[0], self._near and self._calibration.covers("all_to_all", degree)
-        if self._layout.attention == "gather" or not block.heads or not known:
-            return closed
+        """Seconds of a micro-batch's traffic over cp: queries, keys, values and what attention gives, both ways.
+
+        Where keys and values are collected instead, forward gathers and backward scatters these two.
+        """
+        degree, job, tp = self._layout.degree("cp"), self._question.job, self._layout.degree("tp")
+        block = job.shape.blocks[0]
+        if not block.heads or not self._near(degree, tp):
+            return self._closed.parts["cp"] * self._layout.degree("pp") / self._layout.microbatches
         tokens = self._work.rows * self._share * job.sequence  # of a rank: the share has 1/cp in it
+        if self._layout.attention == "gather":
+            sizes = [degree * WIDE * tokens * width / tp for width in (block.key_width, block.value_width)]
+            kinds = ("all_gather", "reduce_scatter")
+            return self._layers * sum(self._collective_s(kind, size, degree, tp) for kind in kinds for size in sizes)
         widths = (block.query_width, block.key_width, block.value_width, block.mixed_width)
-        tp = self._layout.degree("tp")
-        each = sum(self._collective_s("all_to_all", WIDE * tokens * width / tp, degree) for width in widths)
+        each = sum(self._collective_s("all_to_all", WIDE * tokens * width / tp, degree, tp) for width in widths)
         return 2.0 * self._layers * each
 
     # -------------------------------------------------------- the pipeline

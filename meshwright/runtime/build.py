@@ -192,7 +192,7 @@ class _LateReplicate:
         self._module, self._names, self._wire = module, names, wire
         self._reducer: Any = None
 
-    def begin(self, last: bool) -> None:
+    def begin(self, last: bool, fresh: bool = False) -> None:
         """Announces a micro-batch."""
         if self._reducer is None:
             self._reducer = replicate.wrap([self._module.get_parameter(name) for name in self._names], self._wire)

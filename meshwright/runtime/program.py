@@ -39,8 +39,13 @@ the sums are a float64 vector (loss sum, target tokens, right predictions), deta
 class Sync(Protocol):
     """What an axis that sums gradients gives the step to steer it."""
 
-    def begin(self, last: bool) -> None:
-        """Called before each micro-batch; ``last`` for the last one before the optimizer."""
+    def begin(self, last: bool, fresh: bool = False) -> None:
+        """Called before each micro-batch.
+
+        Args:
+            last: the last one before the optimizer.
+            fresh: the first one, and no weight has a gradient.
+        """
 
     def finish(self) -> None:
         """Called after the last backward; when it returns, every gradient is the sum over the axis."""
@@ -146,9 +151,10 @@ class Program:
             This rank's (loss sum, target tokens, right predictions), float64, not yet summed over ranks.
         """
         total: torch.Tensor | None = None
+        fresh = all(weight.parameter.grad is None for weight in self.weights)
         for number, batch in enumerate(batches):
             for sync in self.parts[0].sync:
-                sync.begin(number == len(batches) - 1)
+                sync.begin(number == len(batches) - 1, fresh and number == 0)
             if stamp:
                 stamp.phase("forward", number)
             with self.drawing(batches, number, key):

@@ -23,6 +23,7 @@ Backward = Callable[[int], None]
 """Told of a micro-batch before its backward."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _DIMS, _TENSORS = 6, 16
+_RECEIVES = ("RECV_F", "RECV_B")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +128,9 @@ class ScheduleRun:
         rows = {rank: [action.from_str(str(item)) for item in row] for rank, row in enumerate(line.schedule.actions)}
         self._run.pipeline_order = rows
         getattr(self._run, load)(rows)
+        if not line.wire.on_cuda:
+            listed = self._run.pipeline_order_with_comms
+            listed.update({rank: _receiving_first(row) for rank, row in listed.items()})
 
     def step(self) -> None:
         """Runs all micro-batches forward and backward; data axes have been summed by FSDP2, others not."""
@@ -140,6 +144,17 @@ class ScheduleRun:
             target_mbs=[None] * self._count,
             return_outputs=False,
         )
+
+
+def _receiving_first(actions: Sequence[Any]) -> list[Any]:
+    """Puts the receives of a step before all else, in their order.
+
+    Gloo sends nothing until the receiver has said where to: a receive that is posted when the action before its own has
+    ended makes the whole transfer wait for that. The buffers are there anyway, one for each micro-batch. On CUDA
+    receives stay where they are, since NCCL runs a group's sends and receives one after the other.
+    """
+    receives = [action for action in actions if action.computation_type in _RECEIVES]
+    return receives + [action for action in actions if action.computation_type not in _RECEIVES]
 
 
 def _identity(output: torch.Tensor, _target: None) -> torch.Tensor:

@@ -147,3 +147,18 @@ def test_a_checkpoint_goes_on_under_another_layout(tmp_path: Path) -> None:
     for text, ranks in (("replicate=1", 1), ("pp=2,schedule=zbv", 2)):
         for found in run_ranks(ranks, work, text, True):
             assert found == pytest.approx(wanted[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["pp=2,microbatches=4", "pp=2,schedule=interleaved,microbatches=4"])
+def test_receives_are_posted_before_a_step_computes(layout: str) -> None:
+    """Gloo sends to nobody who hasn't said where to."""
+
+    def work(rank: int) -> list[list[str]]:
+        program: Any = program_of(layout)
+        program.forward_backward(batches(4), 1.0, (0, 0))
+        rows = program._run[1]._run.pipeline_order_with_comms
+        return [[action.computation_type.value for action in rows[place]] for place in sorted(rows)]
+
+    for kinds in run_ranks(2, work)[0]:
+        count = sum(kind.startswith("RECV") for kind in kinds)
+        assert count and all(kind.startswith("RECV") for kind in kinds[:count])

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.axes.comm.sharded import LateSums
+from meshwright.axes.comm.wire import Transfer
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
@@ -225,3 +227,38 @@ def test_a_group_is_left_behind_clean() -> None:
         return not dist.is_initialized()
 
     assert run_ranks(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("text", ["shard=2,zero=1,microbatches=2", "shard=2,zero=3", "replicate=2,shard=2,zero=2"])
+def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
+    """All but the last unit's scatter are under way as the next unit computes; what they give is the same to the bit."""
+    layout = Layout.parse(text)
+
+    def work(rank: int) -> tuple[list[bool], list[torch.Tensor], list[torch.Tensor]]:
+        torch.set_num_threads(1)
+        left: list[bool] = []
+        scatter = LateSums.scatter
+        batch = made_up_batches(1, ROWS, CONTEXT, VOCAB, documents=False)[0]
+        index, count = layout.reader(rank)
+        mine = slice(index * ROWS // count, (index + 1) * ROWS // count)
+        parts = zip(batch.tokens[mine].chunk(layout.microbatches), batch.targets[mine].chunk(layout.microbatches))
+        micro = [MicroBatch(tokens, targets, None) for tokens, targets in parts]
+        found = []
+        for late in (True, False):
+
+            def seen(self: LateSums, started: Transfer, late: bool = late) -> None:
+                self.open = self.open and late
+                left.append(self.open)
+                scatter(self, started)
+
+            LateSums.scatter = seen  # type: ignore[method-assign]
+            program = program_of(model(), layout)
+            program.forward_backward(micro, 1.0, (0, 0))
+            found.append([weight.gradient.clone() for weight in program.weights if weight.gradient is not None])
+        return left, found[0], found[1]
+
+    for left, late, at_once in run_ranks(layout.world, work):
+        units = len(left) // 2
+        assert units == 5 and left == [True] * units + [False] * units, "four layers and the rest"
+        assert len(late) == len(at_once) > 0
+        assert all(torch.equal(one, other) for one, other in zip(late, at_once))

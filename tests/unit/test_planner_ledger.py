@@ -42,3 +42,13 @@ def test_layouts_are_scaled_by_runs_with_their_axes(tmp_path: Path) -> None:
     assert lesson.of(Layout.parse("shard=2,tp=2")) == 2.0, "the slower of the two"
     assert lesson.of(Layout.parse("cp=2")) == lesson.factor, "axes that never ran here"
     assert lesson.of(Layout.parse("pp=4")) == lesson.factor, "nor often enough"
+
+
+def test_one_run_beside_the_pace_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    record(path, "here", {"layout": "tp=2", "priced_s": 1.0, "measured_s": 1.3})
+    assert not learn(path, "here").runs
+    record(path, "here", {"layout": "shard=2,zero=3", "priced_s": 1.0, "measured_s": 1.1, "paced": True})
+    lesson = learn(path, "here")
+    assert lesson.runs == 2 and lesson.of(Layout.parse("shard=2,zero=3")) == pytest.approx(1.1)
+    assert lesson.of(Layout.parse("tp=2")) == lesson.factor, "that was at whatever speed the machine had"

@@ -60,7 +60,7 @@ class GradientReducer:
             open_buckets.pop(parameter.dtype, None)
         self._bucket_of[parameter] = bucket
 
-    def begin(self, last: bool) -> None:
+    def begin(self, last: bool, fresh: bool = False) -> None:
         """Announces a micro-batch; gradients are communicated in the ``last`` one of a step alone."""
         self._active = last
         self._next = 0

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import Transfer, Wire
+
+
+class LateSums:
+    """Gradients that are summed while backward goes on, where FSDP2 itself would wait, as it does on the CPU.
+
+    One unit's scatter is under way at a time, and one unit's sum over copies, so that no more than one unit's whole
+    gradients are held for it. Until `finish` nobody may read what they give.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        """Whether sums may end late; otherwise each is waited for where it starts."""
+        self._scatter: Transfer | None = None
+        self._then: Callable[[], Transfer] | None = None
+        self._sum: Transfer | None = None
+
+    def advance(self) -> None:
+        """Waits for the scatter under way, and starts the sum over copies that follows it."""
+        if self._scatter is not None:
+            self._scatter.wait()
+            self._scatter = None
+        if self._then is not None:
+            self._follow(self._then)
+            self._then = None
+
+    def scatter(self, started: Transfer) -> None:
+        """Takes a unit's scatter; the one before has been waited for by `advance`."""
+        if self.open:
+            self._scatter = started
+        else:
+            started.wait()
+
+    def sum(self, start: Callable[[], Transfer]) -> None:
+        """Takes what starts a unit's sum over the copies of its shard, once its scatter has ended."""
+        if not self.open:
+            start().wait()
+        elif self._scatter is not None:
+            self._then = start
+        else:
+            self._follow(start)
+
+    def finish(self) -> None:
+        """Waits for all of them; what starts later is waited for at once again."""
+        self.advance()
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
+        self.open = False
+
+    def _follow(self, start: Callable[[], Transfer]) -> None:
+        if self._sum is not None:
+            self._sum.wait()
+        self._sum = start()
 
 
 class WireAllGather(AllGather):
@@ -35,8 +89,8 @@ class WireAllGather(AllGather):
 class WireReduceScatter(ReduceScatter):
     """Sums a unit's gradients and leaves each rank its flat shard."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, wire: Wire, late: LateSums) -> None:
+        self._wire, self._late = wire, late
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""
@@ -48,8 +102,9 @@ class WireReduceScatter(ReduceScatter):
         """Sums ``input_tensor: (size * n,)`` over the group into ``output_tensor: (n,)``."""
         if op != dist.ReduceOp.SUM:
             raise AssertionError(f"gradients are summed, FSDP2 asked for {op}")
+        self._late.advance()
         transfer = self._wire.reduce_scatter(output_tensor, input_tensor)
         if async_op:
             return transfer
-        transfer.wait()
+        self._late.scatter(transfer)
         return None
