@@ -21,6 +21,8 @@ class Wires:
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        # The engine's are of a parameter in 2 bytes; what computes in 4 is gathered so.
+        self._gather_bytes = model.engine.runtime.gather_bytes * model.element / 2.0
 
     def send_s(self) -> Array:
         """Returns seconds of one activation from stage to stage, (N,)."""
@@ -36,8 +38,8 @@ class Wires:
         model, runtime, d = self._model, self._model.engine.runtime, self._model.degrees
         own, experts = group.parameters()
         times = d.microbatches[:, None] if runtime.gather_each else 1.0
-        seconds = self._columns(traffic.all_gather_s, own * runtime.gather_bytes, model.groups.shard_cp)
-        seconds += self._columns(traffic.all_gather_s, experts * runtime.gather_bytes, model.groups.expert_readers)
+        seconds = self._columns(traffic.all_gather_s, own * self._gather_bytes, model.groups.shard_cp)
+        seconds += self._columns(traffic.all_gather_s, experts * self._gather_bytes, model.groups.expert_readers)
         hidden = runtime.gather_overlap
         exposed = np.maximum(seconds - hidden * group.forward_busy, (1 - hidden) * seconds)
         exposed += np.maximum(seconds - hidden * group.backward_busy, (1 - hidden) * seconds)
@@ -58,8 +60,8 @@ class Wires:
         shard = np.maximum(1.0, d.shard * d.cp)[:, None]
         scatter += self._columns(traffic.all_reduce_s, own * wire / shard, groups.replicate)
         pieces = np.maximum(1.0, runtime.gather_pieces * group.layers)
-        gather = self._columns(traffic.all_gather_s, own * runtime.gather_bytes, groups.shard_cp, pieces)
-        gather += self._columns(traffic.all_gather_s, experts * runtime.gather_bytes, groups.expert_readers)
+        gather = self._columns(traffic.all_gather_s, own * self._gather_bytes, groups.shard_cp, pieces)
+        gather += self._columns(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_readers)
         seconds = np.where(zero > 0, scatter / runtime.scatter_share, whole)
         once = (d.pp[:, None] > 1) & model.engine.states.whole_in_pipeline
         each = runtime.reduce_each & (zero >= 2) & ~once
@@ -100,7 +102,7 @@ class Wires:
         total = (own + experts).max(axis=1)
         shards = d.shard * d.cp
         gathers = np.where(d.zero == 3, 2 * m if runtime.gather_each else 2, (d.zero > 0) * 1.0)
-        found["shard"] = total * (runtime.reduce_bytes + runtime.gather_bytes * gathers) * (shards - 1) / shards
+        found["shard"] = total * (runtime.reduce_bytes + self._gather_bytes * gathers) * (shards - 1) / shards
         found["shard"] = found["shard"] * (d.zero > 0)
         copies = np.where(d.zero > 0, d.replicate, d.readers)
         found["replicate"] = 2 * total * runtime.reduce_bytes / np.where(d.zero > 0, shards, 1) * (copies - 1) / copies
