@@ -55,8 +55,10 @@ class Lesson:
 
 
 def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
-    """Adds a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``; ``paced`` where that was
-    corrected for the machine's speed at the moment."""
+    """Adds a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``.
+
+    ``paced`` says that it was corrected for the machine's speed at the moment.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"machine": machine, **row}) + "\n")

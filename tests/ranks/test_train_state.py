@@ -231,7 +231,7 @@ def test_a_group_is_left_behind_clean() -> None:
 
 @pytest.mark.parametrize("text", ["shard=2,zero=1,microbatches=2", "shard=2,zero=3", "replicate=2,shard=2,zero=2"])
 def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
-    """All but the last unit's scatter are under way as the next unit computes; what they give is the same to the bit."""
+    """A scatter is under way as the next unit computes; what it gives is the same to the bit."""
     layout = Layout.parse(text)
 
     def work(rank: int) -> tuple[list[bool], list[torch.Tensor], list[torch.Tensor]]:
