@@ -11,7 +11,7 @@ from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.operators import Pieces, WorkSeconds
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.stages import divide
-from meshwright.planner.timeline import send_s
+from meshwright.planner.timeline import send_of
 from meshwright.schedules.costs import Costs
 from meshwright.schedules.makespan import makespan_s
 from meshwright.schedules.simulate import simulate
@@ -208,7 +208,7 @@ class Measured:
             backward_s=tuple(backward),
             input_s=tuple(whole - part for whole, part in zip(backward, weight)),
             weight_s=tuple(part + action for part in weight),
-            send_s=send_s(question.job, layout, question.machine, question.runtime),
+            send_s=self._send_s(),
         )
         known = layout.schedule in known_schedules() or not layout.schedule
         piped = makespan_s(schedule, costs) if known else simulate(schedule, costs).makespan_s
@@ -216,6 +216,16 @@ class Measured:
             return piped
         busy = layout.microbatches * (sum(forward) + sum(backward)) / layout.degree("pp")
         return max(piped / calibration.crowd, busy)
+
+    def _send_s(self) -> float:
+        """Seconds of an activation from stage to stage, by the table where such neighbours were measured."""
+        question, degree = self._question, self._layout.degree("pp")
+        before = self._layout.world // degree
+        nodes = self._crossed(degree, before)[1]
+        size, closed_s = send_of(question.job, self._layout, question.machine, question.runtime)
+        if not self._calibration.covers("send", degree, nodes):
+            return closed_s
+        return float(self._calibration.collective_s("send", size, degree, nodes, before))
 
     # -------------------------------------------------------- after the last backward
 

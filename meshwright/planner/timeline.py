@@ -47,10 +47,10 @@ def pipeline_s(job: Job, layout: Layout, machine: Machine, engine: Engine) -> fl
     return spent(schedule, stage_costs(job, layout, machine, engine, schedule.stages))
 
 
-def send_s(job: Job, layout: Layout, machine: Machine, engine: Engine) -> float:
-    """Returns the seconds of one activation from stage to stage."""
-    model = Model(job, Degrees.from_layouts([layout], len(job.shape.blocks)), machine, engine)
-    return _one(Wires(model).send_s())
+def send_of(job: Job, layout: Layout, machine: Machine, engine: Engine) -> tuple[float, float]:
+    """Returns the bytes of one activation from stage to stage, and the seconds that it takes."""
+    wires = Wires(Model(job, Degrees.from_layouts([layout], len(job.shape.blocks)), machine, engine))
+    return _one(wires.send_bytes()), _one(wires.send_s())
 
 
 def _simulated_s(schedule: Schedule, costs: Costs) -> float:

@@ -26,9 +26,10 @@ class Wires:
 
     def send_s(self) -> Array:
         """Returns seconds of one activation from stage to stage, (N,)."""
-        return self._model.groups.send(self._send_bytes())
+        return self._model.groups.send(self.send_bytes())
 
-    def _send_bytes(self) -> Array:
+    def send_bytes(self) -> Array:
+        """Returns bytes of one activation from stage to stage, (N,)."""
         model = self._model
         divided = model.degrees.tp if model.engine.runtime.send_divided else model.divided
         return np.asarray(model.tokens * model.job.shape.width * model.element / divided)
@@ -97,7 +98,7 @@ class Wires:
             axis: group.summed(lambda cost, axis=axis: cost.sent.get(axis, 0.0)).max(axis=1) * m
             for axis in ("tp", "cp", "ep")
         }
-        found["pp"] = 2.0 * self._send_bytes() * m * d.stages * (d.pp > 1)
+        found["pp"] = 2.0 * self.send_bytes() * m * d.stages * (d.pp > 1)
         own, experts = group.parameters()
         total = (own + experts).max(axis=1)
         shards = d.shard * d.cp
