@@ -27,6 +27,9 @@ class Node:
     """Network cards of the node."""
     host_memory_bytes: int = 0
     """Memory of the host, for offload and data."""
+    host_bandwidth_bytes_per_s: float = 0.0
+    """Nominal bandwidth of that memory, all processors of the host together; 0 where unknown: then nothing can be
+    offloaded."""
     host_link: Link | None = None
     """Between one device and host memory; None where nothing can be offloaded."""
     rack: int = 1
@@ -36,8 +39,11 @@ class Node:
         """Refuses nodes that can't be."""
         if self.count < 1:
             raise ClusterError(f"a node of {self.count} devices; a node has at least 1")
-        if self.rack < 1 or self.host_memory_bytes < 0:
-            raise ClusterError(f"node of {self.device.name}: rack is at least 1, host_memory_bytes not below 0")
+        if self.rack < 1 or self.host_memory_bytes < 0 or self.host_bandwidth_bytes_per_s < 0:
+            raise ClusterError(
+                f"node of {self.device.name}: rack is at least 1, host_memory_bytes and host_bandwidth_bytes_per_s not "
+                "below 0"
+            )
         if self.outside is not None and not self.outside_count > 0:
             raise ClusterError(
                 f"node of {self.device.name}: outside_count = {self.outside_count} cards of {self.outside.name} carry "
@@ -84,6 +90,7 @@ def named_node(name: str, device: Device) -> Node:
         outside=catalogue.link(values["outside"]),
         outside_count=values["outside_count"],
         host_memory_bytes=values["host_memory_bytes"],
+        host_bandwidth_bytes_per_s=values.get("host_bandwidth_bytes_per_s", 0.0),
         host_link=catalogue.link(values["host_link"]),
         rack=values.get("rack", 1),
     )

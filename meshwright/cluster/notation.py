@@ -26,6 +26,7 @@ NODE_KEYS = (
     "outside",
     "outside_count",
     "host_memory_bytes",
+    "host_bandwidth_bytes_per_s",
     "host_link",
     "rack",
 )
@@ -100,6 +101,7 @@ def _group(
         outside_count=cards,
         host_link=pick("host_link", node.host_link),
         host_memory_bytes=_whole(values, "host_memory_bytes", node.host_memory_bytes, where),
+        host_bandwidth_bytes_per_s=_rate(values, "host_bandwidth_bytes_per_s", node.host_bandwidth_bytes_per_s, where),
         rack=_whole(values, "rack", node.rack, where),
     )
     return node, _whole(values, "nodes", 1, where)
@@ -157,6 +159,13 @@ def _whole(values: Mapping[str, Any], key: str, default: int, where: str) -> int
     return value
 
 
+def _rate(values: Mapping[str, Any], key: str, default: float, where: str) -> float:
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ClusterError(f"{where}{key} = {value!r} must be a number of bytes per second")
+    return float(value)
+
+
 def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     if not isinstance(values, Mapping):
         raise ClusterError(f"{where.rstrip('.')} must be a table")
@@ -176,6 +185,7 @@ def write_nodes(name: str, groups: Sequence[tuple[Node, int]]) -> dict[str, Any]
             link = getattr(node, key)
             row[key] = "none" if link is None else _kept(links, link)
         row |= {"host_memory_bytes": node.host_memory_bytes, "rack": node.rack}
+        row["host_bandwidth_bytes_per_s"] = node.host_bandwidth_bytes_per_s
         if node.outside is not None:
             row["outside_count"] = node.outside_count
         rows.append(row)
