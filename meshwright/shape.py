@@ -60,6 +60,10 @@ class LayerShape:
     """``rms`` or ``layer``."""
     dropout: bool = False
     """Whether its code has dropout, so that masks are saved."""
+    drops: int = 0
+    """Dropouts of D elements a token, those of attention's weights left out."""
+    drops_scores: bool = False
+    """Whether the weights of attention are dropped."""
     experts: int = 0
     """X; 0 for a dense block."""
     active_experts: int = 0
@@ -201,6 +205,10 @@ class Work:
     """In order."""
     backward: list[Operator] = field(default_factory=list)
     """In order."""
+    fused_forward: list[Operator] = field(default_factory=list)
+    """Forward with the element-wise operators between two products as one, `models.fused`."""
+    fused_backward: list[Operator] = field(default_factory=list)
+    """Likewise backward."""
     saved_bytes: int = 0
     """Kept between forward and backward: distinct memory that is no parameter, the module's input included."""
     input_bytes: int = 0
@@ -237,6 +245,16 @@ class ModelWork:
         for count, work in (*zip(self.counts, self.layers), (1, self.rest)):
             found += [(count, item) for item in (work.backward if backward else work.forward)]
         return found
+
+    def compiled(self) -> ModelWork:
+        """Returns the same with layers whose element-wise operators are fused, as torch.compile runs them.
+
+        What they keep stays that of eager code.
+        """
+        layers = tuple(
+            dataclasses.replace(work, forward=work.fused_forward, backward=work.fused_backward) for work in self.layers
+        )
+        return dataclasses.replace(self, layers=layers)
 
     @property
     def saved_bytes(self) -> int:

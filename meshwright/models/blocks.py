@@ -62,6 +62,7 @@ def _block(layer: nn.Module, width: int, plain: Mapping[str, Any], window: int) 
         opened = sum(item.outer for item in products if item.split == "columns" and _owner(item.name) == owner)
     expert_ffn = max((item.inner for item in routed if item.split == "rows"), default=0)
     entering = sum(item.outer for item in routed if item.split == "columns")
+    drops, drops_scores = _dropouts(layer)
     return LayerShape(
         products=products,
         width=width,
@@ -77,10 +78,33 @@ def _block(layer: nn.Module, width: int, plain: Mapping[str, Any], window: int) 
         gated=(bool(feed) and opened >= 2 * feed) or (bool(spread) and entering >= 2 * expert_ffn),
         norm="rms" if any("rms" in type(part).__name__.lower() for part in layer.modules()) else "layer",
         dropout=any(isinstance(part, nn.Dropout) and part.p > 0 for part in layer.modules()),
+        drops=drops,
+        drops_scores=drops_scores,
         experts=experts,
         active_experts=_active(plain) if experts else 0,
         expert_ffn=expert_ffn,
     )
+
+
+def _dropouts(layer: nn.Module) -> tuple[int, bool]:
+    """Dropouts of a layer beside attention's, and whether attention's weights are dropped too.
+
+    A dropout is a module of its own or a probability by name. Of attention's weights is what is called so, and what is
+    a mere number of an attention module; a layer's own number serves both of its parts.
+    """
+    count, scores = 0, False
+    for path, part in layer.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(part, nn.Dropout):
+            scores |= part.p > 0 and name.startswith("att")
+            count += part.p > 0 and not name.startswith("att")
+            continue
+        for key, value in vars(part).items():
+            if type(value) is float and value > 0 and "drop" in key:
+                own = key.startswith("att") or "attention" in type(part).__name__.lower()
+                scores |= own
+                count += 0 if own else (2 if part is layer else 1)
+    return count, scores
 
 
 def _products(layer: nn.Module, width: int, experts: int) -> tuple[Product, ...]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from meshwright.models.fused import Call, fused
 from meshwright.shape import Operator, Work
 
 aten = torch.ops.aten
@@ -26,6 +27,11 @@ FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", 
         "detach", "alias", "as_strided", "split", "unbind", "chunk", "empty", "empty_like", "new_empty", "reshape",
         "_reshape_alias", "split_with_sizes", "empty_strided", "new_empty_strided", "_to_copy_view"}  # fmt: skip
 """Operators that move no bytes."""
+
+
+DRAWN_BYTES = 125
+"""Bytes moved for each element that dropout draws by the operations of `axes.comm.random` on a device, which aren't run
+here: `bernoulli_` stands for them. The planner's `cost.own` counts them."""
 
 
 class BlankWire:
@@ -79,6 +85,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, rows: list[Operator]) -> None:
         super().__init__()
         self.rows = rows
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs and books one operator."""
@@ -86,6 +93,7 @@ class _Counter(TorchDispatchMode):
         row = _row(func, args, kwargs or {}, out)
         if row is not None:
             self.rows.append(row)
+            self.calls.append(Call.of(row, (args, kwargs), out))
         return out
 
 
@@ -112,6 +120,8 @@ def _row(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None:
         flops = 4.0 * rows * heads * queries * keys * size * (2.5 if back else 1.0)
         kept = 0 if back else sum(item.numel() * item.element_size() for item in results)
         return Operator("attention", name, (rows, heads, queries, keys, size), flops, moved, kept)
+    if name.startswith("bernoulli"):
+        name, moved = "draw", DRAWN_BYTES * sum(item.numel() for item in results)
     return Operator("element", name, (), 0.0, moved)
 
 
@@ -141,11 +151,13 @@ def measure_work(
             alive.append(item)  # an address must not be used twice
         return item
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), _Counter(work.forward):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), _Counter(work.forward) as ahead:
         out = call()
     targets = [item for item in (*inputs, *module.parameters()) if item.requires_grad]
-    with _Counter(work.backward):
-        torch.autograd.grad(out, targets, torch.empty_like(out), allow_unused=True)
+    with _Counter(work.backward) as back:
+        given = torch.autograd.grad(out, targets, torch.empty_like(out), allow_unused=True)
+    work.fused_forward = fused(ahead.calls, {*kept, out.untyped_storage()._cdata})
+    work.fused_backward = fused(back.calls, {item.untyped_storage()._cdata for item in given if item is not None})
     work.saved_bytes = sum(kept.values())
     work.input_bytes = sum(item.numel() * item.element_size() for item in inputs)
     return work

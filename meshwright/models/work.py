@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshwright.axes import tp
+from meshwright.axes.comm.drawing import Drawing
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel
+from meshwright.models.chance import may_draw
 from meshwright.models.forward import model_output
 from meshwright.models.operators import BlankWire, faked, measure_work
 from meshwright.shape import ModelWork, Work
@@ -60,7 +62,7 @@ def measure_model(
         return found
 
     try:
-        with faked(module, dtype), _whole_rows():
+        with faked(module, dtype), _whole_rows(), _drawn(built):
             tokens = torch.zeros(rows, sequence, dtype=torch.int64)
             kinds.watch()
             rest = measure_work(module, call, [])
@@ -68,6 +70,27 @@ def measure_model(
         raise ConfigError(f"model '{built.config.name}' can't be run on fake tensors: {str(error)[:200]}") from error
     rest.sent = list(wire.sent)
     return ModelWork(rows=rows, layers=tuple(kinds.works), counts=tuple(kinds.counts), rest=rest)
+
+
+def _drawn(built: BuiltModel) -> contextlib.AbstractContextManager[Any]:
+    """Draws as the runtime does, by masks from elsewhere, where a model may draw."""
+    return Drawing(_Masks()) if may_draw(built) else contextlib.nullcontext()
+
+
+class _Masks:
+    """Stands for the numbers of `axes.comm.chance`: a mask is one operator that is found again by its name."""
+
+    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+        """As `axes.comm.drawing.Numbers.kept`."""
+        return torch.empty(tuple(shape), dtype=torch.bool, device=device).bernoulli_(1.0 - p)
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """As `axes.comm.drawing.Numbers.uniform`."""
+        return torch.empty(tuple(shape), dtype=torch.float64, device=device).bernoulli_()
+
+    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+        """As `axes.comm.drawing.Numbers.kept_scores`."""
+        return self.kept((*query.shape[:3], keys), p, query.device)
 
 
 @contextlib.contextmanager
