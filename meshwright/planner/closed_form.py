@@ -142,6 +142,8 @@ def _block(sizes: Sizes, spread: bool, window: int) -> LayerShape:
         gated=sizes.gated,
         norm="rms" if sizes.gated else "layer",
         dropout=sizes.dropout,
+        drops=2 if sizes.dropout else 0,
+        drops_scores=sizes.dropout,
         experts=sizes.experts if spread else 0,
         active_experts=sizes.active_experts if spread else 0,
         expert_ffn=sizes.expert_ffn if spread else 0,

@@ -22,7 +22,7 @@ def kinds_of(cluster: Cluster) -> list[Kind]:
         if found and found[-1][0] == device:
             found[-1] = (device, found[-1][1], found[-1][2] + group.devices)
         else:
-            found.append((device, Machine(device=device, fabric=fabric), group.devices))
+            found.append((device, Machine(device=device, fabric=fabric, host=cluster.host), group.devices))
     return found
 
 

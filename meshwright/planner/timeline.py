@@ -59,6 +59,7 @@ def _simulated_s(schedule: Schedule, costs: Costs) -> float:
 
 def stage_costs(job: Job, layout: Layout, machine: Machine, engine: Engine, stages: int) -> Costs:
     """Returns the seconds of every stage's actions on one micro-batch, and of a send between ranks."""
+    engine = engine.for_layout(layout)
     degrees = Degrees.from_layouts([layout], len(job.shape.blocks))
     model = Model(job, degrees, machine, engine)
     split = [float(part) for part in layout.split.split("-")] if layout.split else None

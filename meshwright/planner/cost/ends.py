@@ -7,6 +7,7 @@ import numpy as np
 from meshwright.cluster import traffic
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, Model, Pass
+from meshwright.planner.cost.own import drop_bytes
 from meshwright.shape import Product
 
 UNALIGNED = 3.2
@@ -35,6 +36,10 @@ def embedding(model: Model, timed: bool = True) -> LayerCost:
     wire = scatter * (model.degrees.sequence > 0) + reduce * (model.degrees.sequence == 0)
     look = move_s(2 * size, model.machine.device)
     back = move_s(model.tokens * shape.width * (element + 4.0), model.machine.device)
+    if model.engine.runtime.draw_bytes and masks:
+        drawn = model.tokens * shape.width / model.divided
+        look = look + move_s(drawn * (drop_bytes(element) + model.engine.runtime.draw_bytes), model.machine.device)
+        back = back + move_s(drawn * drop_bytes(element), model.machine.device)
     cost.forward = Pass(elementwise=look, tp=wire)
     cost.backward = Pass(elementwise=back, tp=scatter * (model.degrees.sequence > 0))
     model.awaited(cost.forward, cost.backward)
@@ -53,7 +58,7 @@ def head(model: Model, timed: bool = True) -> LayerCost:
     logits = model.tokens * shape.vocab / tp
     size = model.tokens * shape.width * element
     saved = model.engine.saved
-    held = 0.0 if saved.chunked_logits else saved.logits
+    held = 0.0 if saved.chunked_logits else saved.logits * _width(model)
     cost = LayerCost(
         saved=2 * size / model.divided,
         working=held * logits,
@@ -75,4 +80,9 @@ def head(model: Model, timed: bool = True) -> LayerCost:
 
 
 def _loss_s(model: Model, logits: object, back: int) -> object:
-    return move_s(logits * model.engine.runtime.loss_passes[back], model.machine.device)  # type: ignore[operator]
+    return move_s(logits * model.engine.runtime.loss_passes[back] * _width(model), model.machine.device)  # type: ignore[operator]
+
+
+def _width(model: Model) -> float:
+    """Bytes of the loss's numbers over those of float32, in which it is computed otherwise."""
+    return 2.0 if model.job.precision == "float64" else 1.0

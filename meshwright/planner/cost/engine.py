@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.plan import Layout
 
 GIB = 1024.0**3
 SPLITS = ("balanced", "even", "compute", "slots")
@@ -106,6 +107,18 @@ class Runtime:
     """Bytes moved per element of D of each routed token in forward: sorting it to its expert and back."""
     cast_bytes: float = 4.0
     """Bytes moved per element of what products read when they run in 8 or 4 bits: scales, casts, transposes."""
+    fused_width: float = 0.0
+    """`pass_width` of a layer that torch.compile made, whose element-wise operations between two products are one
+    kernel; 0 where `compile` isn't a choice of the engine, and its other options say how it was run."""
+    fused_ffn: float = 0.0
+    """`pass_ffn` of such a layer."""
+    fused_layer_s: float = 0.0
+    """`host_layer_s` of such a layer: fewer launches, and what torch.compile's guards and wrapper take."""
+    draw_bytes: float = 0.0
+    """Bytes moved per element for which dropout draws a number, where that is done by operations of its own; 0 where
+    the kernel that drops draws, which is among the passes."""
+    draw_s: float = 0.0
+    """Host seconds of such a draw."""
     pass_backward: float = 1.5
     """Bytes that backward moves over those of forward."""
     host_layer_s: float = 0.0
@@ -210,6 +223,19 @@ class Engine:
         """Refuses an unknown way to split."""
         if self.split not in SPLITS:
             raise PlanError(f"engine {self.name}: split {self.split} is none of {', '.join(SPLITS)}")
+
+    def for_layout(self, layout: Layout) -> Engine:
+        """Returns the engine as it runs a layout: with fused passes and fewer launches where ``compile`` is on.
+
+        What autograd keeps stays priced as eager: which tensors a compiled layer recomputes instead isn't known before.
+        """
+        made = self.runtime
+        if not layout.compile or not made.fused_width:
+            return self
+        fused = dataclasses.replace(
+            made, pass_width=made.fused_width, pass_ffn=made.fused_ffn, host_layer_s=made.fused_layer_s
+        )
+        return dataclasses.replace(self, runtime=fused)
 
     def with_options(self, **options: Any) -> Engine:
         """Returns the engine with options changed, each named as ``part.field`` with a double underscore.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.planner.cost.engine import GIB, Engine, Runtime, Saved, States
+from meshwright.planner.cost.own import DRAW_BYTES, DRAW_S, FUSED_FFN, FUSED_LAYER_S, FUSED_WIDTH
 
 MESHWRIGHT = Engine(
     name="meshwright",
@@ -15,6 +16,11 @@ MESHWRIGHT = Engine(
         loss_passes=(24.0, 24.0),
         host_layer_s=4e-4,
         dp_overlap=0.8,
+        fused_width=FUSED_WIDTH,
+        fused_ffn=FUSED_FFN,
+        fused_layer_s=FUSED_LAYER_S,
+        draw_bytes=DRAW_BYTES,
+        draw_s=DRAW_S,
         reduce_each=True,
         recompute_stops=True,
     ),

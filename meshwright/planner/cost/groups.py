@@ -12,6 +12,7 @@ import numpy as np
 from meshwright.cluster import traffic
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.device import Device
+from meshwright.cluster.host import Host
 from meshwright.planner.cost.job import Array, Degrees
 
 
@@ -23,13 +24,15 @@ class Machine:
     """Each of them."""
     fabric: traffic.Fabric
     """Inside nodes and between."""
+    host: Host | None = None
+    """A rank's part of the memory of its host; None where nothing can be offloaded."""
     network_share: float = 1.0
     """Share of the network's rate that collectives of many nodes reach under load."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Machine:
         """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest wires."""
-        return cls(device=cluster.device, fabric=cluster.fabric())
+        return cls(device=cluster.device, fabric=cluster.fabric(), host=cluster.host)
 
 
 @dataclass(frozen=True, slots=True)

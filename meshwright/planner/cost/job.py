@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
+from meshwright.plan import OFFLOADS, Layout
 from meshwright.shape import ModelShape
 
 Array = NDArray[Any]
@@ -77,6 +77,8 @@ class Degrees:
     """Index into `SCHEDULES`."""
     rows: Array
     """Rows of the global batch where it isn't the job's; 0 where it is."""
+    offload: Array
+    """Index into `OFFLOADS`."""
     splits: tuple[tuple[float, ...] | None, ...] = ()
     """Layers of each stage of layouts that name them; empty where none does."""
     inside_scale: Array
@@ -116,10 +118,10 @@ class Degrees:
         """Builds arrays from columns, which broadcast; what isn't given is 1 (0 for choices).
 
         Args:
-            columns: by field name; ``schedule`` and ``recompute`` as codes.
+            columns: by field name; ``schedule``, ``recompute`` and ``offload`` as codes.
             splits: layers of each stage, for layouts that name them.
         """
-        zeros = {"zero", "recompute", "sequence", "schedule", "rows"}
+        zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload"}
         names = [item.name for item in dataclasses.fields(cls) if item.name != "splits"]
         given = {name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names}
         arrays = np.broadcast_arrays(*given.values())
@@ -154,6 +156,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "recompute": RECOMPUTES.index(mode),
         "recompute_share": min(1.0, int(some) / layers) if some else 1.0,
         "sequence": layout.sequence,
+        "offload": OFFLOADS.index(layout.offload),
         "stages": layout.stages or least,
         "schedule": SCHEDULES.index(name) if name in SCHEDULES else 0,
     }

@@ -77,7 +77,7 @@ def matmul_s(m: Any, n: Any, k: Any, device: Device, dtype: str, share: float = 
     best = flops / (peak * reached)
     best = best * (1.0 + kind.quantum * (_waste(m, n, max(1, device.units)) - 1.0))
     best = best * (1.0 + kind.ramp * 1e9 * (peak / 1e14) / np.maximum(m * n * k, 1.0))
-    width = {"fp8": 1.0, "fp4": 0.5, "float32": 4.0, "tf32": 4.0}.get(dtype, 2.0)
+    width = {"fp8": 1.0, "fp4": 0.5, "float32": 4.0, "tf32": 4.0, "float64": 8.0}.get(dtype, 2.0)
     moved = width * (m * k + k * n) + 2.0 * m * n
     return np.maximum(best, move_s(moved, device))
 

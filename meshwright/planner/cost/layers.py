@@ -14,6 +14,7 @@ from meshwright.planner.cost.engine import Engine
 from meshwright.planner.cost.groups import Groups, Machine
 from meshwright.planner.cost.job import Array, Degrees, Job
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
+from meshwright.planner.cost.own import MOST_SCORES, drop_bytes, score_bytes
 from meshwright.shape import LayerShape, Product
 
 FULL, BLOCK, SELECTIVE = 2, 3, 1
@@ -77,7 +78,7 @@ class Model:
     def __init__(self, job: Job, degrees: Degrees, machine: Machine, engine: Engine) -> None:
         self.job, self.degrees, self.machine, self.engine = job, degrees, machine, engine
         self.groups = Groups(degrees, machine)
-        self.element = 4.0 if job.precision == "float32" else 2.0
+        self.element = {"float32": 4.0, "float64": 8.0}.get(job.precision, 2.0)
 
     @cached_property
     def rows(self) -> Array:
@@ -165,6 +166,9 @@ class Model:
         if self.job.products in ("fp8", "fp4"):
             rotated = 2.0 if self.job.products == "fp4" else 1.0
             elementwise = elementwise + move_s(self._cast(layer, back) * runtime.cast_bytes * rotated, device)
+        if runtime.draw_bytes and layer.drops:
+            each = drop_bytes(self.element) + (0.0 if back else runtime.draw_bytes)
+            elementwise = elementwise + move_s(self.tokens * layer.width / self.divided * layer.drops * each, device)
         attention, host = self._attention(layer, back), self._host(layer, back)
         return Pass(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
 
@@ -175,6 +179,8 @@ class Model:
         host = np.maximum(runtime.host_layer_s * tp**runtime.host_tp_power, piped)
         if runtime.host_softmax_s and layer.heads:
             host = host + runtime.host_softmax_s * (np.mod(self.rows * layer.heads / tp, 4.0) > 0)
+        if runtime.draw_s and not back:
+            host = host + runtime.draw_s * (layer.drops + layer.drops_scores)
         return host * (runtime.host_backward if back else 1.0)
 
     def _cast(self, layer: LayerShape, back: bool) -> Any:
@@ -200,10 +206,41 @@ class Model:
         full = scores * self.job.sequence
         if layer.sinks and (runtime.unfused_sinks == "all" or (runtime.unfused_sinks == "window" and layer.window)):
             return plain_attention_s(full, size, device, dtype, runtime.sink_passes, back)
+        if self._plain(layer):
+            return self._plain_s(layer, full, size, back)
         if runtime.flash:
             took = attention_s(scores * keys, layer.head_size, layer.value_size, device, dtype, back)
             return took / runtime.attention
         return plain_attention_s(full, size, device, dtype, runtime.score_passes, back) / runtime.attention
+
+    def _plain(self, layer: LayerShape) -> bool:
+        """Whether our runtime computes attention without a fused kernel: dropped weights, float64 on a device."""
+        runtime = self.engine.runtime
+        if not (runtime.flash and runtime.draw_bytes and layer.heads):
+            return False
+        return layer.drops_scores or (self.job.precision == "float64" and self.machine.device.units > 0)
+
+    def _plain_s(self, layer: LayerShape, scores: Any, size: float, back: bool) -> Any:
+        """Seconds of such attention; where the weights are too many to keep, backward makes them again."""
+        device, dtype, drops = self.machine.device, self.job.precision, layer.drops_scores
+        more = drop_bytes(self.element) if drops else 0.0
+        drawn = self.engine.runtime.draw_bytes if drops else 0.0
+        ahead = score_bytes(self.element, False) + more
+        if not back:
+            return plain_attention_s(scores, size, device, dtype, ahead + drawn, False)
+        again = plain_attention_s(scores, size, device, dtype, ahead, False)
+        passed = plain_attention_s(scores, size, device, dtype, 0.0, True)
+        passed = passed + move_s(scores * (score_bytes(self.element, True) + more), device)
+        return passed + again * (drops & (scores > MOST_SCORES))
+
+    def _score_saved(self, layer: LayerShape) -> tuple[Any, Any]:
+        """Bytes a token that attention without a fused kernel keeps, and has while it runs beside these."""
+        row, saved = layer.heads * float(self.job.sequence), self.engine.saved
+        if not self._plain(layer):
+            return (0.0 if saved.flash else saved.score_bytes * row), 0.0
+        kept = row * (2.0 * self.element + 1.0 if layer.drops_scores else self.element)
+        many = layer.drops_scores & (self.tokens * row / self.degrees.tp > MOST_SCORES)
+        return np.where(many, row, kept), np.where(many, kept - row, 0.0)
 
     def awaited(self, *passes: Pass) -> None:
         """Raises the host's time to the device's where it waits for each layer, so that their sum is one of longest."""
@@ -259,7 +296,7 @@ class Model:
         inside = (w + saved.attention_extra) * qkv + w * layer.mixed_width + 4.0 * layer.heads * saved.flash
         inside += layer.ffn * (w * (3.0 if layer.gated else 2.0) + saved.gate_extra)
         between, inside = self._routed(layer, between, inside)
-        scores = 0.0 if saved.flash else saved.score_bytes * layer.heads * self.job.sequence
+        scores, passing = self._score_saved(layer)
         everything = self.tokens * (between / self.divided + (inside + scores) / d.tp)
         results = 2 * layer.width / self.divided + (qkv + layer.ffn * (2.0 if layer.gated else 1.0)) / d.tp
         products = self.tokens * w * (saved.selective_share * results + layer.mixed_width / d.tp)
@@ -272,6 +309,8 @@ class Model:
         cost.kept = self.tokens * layer.width * over * np.where(d.pp > 1, saved.kept_gather_piped, saved.kept_gather)
         gathered = saved.gathered * self.tokens * layer.width * over
         cost.working = np.where(d.recompute > 0, everything - reduced, 0.0) + gathered
+        if self._plain(layer):
+            cost.working = cost.working + self.tokens * passing / d.tp
         largest = max(
             (item.inner * item.outer for item in layer.products if item.split and not item.experts), default=0
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cluster.calibration import Calibration
+from meshwright.planner.cost.own import CORE_DRAW_EXPS, DRAW_BYTES
 from meshwright.shape import ModelWork, Operator
 
 KINDS = {"product": "matmul", "attention": "attention", "element": "elementwise"}
@@ -152,4 +153,7 @@ def _element_s(item: Operator, calibration: Calibration, dtype: str, busy: bool)
     if not calibration.has_operation(name, dtype):
         name, tensors = "copy", 2
     elements = max(1.0, item.bytes / (tensors * BYTES[dtype]))
+    drawn = item.name == "draw" and calibration.machine.get("kind") == "cpu"
+    if drawn and calibration.has_operation("exp", dtype):
+        name, elements = "exp", max(1.0, item.bytes / DRAW_BYTES * CORE_DRAW_EXPS)
     return float(calibration.operation_s(name, elements, dtype, busy))

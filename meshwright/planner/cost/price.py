@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +17,8 @@ from meshwright.planner.cost.job import Array, Degrees, Job
 from meshwright.planner.cost.prices import MEMORY, PARTS, SENT, Price, Prices, StagePrice
 from meshwright.planner.cost.ranks import Costs, Ranks
 
-Holds = Callable[[Degrees, Array, Array], Array]
-"""(layouts, bytes that their fullest ranks take, of these activations) to which of them may be: (N,) bool."""
+Holds = Callable[[Degrees, Mapping[str, Array]], Array]
+"""(layouts, bytes of their fullest ranks by part, as `Prices` names them) to which of them may be: (N,) bool."""
 
 
 def price(job: Job, layout: Layout, cluster: Cluster | Machine, engine: Engine = MESHWRIGHT) -> Price:
@@ -31,6 +31,7 @@ def price(job: Job, layout: Layout, cluster: Cluster | Machine, engine: Engine =
         engine: how it is run.
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
+    engine = engine.for_layout(layout)
     ranks = Ranks(Costs.of(job, Degrees.from_layouts([layout], len(job.shape.blocks)), machine, engine))
     parts = {name: float(values[0]) for name, values in _parts(ranks).items()}
     stages = stages_of(ranks, 0, ranks.memory())
@@ -43,6 +44,7 @@ def price(job: Job, layout: Layout, cluster: Cluster | Machine, engine: Engine =
         memory=stages[fullest].memory,
         peak=stages[fullest].peak,
         sent={name: float(values[0]) for name, values in ranks.wires.sent(ranks).items()},
+        host=max(stage.host for stage in stages),
     )
 
 
@@ -63,6 +65,7 @@ def stages_of(ranks: Ranks, at: int, memory: dict[str, Array]) -> tuple[StagePri
             held=float(ranks.held[at, rank]),
             memory={name: float(memory[name][at, rank]) for name in MEMORY},
             peak=float(memory["peak"][at, rank]),
+            host=float(memory["host"][at, rank]) if "host" in memory else 0.0,
         )
         for rank in range(ranks.ranks)
     )
@@ -95,7 +98,7 @@ def price_many(
         columns.put_memory(where, ranks.memory())
     may = np.ones(degrees.count, bool)
     if holds is not None:
-        may = holds(degrees, columns.memory["peak"], columns.memory["activations"])
+        may = holds(degrees, columns.memory)
         costs = Costs.of(job, degrees.take(may), machine, engine) if may.any() else costs
     at = np.flatnonzero(may)
     for where, ranks in _runs(costs) if len(at) else ():
@@ -148,8 +151,8 @@ class _Columns:
     def __init__(self, count: int) -> None:
         self.parts = {name: np.zeros(count) for name in PARTS}
         self.sent = {name: np.zeros(count) for name in SENT}
-        names = (*MEMORY, "allocated", "reserved", "peak", "first_allocated", "first_reserved", "fullest")
-        self.memory = {name: np.zeros(count) for name in names}
+        names = ("allocated", "reserved", "peak", "first_allocated", "first_reserved", "fullest", "host", "whole")
+        self.memory = {name: np.zeros(count) for name in (*MEMORY, *names)}
 
     def put(self, columns: dict[str, Array], where: Any, values: dict[str, Array]) -> None:
         """Writes some layouts' figures by name."""
@@ -160,6 +163,9 @@ class _Columns:
         """Writes the bytes of the fullest rank, and of the first."""
         at = np.argmax(memory["peak"], axis=1)
         self.put(self.memory, where, {name: values[np.arange(len(at)), at] for name, values in memory.items()})
+        for name in ("host", "whole"):
+            if name in memory:
+                self.memory[name][where] = memory[name].max(axis=1)
         first = {f"first_{name}": memory[name][:, 0] for name in ("allocated", "reserved")}
         self.put(self.memory, where, first | {"fullest": at.astype(float)})
 

@@ -11,10 +11,11 @@ from meshwright.planner.cost.job import Array
 
 PARTS = (
     "matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep", "host", "engine", "send", "bubble",
-    "gather", "reduce", "optimizer", "step",
+    "gather", "reduce", "offload", "optimizer", "step",
 )  # fmt: skip
 """Parts of a step's time; they sum to it. ``host``: the device waits for launches; ``engine``: the pipeline engine's
-own; ``send``: between stages; ``gather``: ZeRO-3's parameters; ``reduce``: gradients; ``step``: once a step."""
+own; ``send``: between stages; ``gather``: ZeRO-3's parameters; ``reduce``: gradients; ``offload``: copies to and from
+host memory; ``step``: once a step."""
 SENT = ("tp", "cp", "ep", "pp", "shard", "replicate")
 """Axes that carry traffic."""
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
@@ -37,6 +38,10 @@ class Prices:
     """Bytes that its allocator holds, (N,)."""
     peak: Array
     """Bytes of the device that it takes, context and communicators included: what must fit."""
+    host: Array
+    """Bytes in host memory of the rank that has most there."""
+    whole: Array
+    """`peak` if nothing were offloaded; 0 where nothing is."""
     first_allocated: Array
     """`allocated` of the first stage's ranks."""
     first_reserved: Array
@@ -76,6 +81,8 @@ class StagePrice:
     """Bytes by part of `MEMORY`."""
     peak: float
     """All of them."""
+    host: float = 0.0
+    """Bytes in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,3 +103,5 @@ class Price:
     """Bytes that the fullest takes of its device."""
     sent: Mapping[str, float]
     """Bytes that each rank sends in a step by axis."""
+    host: float = 0.0
+    """Bytes in host memory of the rank that has most there."""

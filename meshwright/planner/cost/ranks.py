@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cluster.host import Host
+from meshwright.errors import PlanError
 from meshwright.planner.cost.ends import embedding, head
 from meshwright.planner.cost.engine import Engine
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.job import SCHEDULES, Array, Degrees, Job
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, Model, Pass
+from meshwright.planner.cost.offload import spent, wide_bytes, without
 from meshwright.planner.cost.prices import MEMORY
 from meshwright.planner.cost.stages import Cut, cut, kinds
 from meshwright.planner.cost.states import owned, state_bytes
@@ -25,6 +28,8 @@ from meshwright.planner.cost.wires import Wires
 
 KEPT = ("matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep")
 """Parts of a pass that are parts of a step."""
+STATE = ("parameters", "gradients", "optimizer")
+"""Parts of memory that may lie in host memory."""
 FOLDED = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
 """Codes of schedules whose second stages go back along the ranks."""
 
@@ -255,22 +260,39 @@ class Ranks:
         runtime, device = self.engine.runtime, self.model.machine.device
         own, experts = self.trained()
         after = self.wires.reduce_s(self, own, experts)
-        update = move_s(owned(self.engine.states, self.degrees, own, experts) * runtime.update_bytes, device)
-        last = np.argmax(after + update, axis=1)[:, None]
-        return {
-            "gather": self.wires.gather_s(self),
-            "reduce": np.take_along_axis(after, last, 1)[:, 0],
-            "optimizer": np.take_along_axis(update, last, 1)[:, 0],
-        }
+        trained, size = owned(self.engine.states, self.degrees, own, experts), wide_bytes(self.job.precision)
+        update = move_s(trained * runtime.update_bytes * size / 4.0, device)
+        parts = {"reduce": after, "optimizer": update, "offload": np.zeros_like(update)}
+        if self.degrees.offload.any():
+            host = self._host()
+            there, copies = spent(self, trained, host, size)
+            parts |= {"optimizer": np.where(self.degrees.offload[:, None] > 0, there, update), "offload": copies}
+        last = np.argmax(fold(np.add, parts.values()), axis=1)[:, None]
+        found = {name: np.take_along_axis(seconds, last, 1)[:, 0] for name, seconds in parts.items()}
+        return {"gather": self.wires.gather_s(self)} | found
+
+    def _host(self) -> Host:
+        host = self.model.machine.host
+        if host is None:
+            raise PlanError("nothing can be offloaded: no host memory, its bandwidth or the link to it is known")
+        return host
 
     def memory(self) -> dict[str, Array]:
-        """Returns bytes by part of `MEMORY`, (N, P), and ``allocated``, ``reserved``, ``peak``."""
+        """Returns bytes by part of `MEMORY`, (N, P), and ``allocated``, ``reserved``, ``peak``.
+
+        Where some layout offloads also ``host``, the bytes in host memory, and ``whole``, the peak if none were there.
+        """
         d, engine = self.degrees, self.engine
         own, experts = self._parameters
-        wide = self.job.precision == "float32"
-        found = state_bytes(engine.states, d, own, experts, self._gathered(own), wide)
+        units, size = self._gathered(own), wide_bytes(self.job.precision)
+        wide = size if self.job.precision in ("float32", "float64") else 0.0
+        found = state_bytes(engine.states, d, own, experts, units, wide)
         if self.job.adapters:
             found |= {name: np.zeros_like(own) for name in ("gradients", "optimizer", "update")}
+        offloads = d.offload.any()
+        before = sum(found[name] for name in STATE) if offloads else 0.0
+        if offloads:
+            without(found, d, owned(engine.states, d, *self.trained()), own + experts, units, size)
         found["activations"] = self._activations()
         found["logits"] = np.zeros_like(own)
         self._add_last(found["logits"], self.costs.head.working)
@@ -282,6 +304,8 @@ class Ranks:
         found["reserved"] = reserved
         found["reserve"] = reserved - running - forward + engine.context_bytes
         found["peak"] = np.asarray(sum(found[name] for name in MEMORY))
+        if offloads:
+            found["whole"] = found["peak"] + before - sum(found[name] for name in STATE)
         return found
 
     def _activations(self) -> Array:

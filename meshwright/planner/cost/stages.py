@@ -15,8 +15,34 @@ from meshwright.planner.cost.job import Array
 from meshwright.shape import LayerShape, ModelShape
 
 
+class _Same:
+    """A shape as a key: the object itself, not what it says.
+
+    Args:
+        shape: which.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+
+    def __hash__(self) -> int:
+        """Of the object."""
+        return id(self.shape)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same object."""
+        return isinstance(other, _Same) and other.shape is self.shape
+
+
 def kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns for each block its kind, and for each kind a block that is of it."""
+    return _kinds(_Same(shape))
+
+
+@lru_cache(maxsize=8)
+def _kinds(same: _Same) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `kinds`, which a search asks for hundreds of times."""
+    shape = same.shape
     firsts: dict[int, int] = {}
     seen: dict[object, int] = {}
     numbers = []
@@ -132,11 +158,30 @@ def cut(shape: ModelShape, ranks: int, chunks: int, folded: bool, rule: str, spl
     Raises:
         PlanError: more stages than blocks where each must have one.
     """
-    bounds = divide(shape, ranks * chunks, rule, split)
     numbers, firsts = kinds(shape)
+    if rule == "balanced" and not split and ranks * chunks > 1:
+        tail = shape.vocab * shape.width + shape.other_parameters
+        costs = tuple(block.parameters for block in shape.blocks)
+        return _balanced_cut(costs, tail, numbers, len(firsts), ranks, chunks, folded)
+    return _counted(divide(shape, ranks * chunks, rule, split), numbers, len(firsts), ranks, chunks, folded)
+
+
+@lru_cache(maxsize=1024)
+def _balanced_cut(
+    costs: tuple[int, ...], tail: int, numbers: tuple[int, ...], many: int, ranks: int, chunks: int, folded: bool
+) -> Cut:
+    """As `cut`; a search asks for the same cuts of a model again and again."""
+    return _counted(_balanced(costs, tail, ranks * chunks), numbers, many, ranks, chunks, folded)
+
+
+def _counted(
+    bounds: tuple[tuple[int, int], ...], numbers: tuple[int, ...], many: int, ranks: int, chunks: int, folded: bool
+) -> Cut:
+    """The layers of each of ``many`` kinds on each rank, which nobody may change."""
     laps, places = np.divmod(np.arange(ranks * chunks), ranks)
     owners = np.where((laps % 2 == 1) & folded, ranks - 1 - places, places)
     sizes = [stop - start for start, stop in bounds]
     cells = np.repeat(owners, sizes) + np.array(numbers[: sum(sizes)]) * ranks
-    counts = np.bincount(cells, minlength=len(firsts) * ranks).astype(float).reshape(len(firsts), ranks)
+    counts = np.bincount(cells, minlength=many * ranks).astype(float).reshape(many, ranks)
+    counts.flags.writeable = False
     return Cut(bounds=bounds, counts=counts, last=int(owners[-1]))

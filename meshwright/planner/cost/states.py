@@ -11,7 +11,7 @@ from meshwright.planner.cost.job import Array, Degrees
 
 
 def state_bytes(
-    states: States, degrees: Degrees, own: Array, experts: Array, units: Array, wide: bool
+    states: States, degrees: Degrees, own: Array, experts: Array, units: Array, wide: float
 ) -> dict[str, Array]:
     """Returns bytes by part, (N, P), and under ``update`` what the update adds while no activations are held.
 
@@ -21,21 +21,21 @@ def state_bytes(
         own: parameters of each rank before the data axes shard them, experts left out; (N, P).
         experts: those of experts, which fewer ranks share; (N, P).
         units: parameters that ZeRO-3 has gathered at once; (N, P).
-        wide: compute in float32, without masters of their own.
+        wide: bytes of an element where compute is in float32 or float64, which has no masters apart; else 0.
     """
     d = degrees
     zero, shard = d.zero[:, None], np.maximum(1.0, d.shard * (d.cp if states.over_cp else 1.0))[:, None]
     spread = np.maximum(1.0, d.shard * d.cp * d.tp / np.where(d.ep > 1, d.ep, d.tp))[:, None]
     total = own + experts
     part = own / shard + experts / spread
-    parameter = 4.0 if wide else states.parameter
-    optimizer: Any = np.where(zero > 0, 12.0, 8.0) if wide else states.optimizer
+    parameter = wide or states.parameter
+    optimizer: Any = np.where(zero > 0, 3.0 * wide, 2.0 * wide) if wide else states.optimizer
     many = (d.microbatches > 1)[:, None] & states.whole_when_accumulating
     piped = (d.pp > 1)[:, None] & states.whole_in_pipeline
     whole = (zero < 2) & (many | (zero < 1) | (not states.whole_when_accumulating)) | piped
     gathered = np.where(piped, total, np.minimum(units, total))
     rest = states.parameter * part if states.rest else 0.0
-    gradient = 4.0 if wide else states.gradient
+    gradient = wide or states.gradient
     update = np.where(zero > 0, states.update[0] * total + states.update[1] * part, 0.0)
     return {
         "parameters": np.where(zero < 3, parameter * total, parameter * gathered + rest),

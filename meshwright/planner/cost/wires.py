@@ -10,6 +10,7 @@ from meshwright.cluster import traffic
 from meshwright.planner.cost.groups import Span
 from meshwright.planner.cost.job import Array
 from meshwright.planner.cost.layers import Model
+from meshwright.planner.cost.offload import added
 
 
 class Wires:
@@ -23,6 +24,8 @@ class Wires:
         self._model = model
         # The engine's are of a parameter in 2 bytes; what computes in 4 is gathered so.
         self._gather_bytes = model.engine.runtime.gather_bytes * model.element / 2.0
+        # Gradients are summed in 4 bytes whatever computes, but in float64.
+        self._reduce_bytes = model.engine.runtime.reduce_bytes * (2.0 if model.job.precision == "float64" else 1.0)
 
     def send_s(self) -> Array:
         """Returns seconds of one activation from stage to stage, (N,)."""
@@ -51,7 +54,7 @@ class Wires:
         """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's gather after it, (N, P)."""
         model, runtime, d = self._model, self._model.engine.runtime, self._model.degrees
         groups, zero = model.groups, d.zero[:, None]
-        wire = runtime.reduce_bytes
+        wire = self._reduce_bytes
         pieces = np.maximum(1.0, runtime.reduce_pieces * group.layers)
         buckets = np.maximum(1.0, own * wire / runtime.bucket_bytes) if runtime.bucket_bytes else 1.0
         whole = self._columns(traffic.all_reduce_s, own * wire, groups.readers, buckets)
@@ -70,6 +73,9 @@ class Wires:
         sharded = runtime.dp_overlap if runtime.scatter_overlap is None else runtime.scatter_overlap
         window = np.where(once, 0.0, self._window()[:, None])
         cover = np.where(zero > 0, sharded, runtime.dp_overlap) * group.backward_busy * window
+        if d.offload.any():
+            # Only the first micro-batch's goes on beside backward where the host waits for the others to add them.
+            cover = np.where(added(d)[:, None], cover / d.microbatches[:, None], cover)
         exposed = np.maximum(seconds - cover, 0.0) + runtime.interference * np.minimum(seconds, cover)
         late = np.where((zero == 1) | (zero == 2), gather / runtime.scatter_share, 0.0)
         cover = sharded * group.forward_busy * window
@@ -103,8 +109,8 @@ class Wires:
         total = (own + experts).max(axis=1)
         shards = d.shard * d.cp
         gathers = np.where(d.zero == 3, 2 * m if runtime.gather_each else 2, (d.zero > 0) * 1.0)
-        found["shard"] = total * (runtime.reduce_bytes + self._gather_bytes * gathers) * (shards - 1) / shards
+        found["shard"] = total * (self._reduce_bytes + self._gather_bytes * gathers) * (shards - 1) / shards
         found["shard"] = found["shard"] * (d.zero > 0)
         copies = np.where(d.zero > 0, d.replicate, d.readers)
-        found["replicate"] = 2 * total * runtime.reduce_bytes / np.where(d.zero > 0, shards, 1) * (copies - 1) / copies
+        found["replicate"] = 2 * total * self._reduce_bytes / np.where(d.zero > 0, shards, 1) * (copies - 1) / copies
         return found

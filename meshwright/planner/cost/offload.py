@@ -1,0 +1,112 @@
+"""State in host memory: what leaves the device, what the host holds, and what copies and the update there take.
+
+``optimizer``: the moments lie in host memory, and a copy of the masters, which stay on the device as well, since FSDP2
+gathers from them (`train.optimizer.LocalAdamW`). After the last backward gradients go down, the processor updates, new
+masters come up: one after the other, nothing hides.
+``parameters``: FSDP2's CPUOffloadPolicy. Shards, their gradients and moments lie in host memory, and the processor
+updates them there. Each gather begins with the copy of a shard, in float32, on a stream of its own; each scatter ends
+with the copy of its part, which backward hides, unless the part is added to that of the micro-batch before: then the
+host waits for it. One rank alone gathers nothing, and copies in the stream that computes.
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard, _fsdp_param.py (all_gather_inputs), _fsdp_param_group.py
+(wait_for_unshard), _fsdp_collectives.py (foreach_reduce).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.cluster.host import Host
+from meshwright.plan import OFFLOADS
+from meshwright.planner.cost.job import Array, Degrees
+
+OPTIMIZER, PARAMETERS = OFFLOADS.index("optimizer"), OFFLOADS.index("parameters")
+PINNED = 1.44
+"""Memory of a pinned block over its bytes: torch rounds each up to a power of two, and of sizes that are spread evenly
+over logarithms that is 1 / ln 2. Source: torch 2.13, ATen/core/CachingHostAllocator.h."""
+HOST_USABLE = 0.85
+"""Share of host memory that state may fill; the rest is for the system, the ranks' processes and the text."""
+ADAM_PASSES = 7.0
+"""Masters, gradients and both moments are read, all but the gradients written."""
+NORM_PASSES = 1.0
+"""Gradients are read for their norm."""
+ADD_PASSES = 3.0
+"""A part of a gradient is read and added to what is there."""
+ONE_WEIGHT = 0.25
+"""Of the parameters of two layers and the ends, the largest weight, which one rank alone copies at a time."""
+
+
+def wide_bytes(precision: str) -> float:
+    """Returns the bytes of a master weight, a reduced gradient or a moment."""
+    return 8.0 if precision == "float64" else 4.0
+
+
+def without(found: dict[str, Array], degrees: Degrees, trained: Array, total: Array, units: Array, size: float) -> None:
+    """Takes off a rank's state what lies in host memory, and adds ``host``, the bytes that it takes there.
+
+    Args:
+        found: `states.state_bytes` as if all stayed on the device; it is changed.
+        degrees: the layouts.
+        trained: parameters that each rank updates, (N, P).
+        total: parameters of each rank before the data axes shard them, (N, P).
+        units: parameters that ZeRO-3 has gathered at once, (N, P).
+        size: bytes of a master weight.
+    """
+    d = degrees
+    mode, moving = d.offload[:, None], np.minimum(units, total)
+    some, most = mode == OPTIMIZER, mode == PARAMETERS
+    whole = (((d.zero < 2) & (d.microbatches > 1)) | (d.pp > 1))[:, None]
+    shards = d.shard[:, None]
+    arriving = size * moving * np.where(shards > 1, 1.0 / shards, ONE_WEIGHT)
+    # A scatter's input stands until the next one's is made, so that two units' gradients are on their way.
+    leaving = np.where(whole, size * total, size * moving)
+    found["parameters"] = found["parameters"] + np.where(most, arriving, 0.0)
+    found["gradients"] = np.where(most, leaving, found["gradients"])
+    kept = found["optimizer"] - np.where(some, 2.0 * size * trained, 0.0)
+    found["optimizer"] = np.where(most, 0.0, kept)
+    found["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
+
+
+def least_seconds(parameters: float, sharing: Any, host: Host, size: float) -> Any:
+    """Returns seconds that no layout which offloads is under, beside what it computes and sends.
+
+    Args:
+        parameters: of the model: the rank that updates most updates at least their mean.
+        sharing: ranks among which they are divided, at most; a number or an array.
+        host: a rank's part of it.
+        size: bytes of a master weight.
+    """
+    return ADAM_PASSES * size * parameters / sharing / host.kernel_bytes_per_s
+
+
+def spent(ranks: Any, trained: Array, host: Host, size: float) -> tuple[Array, Array]:
+    """Returns seconds of the update in host memory, and of copies that nothing hides, (N, P); 0 where none offloads.
+
+    Args:
+        ranks: `ranks.Ranks`, whose compute hides copies.
+        trained: parameters that each rank updates, (N, P).
+        host: a rank's part of it.
+        size: bytes of a master weight.
+    """
+    d, runtime = ranks.degrees, ranks.engine.runtime
+    mode, zero, micro = d.offload[:, None], d.zero[:, None], d.microbatches[:, None]
+    pass_s, copy_s = size * trained / host.kernel_bytes_per_s, size * trained / host.copy_bytes_per_s
+    piped = d.pp[:, None] > 1
+    adding = added(d)[:, None]
+    update = (ADAM_PASSES + np.where(mode == PARAMETERS, NORM_PASSES, 0.0)) * pass_s
+    late = np.where(piped, 0.0, runtime.dp_overlap) * ranks.backward_busy
+    down = np.maximum(copy_s - late, 0.0) + np.where(adding, (micro - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0)
+    hidden = np.where(piped | (d.shard[:, None] == 1), 0.0, runtime.gather_overlap)
+    ahead = np.maximum(copy_s - hidden * ranks.forward_busy, (1.0 - hidden) * copy_s)
+    back = np.maximum(copy_s - hidden * ranks.backward_busy, (1.0 - hidden) * copy_s)
+    up = np.where((zero == 3) & ~piped, micro * (ahead + back), ahead)
+    copies = np.where(mode == PARAMETERS, down + up, 2.0 * copy_s)
+    offloads = mode > 0
+    return np.where(offloads, update, 0.0), np.where(offloads, copies, 0.0)
+
+
+def added(degrees: Degrees) -> Array:
+    """Returns in which layouts parts of gradients are added up in host memory, for which the host waits, (N,) bool."""
+    d = degrees
+    return np.asarray((d.offload == PARAMETERS) & (d.zero >= 2) & (d.microbatches > 1) & (d.pp == 1))

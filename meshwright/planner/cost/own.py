@@ -1,0 +1,50 @@
+"""Figures of our own runtime's choices: what compiled layers move, and what dropout that draws by place takes.
+
+Sums count bytes by operator: w is the bytes of an element of compute, a bool takes one.
+"""
+
+FUSED_WIDTH = 38.0
+"""Bytes moved per element of D in a compiled layer's forward, in bf16. Source: counted by `models.fused` off a layer's
+operators, what eager code keeps for backward written too: 58, 78 and 70 bytes of a GPT-2 with F = 4 D and of Llamas
+with F = 4 and 3.5 D, where eager's are 164, 164 and 144; of which these and `FUSED_FFN` give 58, 78 and 73. For
+comparison: of torchtitan's passes torch.compile left 70 of 190 (`engines.TITAN`, `TITAN_EAGER`), of 90 that is 33."""
+FUSED_FFN = 5.0
+"""The same per element of F of each branch."""
+FUSED_LAYER_S = 2e-4
+"""Host seconds of a compiled layer's forward: 14 of the 38 operators of a Llama's layer are left, at the rate of
+eager's 4e-4 for all of them, and 5e-5 for the guards and the wrapper of autograd. An estimate, measured nowhere."""
+DRAW_BYTES = 125.0
+"""Bytes moved per element drawn on a device, by the 18 operations of `axes.comm.random` over int32: 4 where places
+and lines meet, three folds (8 + 8 + 12 each), three products and sums and the change of sign (4 x 8), the comparison
+(5)."""
+CORE_DRAW_BYTES = 44.0
+"""What takes as long on a processor core, where numpy draws within the cache: 2.0 ns, where a product of two tensors of
+float32 takes 0.55 for its 12 bytes. Source: measured on a core of an AMD EPYC that others used too, 8 x 2^20
+elements."""
+CORE_DRAW_EXPS = 1.75
+"""The same in exponentials of an element, 1.14 ns each: what a calibration measures and no cache helps."""
+DRAW_S = 2.1e-4
+"""Host seconds of a draw and the products that drop: 20 operations, of which 38 make a layer's 4e-4."""
+MOST_SCORES = 2.0**26
+"""Weights of attention of a micro-batch up to which those that are dropped are kept; beyond, backward makes them again,
+and a byte of each is kept. Source: `axes.comm.drawing.DEAR`."""
+
+
+def drop_bytes(width: float) -> float:
+    """Returns bytes moved per element by the two operations that drop, forward or backward alike.
+
+    Args:
+        width: bytes of an element, w: a product with the mask reads w + 1 and writes w, a scaling reads and writes w.
+    """
+    return 4.0 * width + 1.0
+
+
+def score_bytes(width: float, back: bool) -> float:
+    """Returns bytes moved per score where attention isn't fused, dropout left out.
+
+    Args:
+        width: bytes of an element, w: forward writes scores, masks them, takes the softmax, reads the result (6 w);
+            backward writes gradients, and passes them through softmax and mask to two products (9 w).
+        back: backward.
+    """
+    return (9.0 if back else 6.0) * width
