@@ -102,6 +102,7 @@ def _best(text: str, layers: int, width: int, limits: dict[str, Any], devices: i
     cluster = Cluster.parse(text)
     cluster = cluster.restricted(devices) if devices else cluster
     job = Job(shape=_shape(layers, width), sequence=SEQUENCE, rows=ROWS * cluster.devices)
+    limits = {"offloads": ("none",)} | limits  # what fits on the devices alone
     try:
         return choose(Question(job=job, cluster=cluster, base=Layout(precision="bf16"), limits=limits), 1).best[0]
     except PlanError:

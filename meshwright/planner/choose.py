@@ -12,10 +12,12 @@ import numpy as np
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.plan import DEFAULT_SCHEDULE, Layout
+from meshwright.planner.allowed import check_host, job_for, with_host_memory
 from meshwright.planner.cost.engine import Engine
 from meshwright.planner.cost.engines import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.cost.own import CORE_DRAW_BYTES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.kept import Kept, adjusted_one
@@ -23,7 +25,7 @@ from meshwright.planner.ledger import Lesson
 from meshwright.planner.search import Found, search
 from meshwright.planner.space import Space, layout_of
 from meshwright.planner.timeline import pipeline_s
-from meshwright.schedules.spec import find_schedule
+from meshwright.schedules.spec import find_schedule, known_schedules
 from meshwright.units import format_bytes
 
 USABLE = 0.94
@@ -39,7 +41,7 @@ UNSTEADY = 0.1
 """Spread of a machine's pace while it was calibrated from which a plan says so."""
 MOST_ACTIONS = 8192
 """Forwards and backwards of a step up to which a layout's pipeline is simulated one by one: a tenth of a second."""
-AFTER = ("gather", "reduce", "optimizer", "step")
+AFTER = ("gather", "reduce", "offload", "optimizer", "step")
 """Parts of a step that are no part of the pipeline."""
 OBJECTIVES = ("time", "cost", "energy")
 """What the best has least of: seconds, dollars or joules of a token."""
@@ -122,7 +124,7 @@ class Question:
     @property
     def machine(self) -> Machine:
         """What layouts are priced on."""
-        return Machine(device=self.cluster.device, fabric=self.cluster.fabric())
+        return Machine.of(self.cluster)
 
     @property
     def same(self) -> float:
@@ -137,7 +139,12 @@ class Question:
     @property
     def space(self) -> Space:
         """The layouts to choose from."""
-        return Space(devices=self.cluster.devices, domain=self.cluster.domain, **self.limits)
+        space = Space(devices=self.cluster.devices, domain=self.cluster.domain, **self.limits)
+        if not self.base.compile:
+            return space
+        # torch.compile can't run a backward in two halves.
+        whole = tuple(name for name in space.schedules if not known_schedules()[name].splits_backward)
+        return dataclasses.replace(space, schedules=whole)
 
 
 def engine_on(cluster: Cluster) -> Engine:
@@ -154,7 +161,7 @@ def engine_on(cluster: Cluster) -> Engine:
     seen = (found.overlap or 0.0) if found is not None and over_network else 0.0
     hidden = {"dp_overlap": seen, "gather_overlap": seen, "cp_overlap": 0.0, "ep_overlap": 0.0}
     options = {f"runtime__{name}": share for name, share in hidden.items()}
-    return MESHWRIGHT.with_options(**options, context_bytes=PROCESS_BYTES)
+    return MESHWRIGHT.with_options(**options, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES)
 
 
 def choose(question: Question, show: int = 10) -> Choice:
@@ -179,8 +186,8 @@ def searched(question: Question, under: float = np.inf) -> Found:
     Raises:
         PlanError: when no layout exists.
     """
-    job, room = question.job, question.room_bytes
-    return search(job, question.space, question.machine, question.runtime, room, kept=question.kept, under=under)
+    job, room, engine = question.job, question.room_bytes, question.runtime.for_layout(question.base)
+    return search(job, question.space, question.machine, engine, room, kept=question.kept, under=under)
 
 
 def chosen(question: Question, found: Found, show: int) -> Choice:
@@ -224,7 +231,7 @@ def arranged(found: Sequence[Candidate], same: float) -> tuple[tuple[Candidate, 
 def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns how much a layout asks for: axes besides the data axes and choices, ZeRO level, micro-batches."""
     axes = sum(layout.degree(axis) > 1 for axis in ("pp", "tp", "cp", "ep"))
-    choices = (layout.recompute != "none") + (layout.stages > 1)
+    choices = (layout.recompute != "none") + (layout.stages > 1) + (layout.offload != "none")
     return axes + choices, layout.zero, layout.microbatches
 
 
@@ -232,16 +239,11 @@ def candidate(question: Question, layout: Layout) -> Candidate:
     """Prices one layout in full.
 
     Raises:
-        PlanError: for what isn't priced: state in host memory, float64.
+        PlanError: for state in host memory where there is none for it; for a precision that devices have no rate for.
     """
-    if layout.offload != "none":
-        raise PlanError(
-            f"offload={layout.offload}: what it costs isn't priced, so it can't be compared; plan without it, or train "
-            "with --layout and look at the step's time"
-        )
-    if layout.precision == "float64":
-        raise PlanError("precision=float64 is for proofs: its time isn't priced; plan float32, bf16 or fp16")
-    job, cluster = question.job, question.cluster
+    job, cluster = job_for(question.job, layout, question.cluster), question.cluster
+    question = dataclasses.replace(question, job=job)
+    check_host(job, layout, cluster, question.runtime)
     found = _simulated(question, layout, price(job, layout, question.machine, question.runtime))
     found = adjusted_one(found, layout, question.kept, question.runtime, len(job.shape.blocks))
     tokens = job.rows * job.sequence
@@ -331,13 +333,12 @@ def _nothing_fits(question: Question, found: Found) -> str:
     degrees, prices = found.leanest
     layout = layout_of(degrees, 0, question.base, len(job.shape.blocks))
     need = float(prices.peak[0])
-    whole = sum(float(prices.memory[name][0]) for name in ("parameters", "gradients", "optimizer"))
     layers = int(len(job.shape.blocks) * room / need)
     cures = [f"about {round(question.cluster.devices * need / room)} devices"]
     if layers:
         cures.append(f"{layers} layers instead of {len(job.shape.blocks)}")
-    if whole > 0.4 * need:
-        cures.append("a named layout with offload=optimizer, whose state lies in the hosts' memory")
+    engine = question.runtime.for_layout(question.base)
+    cures += with_host_memory(job, question.cluster, engine, question.space, room, question.base)
     return (
         f"no layout of {question.cluster} holds {job.shape.name} with {job.rows} rows of {job.sequence} tokens: the "
         f"leanest of {found.considered} ({layout}) needs {format_bytes(need)} on its fullest rank, of "

@@ -99,7 +99,7 @@ def _seconds(question: Question, kinds: Sequence[Kind], degrees: Degrees) -> Arr
     numbers, firsts = block_kinds(job.shape)
     found = np.empty((degrees.count, len(kinds), len(numbers)))
     for number, (_, machine, _) in enumerate(kinds):
-        model = Model(job, degrees, machine, question.runtime)
+        model = Model(job, degrees, machine, question.runtime.for_layout(question.base))
         each = [np.broadcast_to(_busy(model.layer(job.shape.blocks[at])), degrees.count) for at in firsts]
         found[:, number] = np.stack(each, axis=1)[:, list(numbers)]
         found[:, number, -1] += _busy(head(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
+from meshwright.plan import OFFLOADS, Layout
 from meshwright.planner.choose import Candidate, Choice, Question, candidate
 from meshwright.units import format_bytes, format_seconds
 
@@ -23,6 +23,7 @@ NAMES = {
     "bubble": "pipeline bubble",
     "gather": "gathering parameters",
     "reduce": "reducing gradients",
+    "offload": "copies to and from host memory",
     "optimizer": "optimizer",
     "step": "work once a step",
 }
@@ -81,7 +82,8 @@ def why(question: Question, layout: Layout, choice: Choice) -> str:
     one = candidate(question, layout)
     best = choice.best[0]
     if one.price.peak <= question.room_bytes:
-        return f"fits, {format_seconds(one.price.step_s)} a step: {against(one, best)}"
+        there = f" with {format_bytes(one.price.host)} of a rank in host memory" if one.price.host else ""
+        return f"fits{there}, {format_seconds(one.price.step_s)} a step: {against(one, best)}"
     told = [f"doesn't fit: {memory_sentence(question, one)}"]
     for change in _leaner(layout):
         try:
@@ -106,6 +108,8 @@ def _leaner(layout: Layout) -> list[Layout]:
     if replicas > 1:
         degrees = {**layout.degrees, "replicate": 1, "shard": layout.degree("shard") * replicas}
         found += [dataclasses.replace(layout, degrees=degrees, zero=level) for level in (1, 3)]
+    if layout.offload == "none":
+        found += [dataclasses.replace(layout, offload=mode) for mode in OFFLOADS if mode != "none"]
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.plan import Layout, Plan, Prediction
-from meshwright.planner.choose import Candidate, Choice, Question, candidate
+from meshwright.planner.choose import AFTER, Candidate, Choice, Question, candidate
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured import Measure, corrected
 from meshwright.planner.memory import ModelParts, StateSizes
@@ -24,8 +24,10 @@ def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelPart
     price, micro = one.price, one.layout.microbatches
     rest = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
     parts = {"optimizer": price.parts["optimizer"], "reduce": price.parts["reduce"]}
+    if one.layout.offload == "optimizer":  # its copies are part of the update, as it is measured
+        parts["optimizer"] += price.parts["offload"]
     if one.layout.degree("pp") > 1:
-        after = sum(price.parts[name] for name in ("gather", "reduce", "optimizer", "step"))
+        after = sum(price.parts[name] for name in AFTER)
         parts["pipeline"] = price.step_s - after
     else:
         (stage,) = price.stages

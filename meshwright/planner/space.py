@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
+from meshwright.plan import OFFLOADS, Layout
 from meshwright.planner.cost.job import RECOMPUTES, SCHEDULES, Degrees, Job
 from meshwright.schedules.spec import known_schedules
 
@@ -47,6 +47,8 @@ class Space:
     """Whether tp splits the tokens between the parts that it divides, which holds less for the same traffic."""
     axes: tuple[str, ...] = ("pp", "replicate", "shard", "cp", "tp", "ep")
     """Axes that the model allows."""
+    offloads: tuple[str, ...] = OFFLOADS
+    """What may lie in host memory; looked at are those that could be faster than all without."""
 
 
 def divisors(number: int) -> list[int]:
@@ -190,13 +192,14 @@ def families(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return chosen[starts], np.diff(np.append(starts, len(chosen)))
 
 
-def expand(job: Job, space: Space, chosen: np.ndarray) -> Degrees:
+def expand(job: Job, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> Degrees:
     """Returns all variants of some cores as arrays of layouts.
 
     Args:
         job: model and batch.
         space: what may be chosen.
         chosen: (n, 7) rows of `cores`.
+        offloads: each of them with all variants, one after the other.
     """
     rows: list[np.ndarray] = []
     tails: list[tuple[int, int, int, int]] = []
@@ -207,6 +210,8 @@ def expand(job: Job, space: Space, chosen: np.ndarray) -> Degrees:
     whole = np.concatenate(rows) if rows else np.zeros((0, len(CORE)))
     columns = dict(zip(CORE, whole.T)) | dict(zip(VARIANT, np.array(tails, dtype=float).reshape(-1, 4).T))
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
+    columns = {name: np.tile(values, len(offloads)) for name, values in columns.items()}
+    columns["offload"] = np.repeat([float(OFFLOADS.index(one)) for one in offloads], len(whole))
     return Degrees.of(columns)
 
 
@@ -218,30 +223,35 @@ def lightest(space: Space, chosen: np.ndarray) -> Degrees:
     return Degrees.of(columns)
 
 
-def leanest(job: Job, space: Space, chosen: np.ndarray) -> Degrees:
-    """Returns cores in two forms of which one takes least memory, all of the first form, then all of the second.
+def leanest(job: Job, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> Degrees:
+    """Returns cores in a few forms of which one takes least memory, all of the first form, then all of the second, ...
 
     Everything is recomputed and the state sharded as far as it goes, at the lowest and at the highest ZeRO level: a
-    higher level holds less of the state and may gather more at a time, so the least is at one of the ends.
+    higher level holds less of the state and may gather more at a time, so the least is at one of the ends. Where
+    parameters lie in host memory, copies may hold less than shards that arrive together: they are a third form.
     """
-    columns = {name: np.tile(values, 2) for name, values in zip(CORE, chosen.T)}
+    levels = [level for level in space.levels if level] or [0]
+    ends = (min(levels), max(levels))
+    forms = [(OFFLOADS.index(one), level) for one in offloads for level in (*ends, *((0,) * (one == "parameters")))]
+    columns = {name: np.tile(values, len(forms)) for name, values in zip(CORE, chosen.T)}
     data = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
     firsts, lengths = families(chosen)
-    shard = np.tile(np.repeat([_widest(job, space, core) for core in firsts], lengths), 2)
-    levels = [level for level in space.levels if level] or [0]
-    level = np.repeat([min(levels), max(levels)], len(chosen))
+    shard = np.tile(np.repeat([_widest(job, space, core) for core in firsts], lengths), len(forms))
+    level = np.repeat([level for _, level in forms], len(chosen))
     alone = (shard == 1) | (level == 0)
     columns["shard"] = np.where(alone, 1, shard)
     columns["replicate"] = data / columns["shard"]
     columns["zero"] = np.where(alone, 0, level)
     columns["recompute"] = np.full(len(alone), max(RECOMPUTES.index(mode) for mode in space.recomputes))
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
+    columns["offload"] = np.repeat([float(one) for one, _ in forms], len(chosen))
     return Degrees.of(columns)
 
 
 def _widest(job: Job, space: Space, core: Sequence[float]) -> int:
     """The most ranks over which a core's state may be sharded."""
-    return max((shard for _, shard, _, _ in variants(job, space, core)), default=1)
+    found = variants(job, space, core)  # by rising degrees of shard
+    return found[-1][1] if found else 1
 
 
 def layout_of(degrees: Degrees, at: int, base: Layout, layers: int) -> Layout:
@@ -270,6 +280,7 @@ def layout_of(degrees: Degrees, at: int, base: Layout, layers: int) -> Layout:
         schedule=schedule if piped else "",
         stages=chunks if piped and chunks != spec.least_stages else 0,
         sequence=bool(degrees.sequence[at]) and sizes["tp"] > 1,
+        offload=OFFLOADS[int(degrees.offload[at])],
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
+from meshwright.planner.allowed import check_host, job_for
 from meshwright.planner.choose import AFTER, Candidate, Choice, Question, choose
 from meshwright.planner.cost.job import Array, Degrees, Job
 from meshwright.planner.cost.price import price, price_many
@@ -94,8 +95,9 @@ def _pipelines_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[La
     degrees = Degrees.from_layouts(layouts, blocks)
     forward, backward = np.empty((len(layouts), pp)), np.empty((len(layouts), pp))
     after = np.zeros(len(layouts))
+    engine = question.runtime.for_layout(question.base)
     for number, (_, machine, _) in enumerate(kinds):
-        ranks, own = Ranks(Costs.of(question.job, degrees, machine, question.runtime)), np.array(places) == number
+        ranks, own = Ranks(Costs.of(question.job, degrees, machine, engine)), np.array(places) == number
         forward[:, own], backward[:, own] = ranks.forward[:, own], ranks.backward[:, own]
         after = np.maximum(after, sum(ranks.ending().values()))
     work = degrees.microbatches * (forward + backward).max(axis=1)
@@ -122,7 +124,7 @@ def _shared_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layou
         plain = [dataclasses.replace(layouts[at], rows="") for at in index]
         degrees = Degrees.from_layouts(plain, len(question.job.shape.blocks))
         degrees = dataclasses.replace(degrees, rows=rows.astype(float))
-        prices = price_many(question.job, degrees, machine, question.runtime, sent=False)
+        prices = price_many(question.job, degrees, machine, question.runtime.for_layout(question.base), sent=False)
         fits = prices.peak <= question.usable * device.memory_bytes
         np.maximum.at(seconds, index, np.where(fits, prices.step_s, np.inf))
     return seconds
@@ -147,6 +149,8 @@ def why_unequal(question: Question, layout: Layout, choice: Choice) -> str:
     piped = layout.degree("pp") > 1
     if places_of(kinds, question.cluster.devices // layout.degree("pp") if piped else layout.degree("tp")) is None:
         raise PlanError(f"its stages would lie on several kinds of device ({describe_kinds(question.cluster)})")
+    question = dataclasses.replace(question, job=job_for(question.job, layout, question.cluster))
+    check_host(question.job, layout, question.cluster, question.runtime)
     one = _candidate(question, kinds, layout)
     if one is None:
         return f"doesn't fit the device of some stage or reader ({describe_kinds(question.cluster)})"
@@ -250,5 +254,6 @@ def _summed(parts: dict[str, float], stages: Sequence[StagePrice], like: Price) 
         "memory": stages[fullest].memory,
         "peak": stages[fullest].peak,
         "sent": like.sent,
+        "host": max(stage.host for stage in stages),
     }
     return Price(**values)
