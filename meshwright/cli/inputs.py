@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.data.config import DataConfig
     from meshwright.data.tokens import TokenSet
     from meshwright.models.build import BuiltModel
+    from meshwright.plan import Layout
     from meshwright.planner.measured import Measure
     from meshwright.shape import ModelWork
     from meshwright.train.facts import Facts
@@ -125,7 +126,13 @@ def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:
         except MeshwrightError:
             return None
 
-    return lambda layout, rows: measured(rows, layout.degree("tp"), layout.sequence)
+    def of(layout: Layout, rows: int) -> ModelWork | None:
+        if layout.offload != "none":  # its update isn't the device's, which is what was measured
+            return None
+        work = measured(rows, layout.degree("tp"), layout.sequence)
+        return work.compiled() if work is not None and layout.compile else work
+
+    return of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from meshwright.cli.words import answer, read_config, say, take_flag
 from meshwright.config import Config
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
+from meshwright.plan import OFFLOADS, Layout
 from meshwright.schedules.spec import find_schedule
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ class PlanConfig(Config):
     objective: Literal["time", "cost", "energy"] = "time"
     """What the best has least of: seconds of a step, dollars or joules of a token."""
     fix: str = ""
-    """What is given: degrees, micro-batches, a ZeRO level: ``tp=8,pp=4,zero=1``."""
+    """What is given: degrees, micro-batches, a ZeRO level, what lies in host memory: ``tp=8,pp=4,zero=1``,
+    ``offload=none``."""
+    compile: bool = False
+    """Plan for layers that torch.compile made, as ``compile=true`` in a layout runs them."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; the usual five when none is named."""
     usable: float = 0.94
@@ -163,7 +166,7 @@ def question_of(config: PlanConfig, built: BuiltModel | None) -> Question:
         precision = "float32"
     shape = shape_of(config, built)
     job = Job(shape=shape, sequence=config.sequence, rows=config.batch, precision=precision)
-    base = Layout(precision=precision)
+    base = Layout(precision=precision, compile=config.compile)
     return Question(
         job=job, cluster=cluster, base=base, objective=config.objective, usable=config.usable, limits=_limits(config)
     )
@@ -243,9 +246,14 @@ def _limits(config: PlanConfig) -> dict[str, Any]:
     limits: dict[str, Any] = {"fixed": fixed}
     for part in (part.strip() for part in config.fix.split(",") if part.strip()):
         key, _, value = part.partition("=")
-        known = (*known_axes(), "microbatches", "zero")
+        known = (*known_axes(), "microbatches", "zero", "offload")
         if key not in known:
             raise ConfigError(f"fix: '{key}' can't be given{nearest(key, known)}; it takes {', '.join(known)}")
+        if key == "offload":
+            if value not in OFFLOADS:
+                raise ConfigError(f"fix: {part}{nearest(value, OFFLOADS)}")
+            limits["offloads"] = (value,)
+            continue
         if not value.isdigit() or (key != "zero" and int(value) < 1) or (key == "zero" and int(value) > 3):
             raise ConfigError(f"fix: {part}: a degree is a whole number of at least 1, a ZeRO level 0 to 3")
         if key == "zero":

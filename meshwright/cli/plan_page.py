@@ -65,6 +65,8 @@ def _tiles(question: Question, choice: Choice) -> str:
         ("fullest rank", format_bytes(best.price.peak), f"{format_bytes(free)} free"),
         ("layouts", format_count(choice.considered), f"{choice.priced} priced in {format_seconds(choice.took_s)}"),
     ]
+    if best.price.host:
+        entries.append(("in host memory", format_bytes(best.price.host), "of a rank"))
     if best.cost_per_mtoken is not None:
         entries.append(("a million tokens", f"${best.cost_per_mtoken:.4f}", "at the catalogue's price"))
     if best.joules_per_token is not None:

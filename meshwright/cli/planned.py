@@ -137,7 +137,8 @@ def _memory(question: Question, best: Candidate) -> Table:
     names = [name for name in stages[0].memory if any(stage.memory[name] > LEAST * stage.peak for stage in stages)]
     table.add_column("stage")
     table.add_column("layers")
-    for name in (*names, "all", "free"):
+    hosts = any(stage.host for stage in stages)
+    for name in (*names, "all", "free", *(("in host memory",) if hosts else ())):
         table.add_column(name, justify="right")
     wide = question.cluster.devices // len(stages)
     for first, last in _alike([[round(value, -6) for value in stage.memory.values()] for stage in stages]):
@@ -146,7 +147,8 @@ def _memory(question: Question, best: Candidate) -> Table:
         cells = [f"{stage.memory[name] / GIB:.2f}" for name in names]
         place = str(first) if first == last else f"{first}-{last}"
         layers = f"{stage.layers[0]}-{max(end.layers) - 1}"
-        table.add_row(place, layers, *cells, f"{stage.peak / GIB:.2f}", f"{(room - stage.peak) / GIB:.2f}")
+        cells += [f"{stage.peak / GIB:.2f}", f"{(room - stage.peak) / GIB:.2f}"]
+        table.add_row(place, layers, *cells, *([f"{stage.host / GIB:.2f}"] if hosts else []))
     return table
 
 
