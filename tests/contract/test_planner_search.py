@@ -9,10 +9,11 @@ import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
+from meshwright.plan import OFFLOADS, Layout
 from meshwright.planner.choose import Choice, Question, candidate, choose, searched
 from meshwright.planner.closed_form import Sizes, shape_from_sizes
 from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, reason, why
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
@@ -39,26 +40,41 @@ def choice() -> Choice:
     return choose(question())
 
 
-def _everything(asked: Question) -> tuple[float, int]:
-    """The least time of all layouts that fit, recomputing any number of layers; and how many layouts there are."""
-    job, layers = asked.job, len(asked.job.shape.blocks)
-    whole = expand(job, asked.space, cores(job, asked.space))
-    least = np.inf
-    for some in range(1, layers + 1):
-        share = np.where(whole.recompute > 0, some / layers, 1.0)
-        prices = price_many(job, dataclasses.replace(whole, recompute_share=share), asked.machine, asked.runtime)
-        fits = prices.peak <= asked.room_bytes
-        least = min(least, float(prices.step_s[fits].min(initial=np.inf)))
-    return least, whole.count
+def _everything(asked: Question) -> tuple[float, int, str]:
+    """Of all that fit, recomputing any number of layers, the least time; how many there are; what it offloads."""
+    job, layers, host = asked.job, len(asked.job.shape.blocks), asked.machine.host
+    assert host is not None
+    least, count, best = np.inf, 0, ""
+    for offload in OFFLOADS:
+        whole = expand(job, asked.space, cores(job, asked.space), (offload,))
+        count += whole.count
+        for some in range(1, layers + 1):
+            share = np.where(whole.recompute > 0, some / layers, 1.0)
+            prices = price_many(job, dataclasses.replace(whole, recompute_share=share), asked.machine, asked.runtime)
+            fits = (prices.peak <= asked.room_bytes) & (prices.host <= HOST_USABLE * host.memory_bytes)
+            fastest = float(prices.step_s[fits].min(initial=np.inf))
+            least, best = (fastest, offload) if fastest < least else (least, best)
+    return least, count, best
 
 
 @pytest.mark.parametrize(
-    ("text", "shape", "rows", "usable"),
-    [("8xh100", SHORT, 16, 0.2), ("8xa100-40", MIXTURE, 8, 0.94), ("4xa100-40", SHORT, 16, 0.5)],
+    ("text", "shape", "rows", "usable", "offload"),
+    [
+        ("8xh100", SHORT, 16, 0.2, "none"),
+        ("8xa100-40", MIXTURE, 8, 0.94, "none"),
+        ("4xa100-40", SHORT, 16, 0.5, "none"),
+        ("1xh100", SHORT, 64, 0.25, "parameters"),  # nothing else fits
+        ("2xa100-40", MIXTURE, 64, 0.3, "parameters"),
+        ("4xa100-40", SHORT, 512, 0.2, "optimizer"),  # others recompute more, or shard
+        ("4xh100", SHORT, 512, 0.1, "optimizer"),
+        ("4xh100", MIXTURE, 512, 0.25, "parameters"),
+        ("2xgh200", MIXTURE, 512, 0.5, "parameters"),
+    ],
 )
-def test_nothing_in_the_space_is_faster(text: str, shape: object, rows: int, usable: float) -> None:
+def test_nothing_in_the_space_is_faster(text: str, shape: object, rows: int, usable: float, offload: str) -> None:
     asked = question(text, shape, rows, usable=usable)
-    least, count = _everything(asked)
+    least, count, best = _everything(asked)
+    assert best == offload
     found = search(asked.job, asked.space, asked.machine, asked.runtime, asked.room_bytes)
     assert found.considered == count and found.best is not None
     # One layer more than the line says is recomputed where a rank keeps the working set of one.
@@ -125,8 +141,8 @@ def test_why_a_layout_loses(choice: Choice) -> None:
     assert told.startswith("doesn't fit: every rank needs ") and "GiB of" in told
     slow = why(question(), Layout.parse("pp=4,shard=4,zero=1,microbatches=8,precision=bf16"), choice)
     assert "slower" in slow and "pipeline bubble" in slow
-    with pytest.raises(PlanError, match="offload=optimizer: what it costs isn't priced"):
-        why(question(), Layout.parse("shard=16,zero=3,offload=optimizer,precision=bf16"), choice)
+    told = why(question(), Layout.parse("shard=16,zero=3,offload=optimizer,precision=bf16"), choice)
+    assert "of a rank in host memory" in told and "slower" in told
     with pytest.raises(PlanError, match="multiply to 8"):
         why(question(), Layout.parse("replicate=8"), choice)
     assert "of the best apart" in reason(question(), choice) or "slower" in reason(question(), choice)
@@ -147,8 +163,12 @@ def test_the_closed_form_of_a_pipeline_is_near_its_simulation() -> None:
 
 
 def test_what_cannot_be_is_refused_with_a_cure() -> None:
-    with pytest.raises(PlanError, match=r"needs .* of .* that may be filled; nearest that would: about \d+ devices"):
-        choose(question("2xrtx3090"))
+    told = r"needs .* of .* that may be filled; nearest that would: about \d+ devices, .* or offload=\w+ \("
+    with pytest.raises(PlanError, match=told):
+        choose(question("2xrtx3090", limits={"offloads": ("none",)}))
+    assert choose(question("2xrtx3090")).best[0].layout.offload != "none"
+    with pytest.raises(PlanError, match=r"nearest that would: about \d+ devices, or \d+ layers instead of 12$"):
+        choose(question("2xrtx2080", rows=64))
     with pytest.raises(PlanError, match="batch of 1 rows"):
         choose(question("64xh100", rows=1, limits={"axes": ("replicate", "shard")}))
     with pytest.raises(PlanError, match="tp=3"):
