@@ -33,6 +33,21 @@ def test_people_get_tables_and_a_timeline(capsys: pytest.CaptureFixture[str]) ->
     assert "against the first" in out and "rank 3" in out and "matrix products" in out
 
 
+def test_what_is_asked_for_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--cluster", "8xh100", "--fix", "offload=optimizer", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert all(one["layout"]["offload"] == "optimizer" and one["price"]["host"] > 0 for one in best)
+    assert main([*WORDS, "--cluster", "8xh100", "--fix", "offload=optimizer"]) == 0
+    assert "in host memory" in capsys.readouterr().out
+    steps = {}
+    for more in ("--no-compile", "--compile"):
+        assert main([*WORDS, "--cluster", "8xh100", more, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["best"][0]
+        assert found["layout"]["compile"] is (more == "--compile") and not found["price"]["host"]
+        steps[more] = found["price"]["step_s"]
+    assert steps["--compile"] < steps["--no-compile"]
+
+
 def test_the_curve_names_its_knee(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--cluster", "32xh100", "--devices", "8..32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -46,6 +61,8 @@ def test_the_curve_names_its_knee(capsys: pytest.CaptureFixture[str]) -> None:
         (("--cluster", "8xh100", "--objective", "energy", "--usable", "0"), "usable"),
         (("--cluster", "8xh100", "--fix", "tp=3"), "tp=3"),
         (("--cluster", "8xh100", "--fix", "recompute=full"), "fix: 'recompute' can't be given"),
+        (("--cluster", "8xh100", "--fix", "offload=disk"), "fix: offload=disk; known: none, optimizer, parameters"),
+        (("--cluster", "8xcpu", "--fix", "offload=optimizer"), "no host memory for it"),
         (("--cluster", "8xh100", "--fix", "replicate=8", "--batch", "3"), "replicate=8 with a batch of 3 rows"),
         (("--cluster", "8xh100", "--schedules", "zigzag"), "no such schedule"),
         (("--cluster", "8xh100", "--sizes", "layers=2,wide=3"), "'wide=3' is unknown"),

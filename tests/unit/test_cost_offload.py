@@ -126,7 +126,7 @@ def test_thirteen_billion_train_on_one_device_of_32_gb() -> None:
 
 
 def test_hosts_of_a_dgx2_hold_sixty_five_billion_and_not_eighty() -> None:
-    """ZeRO-Infinity (Rajbhandari et al., SC 2021): 70 billion with host memory on one DGX-2, a trillion with disks."""
+    """ZeRO-Infinity (SC 2021), recalled: 70 billion with host memory on one DGX-2, a trillion with disks."""
     cluster = Cluster.parse("16xv100-32-sxm3")
     host = cluster.host
     assert host is not None
