@@ -322,6 +322,8 @@ class Prediction:
     """Parts of step_s in seconds."""
     traffic: Mapping[str, int] = field(default_factory=dict)
     """Bytes that each rank sends per step, by axis."""
+    host: int = 0
+    """Bytes of the host's memory that the rank takes which has most there, where the layout offloads."""
     learned: float = 1.0
     """What earlier runs on these machines took over what was priced; step_s and parts are scaled by it."""
 

@@ -15,7 +15,8 @@ from meshwright.errors import ClusterError, PlanError
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.plan import Layout, Plan
 from meshwright.planner import predict, rule
-from meshwright.planner.choose import Question, choose
+from meshwright.planner.allowed import host_shortage
+from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.ledger import learn
 from meshwright.planner.measured import informed, recosted
 from meshwright.train.run_config import RunConfig
@@ -42,12 +43,15 @@ def make_plans(
     layout = Layout.parse(config.layout)
     layout.check_ranks(machines.ranks)
     facts = facts_of(config, model, layout, machines.devices)
-    parts = model_parts(model.built, facts)
+    parts, short = model_parts(model.built, facts), ""
     try:
         question = _question(config, model, machines, layout.precision)
+        short = host_shortage(question.job, layout, question.cluster, question.runtime)
         measure = measure_of(model.built, config.data.sequence, layout.precision)
         return [(predict.named_plan(question, layout, parts, measure), facts)]
     except (ClusterError, PlanError):
+        if short:
+            raise
         # A device without figures, or a model without layers: its state is priced all the same.
         return [(rule.named_plan(layout, machines.ranks, parts), facts)]
 
@@ -134,10 +138,13 @@ LEANER = 0.8
 
 def leaner(config: RunConfig, model: ReadModel, machines: Machines, plan: Plan) -> str:
     """Returns the sentence that names the fastest layout which needs clearly less memory than one that ran out."""
-    planned = sum(plan.prediction.memory.values())
+    planned: float = sum(plan.prediction.memory.values())
     precision = "float32" if plan.layout.precision == "float64" else plan.layout.precision
     try:
-        front = choose(_question(config, model, machines.fewer(plan.ranks), precision)).front
+        question = _question(config, model, machines.fewer(plan.ranks), precision)
+        if plan.layout.offload != "none":  # of what it was planned to take, a part lies in host memory
+            planned = candidate(question, plan.layout).price.peak
+        front = choose(question).front
     except (ClusterError, PlanError):
         front = ()
     fits = [(step_s, size, text) for step_s, size, text in front if size <= LEANER * planned]

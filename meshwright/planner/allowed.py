@@ -38,6 +38,21 @@ def job_for(job: Job, layout: Layout, cluster: Cluster) -> Job:
     return dataclasses.replace(job, precision="float64")
 
 
+def host_shortage(job: Job, layout: Layout, cluster: Cluster, engine: Engine) -> str:
+    """Returns what is missing of the host's memory for a layout, in a sentence with numbers; empty where nothing is."""
+    machine = Machine.of(cluster)
+    if layout.offload == "none" or machine.host is None:
+        return ""
+    need, room = price(job, layout, machine, engine).host, HOST_USABLE * machine.host.memory_bytes
+    if need <= room:
+        return ""
+    return (
+        f"offload={layout.offload}: a rank's state takes {format_bytes(need)} of host memory, of {format_bytes(room)} "
+        f"that its part of the node may fill ({HOST_USABLE:.0%} of {format_bytes(machine.host.memory_bytes)}); "
+        "shard it over more ranks, or leave offload out"
+    )
+
+
 def check_host(job: Job, layout: Layout, cluster: Cluster, engine: Engine) -> None:
     """Refuses state in host memory where a node has no host memory, no link to it, or not enough of it.
 
@@ -46,23 +61,17 @@ def check_host(job: Job, layout: Layout, cluster: Cluster, engine: Engine) -> No
     """
     if layout.offload == "none":
         return
-    machine = Machine.of(cluster)
     if cluster.device.name.startswith("cpu"):
         raise PlanError(
             f"offload={layout.offload} moves state from a device to host memory, but the ranks compute on processor "
             "cores, whose memory that is; leave offload out"
         )
-    if machine.host is None:
+    if cluster.host is None:
         raise PlanError(
             f"offload={layout.offload}: {_unknown(cluster)}; give it in the cluster's file, or leave offload out"
         )
-    need, room = price(job, layout, machine, engine).host, HOST_USABLE * machine.host.memory_bytes
-    if need > room:
-        raise PlanError(
-            f"offload={layout.offload}: a rank's state takes {format_bytes(need)} of host memory, of "
-            f"{format_bytes(room)} that its part of the node may fill ({HOST_USABLE:.0%} of "
-            f"{format_bytes(machine.host.memory_bytes)}); shard it over more ranks, or leave offload out"
-        )
+    if short := host_shortage(job, layout, cluster, engine):
+        raise PlanError(short)
 
 
 def _unknown(cluster: Cluster) -> str:

@@ -65,7 +65,10 @@ def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
 
 
 def learn(path: Path, machine: str) -> Lesson:
-    """Returns what the last runs on a machine teach; lines that can't be read are passed over."""
+    """Returns what the last runs on a machine teach; lines that can't be read are passed over.
+
+    So are runs that other figures price than the most: compiled, with state in host memory, in float64.
+    """
     ratios: list[tuple[str, float, bool]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -75,11 +78,12 @@ def learn(path: Path, machine: str) -> Lesson:
         try:
             row = json.loads(line)
             ratio = float(row["measured_s"]) / float(row["priced_s"])
-            used = axes_of(Layout.parse(str(row["layout"])))
+            layout = Layout.parse(str(row["layout"]))
         except (ValueError, KeyError, TypeError, ZeroDivisionError, PlanError):
             continue
-        if row.get("machine") == machine and 1 / WILD < ratio < WILD:
-            ratios.append((used, math.log(ratio), bool(row.get("paced"))))
+        plain = not layout.compile and layout.offload == "none" and layout.precision != "float64"
+        if plain and row.get("machine") == machine and 1 / WILD < ratio < WILD:
+            ratios.append((axes_of(layout), math.log(ratio), bool(row.get("paced"))))
     ratios = ratios[-LAST:]
     if not _believed([paced for *_, paced in ratios]):
         return Lesson()

@@ -39,6 +39,7 @@ def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelPart
         step_s=price.step_s * factor,
         parts={name: seconds * factor for name, seconds in parts.items()},
         traffic={axis: int(size) for axis, size in price.sent.items() if size},
+        host=int(price.host),
         learned=factor,
     )
 

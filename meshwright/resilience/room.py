@@ -36,6 +36,11 @@ def state_bytes(plan: Plan, ranks: int) -> int:
     return held * ranks // max(1, plan.layout.degree("replicate"))
 
 
+def _left(plan: Plan, ranks: int, available: int) -> int:
+    """Bytes that are left once ``ranks`` of the plan's ranks have put there what they offload."""
+    return max(0, available - plan.prediction.host * ranks)
+
+
 def available_bytes() -> int:
     """Returns the memory that this node can give without swapping."""
     try:
@@ -57,7 +62,7 @@ def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], 
     alone = len(ranks) == 1
     return all(
         state_bytes(plan, disk * own + (COPIES * own if alone else NODE_COPIES * own + COPIES * ranks[at - 1]))
-        <= SHARE * room
+        <= SHARE * _left(plan, own, room)
         for at, (own, room) in enumerate(zip(ranks, available))
     )
 
@@ -71,5 +76,5 @@ def room_for(plan: Plan, ranks: int, available: int | None = None) -> Room:
         available: bytes; what the node has now when None.
     """
     room, one = available_bytes() if available is None else available, state_bytes(plan, ranks)
-    most = SHARE * room
+    most = SHARE * _left(plan, ranks, room)
     return Room((COPIES + 1) * one <= most, one <= most, one, room)

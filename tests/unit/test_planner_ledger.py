@@ -52,3 +52,11 @@ def test_one_run_beside_the_pace_is_enough(tmp_path: Path) -> None:
     lesson = learn(path, "here")
     assert lesson.runs == 2 and lesson.of(Layout.parse("shard=2,zero=3")) == pytest.approx(1.1)
     assert lesson.of(Layout.parse("tp=2")) == lesson.factor, "that was at whatever speed the machine had"
+
+
+@pytest.mark.parametrize("more", ["compile=true", "offload=optimizer", "precision=float64"])
+def test_what_other_figures_price_teaches_nothing(tmp_path: Path, more: str) -> None:
+    path = tmp_path / "runs.jsonl"
+    for _ in range(3):
+        record(path, "here", {"layout": f"replicate=2,{more}", "priced_s": 1.0, "measured_s": 3.0})
+    assert not learn(path, "here").runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -291,6 +292,9 @@ def test_copies_are_left_out_where_memory_is_short(available: int, found: tuple[
     assert state_bytes(plan, 4) == 2000 and state_bytes(plan, 2) == 1000
     room = room_for(plan, 2, available)
     assert (room.snapshots, room.disk) == found
+    there = dataclasses.replace(prediction, host=3000)  # of each rank, before the copies
+    less = room_for(dataclasses.replace(plan, prediction=there), 2, available + 6000)
+    assert (less.snapshots, less.disk) == found
 
 
 @pytest.mark.parametrize("phase", ["checkpoint", "evaluate"])
