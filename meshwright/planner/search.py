@@ -226,7 +226,9 @@ class _Look:
         return np.asarray(fits.reshape(-1, len(rows)).any(axis=0))
 
     def _partly(self, degrees: Degrees, prices: Prices, limit: float) -> Degrees | None:
-        """Where nothing recomputed doesn't fit and all of it does: the fewest layers that have to be; None for nowhere.
+        """Where nothing recomputed doesn't fit and all of it does: the fewest layers that have to, and one more.
+
+        None for nowhere.
 
         Time rises and memory falls in proportion to the layers that recompute, so the fewest that fit are the fastest.
         The time of what doesn't fit isn't known; where it is 0, nothing is dropped by it.
@@ -241,11 +243,12 @@ class _Look:
             open_ = (peak[:, 0] > memory_bytes) & (peak[:, mode] <= memory_bytes) & (step[:, 0] <= limit)
             at = np.flatnonzero(open_)
             spared = np.maximum(peak[at, 0] - peak[at, mode], 1.0)
-            # What is recomputed at a time is held either way, so in between a little more is held than on the line.
-            count = np.ceil((peak[at, 0] - memory_bytes) / spared * layers) + 1
-            some = count < layers
-            rows.append(at[some] * modes + mode)
-            shares.append(count[some] / layers)
+            least = np.ceil((peak[at, 0] - memory_bytes) / spared * layers)
+            # What is recomputed at a time is held either way, so in between a little more may be held than on the line.
+            for count in (least, least + 1):
+                some = count < layers
+                rows.append(at[some] * modes + mode)
+                shares.append(count[some] / layers)
         index = np.concatenate(rows)
         if not len(index):
             return None
