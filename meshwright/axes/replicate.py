@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from meshwright.axes.axis import Axis, Holds, Reads
@@ -22,16 +22,19 @@ AXIS = Axis(
 )
 
 
-def wrap(parameters: Iterable[nn.Parameter], wire: Wire) -> GradientReducer:
+def wrap(
+    parameters: Iterable[nn.Parameter], wire: Wire, layers: Mapping[nn.Parameter, int] | None = None
+) -> GradientReducer:
     """Makes every gradient a sum over the axis, communicated while backward still runs.
 
     Args:
         parameters: plain ones, in the order in which forward uses them; they stay as they are, hooks are added.
         wire: collectives of the ranks that hold copies of them.
+        layers: number of the layer that each belongs to, for messages.
 
     Returns:
         The reducer: call ``begin(last)`` before each micro-batch and ``finish()`` after the last backward.
     """
     from meshwright.axes.comm.reducer import GradientReducer
 
-    return GradientReducer(parameters, wire)
+    return GradientReducer(parameters, wire, layers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.axes.axis import Axis, Holds, Reads
+from meshwright.axes.comm.layers import REST, spell
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,8 @@ class ShardOptions:
     """Keep shards, their gradients and optimizer state in host memory."""
     prefetch: int = 1
     """Layers gathered ahead of the one that computes."""
+    first: int = 0
+    """Number, in the model, of the first of the layers: what messages call them by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +94,12 @@ class ShardedState:
 class CopySum:
     """Sums one unit's scattered gradients over the copies of the shards, once a step.
 
-    FSDP2 calls it after each scatter. Before the last micro-batch it keeps the part for later.
+    FSDP2 calls it after each scatter. Before the last micro-batch it keeps the part for later. ``of`` names the unit.
     """
 
-    def __init__(self, wire: Wire, late: LateSums) -> None:
+    def __init__(self, wire: Wire, late: LateSums, of: str = "") -> None:
         self.last = True
-        self._wire, self._late = wire, late
+        self._wire, self._late, self._of = wire, late, of
         self._kept: torch.Tensor | None = None
 
     def __call__(self, part: torch.Tensor) -> None:
@@ -114,7 +117,7 @@ class CopySum:
         if self._kept is not None:
             part.add_(self._kept)
             self._kept = None
-        return self._wire.all_reduce(part)
+        return self._wire.all_reduce(part, self._of)
 
 
 def wrap(
@@ -161,20 +164,27 @@ def wrap(
     root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
         _gather_ahead(layers, others, options.prefetch)
-    late = LateSums()
-    copies = _connect((root, *layers), wires, late)
+    late, names = LateSums(), [spell([number]) for number in range(options.first, options.first + len(layers))]
+    copies = _connect((root, *layers), wires, late, (spell([REST]), *names))
     if apart is not None:
-        copies += _connect(others, apart.wires, late)
+        experts = [f"the experts of {name}" for name in _around(others, layers, names)]
+        copies += _connect(others, apart.wires, late, experts)
     return ShardedState(root, options, copies, late, mesh.device_type == "cpu")
 
 
-def _connect(units: Sequence[Any], wires: Sequence[Wire], late: LateSums) -> list[CopySum]:
+def _around(inner: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """Returns the name of the layer that each of some modules is in."""
+    found = {part: name for layer, name in zip(layers, names) for part in layer.modules()}
+    return [found.get(part, spell([REST])) for part in inner]
+
+
+def _connect(units: Sequence[Any], wires: Sequence[Wire], late: LateSums, names: Sequence[str]) -> list[CopySum]:
     """Makes units communicate through ``wires``; returns what sums over the second, one a unit."""
     copies = []
-    for unit in units:
-        _use_wire(unit, wires[0], late)
+    for unit, name in zip(units, names, strict=True):
+        _use_wire(unit, wires[0], late, name)
         for wire in wires[1:]:
-            copies.append(CopySum(wire, late))
+            copies.append(CopySum(wire, late, name))
             unit.set_all_reduce_hook(copies[-1])
     return copies
 
@@ -196,11 +206,11 @@ def _gather_ahead(layers: Sequence[Any], others: Sequence[Any], prefetch: int) -
         unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + prefetch])
 
 
-def _use_wire(unit: Any, wire: Wire, late: LateSums) -> None:
+def _use_wire(unit: Any, wire: Wire, late: LateSums, name: str) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
     from meshwright.axes.comm.sharded import WireAllGather, WireReduceScatter
 
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    unit.set_custom_all_gather(WireAllGather(wire))
-    unit.set_custom_reduce_scatter(WireReduceScatter(wire, late))
+    unit.set_custom_all_gather(WireAllGather(wire, name))
+    unit.set_custom_reduce_scatter(WireReduceScatter(wire, late, name))

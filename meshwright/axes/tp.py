@@ -304,7 +304,7 @@ class OwedSum:
                 continue
             wire = self._neighbours[ranks] if ranks else self._wire
             flat = torch.cat([part.reshape(-1) for part in parts])
-            wire.all_reduce(flat).wait()
+            wire.all_reduce(flat, "shared gradients").wait()
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
                 part.copy_(total.view(part.shape))
 

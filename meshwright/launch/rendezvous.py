@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 """Ranks of one node meet here: host names may resolve slowly, wrongly or not at all."""
+RECORDED = "2000"
+"""Collectives that NCCL's flight recorder keeps of a process: far more than wait at any moment."""
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 """What that interface is called."""
 _SIOCGIFADDR = 0x8915
@@ -168,6 +170,9 @@ def init_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = store if store is not None else open_store(context, group_s)
     if use_gpu:
+        # Older versions of torch record nothing unless they are told to, under the second name.
+        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+            os.environ.setdefault(name, RECORDED)
         torch.cuda.set_device(torch.device(context.device))
     try:
         dist.init_process_group(

@@ -1,8 +1,9 @@
 """Where every rank stands and what it waits for: one small memory-mapped file, a fixed record for each rank.
 
-A rank stamps its record at every change of phase, which costs about a third of a microsecond and no system call; the
-stamps outlive a killed or hanging rank. Readers on the same host see them at once. Times are CLOCK_MONOTONIC, which all
-processes of a host share: ranks of several hosts need a file each.
+A rank stamps its record at every change of phase and of layer, which costs about half a microsecond and no system call;
+the stamps outlive a killed or hanging rank, also one that hangs with the interpreter's lock in its hand. Readers on the
+same host see them at once. Times are CLOCK_MONOTONIC, which all processes of a host share: ranks of several hosts need
+a file each.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import RankError
+from meshwright.units import format_bytes
 
 PROGRESS = "progress.bin"
 PHASES = (
@@ -25,15 +27,18 @@ PHASES = (
 )  # fmt: skip
 """Phases by code; new ones go to the end."""
 
-# Version, pid, generation, micro-batch, step, time, phase, number, waits for, version: 128 bytes. Each rank has two of
-# these slots and writes them in turn, so that a rank killed within a stamp leaves the one before. Packing stores the
-# first version first and the last one last; a reader takes the last, then the slot, then the first, and trusts it when
-# they agree.
-_SLOT = struct.Struct("<IiiiqdBi87sI")
+# Version, pid, generation, micro-batch, step, time, phase, layer, number, bytes, waits for, version: 128 bytes. Each
+# rank has two of these slots and writes them in turn, so that a rank killed within a stamp leaves the one before.
+# Packing stores the first version first and the last one last; a reader takes the last, then the slot, then the first,
+# and trusts it when they agree.
+_WORDS = 77
+_SLOT = struct.Struct(f"<IiiiqdBhiq{_WORDS}sI")
 _VERSION = struct.Struct("<I")
 _RANK_BYTES = 2 * _SLOT.size
 _CODES = {name: code for code, name in enumerate(PHASES)}
 _READS = 64
+NO_LAYER = -1
+"""Stands for no layer: what comes before the first one, after the last one, and between steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +63,21 @@ class RankProgress:
     """time.monotonic() of the stamp."""
     number: int = 0
     """Which collective of the step it waits for, or waited for last, counted from 1; 0 before the first."""
+    layer: int = NO_LAYER
+    """Which of the model's layers it runs, counted from 0 as in their names; `NO_LAYER` for none."""
+    size_bytes: int = 0
+    """Bytes that it puts on the wire for what it waits for; 0 where that isn't known."""
 
     @property
     def collective(self) -> str:
-        """What it waits for, and which of the step's collectives that is."""
-        return f"{self.waits_for} ({ordinal(self.number)} of the step)" if self.number else self.waits_for
+        """What it waits for, how large that is, and which of the step's collectives."""
+        size = f", {format_bytes(self.size_bytes)}" if self.size_bytes else ""
+        return f"{self.waits_for}{size}" + (f" ({ordinal(self.number)} of the step)" if self.number else "")
+
+    @property
+    def place(self) -> str:
+        """Where it stands: ``backward of step 12, layer 3,`` or ``data of step 12``."""
+        return f"{self.phase} of step {self.step}" + (f", layer {self.layer}," if self.layer >= 0 else "")
 
     def age_s(self, now: float | None = None) -> float:
         """Returns the seconds since the stamp."""
@@ -87,6 +102,7 @@ class ProgressWriter:
         self._generation = generation
         self._pid = os.getpid()
         self._version = 0
+        self._place = (0, 0, _CODES["start"], 0)
         self._words: dict[str, bytes] = {"": b""}
         fd = -1
         try:
@@ -101,7 +117,16 @@ class ProgressWriter:
                 os.close(fd)
         self.stamp("start")
 
-    def stamp(self, phase: str, step: int = 0, micro: int = 0, waits_for: str = "", number: int = 0) -> None:
+    def stamp(
+        self,
+        phase: str,
+        step: int = 0,
+        micro: int = 0,
+        waits_for: str = "",
+        number: int = 0,
+        layer: int = NO_LAYER,
+        size_bytes: int = 0,
+    ) -> None:
         """Says where the rank stands now.
 
         Args:
@@ -110,14 +135,27 @@ class ProgressWriter:
             micro: micro-batch under way.
             waits_for: operation and axis that the rank is about to wait for, as ``all_reduce over replicate``.
             number: which collective of the step that is, or was the last that it waited for.
+            layer: which of the model's layers runs.
+            size_bytes: what the rank puts on the wire for what it waits for.
         """
         words = self._words.get(waits_for)
         if words is None:
-            words = self._words[waits_for] = waits_for.encode()[:87]
+            words = self._words[waits_for] = waits_for.encode()[:_WORDS]
         version = self._version = self._version % 0xFFFFFFFF + 1
+        code = _CODES[phase]
+        self._place = (micro, step, code, number)
         _SLOT.pack_into(
             self._map, self._offset + (version & 1) * _SLOT.size, version, self._pid, self._generation, micro, step,
-            time.monotonic(), _CODES[phase], number, words, version,
+            time.monotonic(), code, layer, number, size_bytes, words, version,
+        )  # fmt: skip
+
+    def enter(self, layer: int) -> None:
+        """Says which of the model's layers runs now, the rest being as it was stamped last; it waits for nothing."""
+        version = self._version = self._version % 0xFFFFFFFF + 1
+        micro, step, code, number = self._place
+        _SLOT.pack_into(
+            self._map, self._offset + (version & 1) * _SLOT.size, version, self._pid, self._generation, micro, step,
+            time.monotonic(), code, layer, number, 0, b"", version,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -159,11 +197,12 @@ def _read_rank(view: mmap.mmap, rank: int) -> RankProgress | None:
     for _ in range(_READS):
         slots = [slot for slot in (_read_slot(view, base), _read_slot(view, base + _SLOT.size)) if slot is not None]
         if slots:
-            _, pid, generation, micro, step, since, code, number, words, _ = max(slots, key=lambda slot: slot[5])
+            newest = max(slots, key=lambda slot: slot[5])
+            _, pid, generation, micro, step, since, code, layer, number, size, words, _ = newest
             text = words.rstrip(b"\0").decode("utf-8", "replace")
             return RankProgress(
                 rank=rank, pid=pid, generation=generation, step=step, micro=micro, phase=PHASES[code], waits_for=text,
-                since=since, number=number,
+                since=since, number=number, layer=layer, size_bytes=size,
             )  # fmt: skip
         if not any(view[base : base + _RANK_BYTES]):
             return None
@@ -197,18 +236,18 @@ def waiting_sentences(
         Sentences such as ``rank 1 [replicate 1] waits in backward of step 12 for all_reduce over replicate since
         4.2 s; rank 0 is in data``; none when nobody waits.
     """
-    groups: dict[tuple[str, int, str], list[RankProgress]] = {}
+    groups: dict[tuple[str, str], list[RankProgress]] = {}
     for one in ranks:
         if one.waits_for and one.age_s(now) >= after_s:
-            groups.setdefault((one.phase, one.step, one.collective), []).append(one)
+            groups.setdefault((one.place, one.collective), []).append(one)
     waiting = {one.rank for group in groups.values() for one in group}
     standing = _standing([one for one in ranks if one.rank not in waiting])
     sentences = []
-    for (phase, step, words), group in groups.items():
+    for (place, words), group in groups.items():
         longest = max(one.age_s(now) for one in group)
         verb = "waits" if len(group) == 1 else "wait"
         who = f"{_names(group, describe)} {verb}"
-        sentences.append(f"{who} in {phase} of step {step} for {words} since {longest:.1f} s")
+        sentences.append(f"{who} in {place} for {words} since {longest:.1f} s")
     if len(sentences) > limit:
         sentences[limit:] = [f"{len(sentences) - limit} more groups wait"]
     if sentences and standing:

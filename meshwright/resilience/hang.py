@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from meshwright.errors import LaunchError
@@ -28,6 +28,7 @@ TIMES = 20.0
 """A phase hangs when it takes this many times the longest that was seen."""
 LEAST_S = 60.0
 """No limit that was learned is shorter: storage that stalls for a while is no hang."""
+_DEVICES = 3
 PATIENCE = 1.5
 """Limits are so much longer for a host whose ranks all wait, since a host of the same run may know whom for."""
 
@@ -52,6 +53,8 @@ class HangWatch:
         describe: names a rank's place in the mesh.
         first: the host's first rank, where there are ranks on other nodes.
         idle_s: seconds for which all ranks may sleep; 0 for no limit, where ranks wait for a device or another host.
+        ask: says, by the number of a rank among those of this host, what its device waits for; None where devices are
+            never ahead of stamps.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class HangWatch:
         describe: Callable[[int], str] | None = None,
         first: int | None = None,
         idle_s: float = 0.0,
+        ask: Callable[[], Mapping[int, str]] | None = None,
     ) -> None:
         self._path, self._generation, self._ranks = path, generation, ranks
         self._first, self._others = first or 0, first is not None
@@ -71,7 +75,7 @@ class HangWatch:
         """The last stamp of each rank."""
         self._longest: dict[str, float] = {}
         self._looked = self._awake = time.monotonic()
-        self._idle, self._idle_s = IdleWatch(), idle_s
+        self._idle, self._idle_s, self._ask = IdleWatch(), idle_s, ask
 
     def look(self) -> list[RankProgress]:
         """Reads the stamps, learns from them, and returns them.
@@ -145,12 +149,19 @@ class HangWatch:
         blamed = blamed or min(busy or found, key=lambda one: (one.step, one.since))
         place = self._describe(blamed.rank) if self._describe is not None else f"rank {blamed.rank}"
         text = (
-            f"{place} made no progress in {blamed.phase} of step {blamed.step} for {blamed.age_s(now):.1f} s"
+            f"{place} made no progress in {blamed.place} for {blamed.age_s(now):.1f} s"
             + (f", waiting for {blamed.collective}" if blamed.waits_for else _since(blamed))
             + (f", {why}" if why else "")
         )
         others = [one for one in found if one is not blamed]
-        return HangError("; ".join([text, *waiting_sentences(others, 0.0, self._describe, now, limit=3)]), blamed.rank)
+        waits = waiting_sentences(others, 0.0, self._describe, now, limit=3)
+        return HangError("; ".join([text, *waits, *self._devices([blamed, *others])]), blamed.rank)
+
+    def _devices(self, found: list[RankProgress]) -> list[str]:
+        """Returns what the devices of the first few ranks wait for; nothing of ranks that can't say so any more."""
+        told = self._ask() if self._ask is not None else {}
+        words = ((one.rank, told.get(one.rank - self._first)) for one in found)
+        return [f"the GPU of rank {rank} hasn't finished {what}" for rank, what in words if what][:_DEVICES]
 
 
 def _since(one: RankProgress) -> str:

@@ -26,6 +26,7 @@ from meshwright.plan import Plan
 from meshwright.resilience.hang import HangError, HangWatch
 from meshwright.resilience.room import COPIES, room_for, state_bytes
 from meshwright.resilience.slow import SlowWatch
+from meshwright.train.flight import Flight
 from meshwright.train.memory import RESTORING, Control, Memory
 from meshwright.train.session import Job
 
@@ -93,6 +94,7 @@ class Ranks:
         writes = (self.room.disk if disk is None else disk) and job.config.checkpoint.backend == IMAGE
         self.disk = tuple(Segment() for _ in range(count)) if writes else ()
         self.control = Control()
+        self.flight = Flight(count) if devices.kind == "cuda" else None
         self.launcher = ForkLauncher(
             count,
             devices=devices,
@@ -112,7 +114,8 @@ class Ranks:
         # Devices, other hosts and compilers' processes work while all ranks here sleep.
         if place is not None or devices.kind != "cpu" or layout.compile:
             idle_s = 0.0
-        self.hang = HangWatch(progress, generation, count, limit_s, layout.describe_rank, first, idle_s)
+        ask = self.flight.ask if self.flight is not None else None
+        self.hang = HangWatch(progress, generation, count, limit_s, layout.describe_rank, first, idle_s, ask)
 
     def memory(
         self, state: State | None, lost_at: float | None, peak_flops: float | None, sick_step: int
@@ -122,6 +125,7 @@ class Ranks:
             segments=self.segments,
             disk=self.disk,
             control=self.control,
+            flight=self.flight,
             every=self._every,
             state=state,
             lost_at=lost_at,
@@ -144,6 +148,8 @@ class Ranks:
     def close(self) -> None:
         """Lets go of the shared memory."""
         self.control.close()
+        if self.flight is not None:
+            self.flight.close()
         for segment in self.all_segments():
             segment.close()
 

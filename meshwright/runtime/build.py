@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.axes import cp, ep, replicate, shard, wide
 from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.layers import layer_of
 from meshwright.axes.comm.wire import Wire
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.groups import gradient_axes
@@ -23,6 +24,7 @@ from meshwright.runtime.clock import Clock
 from meshwright.runtime.load import ExpertMeter
 from meshwright.runtime.materialise import Fill, materialise
 from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.passage import Passage
 from meshwright.runtime.program import Compute, LossView, Part, Program
 
 DTYPES = {
@@ -72,6 +74,7 @@ class Work:
     parts: list[Part]
     view: LossView = field(default_factory=LossView)
     chance: Chance | None = None
+    passage: Passage = field(default_factory=Passage)
 
 
 def _split(work: Work) -> None:
@@ -147,6 +150,12 @@ def _compile(work: Work) -> None:
             layer.forward = compiled  # type: ignore[method-assign]
 
 
+def _tell(work: Work) -> None:
+    """Outside of what is compiled or run again for backward, inside of what gathers."""
+    for part in work.parts:
+        work.passage.watch(part.layers, part.first)
+
+
 def _shard_data(work: Work) -> None:
     """Data axes: sharded state where the layout shards, or computes in another type than it keeps, else copies."""
     layout, mesh = work.layout, work.mesh
@@ -157,6 +166,7 @@ def _shard_data(work: Work) -> None:
                 zero=layout.zero,
                 compute=DTYPES[layout.precision] if layout.mixed else None,
                 offload=layout.offload == "parameters",
+                first=part.first,
             )
             copies = mesh.across(gradient_axes((shard.AXIS.name,)))
             wires = [mesh.wires["shard"], *([copies] if copies.size > 1 else [])]
@@ -170,7 +180,7 @@ def _shard_data(work: Work) -> None:
                 (mesh.wires.get("ep_copies"), [name for name in names if name in experts]),
             ):
                 if own and wire is not None and wire.size > 1:
-                    part.sync.insert(0, _LateReplicate(part.module, own, wire))
+                    part.sync.insert(0, _LateReplicate(part.module, own, wire, work.source.layers))
 
 
 def _apart(part: Part, mesh: Mesh, copies: Sequence[Wire]) -> shard.Apart | None:
@@ -188,14 +198,17 @@ def _apart(part: Part, mesh: Mesh, copies: Sequence[Wire]) -> shard.Apart | None
 class _LateReplicate:
     """Attaches a reducer's hooks to parameters once they are materialised (hooks don't survive that)."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str], wire: Wire) -> None:
-        self._module, self._names, self._wire = module, names, wire
+    def __init__(self, module: nn.Module, names: Sequence[str], wire: Wire, layers: Sequence[str]) -> None:
+        self._module, self._wire = module, wire
+        numbers = {name: number for number, name in enumerate(layers)}
+        self._layers = {name: layer_of(name, numbers) for name in names}
         self._reducer: Any = None
 
     def begin(self, last: bool, fresh: bool = False) -> None:
         """Announces a micro-batch."""
         if self._reducer is None:
-            self._reducer = replicate.wrap([self._module.get_parameter(name) for name in self._names], self._wire)
+            layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
+            self._reducer = replicate.wrap(list(layers), self._wire, layers)
         self._reducer.begin(last)
 
     def finish(self) -> None:
@@ -212,6 +225,7 @@ TRANSFORMS: tuple[Callable[[Work], None], ...] = (
     _widen,
     _recompute,
     _compile,
+    _tell,
     _shard_data,
 )
 """In this order; an axis that changes modules adds its own."""
@@ -267,7 +281,7 @@ def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.devic
         program = Program(work.parts, source.compute, work.view, mesh, clock)
     if source.experts and not layout.compile:
         program.experts = ExpertMeter(work.parts, source.experts)
-    program.chance = work.chance
+    program.chance, program.passage = work.chance, work.passage
     return program
 
 

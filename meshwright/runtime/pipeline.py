@@ -27,7 +27,7 @@ class _Shared:
 
     def __init__(self, weights: list[Weight], wire: Wire | None) -> None:
         self._first, *self.twins = weights
-        self._wire = wire
+        self._wire, self._of = wire, weights[0].name
 
     def spread(self) -> None:
         """Gives the rank's other stages the values that the optimizer wrote."""
@@ -44,7 +44,7 @@ class _Shared:
                 total.add_(twin.gradient)
             twin.parameter.grad = None
         parameter.grad = self._first.like(total)  # type: ignore[assignment]
-        return self._wire.all_reduce(total).wait if self._wire else lambda: None
+        return self._wire.all_reduce(total, self._of).wait if self._wire else lambda: None
 
 
 class PipelineProgram(Program):
@@ -96,6 +96,7 @@ class PipelineProgram(Program):
         run = self._ready()
         self._sums.clear()
         run.step()
+        self.passage.outside()
         self.clock.lap("pipeline")
         if self.meter is not None:
             self.meter.sample()

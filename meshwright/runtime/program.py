@@ -18,6 +18,7 @@ from meshwright.axes.placement import Place
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.memory import StateMeter
 from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.passage import Passage
 from meshwright.runtime.weights import Weight, named_weights
 
 
@@ -72,14 +73,15 @@ class Part:
     """What sums its gradients, in the order in which it finishes."""
     stage: int = 0
     """Its number among all stages."""
+    first: int = 0
+    """Number of its first layer in the model."""
 
 
 @dataclass(slots=True)
 class Stamp:
-    """Tells a watcher where this rank is: phase, micro-batch, and what it waits for."""
+    """Tells a watcher where this rank is: phase and micro-batch."""
 
     phase: Callable[[str, int], None]
-    waits: Callable[[str], None]
 
 
 class Program:
@@ -108,6 +110,8 @@ class Program:
         for part in self.parts:
             for weight in named_weights(part.module, part.places, copies, frozen=True):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
+        self.passage = Passage()
+        """Tells which layer runs, to whom sets its ``tell``."""
         self.chance: Chance | None = None
         """Random numbers of forwards that may draw some."""
         self.experts: ExpertCounts | None = None
@@ -165,6 +169,7 @@ class Program:
             if stamp:
                 stamp.phase("backward", number)
             loss.backward()
+            self.passage.outside()
             total = sums if total is None else total + sums
             del loss
             self.clock.lap("backward")

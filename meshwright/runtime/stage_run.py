@@ -96,6 +96,37 @@ class _TorchStage(PipelineStage):
         return operations
 
 
+class _Received:
+    """What a stage is to receive: waiting for it is told as for a collective."""
+
+    def __init__(self, work: Any, wire: Wire, what: str) -> None:
+        self._work, self._log, self._what = work, wire.log, what
+        self._number = wire.log.begin()
+
+    def wait(self) -> Any:
+        """Called by torch's runtime before the stage computes."""
+        with self._log.waiting(self._what, self._number):
+            return self._work.wait()
+
+
+class _Inbox(dict[tuple[int, int], Any]):
+    """Where torch's runtime keeps what is to be received, by stage and micro-batch.
+
+    Args:
+        wire: of the axis ``pp``.
+        what: what comes, as `_Received` tells it.
+    """
+
+    def __init__(self, wire: Wire, what: str) -> None:
+        super().__init__()
+        self._wire, self._what = wire, what
+
+    def __setitem__(self, key: tuple[int, int], works: Sequence[Any]) -> None:
+        stage, number = key
+        what = f"receive over {self._wire.axis} of {self._what} of micro-batch {number} for stage {stage}"
+        super().__setitem__(key, [_Received(work, self._wire, what) for work in works])
+
+
 class ScheduleRun:
     """A schedule, ready to run micro-batches of one shape.
 
@@ -131,6 +162,8 @@ class ScheduleRun:
         if not line.wire.on_cuda:
             listed = self._run.pipeline_order_with_comms
             listed.update({rank: _receiving_first(row) for rank, row in listed.items()})
+        for name, what in (("fwd_recv_ops", "the input"), ("bwd_recv_ops", "the gradient")):
+            setattr(self._run, name, _Inbox(line.wire, what))
 
     def step(self) -> None:
         """Runs all micro-batches forward and backward; data axes have been summed by FSDP2, others not."""
@@ -206,7 +239,8 @@ def _send(line: Line, tensors: tuple[torch.Tensor, ...], index: int) -> None:
 def _receive(line: Line, index: int) -> tuple[torch.Tensor, ...]:
     peer = dist.get_global_rank(line.wire.group, index)
     header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=line.device)
-    dist.recv(header, peer, group=line.wire.group)
+    with line.wire.log.waiting(f"receive over {line.wire.axis}", line.wire.log.begin()):
+        dist.recv(header, peer, group=line.wire.group)
     count, *rest = header.tolist()
     tensors = []
     for start in range(0, count * (_DIMS + 2), _DIMS + 2):

@@ -90,7 +90,7 @@ def split(source: Source, layout: Layout, mesh: Mesh) -> list[Part]:
         first, stop = division.bounds[number : number + 2]
         cut = Stage(module, source.spine, first, stop, division.held[number])
         places = _places(module, division, copies)
-        parts.append(StagePart(module, cut.layers, places, stage=number, cut=cut, division=division))
+        parts.append(StagePart(module, cut.layers, places, stage=number, first=first, cut=cut, division=division))
     return parts
 
 

@@ -52,9 +52,9 @@ class Fault:
     step: int = 0
     """In which step, counted from 1; 0 while the rank starts."""
     phase: str = ""
-    """At the beginning of which phase of the step (`monitor.progress.PHASES`), ``collective`` for its first wait for
-    others, ``checkpoint.write``, ``.manifest``, ``.rename`` and so on for those of a save, ``send`` within the sending
-    of a snapshot to another node; empty for its beginning."""
+    """At the beginning of which phase of the step (`monitor.progress.PHASES`), ``backward.3`` for that of layer 3,
+    ``collective`` for its first wait for others, ``checkpoint.write``, ``.manifest``, ``.rename`` and so on for those
+    of a save, ``send`` within the sending of a snapshot to another node; empty for its beginning."""
     generation: int = -1
     """In which generation of ranks; -1 in any."""
     seconds: float = 1.0
@@ -149,6 +149,11 @@ class Faults:
             self.at("")
         if self._slow:
             time.sleep(self._slow)
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is to go wrong in this step."""
+        return bool(self._pending)
 
     def at(self, place: str) -> None:
         """Tells that the rank has come to a place within the step, and does what belongs there."""

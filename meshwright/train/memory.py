@@ -14,6 +14,7 @@ from meshwright.checkpoint.parts import digest, keepers, parts_of
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
 from meshwright.errors import CheckpointError
 from meshwright.runtime.program import Program
+from meshwright.train.flight import Flight
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.state import BUFFERS, adopt_values, plain_values, state_places, state_tensors
@@ -112,6 +113,8 @@ class Memory:
     so that with three segments there is always a step of which every rank's snapshot stands here and there."""
     fence: Callable[[], None] | None = None
     """Raises once other ranks have taken over; asked before anything is written."""
+    flight: Flight | None = None
+    """Where ranks say what their GPUs are at, when they are asked; None for ranks on the CPU."""
 
 
 class Aimed:

@@ -28,6 +28,7 @@ from meshwright.models.build import BuiltModel, use_float64
 from meshwright.models.chance import may_draw
 from meshwright.models.forward import model_output
 from meshwright.monitor.display import RunHeader
+from meshwright.monitor.flight import find_recorder
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import PROGRESS, ProgressWriter, node_progress
 from meshwright.plan import Plan
@@ -164,6 +165,8 @@ def run_rank(context: RankContext, job: Job) -> dict[str, Any]:
     init_group(context, timeout_s=config.launch.collective_s, group_s=config.launch.group_s)
     progress = ProgressWriter(_progress(context, job), context.rank, context.generation)
     progress.stamp("start", 0, 0)
+    if job.memory is not None and job.memory.flight is not None:
+        job.memory.flight.answer(context.local_rank, find_recorder())
     try:
         with contextlib.ExitStack() as stack:
             return _train(context, job, progress, stack)

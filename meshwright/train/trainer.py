@@ -26,13 +26,12 @@ from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
 from meshwright.train.shortage import peak_bytes
+from meshwright.train.standing import Standing
 from meshwright.train.state import load_state, save_state
 from meshwright.train.step import Outcome, Stepper
 
 SICK_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
-AFTERWARDS = ("restore", "record", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
-"""Phases that follow a step, and are said to be of it; of none while it isn't known yet."""
 METERED_STEPS = 2
 """First steps in which the state's bytes are read off; later ones hold the same."""
 
@@ -100,10 +99,11 @@ class Trainer:
         """Steps' worth of rows that were left out: the rows of a step are those of step + this."""
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
-        self._stamp = Stamp(phase=self._phase, waits=self._waits)
-        self._now, self._number = ("start", 0), 0
+        self._stamp = Stamp(phase=self._phase)
+        self._standing = Standing(parts.progress, parts.faults, lambda: self.step)
+        parts.program.passage.tell = self._standing.enter
         if parts.program.mesh is not None:
-            parts.program.mesh.log.on_wait = self._waits
+            parts.program.mesh.log.on_wait = self._standing.waits
 
     def resume(self) -> int:
         """Takes the state that ranks before these left in memory, else that of the newest whole checkpoint, if any.
@@ -217,9 +217,8 @@ class Trainer:
 
     def _one_step(self, steps: int) -> tuple[StepRecord, float]:
         parts, config = self._parts, self._parts.config
-        began, self._number = time.perf_counter(), 0
-        if parts.faults is not None:
-            parts.faults.begin(self.step + 1)
+        began = time.perf_counter()
+        self._standing.begin()
         self._phase("data", 0)
         place = self.step + self.passed_over
         batches = parts.feed.micro_batches(place)
@@ -363,12 +362,7 @@ class Trainer:
     @property
     def place(self) -> str:
         """Where this rank stands: ``backward of step 12``."""
-        return f"{self._now[0]} of step {self._at}"
-
-    @property
-    def _at(self) -> int:
-        """The step under way; the one just done in what follows a step."""
-        return self.step if self._now[0] in AFTERWARDS else self.step + 1
+        return str(self._standing)
 
     def held(self) -> dict[str, int]:
         """Returns the bytes that this rank holds: of state by part, as far as they were read, and the peak."""
@@ -380,15 +374,7 @@ class Trainer:
             self._parts.monitor.event(Event(kind=kind, rank=0, data=data))
 
     def _phase(self, phase: str, micro: int) -> None:
-        self._now = (phase, micro)
-        self._parts.progress.stamp(phase, self._at, micro, "", self._number)
+        self._standing.phase(phase, micro)
         if phase == "reduce" and self._parts.memory is not None:
             self._parts.memory.settle(self.step + 1)
-        if self._parts.faults is not None:
-            self._parts.faults.at(phase)
-
-    def _waits(self, what: str, number: int = 0) -> None:
-        (phase, micro), self._number = self._now, number
-        self._parts.progress.stamp(phase, self._at, micro, what, number)
-        if what and self._parts.faults is not None:
-            self._parts.faults.at("collective")
+        self._standing.planned()

@@ -138,14 +138,53 @@ def test_a_device_that_fails_twice_is_left_out(root: Path) -> None:
     assert [row["layout"] for row in events(run, "planned")] == ["replicate=2", "replicate=1"]
 
 
+@pytest.mark.parametrize(
+    ("layout", "fault", "told"),
+    [
+        (
+            "shard=2,zero=3",
+            "hang:rank=1,step=7,phase=forward.1",
+            (
+                "rank 1: shard 1 made no progress in forward of step 7, layer 1, for",
+                "rank 0 [shard 0] waits in backward of step 7, layer 1, for all_gather over shard of layer 1, ",
+            ),
+        ),
+        (
+            "tp=2",
+            "gil:rank=0,step=7,phase=backward.0",
+            (
+                "rank 0: tp 0 made no progress in backward of step 7, layer 0, for",
+                "rank 1 [tp 1] waits in backward of step 7, layer 0, for all_reduce over tp, ",
+            ),
+        ),
+        (
+            "pp=2,schedule=1f1b,microbatches=2",
+            "hang:rank=0,step=7,phase=forward.0",
+            (
+                "rank 0: pp 0 made no progress in forward of step 7, layer 0, for",
+                "rank 1 [pp 1] waits in data of step 7 for receive over pp of the input of micro-batch 0 for stage 1 ",
+            ),
+        ),
+    ],
+)
+def test_a_hang_names_the_layer_under_every_kind_of_layout(
+    layout: str, fault: str, told: tuple[str, ...], root: Path
+) -> None:
+    run = faulty(root, layout.partition("=")[0] + "-hang", fault, layout, 2, "--recovery.hang-s", "4")
+    (lost,) = events(run, "rank_lost")
+    assert all(part in lost["why"] for part in told), lost["why"]
+
+
 @pytest.mark.parametrize("kind", ["hang", "gil", "stop"])
 def test_a_rank_that_hangs_is_named_and_replaced(kind: str, root: Path) -> None:
-    fault = f"{kind}:rank=1,step=7,phase=backward"
+    """With the layer that it runs, and what the other waits for: also where the interpreter can't say so any more."""
+    fault = f"{kind}:rank=1,step=7,phase=backward.1"
     run = faulty(root, kind, fault, "replicate=2", 2, "--recovery.hang-s", "4", "--recovery.snapshot-every", "1")
     (lost,) = events(run, "rank_lost")
     assert lost["lost"] == 1 and lost["phase"] == "backward" and lost["step"] == 7
-    assert "rank 1: replicate 1 made no progress in backward of step 7" in lost["why"]
-    assert "rank 0 [replicate 0] waits" in lost["why"]
+    assert "rank 1: replicate 1 made no progress in backward of step 7, layer 1, for" in lost["why"]
+    assert "rank 0 [replicate 0] waits in backward of step 7 for all_reduce over replicate of" in lost["why"]
+    assert "of layers 0-1 and the rest, " in lost["why"] and "KiB (1st of the step) since" in lost["why"]
     assert curve(run) == undisturbed(root, "replicate=2", 2)
 
 

@@ -7,12 +7,13 @@ since collectives match by order. Source: Li et al., PyTorch Distributed (VLDB 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from meshwright.axes.comm.layers import spell
 from meshwright.axes.comm.wire import Transfer, Wire
 
 ALONE_BYTES = 1 << 20
@@ -26,15 +27,23 @@ class _Bucket:
     missing: int = 0
     transfer: Transfer | None = None
     flat: torch.Tensor | None = None
+    of: str = ""
 
 
 class GradientReducer:
     """All-reduces the gradients of some parameters over one group.
 
     A parameter without a gradient on this rank takes part with zeros, so ranks whose graphs differ still agree.
+
+    Args:
+        parameters: plain ones, in the order in which forward uses them.
+        wire: the group.
+        layers: number of the layer that a parameter belongs to, for messages; none where that isn't known.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], wire: Wire) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], wire: Wire, layers: Mapping[nn.Parameter, int] | None = None
+    ) -> None:
         self._wire = wire
         self._active = False
         self._next = 0
@@ -44,6 +53,8 @@ class GradientReducer:
         for parameter in reversed([item for item in parameters if item.requires_grad]):
             self._place(parameter, open_buckets)
             parameter.register_post_accumulate_grad_hook(self._ready)
+        for bucket in self._buckets:
+            bucket.of = spell(layers[parameter] for parameter in bucket.parameters) if layers else ""
 
     def _place(self, parameter: nn.Parameter, open_buckets: dict[torch.dtype, _Bucket]) -> None:
         """Puts a parameter alone or into the bucket of its dtype that is being filled."""
@@ -92,7 +103,7 @@ class GradientReducer:
             payload = grads[0]
         else:
             payload = bucket.flat = torch.cat([grad.reshape(-1) for grad in grads])
-        bucket.transfer = self._wire.all_reduce(payload)
+        bucket.transfer = self._wire.all_reduce(payload, bucket.of)
 
     @staticmethod
     def _gradient(parameter: nn.Parameter) -> torch.Tensor:

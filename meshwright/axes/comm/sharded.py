@@ -66,10 +66,10 @@ class LateSums:
 
 
 class WireAllGather(AllGather):
-    """Gathers a unit's parameters: every rank's flat shard to the flat whole."""
+    """Gathers a unit's parameters: every rank's flat shard to the flat whole; ``of`` names the unit in messages."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, wire: Wire, of: str = "") -> None:
+        self._wire, self._of = wire, of
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""
@@ -79,7 +79,7 @@ class WireAllGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Gathers ``input_tensor: (n,)`` of all ranks into ``output_tensor: (size * n,)``."""
-        transfer = self._wire.all_gather(output_tensor, input_tensor)
+        transfer = self._wire.all_gather(output_tensor, input_tensor, self._of)
         if async_op:
             return transfer
         transfer.wait()
@@ -87,10 +87,10 @@ class WireAllGather(AllGather):
 
 
 class WireReduceScatter(ReduceScatter):
-    """Sums a unit's gradients and leaves each rank its flat shard."""
+    """Sums a unit's gradients and leaves each rank its flat shard; ``of`` names the unit in messages."""
 
-    def __init__(self, wire: Wire, late: LateSums) -> None:
-        self._wire, self._late = wire, late
+    def __init__(self, wire: Wire, late: LateSums, of: str = "") -> None:
+        self._wire, self._late, self._of = wire, late, of
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""
@@ -103,7 +103,7 @@ class WireReduceScatter(ReduceScatter):
         if op != dist.ReduceOp.SUM:
             raise AssertionError(f"gradients are summed, FSDP2 asked for {op}")
         self._late.advance()
-        transfer = self._wire.reduce_scatter(output_tensor, input_tensor)
+        transfer = self._wire.reduce_scatter(output_tensor, input_tensor, self._of)
         if async_op:
             return transfer
         self._late.scatter(transfer)

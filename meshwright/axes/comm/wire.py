@@ -7,8 +7,9 @@ bit-identical on all ranks, and it avoids gloo's own reduce-scatter, which all-r
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +26,12 @@ DIRECT_RANKS = 16
 class TrafficLog:
     """Adds up the traffic of this rank by axis and operation until `drain` empties it.
 
-    ``on_wait`` is told ``"all_gather over shard"`` before the rank stands still for a collective and ``""`` after it,
-    and which one it is of those that this rank has started since the last drain, counted from 1.
+    ``on_wait`` is told ``"all_gather over shard of layer 3"`` before the rank stands still for a collective and ``""``
+    after it; which one it is of those that this rank has started since the last drain, counted from 1; and the bytes
+    that the rank puts on the wire for it.
     """
 
-    on_wait: Callable[[str, int], None] | None = None
+    on_wait: Callable[[str, int, int], None] | None = None
     started: int = 0
     """Collectives that were started since the last drain."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
@@ -47,6 +49,25 @@ class TrafficLog:
         """Books the device time between two CUDA events; it is read when the log is drained."""
         self._events.append((axis, op, start, end))
 
+    def begin(self) -> int:
+        """Returns the number of a collective that starts now."""
+        self.started += 1
+        return self.started
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, number: int) -> Iterator[None]:
+        """Tells of a wait around what is done in it.
+
+        Args:
+            what: as ``on_wait`` is told it.
+            number: from `begin`.
+        """
+        if self.on_wait:
+            self.on_wait(what, number, 0)
+        yield
+        if self.on_wait:
+            self.on_wait("", number, 0)
+
     def drain(self) -> tuple[CommTotals, ...]:
         """Returns the totals so far and starts again. On CUDA the caller has synchronised with the step's end."""
         for axis, op, start, end in self._events:
@@ -63,30 +84,41 @@ class TrafficLog:
 
 
 class Transfer(dist.Work):  # type: ignore[misc]
-    """A started collective: `wait` finishes it once, books it, and runs what must follow (a sum, a copy)."""
+    """A started collective: `wait` finishes it once, books it, and runs what must follow (a sum, a copy).
 
-    def __init__(self, works: list[Any], done: Callable[[], None], wire: Wire, op: str, sent_bytes: int) -> None:
+    Args:
+        works: what torch started.
+        done: what must follow.
+        wire: its ranks.
+        op: its kind.
+        sent_bytes: what this rank puts on the wire.
+        of: what of the model travels, as ``layer 3``; empty for what the layer that runs gave.
+    """
+
+    def __init__(
+        self, works: list[Any], done: Callable[[], None], wire: Wire, op: str, sent_bytes: int, of: str = ""
+    ) -> None:
         super().__init__()
+        self._name = f"{op} over {wire.axis} of {of}" if of else f"{op} over {wire.axis}"
         self._works, self._done, self._wire, self._op, self._bytes = works, done, wire, op, sent_bytes
         self._started, self._finished = time.perf_counter(), False
         self._event = _recorded_event() if wire.on_cuda else None
-        wire.log.started += 1
-        self._number = wire.log.started
+        self._number = wire.log.begin()
 
     def wait(self, timeout: Any = None) -> bool:
         """Waits for the transfer; the process group's own timeout bounds it."""
         if self._finished:
             return True
-        log, name = self._wire.log, f"{self._op} over {self._wire.axis}"
+        log = self._wire.log
         begun = time.perf_counter()
         if log.on_wait:
-            log.on_wait(name, self._number)
+            log.on_wait(self._name, self._number, self._bytes)
         for work in self._works:
             work.wait()
         self._done()
         self._finished = True
         if log.on_wait:
-            log.on_wait("", self._number)
+            log.on_wait("", self._number, 0)
         now = time.perf_counter()
         if self._event is None:
             log.add(self._wire.axis, self._op, self._bytes, now - self._started, now - begun)
@@ -124,10 +156,10 @@ class Wire:
         self.on_cuda = "cuda:nccl" in backends or backends == "nccl"
         self._direct = not self.on_cuda and "gloo" in backends and self.size <= DIRECT_RANKS
 
-    def all_reduce(self, tensor: torch.Tensor) -> Transfer:
-        """Starts a sum of ``tensor`` (any shape, contiguous, in place) over the group."""
+    def all_reduce(self, tensor: torch.Tensor, of: str = "") -> Transfer:
+        """Starts a sum of ``tensor`` (any shape, contiguous, in place) over the group; ``of`` as in `Transfer`."""
         sent = 2 * tensor.nbytes * (self.size - 1) // self.size
-        return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
+        return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, group=self.group, async_op=True), of)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Transfer:
         """Starts an element-wise maximum of ``tensor`` (any shape, contiguous, in place) over the group."""
@@ -135,30 +167,30 @@ class Wire:
         most = dist.ReduceOp.MAX
         return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, most, group=self.group, async_op=True))
 
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Transfer:
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor, of: str = "") -> Transfer:
         """Starts a gather of every rank's ``part: (n,)`` into ``output: (size * n,)``, in rank order.
 
         ``part`` may be this rank's own slice of ``output``.
         """
         sent = part.nbytes * (self.size - 1)
         if self.size == 1:
-            return Transfer([], lambda: _copy(output, part), self, "all_gather", 0)
+            return Transfer([], lambda: _copy(output, part), self, "all_gather", 0, of)
         if not self._direct:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            return self._native("all_gather", sent, lambda: gather(output, part, group=self.group, async_op=True))
+            return self._native("all_gather", sent, lambda: gather(output, part, group=self.group, async_op=True), of)
         parts = output.view(self.size, -1)
         works = self._receive(lambda peer: parts[peer]) + self._send(lambda peer: part)
-        return Transfer(works, lambda: _copy(parts[self.index], part), self, "all_gather", sent)
+        return Transfer(works, lambda: _copy(parts[self.index], part), self, "all_gather", sent, of)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Transfer:
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, of: str = "") -> Transfer:
         """Starts a sum over the group whose part ``index`` of ``tensor: (size * n,)`` lands in ``output: (n,)``."""
         sent = output.nbytes * (self.size - 1)
         if self.size == 1:
-            return Transfer([], lambda: _copy(output, tensor), self, "reduce_scatter", 0)
+            return Transfer([], lambda: _copy(output, tensor), self, "reduce_scatter", 0, of)
         if not self._direct:
             scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             return self._native(
-                "reduce_scatter", sent, lambda: scatter(output, tensor, group=self.group, async_op=True)
+                "reduce_scatter", sent, lambda: scatter(output, tensor, group=self.group, async_op=True), of
             )
         parts = tensor.view(self.size, -1)
         received = {peer: torch.empty_like(output) for peer in range(self.size) if peer != self.index}
@@ -170,7 +202,7 @@ class Wire:
             for peer in range(2, self.size):
                 output.add_(received[peer])
 
-        return Transfer(works, add_up, self, "reduce_scatter", sent)
+        return Transfer(works, add_up, self, "reduce_scatter", sent, of)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Transfer:
         """Starts sending ``parts[p]`` to rank p of the group and receiving ``outputs[p]`` from it; all contiguous."""
@@ -193,5 +225,5 @@ class Wire:
     def _send(self, part: Callable[[int], torch.Tensor]) -> list[Any]:
         return [dist.isend(part(peer), self._global[peer], group=self.group) for peer in self._peers()]
 
-    def _native(self, op: str, sent_bytes: int, start: Callable[[], Any]) -> Transfer:
-        return Transfer([start()], lambda: None, self, op, sent_bytes)
+    def _native(self, op: str, sent_bytes: int, start: Callable[[], Any], of: str = "") -> Transfer:
+        return Transfer([start()], lambda: None, self, op, sent_bytes, of)

@@ -1,0 +1,127 @@
+"""What a hanging rank's device is at: read off dumps of torch's flight recorder, and asked over a thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.monitor.flight import Unfinished, find_recorder, read_dump, unfinished
+from meshwright.monitor.progress import ProgressWriter, reset_progress
+from meshwright.resilience.hang import HangError, HangWatch
+from meshwright.train.flight import Flight
+
+
+def entry(record: int, op: str, state: str, **more: object) -> dict:
+    """An entry with the fields and types that FlightRecorderDetail.hpp of torch 2.13 writes (version 2.10)."""
+    return {
+        "record_id": record, "pg_id": 1, "process_group": ["1", "mesh_tp"], "thread_name": "", "thread_id": "7",
+        "collective_seq_id": 40 + record, "p2p_seq_id": 0, "op_id": 40 + record, "profiling_name": f"nccl:{op}",
+        "time_created_ns": 10**18 + record, "input_sizes": [[4, 1024, 256]], "input_dtypes": ["BFloat16"],
+        "output_sizes": [[4, 1024, 256]], "output_dtypes": ["BFloat16"], "state": state,
+        "time_discovered_started_ns": 0, "time_discovered_completed_ns": 0, "retired": False, "timeout_ms": 600000,
+        "is_p2p": False,
+    } | more  # fmt: skip
+
+
+def dump(*entries: dict) -> dict:
+    config = {"1": {"name": "1", "desc": "mesh_tp", "ranks": "[0, 1]"}}
+    seen = {"last_enqueued_collective": "43", "last_started_collective": "-1", "last_completed_collective": "41"}
+    head = {"version": "2.10", "comm_lib_version": "2.27.3", "pg_config": config, "pg_status": {"1": seen}}
+    return head | ({"entries": list(entries)} if entries else {})
+
+
+def test_the_first_that_is_not_complete_is_what_the_device_is_at() -> None:
+    found = unfinished(
+        dump(
+            entry(1, "all_reduce", "completed"),
+            entry(3, "_reduce_scatter_base", "scheduled"),
+            entry(2, "all_reduce", "scheduled"),
+        )
+    )
+    assert found == Unfinished(
+        op="all_reduce", group="tp", number=42, size_bytes=2 * 2**20, started=False, behind=1
+    )
+    assert str(found) == "all_reduce over tp, 2.00 MiB (number 42 of its group), and 1 behind it"
+    later = unfinished(dump(entry(2, "all_reduce", "scheduled"), entry(3, "_reduce_scatter_base", "started")))
+    assert later is not None and (later.op, later.started) == ("reduce_scatter_base", True), "of another stream"
+    send = unfinished(
+        dump(entry(5, "send 1->2", "scheduled", is_p2p=True, p2p_seq_id=9, process_group=["0", "default_pg"]))
+    )
+    assert send is not None and (send.op, send.group, send.number) == ("send", "world", 9)
+    unnamed = unfinished(dump(entry(1, "all_to_all", "scheduled", process_group=["12", "undefined"], input_sizes=[])))
+    assert unnamed is not None and str(unnamed) == "all_to_all over group 12 (number 41 of its group)"
+    assert unfinished(dump(entry(1, "all_reduce", "completed"))) is None and unfinished(dump()) is None
+    odd = unfinished(dump(entry(1, "all_reduce", "scheduled", input_dtypes=["Quantum"])))
+    assert odd is not None and odd.size_bytes == 0, "better none than a wrong one"
+    assert read_dump(b"") == {} and read_dump(b"[]") == {} and read_dump(b'{"version": "2.10"}')["version"] == "2.10"
+
+
+def one_of_two(rank: int, port: int, flight: Flight, come: int, go: int) -> None:
+    """Rank 1 never comes to the second sum, for which rank 0 waits on a thread of its own backend."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    flight.answer(rank, find_recorder())
+    tensor = torch.ones(3, 5)
+    dist.all_reduce(tensor)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(7, dtype=torch.float64), async_op=True)
+    os.write(come, b"x")
+    os.read(go, 1)
+    del work
+
+
+def test_ranks_are_asked_for_what_torch_itself_recorded(tmp_path: Path) -> None:
+    """Gloo's recorder is the same code as NCCL's, so that the format is the real one of the torch that is here."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flight = Flight(3)
+    (came, come), (go, end) = os.pipe(), os.pipe()
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                one_of_two(rank, port, flight, come, go)
+            finally:
+                os._exit(0)
+    try:
+        assert len(os.read(came, 1)) == len(os.read(came, 1)) == 1
+        path = tmp_path / "progress.bin"
+        reset_progress(path, 3)
+        writers = [ProgressWriter(path, rank) for rank in range(3)]
+        for writer in writers:
+            writer.stamp("optimizer", 7)
+        watch = HangWatch(path, 0, 3, 0.2, ask=flight.ask)
+        with pytest.raises(HangError) as told:
+            while True:
+                watch.look()
+                time.sleep(0.02)
+        waits = "; the GPU of rank 0 hasn't finished all_reduce over world, 56 B (number 2 of its group)"
+        assert waits in str(told.value)
+        assert "GPU of rank 1" not in str(told.value), "it has given its device nothing"
+        assert "GPU of rank 2" not in str(told.value), "it doesn't answer, and isn't waited for"
+    finally:
+        os.write(end, b"xx")
+        for pid in pids:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+        flight.close()
+        for fd in (came, come, go, end):
+            os.close(fd)
+
+
+def test_what_is_dumped_here_has_the_fields_that_are_read() -> None:
+    recorder = find_recorder()
+    if recorder is None:
+        pytest.skip("this torch has no flight recorder")
+    found = read_dump(recorder())
+    assert "version" in found and "pg_config" in found, json.dumps(found)[:300]
