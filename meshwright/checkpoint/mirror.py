@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.contract import FileRecord
-from meshwright.checkpoint.files import Checksum, SummedWriter
+from meshwright.checkpoint.files import Checksum, SummedWriter, remove
 from meshwright.checkpoint.folder import Folder, whole
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.errors import CheckpointError, ConfigError
@@ -24,6 +24,11 @@ _BLOCK_BYTES = 1 << 22
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
+Order = tuple[int, int]
+"""Step and attempt of a checkpoint, by which they follow each other."""
+BEFORE_ALL: Order = (-1, 0)
+
+
 class Fetched(NamedTuple):
     """A checkpoint that was copied back."""
 
@@ -33,6 +38,13 @@ class Fetched(NamedTuple):
     """Its folder here."""
     size_bytes: int
     """Of all its files."""
+
+    def told(self, mirror: Mirror, seconds: float) -> dict[str, Any]:
+        """Returns what its event says."""
+        return {
+            "step": self.step, "mirror": str(mirror), "path": str(self.path), "bytes": self.size_bytes,
+            "seconds": seconds,
+        }  # fmt: skip
 
 
 def check_mirror(url: str) -> None:
@@ -91,18 +103,22 @@ class Mirror:
         except Exception as error:  # each file system has errors of its own
             raise CheckpointError(f"{folder.name} can't be copied to {self}: {_said(error)}") from error
 
-    def fetch(self, root: Path, newer_than: int = -1) -> Fetched | None:
-        """Copies the newest whole checkpoint back, unless there is none of a later step than ``newer_than``.
+    def fetch(self, root: Path, newer_than: Order = BEFORE_ALL, step: int | None = None) -> Fetched | None:
+        """Copies the newest whole checkpoint back, unless there is none later than ``newer_than``.
+
+        What stands here under its name is replaced: the caller knows that it is damaged.
 
         Args:
             root: folder of checkpoints here.
-            newer_than: step of what is here already.
+            newer_than: step and attempt of what is here already.
+            step: only checkpoints of this step.
 
         Raises:
             CheckpointError: when the place can't be read, or none of the newer ones is whole.
         """
         try:
-            names = [name for name in reversed(self._names()) if _order(name)[0] > newer_than]
+            names = [name for name in reversed(self._names()) if order(name) > newer_than]
+            names = [name for name in names if step in (None, order(name)[0])]
             refused = []
             for name in names:
                 try:
@@ -135,8 +151,8 @@ class Mirror:
     def _collect(self, new: str, keep: int) -> None:
         """Removes older checkpoints, their manifests first; and later ones, of steps that the run went back behind."""
         files, names = self._open(), self._names()
-        older = [name for name in names if _order(name) < _order(new)]
-        gone = older[: max(0, len(older) - keep + 1)] + [name for name in names if _order(name) > _order(new)]
+        older = [name for name in names if order(name) < order(new)]
+        gone = older[: max(0, len(older) - keep + 1)] + [name for name in names if order(name) > order(new)]
         for name in gone:
             files.rm_file(f"{self._root}/{name}/{MANIFEST}")
             files.rm(f"{self._root}/{name}", recursive=True)
@@ -159,7 +175,7 @@ class Mirror:
         """Copies one back: beside first, checked, then renamed."""
         files, place = self._open(), Folder(root)
         root.mkdir(parents=True, exist_ok=True)
-        step = _order(name)[0]
+        step = order(name)[0]
         beside = root / place.begin(step)[0]
         try:
             (beside / MANIFEST).write_bytes(files.cat_file(f"{self._root}/{name}/{MANIFEST}"))
@@ -173,6 +189,8 @@ class Mirror:
                     shutil.copyfileobj(source, target, _BLOCK_BYTES)
                 if target.record != record:
                     raise CheckpointError(f"{file} is damaged: its checksum is {target.record.checksum}")
+            if (root / name).exists():
+                remove(root / name)
             place.rename(beside, root / name)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
@@ -187,7 +205,7 @@ class Mirror:
             return []
         names = (str(path).rstrip("/").rpartition("/")[2] for path in files.ls(self._root, detail=False))
         found = [name for name in names if _NAME.fullmatch(name) and files.exists(f"{self._root}/{name}/{MANIFEST}")]
-        return sorted(found, key=_order)
+        return sorted(found, key=order)
 
     def _open(self) -> Any:
         if self._files is None:
@@ -199,7 +217,8 @@ class Mirror:
         return self._files
 
 
-def _order(name: str) -> tuple[int, int]:
+def order(name: str) -> Order:
+    """Returns step and attempt of a checkpoint by its folder's name."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)

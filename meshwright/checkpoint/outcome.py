@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,8 +50,40 @@ class Loaded:
     """Newer checkpoints that didn't verify."""
     seconds: float
     """Time that it took on this rank."""
+    asked: tuple[Mapping[str, Any], ...] = ()
+    """What came of asking ``config.mirror`` in their place: events, each with its ``kind``."""
 
     @property
     def meta(self) -> Mapping[str, Any]:
         """The trainer's plain values."""
         return self.manifest.meta
+
+
+@dataclass(slots=True)
+class Search:
+    """A search for a checkpoint that is good, as far as it has come."""
+
+    began: float = field(default_factory=time.monotonic)
+    """time.monotonic() of its beginning."""
+    refused: list[Refused] = field(default_factory=list)
+    """Checkpoints that aren't good."""
+    brought: set[Path] = field(default_factory=set)
+    """Those that the mirror gave."""
+    asked: list[Mapping[str, Any]] = field(default_factory=list)
+    """As in `Loaded`."""
+
+    def loaded(self, path: Path, manifest: Manifest) -> Loaded:
+        """Returns its end: the checkpoint that is good."""
+        return Loaded(
+            step=manifest.step,
+            path=path,
+            manifest=manifest,
+            refused=tuple(self.refused),
+            seconds=time.monotonic() - self.began,
+            asked=tuple(self.asked),
+        )
+
+    def reasons(self) -> str:
+        """Returns why none is."""
+        failed = [str(event["reason"]) for event in self.asked if "reason" in event]
+        return "; ".join([f"{item.path.name}: {item.reason}" for item in self.refused] + failed)

@@ -27,8 +27,8 @@ from meshwright.checkpoint.files import SummedWriter, damage
 from meshwright.checkpoint.folder import Entry, Folder, Refused, whole
 from meshwright.checkpoint.image import copy_image
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
-from meshwright.checkpoint.mirror import Mirror
-from meshwright.checkpoint.outcome import Loaded, Saved
+from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror, Order, order
+from meshwright.checkpoint.outcome import Loaded, Saved, Search
 from meshwright.checkpoint.snapshot import State
 from meshwright.errors import CheckpointError
 
@@ -188,10 +188,10 @@ class CheckpointStore:
         Raises:
             CheckpointError: when none verifies.
         """
-        started, refused = time.monotonic(), list[Refused]()
-        for path, manifest in self._candidates(step, refused):
-            return self._accepted(path, manifest, refused, started)
-        self._none(step, refused, required)
+        search = Search()
+        for path, manifest in self._candidates(step, search):
+            return self._accepted(path, manifest, search)
+        self._none(step, search, required)
         return None
 
     def load(
@@ -214,17 +214,17 @@ class CheckpointStore:
             CheckpointError: the same on every rank: none verifies; or one that does holds other tensors than the
                 targets, or comes from another model or data (naming them), in which case nothing was read.
         """
-        started, refused = time.monotonic(), list[Refused]()
+        search = Search()
         wanted = self._union(targets)
-        for path, manifest in self._candidates(step, refused):
+        for path, manifest in self._candidates(step, search):
             fit.check(path, manifest, wanted, expect or {})
             backend = find_backend(manifest.backend)
             outcomes = self._ranks.outcomes(partial(backend.read, path, targets, self._ranks.group))
             if any(outcome.error for outcome in outcomes):
-                self._refuse(path, blame(outcomes), refused)
+                self._refuse(path, blame(outcomes), search)
                 continue
-            return self._accepted(path, manifest, refused, started)
-        self._none(step, refused, required)
+            return self._accepted(path, manifest, search)
+        self._none(step, search, required)
         return None
 
     def read_full(self, loaded: Loaded, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -323,19 +323,40 @@ class CheckpointStore:
             return {"copy_failed": str(error)}
         return {"copy": f"{mirror}/{new.name}", "copy_seconds": time.monotonic() - began}
 
-    def _candidates(self, step: int | None, refused: list[Refused]) -> Iterator[tuple[Path, Manifest]]:
-        """Yields checkpoints that verify, newest first; all ranks go through the same ones."""
-        names = self._ranks.once(
+    def _candidates(self, step: int | None, search: Search) -> Iterator[tuple[Path, Manifest]]:
+        """Yields checkpoints that verify, newest first; all ranks go through the same ones.
+
+        Where one doesn't, and the mirror has one that is later than the next one here, that is brought back first.
+        """
+        left = self._ranks.once(
             f"listing {self.root} failed",
             lambda: [entry.path.name for entry in reversed(self.entries()) if step in (None, entry.step)],
         )
-        for path in (self.root / name for name in names):
+        while left:
+            path = self.root / left.pop(0)
             verified: list[Manifest] = []
             outcomes = self._ranks.outcomes(partial(self._verify, path, verified))
             if any(outcome.error for outcome in outcomes):
-                self._refuse(path, blame(outcomes), refused)
+                self._refuse(path, blame(outcomes), search)
             else:
                 yield path, verified[0]
+            if path in self._refused and self._config.mirror:
+                left[:0] = self._brought_back(order(left[0]) if left else BEFORE_ALL, step, search)
+
+    def _brought_back(self, newer_than: Order, step: int | None, search: Search) -> list[str]:
+        """Copies the newest that is later than ``newer_than`` from the mirror; returns its name, or none."""
+        began, mirror = time.monotonic(), Mirror(self._config.mirror, self.root.parent.name)
+        try:
+            found = self._ranks.once("asking the mirror failed", lambda: mirror.fetch(self.root, newer_than, step))
+        except CheckpointError as error:
+            search.asked.append({"kind": "mirror_failed", "reason": str(error)})
+            return []
+        if found is None or self.root / found.path.name in search.brought:
+            return []
+        search.brought.add(self.root / found.path.name)
+        self._refused.discard(self.root / found.path.name)
+        search.asked.append({"kind": "checkpoint_fetched", **found.told(mirror, time.monotonic() - began)})
+        return [found.path.name]
 
     def _verify(self, path: Path, verified: list[Manifest]) -> None:
         """Checks the manifest and this rank's share of the files, balanced by size; hands the manifest over."""
@@ -356,19 +377,17 @@ class CheckpointStore:
         table = fit.tabulate(targets)
         return table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(table))
 
-    def _refuse(self, path: Path, reason: str, refused: list[Refused]) -> None:
-        refused.append(Refused(path, reason))
+    def _refuse(self, path: Path, reason: str, search: Search) -> None:
+        search.refused.append(Refused(path, reason))
         self._refused.add(path)
 
-    def _accepted(self, path: Path, manifest: Manifest, refused: list[Refused], started: float) -> Loaded:
+    def _accepted(self, path: Path, manifest: Manifest, search: Search) -> Loaded:
         self._step = manifest.step
-        seconds = time.monotonic() - started
-        return Loaded(step=manifest.step, path=path, manifest=manifest, refused=tuple(refused), seconds=seconds)
+        return search.loaded(path, manifest)
 
-    def _none(self, step: int | None, refused: list[Refused], required: bool) -> None:
+    def _none(self, step: int | None, search: Search, required: bool) -> None:
         where = f"{self.root}" + (f" at step {step}" if step is not None else "")
-        if refused:
-            reasons = "; ".join(f"{item.path.name}: {item.reason}" for item in refused)
-            raise CheckpointError(f"no checkpoint in {where} is good: {reasons}")
+        if search.refused:
+            raise CheckpointError(f"no checkpoint in {where} is good: {search.reasons()}")
         if required:
             raise CheckpointError(f"there is no checkpoint in {where}")

@@ -1,10 +1,11 @@
-"""A run that begins on a machine without its checkpoints takes the newest from their other place."""
+"""A run that begins on a machine without its checkpoints, or with damaged ones, takes the newest from elsewhere."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from meshwright.checkpoint.mirror import Mirror
+from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror
 from meshwright.cli.words import say
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes
@@ -13,15 +14,27 @@ from meshwright.units import format_bytes
 def fetch(config: RunConfig, run_dir: Path) -> None:
     """Brings the newest checkpoint back from its other place where that has a newer one than the run directory.
 
+    One here that is cut short, or has no manifest, doesn't count and is replaced. Contents are read when the ranks load
+    one, which ask the other place again where they are damaged.
+
     Raises:
         CheckpointError: when there is one that can't be had: to begin anew instead would be a surprise.
     """
     if not config.checkpoint.mirror:
         return
     from meshwright.checkpoint.store import CheckpointStore
+    from meshwright.events import Event
+    from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 
-    root, mirror = run_dir / "checkpoints", Mirror(config.checkpoint.mirror, run_dir.name)
+    root, mirror, began = run_dir / "checkpoints", Mirror(config.checkpoint.mirror, run_dir.name), time.monotonic()
     latest = CheckpointStore(root, config.checkpoint).latest()
-    found = mirror.fetch(root, latest.step if latest is not None else -1)
-    if found is not None:
-        say(f"checkpoint of step {found.step}, {format_bytes(found.size_bytes)}, copied back from {mirror}")
+    found = mirror.fetch(root, latest[:2] if latest is not None else BEFORE_ALL)
+    if found is None:
+        return
+    say(f"checkpoint of step {found.step}, {format_bytes(found.size_bytes)}, copied back from {mirror}")
+    sink = JsonlSink(run_dir, metrics=False)
+    try:
+        told = found.told(mirror, time.monotonic() - began)
+        sink.event(Event(kind="checkpoint_fetched", rank=SUPERVISOR, data=told))
+    finally:
+        sink.close()

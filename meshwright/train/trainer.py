@@ -133,6 +133,8 @@ class Trainer:
         self._saved_at = found.step
         for refused in found.refused:
             self._event("checkpoint_refused", path=str(refused.path), reason=refused.reason)
+        for asked in found.asked:
+            self._event(**asked)
         self._event("resumed", step=found.step, path=str(found.path), seconds=found.seconds)
         self._pass_over()
         return self.step

@@ -143,3 +143,18 @@ def test_a_machine_without_its_run_goes_on_from_the_copy_elsewhere(root: Path) -
     assert curve(root / "moved") == {step: pair for step, pair in curve(root / "whole").items() if step > 12}
     status, text = call(words(root, "broken", "--checkpoint.mirror", "nowhere://x"), root / "broken.log")
     assert status == 1 and "checkpoint.mirror = nowhere://x" in text and not (root / "broken").exists()
+
+
+def test_a_damaged_checkpoint_comes_back_from_the_copy_elsewhere(root: Path, stopped: Path) -> None:
+    """No step is done again that the other place has; it is told where the state came from."""
+    mirror = root / "second" / stopped.name
+    shutil.copytree(stopped / "checkpoints", mirror)
+    options = ("--checkpoint.mirror", f"file://{root}/second")
+    damage(stopped / "checkpoints" / "step-00000012")
+    status, text = call(words(root, stopped.name, *options), root / "log")
+    assert status == 0, text
+    (refused,) = events(stopped, "checkpoint_refused")
+    (fetched,) = events(stopped, "checkpoint_fetched")
+    assert "step-00000012" in refused["path"] and fetched["step"] == 12 and fetched["mirror"] == f"file://{mirror}"
+    assert [event["step"] for event in events(stopped, "resumed")] == [12]
+    assert curve(stopped) == curve(root / "whole") and [row["step"] for row in rows(stopped)] == list(range(1, 25))
