@@ -56,6 +56,9 @@ class Agreement:
             raise CheckpointError(f"lost contact with another rank: {_text(error)}") from error
         return values
 
+    def give_up(self) -> None:
+        """Tells those that wait for this process that it won't come; those of a group find out by themselves."""
+
     def outcomes(self, work: Callable[[], Any]) -> list[Outcome]:
         """Runs ``work`` on every rank and returns what each came to."""
         return self.gather(attempt(work))

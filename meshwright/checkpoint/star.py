@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -16,6 +17,7 @@ from meshwright.errors import CheckpointError
 _HELLO = struct.Struct("<qqq")
 _SIZE = struct.Struct("<q")
 _AGAIN_S = 0.05
+_GIVE_UP_S = 1.0
 T = TypeVar("T")
 
 
@@ -70,6 +72,13 @@ class StarAgreement(Agreement):
         """Runs ``work`` in every process and returns what each came to."""
         return [Outcome(*row) for row in self.gather(list(attempt(work)))]
 
+    def give_up(self) -> None:
+        """Tells process 0 that this one won't come, whatever became of it; it need not be the same process."""
+        if self.rank:
+            # A connection that ends after its greeting is what process 0 would have seen of one that died later.
+            with contextlib.suppress(OSError), socket.create_connection(self._address, _GIVE_UP_S) as line:
+                line.sendall(_HELLO.pack(*self._key, self.rank))
+
     def close(self) -> None:
         """Ends the connections."""
         for line in self._lines.values():
@@ -100,7 +109,10 @@ class StarAgreement(Agreement):
             self._listener.settimeout(max(0.001, end - time.monotonic()))
             line, _ = self._listener.accept()
             line.settimeout(self._limit_s)
-            *key, rank = _HELLO.unpack(receive(line, _HELLO.size))
+            try:
+                *key, rank = _HELLO.unpack(receive(line, _HELLO.size))
+            except OSError:
+                key = []  # it died before it had said what it came for
             if tuple(key) == self._key:
                 self._lines[rank] = line
             else:

@@ -151,6 +151,9 @@ class DiskWriter:
             self._read.clear()
             self.failed = told.get("error")
             if self._share is not None and not self._share.first:
+                if self.failed is not None:
+                    # It may have died before the first one had heard of it, which would wait for it.
+                    self._share.agree(self._last).give_up()
                 return True
             if self.failed is None:
                 self._event("checkpoint_saved", step=self._step, **told)
