@@ -59,6 +59,8 @@ def show_commands(words: Sequence[str], config: RunConfig, hostfile: str | None)
 
 def _launcher(config: RunConfig, hostfile: str) -> HostfileLauncher:
     launcher = HostfileLauncher(read_hostfile(Path(hostfile)), supervised=config.recovery.enabled)
+    if config.recovery.enabled:
+        config.recovery.check_nodes(len(launcher.hosts))
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
     return launcher

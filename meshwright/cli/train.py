@@ -117,6 +117,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = (), nodes: NodeWords | None
         of torchrun other than the first; ``finished`` and ``terminated`` on nodes that don't lead at the end.
     """
     config.check_all()
+    config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
     prepare_environment()
     if nodes is not None:
         return _train(_owned(config), nodes.place(config), tuple(hooks))

@@ -1,4 +1,4 @@
-"""The courier: carries each new snapshot of a node's ranks to the next node, and takes in those of the node before.
+"""The courier: carries each new snapshot of a node's ranks to the next nodes, and takes in those of the nodes before.
 
 It is a process of its own, forked from the supervisor, so that a node's copies cost training nothing but memory and
 the network; what it takes in lies in segments that the supervisor holds.
@@ -67,7 +67,7 @@ def start_shelf(listener: socket.socket, snapshots: Sequence[Snapshot]) -> Helpe
 
 def start_courier(
     listener: socket.socket,
-    to: tuple[str, int],
+    to: Sequence[tuple[str, int]],
     own: Mapping[int, Sequence[Segment]],
     others: Mapping[int, Sequence[Segment]],
     copied: Copied,
@@ -76,29 +76,46 @@ def start_courier(
     """Starts a node's courier.
 
     Args:
-        listener: where the courier of the node before connects.
-        to: where the next node's courier listens.
+        listener: where the couriers of the nodes before connect.
+        to: where those of the next nodes listen.
         own: rank to the segments it writes, in order of local ranks.
-        others: rank of the node before to the segments that its snapshots are put in.
-        copied: told of what has arrived at the next node.
+        others: rank of a node before to the segments that its snapshots are put in.
+        copied: told of what has arrived at each of the next nodes, in their order.
         faults: makes what is to go wrong on purpose.
     """
 
     def work() -> None:
-        planned = faults() if faults is not None else None
-        threading.Thread(target=_take_in, args=(listener, others), daemon=True).start()
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(to, 2.0) as connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(None)
-                _carry(connection, own, copied, planned)
-            time.sleep(_AGAIN_S)
+        _in_thread(_take_in, listener, others)
+        for place, address in enumerate(to[1:], 1):
+            _in_thread(_carry_on, address, own, copied, place, None)
+        # Faults strike once: on the way to the nearest.
+        _carry_on(to[0], own, copied, 0, faults() if faults is not None else None)
 
     return Helper(work)
 
 
+def _in_thread(work: Callable[..., None], *given: object) -> None:
+    threading.Thread(target=work, args=given, daemon=True).start()
+
+
+def _carry_on(
+    to: tuple[str, int], own: Mapping[int, Sequence[Segment]], copied: Copied, place: int, faults: Faults | None
+) -> None:
+    """Connects to another node's courier, again and again, and carries."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(to, 2.0) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(None)
+            _carry(connection, own, copied, place, faults)
+        time.sleep(_AGAIN_S)
+
+
 def _carry(
-    connection: socket.socket, own: Mapping[int, Sequence[Segment]], copied: Copied, faults: Faults | None
+    connection: socket.socket,
+    own: Mapping[int, Sequence[Segment]],
+    copied: Copied,
+    place: int,
+    faults: Faults | None,
 ) -> None:
     """Sends every snapshot that is newer than the last one sent of its rank, for ever."""
     sent = dict.fromkeys(own, -1)
@@ -113,7 +130,7 @@ def _carry(
                 faults.begin(newest[0])
             if _send(connection, rank, newest[1], faults):
                 sent[rank], idle = newest[0], False
-                copied.arrived(local, newest[0])
+                copied.arrived(local, newest[0], place)
         if idle:
             time.sleep(_POLL_S)
 
@@ -146,25 +163,35 @@ def _send(connection: socket.socket, rank: int, memory: mmap.mmap, faults: Fault
 
 def _take_in(listener: socket.socket, others: Mapping[int, Sequence[Segment]]) -> None:
     """Puts what comes into segments, over the oldest, so that a whole snapshot stands at any moment."""
+    locks = {rank: threading.Lock() for rank in others}
     while True:
         connection, _ = listener.accept()
-        with contextlib.suppress(OSError), connection:
-            _store(connection, others)
+        _in_thread(_store_all, connection, others, locks)
 
 
-def _store(connection: socket.socket, others: Mapping[int, Sequence[Segment]]) -> None:
-    while True:
-        rank, size = _PARCEL.unpack(receive(connection, _PARCEL.size))
-        segment = min(others[rank], key=lambda one: (peek(one) or (-1, -1))[1])
-        memory = segment.map(size)
-        memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
-        view, at = memoryview(memory), HEADER_BYTES
-        while at < size:
-            got = connection.recv_into(view[at : at + _CHUNK])
-            if not got:
-                raise ConnectionError("the connection ended")
-            at += got
-        head = bytes(receive(connection, HEADER_BYTES))
-        if any(head):
-            memory[:HEADER_BYTES] = head
-        connection.sendall(b"+")
+def _store_all(
+    connection: socket.socket, others: Mapping[int, Sequence[Segment]], locks: Mapping[int, threading.Lock]
+) -> None:
+    with contextlib.suppress(OSError), connection:
+        while True:
+            rank, size = _PARCEL.unpack(receive(connection, _PARCEL.size))
+            # What a courier that died had sent may still be on its way in when the next one sends.
+            with locks[rank]:
+                _store(connection, others[rank], size)
+            connection.sendall(b"+")
+
+
+def _store(connection: socket.socket, segments: Sequence[Segment], size: int) -> None:
+    segment = min(segments, key=lambda one: (peek(one) or (-1, -1))[1])
+    memory = segment.map(size)
+    memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    view, at = memoryview(memory), HEADER_BYTES
+    while at < size:
+        got = connection.recv_into(view[at : at + _CHUNK])
+        if not got:
+            raise ConnectionError("the connection ended")
+        at += got
+    head = bytes(receive(connection, HEADER_BYTES))
+    if any(head):
+        memory[:HEADER_BYTES] = head
+

@@ -16,7 +16,7 @@ from meshwright.resilience.claims import PRESENCE_S, Claim
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.local import Orders
 from meshwright.resilience.means import Deposed, Means, Member, Outnumbered
-from meshwright.resilience.orders import choose, compose, copies, shelves
+from meshwright.resilience.orders import choose, compose, copies, shelves, shortage
 from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
 from meshwright.resilience.wire import Line, Message, until
 from meshwright.train.memory import RESTORING
@@ -192,9 +192,9 @@ class Leader:
             state, peak = self._choose()
             told = {"generation": self.generation, "plan": plan.to_json(), "since": since, "state": state, "peak": peak}
             order = compose(self._reports(), places[:ranks]) | told | {"sick": self._sick_step, "floor": self._floor}
-            order |= copies(plan, order["nodes"], self._reports(), self._config.snapshot_every)
-            if not order["every"] and self._config.snapshot_every != 0:
-                self._means.event("snapshots_off", nodes=sorted(map(int, order["nodes"])), from_disk_only=True)
+            order |= copies(plan, order["nodes"], self._reports(), self._config)
+            if short := shortage(order, self._config):
+                self._means.event(**short)
             if not self._first:
                 self._means.event(
                     "planned", seconds=time.monotonic() - began, layout=str(plan.layout), ranks=ranks, ahead=cached,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from meshwright.checkpoint.manifest import Origin
@@ -23,7 +23,7 @@ from meshwright.resilience.courier import Helper, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.hang import HangError
 from meshwright.resilience.ranks import Ranks
-from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes
+from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes, held_for_others
 from meshwright.resilience.wire import Message
 from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.memory import Copied
@@ -131,18 +131,17 @@ class LocalNode:
         devices, copies = self.devices.only(mine["slots"]), self._copies(order)
         ranks = Ranks(job, devices, generation, self.interrupts, place, copies, order["every"], order["disk"])
         self._disk = self._writer(order, job, fence) if ranks.disk else None
-        copied = Copied(len(mine["slots"])) if place.nodes > 1 and order["every"] else None
-        others = {rank: tuple(Segment() for _ in range(COPIES)) for rank in self._before(order)}
+        peers = order["peers"] if order["every"] else 0
+        copied = Copied(len(mine["slots"]), peers) if peers else None
+        others = self._others(order, peers)
         error: MeshwrightError | None = None
         self.ranks = ranks
         try:
             if copied is not None:
                 own = {place.first + at: segments for at, segments in enumerate(ranks.segments)}
-                to = order["nodes"][str(self._neighbour(order, 1))]
+                to = [(one["host"], one["courier"]) for one in self._neighbours(order, range(1, peers + 1))]
                 faults = partial(Faults, job.run_dir, COURIER - self.node, generation, self._faults)
-                self._send = partial(
-                    start_courier, self._listeners["courier"], (to["host"], to["courier"]), own, others, copied, faults
-                )
+                self._send = partial(start_courier, self._listeners["courier"], to, own, others, copied, faults)
                 self._courier = self._send()
             lost_at = None if order["since"] is None else time.monotonic() - order["since"]
             memory = ranks.memory(state, lost_at, order["peak"], order["sick"])
@@ -248,17 +247,17 @@ class LocalNode:
             interface="" if alone else interface_of(self.address),
         )
 
-    def _neighbour(self, order: Message, way: int) -> int:
-        """Returns the node after (1) or before (-1) this one in the ring."""
+    def _neighbours(self, order: Message, ways: Iterable[int]) -> list[Message]:
+        """Returns the nodes so many places after this one in the ring; before it for less than 0."""
         ring = sorted(int(node) for node in order["nodes"])
-        return ring[(ring.index(self.node) + way) % len(ring)]
+        at = ring.index(self.node)
+        return [order["nodes"][str(ring[(at + way) % len(ring)])] for way in ways]
 
-    def _before(self, order: Message) -> range:
-        """Returns the ranks of the node before, whose snapshots are kept here."""
-        if len(order["nodes"]) == 1:
-            return range(0)
-        one = order["nodes"][str(self._neighbour(order, -1))]
-        return range(one["first"], one["first"] + len(one["slots"]))
+    def _others(self, order: Message, peers: int) -> dict[int, tuple[Segment, ...]]:
+        """Returns what the snapshots of the ranks of the nodes before are put in, by rank."""
+        nodes = self._neighbours(order, range(-peers, 0))
+        ranks = [rank for one in nodes for rank in range(one["first"], one["first"] + len(one["slots"]))]
+        return {rank: tuple(Segment() for _ in range(held_for_others(peers))) for rank in ranks}
 
     def _take_over(self, order: Message, ranks: Ranks, others: dict[int, tuple[Segment, ...]]) -> None:
         """Keeps what the generation left beside what it began from, which alone may be whole."""

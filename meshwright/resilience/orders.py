@@ -9,6 +9,7 @@ from meshwright.plan import Plan
 from meshwright.resilience.ranks import steps_between
 from meshwright.resilience.room import nodes_have_room, state_bytes
 from meshwright.resilience.wire import Message
+from meshwright.train.config import RecoveryConfig
 
 LINK_BYTES_S = 1.25e9
 """Of a network that doesn't say how fast it is: 10 Gbit/s."""
@@ -38,27 +39,46 @@ def compose(reports: Reports, places: Sequence[tuple[int, int]]) -> Message:
     }
 
 
-def copies(plan: Plan, nodes: Mapping[str, Message], reports: Reports, wanted: int | None) -> Message:
+def copies(plan: Plan, nodes: Mapping[str, Message], reports: Reports, config: RecoveryConfig) -> Message:
     """Returns the part of an order that says which copies there are, the same on all nodes.
 
     Args:
         plan: of the run.
         nodes: of an order.
         reports: of the nodes that are there.
-        wanted: steps between snapshots as the user says; None for as often as costs 1 % of a step, and as they arrive
-            at the next node.
+        config: how often snapshots are wanted (by themselves as often as costs 1 % of a step, and as they arrive), and
+            on how many other nodes.
 
     Returns:
         ``every``, the steps between snapshots: 0 where a node has no memory for them; ``disk``, whether all have some
-        for one copy more, from which checkpoints are written beside the training.
+        for one copy more, from which checkpoints are written beside the training; ``peers``, the other nodes that hold
+        them: fewer than asked for where fewer are there, or one of them has no memory for more.
     """
     ring = sorted(map(int, nodes))
     ranks = [len(nodes[str(node)]["slots"]) for node in ring]
     available = [reports[node]["available"] for node in ring]
     link = min(reports[node]["link"] or LINK_BYTES_S for node in ring)
-    send_s = state_bytes(plan, max(ranks)) / link if len(ring) > 1 else 0.0
-    every = steps_between(plan, wanted, send_s) if nodes_have_room(plan, ranks, available) else 0
-    return {"every": every, "disk": nodes_have_room(plan, ranks, available, disk=1)}
+    most = min(config.copies, len(ring) - 1)
+    held = next((number for number in range(most, 0, -1) if nodes_have_room(plan, ranks, available, 0, number)), 0)
+    fits = held > 0 or (most == 0 and nodes_have_room(plan, ranks, available))
+    every = steps_between(plan, config.snapshot_every, held * state_bytes(plan, max(ranks)) / link) if fits else 0
+    disk = nodes_have_room(plan, ranks, available, 1, max(1, held))
+    return {"every": every, "disk": disk, "peers": held}
+
+
+def shortage(order: Message, config: RecoveryConfig) -> Message | None:
+    """Returns the event that tells of snapshots, or copies of them, for which there is no memory; None where all fit.
+
+    Args:
+        order: with what `copies` returned.
+        config: as `copies` took it.
+    """
+    nodes = sorted(map(int, order["nodes"]))
+    if not order["every"]:
+        return {"kind": "snapshots_off", "nodes": nodes, "from_disk_only": True} if config.snapshot_every != 0 else None
+    if order["peers"] < min(config.copies, len(nodes) - 1):
+        return {"kind": "copies_reduced", "nodes": nodes, "copies": order["peers"], "wanted": config.copies}
+    return None
 
 
 def shelves(reports: Reports) -> dict[str, list]:

@@ -50,19 +50,37 @@ def available_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0) -> bool:
-    """Says whether snapshots fit where each node of a ring holds its own ranks' and copies of the one before.
+def held_for_others(peers: int) -> int:
+    """Returns how many snapshots of a rank each of ``peers`` other nodes holds.
+
+    One may have begun to take in the next while another rank's last is still on its way. Where the ranks' own nodes are
+    there, these have what is missing then; where two of them may be gone at once, those that hold copies must.
+    """
+    return COPIES if peers == 1 else NODE_COPIES
+
+
+def nodes_have_room(
+    plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0, peers: int = 1
+) -> bool:
+    """Says whether snapshots fit where each node of a ring holds its own ranks' and copies of those before.
 
     Args:
         plan: of the run.
         ranks: of each node, in the order of the ring.
         available: bytes that each node can give.
         disk: copies more of its own ranks, from which checkpoints are written.
+        peers: nodes before whose copies each holds, fewer than there are nodes.
     """
     alone = len(ranks) == 1
+
+    def need(at: int) -> int:
+        if alone:
+            return (disk + COPIES) * ranks[at]
+        before = sum(ranks[at - back] for back in range(1, peers + 1))
+        return (disk + NODE_COPIES) * ranks[at] + held_for_others(peers) * before
+
     return all(
-        state_bytes(plan, disk * own + (COPIES * own if alone else NODE_COPIES * own + COPIES * ranks[at - 1]))
-        <= SHARE * _left(plan, own, room)
+        state_bytes(plan, need(at)) <= SHARE * _left(plan, own, room)
         for at, (own, room) in enumerate(zip(ranks, available))
     )
 

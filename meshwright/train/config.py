@@ -110,6 +110,9 @@ class RecoveryConfig(Config):
     """Start the ranks again, from the newest state in memory, when one of them fails."""
     snapshot_every: int | None = None
     """Steps between copies of the state in this node's memory; 0 for none, None for as often as costs 1 % of a step."""
+    copies: int = 1
+    """Over several nodes: other nodes that hold a copy of each node's state, the next ones in the ring. So many may be
+    lost at once, neighbours too, without going back to the disk; each takes network and memory."""
     attempts: int = 3
     """Failures in a row without a new step between them after which the run ends."""
     on_death: Literal["restart", "shrink"] = "restart"
@@ -142,7 +145,7 @@ class RecoveryConfig(Config):
         """Refuses counts and times that can't be."""
         if self.snapshot_every is not None and self.snapshot_every < 0:
             raise ConfigError(f"recovery.snapshot_every = {self.snapshot_every}: give steps, or 0 for no copies")
-        for name in ("attempts", "minimum"):
+        for name in ("attempts", "minimum", "copies"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"recovery.{name} = {getattr(self, name)}: it must be at least 1")
         for name in ("back_s", "hang_s"):
@@ -158,3 +161,19 @@ class RecoveryConfig(Config):
         if self.on_sick == "rewind" and not self.enabled:
             raise ConfigError("recovery.on_sick = rewind needs recovery.enabled: somebody must start the ranks again")
         parse_faults(self.faults)
+
+    def check_nodes(self, nodes: int) -> None:
+        """Refuses more copies of a node's state than there are other nodes.
+
+        Args:
+            nodes: with a supervisor each.
+
+        Raises:
+            ConfigError: with the nearest number that works.
+        """
+        if self.copies >= max(2, nodes):
+            raise ConfigError(
+                f"recovery.copies = {self.copies} puts each node's state on as many others, which takes "
+                f"{self.copies + 1} nodes with a supervisor each (--nodes, --hostfile), and there "
+                f"{'are' if nodes > 1 else 'is'} {nodes}; nearest that works: recovery.copies = {max(1, nodes - 1)}"
+            )

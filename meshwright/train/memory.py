@@ -61,25 +61,37 @@ class Control:
 
 
 class Copied:
-    """For each rank of a node the step of its newest snapshot that another node has: written by what sends them."""
+    """For each rank of a node the step of its newest snapshot that other nodes have: written by what sends them.
+
+    Args:
+        ranks: of this node.
+        peers: how many other nodes take them in.
+    """
 
     LIMIT_S = 20.0
     """A rank waits no longer for its copy to arrive; a node that takes longer is missed by then."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, peers: int = 1) -> None:
+        self._peers = peers
         self._segment = Segment()
-        self._map = self._segment.map(_WORD.size * ranks)
+        self._map = self._segment.map(_WORD.size * ranks * peers)
         for rank in range(ranks):
-            self.arrived(rank, -1)
+            for peer in range(peers):
+                self.arrived(rank, -1, peer)
 
-    def arrived(self, local_rank: int, step: int) -> None:
-        """Takes note that another node has a rank's snapshot of a step."""
-        _WORD.pack_into(self._map, _WORD.size * local_rank, step)
+    def arrived(self, local_rank: int, step: int, peer: int = 0) -> None:
+        """Takes note that one of the other nodes has a rank's snapshot of a step."""
+        _WORD.pack_into(self._map, _WORD.size * (local_rank * self._peers + peer), step)
+
+    def step(self, local_rank: int) -> int:
+        """Returns the newest step of which all of them have a rank's snapshot, or a later one."""
+        first = local_rank * self._peers
+        return min(_WORD.unpack_from(self._map, _WORD.size * (first + peer))[0] for peer in range(self._peers))
 
     def wait(self, local_rank: int, step: int) -> None:
-        """Waits until another node has the snapshot of a step, or a later one: a limited time."""
+        """Waits until all of them have the snapshot of a step, or a later one: a limited time."""
         end = time.monotonic() + self.LIMIT_S
-        while _WORD.unpack_from(self._map, _WORD.size * local_rank)[0] < step and time.monotonic() < end:
+        while self.step(local_rank) < step and time.monotonic() < end:
             time.sleep(0.0005)
 
     def close(self) -> None:
@@ -109,8 +121,8 @@ class Memory:
     peak_flops: float | None = None
     """Matrix-product rate of one device as the ranks before these measured it."""
     copied: Copied | None = None
-    """Which snapshots another node has; None where they aren't copied. A rank's next one waits for the last one's copy,
-    so that with three segments there is always a step of which every rank's snapshot stands here and there."""
+    """Which snapshots other nodes have; None where they aren't copied. A rank's next one waits until the last one is
+    there, so that with three segments there is always a step of which every rank's snapshot stands here and there."""
     fence: Callable[[], None] | None = None
     """Raises once other ranks have taken over; asked before anything is written."""
     flight: Flight | None = None

@@ -40,6 +40,8 @@ FLAGS = [
     (["--schedule.floor", "2"], ["schedule.floor = 2.0", "from 0 to 1"]),
     (["--schedule.warmup", "24"], ["schedule.warmup = 24", "train.steps = 24", "fewer warm-up steps"]),
     (["--devices", "0"], ["devices = 0", "at least one"]),
+    (["--recovery.copies", "0"], ["recovery.copies = 0", "at least 1"]),
+    (["--recovery.copies", "2"], ["recovery.copies = 2", "takes 3 nodes", "there is 1", "recovery.copies = 1"]),
     (["--checkpoint.keep", "0"], ["checkpoint.keep = 0", "1 or more"]),
     (["--data.sequence", "0"], ["data.sequence = 0", "1 or more"]),
     (["--launch.collective-s", "0"], ["launch.collective_s = 0", "above 0"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,16 +18,17 @@ from meshwright.checkpoint.remote import RemoteSnapshot, Shelf, whole_steps
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.errors import CheckpointError, LaunchError
+from meshwright.errors import CheckpointError, ConfigError, LaunchError
 from meshwright.launch.rendezvous import address_to, interface_of, listen_at
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import claims as claims_module
 from meshwright.resilience import wire as wire_module
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.resilience.courier import start_courier, start_shelf
-from meshwright.resilience.orders import choose, compose, copies
+from meshwright.resilience.orders import choose, compose, copies, shortage
 from meshwright.resilience.ranks import Patience
 from meshwright.resilience.wire import SILENCE_S, Hub, until
+from meshwright.train.config import RecoveryConfig
 from meshwright.train.memory import Copied
 
 
@@ -169,14 +171,47 @@ def test_snapshots_over_nodes_need_room_on_each_and_time_on_the_way() -> None:
     # Node 0 holds 3 of each of its own two and 2 of the other's: 8 times 3 GB, of half of what it has; node 1 holds 7.
     reports[0] |= {"available": 2 * 24 * 10**9, "link": None}
     reports[1] |= {"available": 2 * 21 * 10**9, "link": None}
-    assert copies(plan, nodes, reports, 4) == {"every": 4, "disk": False}
-    assert copies(plan, nodes, reports, None)["every"] > 15 and copies(plan, nodes, reports, 0)["every"] == 0
+    four, learned = RecoveryConfig(snapshot_every=4), RecoveryConfig()
+    assert copies(plan, nodes, reports, four) == {"every": 4, "disk": False, "peers": 1}
+    assert copies(plan, nodes, reports, learned)["every"] > 15
+    assert copies(plan, nodes, reports, RecoveryConfig(snapshot_every=0))["every"] == 0
     reports[1]["link"] = 1e7
-    assert copies(plan, nodes, reports, None)["every"] == 6000, "node 0 sends 2 times 3 GB, 600 s, in steps of 0.1 s"
+    assert copies(plan, nodes, reports, learned)["every"] == 6000, "node 0 sends 2 times 3 GB, 600 s, in steps of 0.1 s"
     reports[1]["available"] -= 2
-    assert copies(plan, nodes, reports, 4)["every"] == 0
+    assert copies(plan, nodes, reports, four)["every"] == 0
     alone = compose(reports, [(1, 0)])["nodes"]
-    assert copies(plan, alone, reports, 4) == {"every": 4, "disk": True}, "its own rank's alone"
+    assert copies(plan, alone, reports, four) == {"every": 4, "disk": True, "peers": 0}, "its own rank's alone"
+
+
+def test_more_copies_take_more_room_and_fewer_are_held_where_it_is_short() -> None:
+    prediction = Prediction(memory={"parameters": 10**9, "optimizer": 2 * 10**9}, step_s=0.1)
+    plan = Plan(layout=Layout.parse("shard=4,zero=3"), prediction=prediction, ranks=4, reason="")
+    reports = {node: report(node, [], slots=1) for node in range(4)}
+    nodes = compose(reports, [(node, 0) for node in range(4)])["nodes"]
+    two = RecoveryConfig(snapshot_every=4, copies=2)
+
+    def held(available: int) -> dict:
+        for one in reports.values():
+            one.update(available=available, link=1e9)
+        return copies(plan, nodes, reports, two)
+
+    # Three of its own and three of each of two others, of 3 GB, of half of what a node has; three more to the disk.
+    room = 2 * 3 * 10**9
+    assert held(12 * room) == {"every": 4, "disk": True, "peers": 2} and held(9 * room)["peers"] == 2
+    assert held(9 * room - 2) == {"every": 4, "disk": True, "peers": 1}, "three of its own and two of the one before"
+    assert held(5 * room)["peers"] == 1 and held(5 * room - 2) == {"every": 0, "disk": False, "peers": 0}
+    told = shortage({"nodes": nodes} | held(5 * room), two)
+    assert told == {"kind": "copies_reduced", "nodes": [0, 1, 2, 3], "copies": 1, "wanted": 2}
+    off = shortage({"nodes": nodes} | held(room), two)
+    assert off is not None and off["kind"] == "snapshots_off"
+    assert shortage({"nodes": nodes} | held(12 * room), two) is None
+    left = dict(list(nodes.items())[:2])
+    assert copies(plan, left, reports, two)["peers"] == 1, "there is one other node"
+    assert shortage({"nodes": left} | copies(plan, left, reports, two), two) is None
+    with pytest.raises(ConfigError, match=r"recovery.copies = 3 .* takes 4 nodes .* there are 3; .*copies = 2"):
+        RecoveryConfig(copies=3).check_nodes(3)
+    RecoveryConfig(copies=2).check_nodes(3)
+    RecoveryConfig().check_nodes(1)
 
 
 def test_most_nodes_are_those_that_live_and_are_not_reached(tmp_path: Path) -> None:
@@ -251,6 +286,30 @@ def test_writers_of_several_nodes_make_one_checkpoint_or_none(tmp_path: Path) ->
     listener.close()
 
 
+def test_a_writer_that_never_came_is_missed_at_once_when_its_supervisor_says_so() -> None:
+    """Nothing else would before the limit, which is far off; who greets for another step or says nothing costs none."""
+    listener = listen_at("127.0.0.1")
+    address = listener.getsockname()
+
+    def end(rank: int, step: int) -> StarAgreement:
+        return StarAgreement(rank, 2, (0, step), address, listener if rank == 0 else None, 3600.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        end(1, 1).give_up()
+        alone = end(0, 1)
+        with pytest.raises(CheckpointError, match="lost contact with the writer of another node"):
+            alone.gather("here")
+        alone.close()
+        end(1, 2).give_up()
+        socket.create_connection(address).close()
+        first, other = end(0, 3), end(1, 3)
+        heard = pool.submit(other.gather, "there")
+        assert first.gather("here") == ["here", "there"] == heard.result()
+        first.close()
+        other.close()
+    listener.close()
+
+
 def test_snapshots_travel_to_the_next_node_and_back() -> None:
     tensors = {"weights/a": torch.arange(1000.0).view(10, 100), "weights/b": torch.tensor(3.5)}
     held = [part for part, _ in parts_of(tensors)]
@@ -261,8 +320,8 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
     to, at = listen_at("127.0.0.1"), listen_at("127.0.0.1")
     copied, nothing = Copied(1), Copied(1)
     address = to.getsockname()
-    receiver = start_courier(to, at.getsockname(), {}, {4: others}, nothing)
-    sender = start_courier(at, address, {4: own}, {}, copied)
+    receiver = start_courier(to, [at.getsockname()], {}, {4: others}, nothing)
+    sender = start_courier(at, [address], {4: own}, {}, copied)
     shelf = None
     try:
         for step in (1, 2, 3, 4):
@@ -294,3 +353,52 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
         one.close()
     for segment in (*own, *others):
         os.close(segment.fd)
+
+
+def test_snapshots_travel_to_two_nodes_and_the_next_waits_for_the_slower_one() -> None:
+    """Of the slower one nothing arrives until it listens; what is held there then outlives sender and first peer."""
+    tensors = {"weights/a": torch.arange(500.0)}
+    held = [part for part, _ in parts_of(tensors)]
+    own = tuple(Segment() for _ in range(3))
+    peers = [tuple(Segment() for _ in range(3)) for _ in range(2)]
+    writer = SnapshotWriter(
+        own, rank=0, generation=0, tensors=digest(held), ranks=1, held=held, kept=list(enumerate(held))
+    )
+    at, listeners = listen_at("127.0.0.1"), [listen_at("127.0.0.1") for _ in peers]
+    copied, nothing = Copied(1, 2), Copied(1)
+    receivers = [start_courier(listeners[0], [at.getsockname()], {}, {0: peers[0]}, nothing)]
+    sender = start_courier(at, [one.getsockname() for one in listeners], {0: own}, {}, copied)
+    try:
+        writer.take(1, tensors, {"tokens": 1})
+        writer.wait()
+        one = Copied(1, 2)
+        one.arrived(0, 1, 0)
+        assert one.step(0) == -1, "the other one has nothing yet"
+        one.close()
+        receivers.append(start_courier(listeners[1], [at.getsockname()], {}, {0: peers[1]}, nothing))
+        for step in (1, 2, 3, 4):
+            if step > 1:
+                writer.take(step, tensors, {"tokens": step})
+                writer.wait()
+            copied.wait(0, step)
+            assert copied.step(0) == step
+    finally:
+        for helper in (sender, *receivers):
+            helper.close()
+    for segments in peers:
+        assert sorted(found.step for found in read_snapshots(segments)) == [2, 3, 4]
+    for one in (at, *listeners):
+        one.close()
+    for segment in (*own, *(one for segments in peers for one in segments)):
+        os.close(segment.fd)
+
+
+def test_two_neighbours_of_three_may_go_where_the_third_holds_both() -> None:
+    """Whatever the ranks had begun: one may be a snapshot ahead of another, and no more."""
+    # Generation, step, rank, ranks, own. Rank 1 has begun step 6, which node 2 takes in over the oldest of three; of
+    # rank 0 step 5 is still on its way there.
+    whole = {0: (3, 4), 1: (4, 5), 2: (4, 5)}
+    rows = [[0, step, rank, 3, rank == 2] for rank, steps in whole.items() for step in steps]
+    state, _ = choose({2: report(2, rows)}, set(), -1)
+    assert state is not None and state["step"] == 4 and state["tier"] == "peer"
+    assert state["places"] == {"0": 2, "1": 2, "2": 2}

@@ -1,0 +1,35 @@
+"""Neighbouring nodes go at once: with as many copies of each node's state as that, the rest goes on from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults import test_recovery_nodes as over_nodes
+from tests.faults.test_recovery_nodes import HELD, THREE, Nodes, close
+from tests.runs import curve
+
+pytestmark = pytest.mark.slow
+root, whole, nodes = over_nodes.root, over_nodes.whole, over_nodes.nodes
+
+
+@pytest.mark.parametrize("lost", [(1, 2), (0, 1)])
+def test_two_of_three_go_at_once_and_the_third_goes_on(
+    lost: tuple[int, int], nodes: Callable[..., Nodes], whole: dict
+) -> None:
+    """Two followers, or the leader and the one that would have followed it; nothing is on disk to go back to."""
+    options = ("--checkpoint.every", "0", "--recovery.copies", "2", "--recovery.faults", HELD)
+    run = nodes(f"copies{lost[0]}", 3, THREE, *options).start()
+    run.held()
+    for node in lost:
+        run.signal(node)
+    for node in lost:
+        run.lose(node)
+    run.finish()
+    (left,) = {0, 1, 2} - set(lost)
+    assert run.told("planned")[-1]["nodes"] == [left] and run.told("planned")[-1]["ranks"] == 1
+    restored = run.told("restored")
+    assert restored and all(row["tier"] == "peer" and row["step"] >= 5 for row in restored), restored
+    assert not run.told("resumed") and not run.told("gave_way") and not run.told("copies_reduced")
+    close(curve(run.run), whole)
