@@ -24,7 +24,6 @@ from meshwright.runtime.clock import Clock
 from meshwright.runtime.load import ExpertMeter
 from meshwright.runtime.materialise import Fill, materialise
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.passage import Passage
 from meshwright.runtime.program import Compute, LossView, Part, Program
 
 DTYPES = {
@@ -74,7 +73,6 @@ class Work:
     parts: list[Part]
     view: LossView = field(default_factory=LossView)
     chance: Chance | None = None
-    passage: Passage = field(default_factory=Passage)
 
 
 def _split(work: Work) -> None:
@@ -150,12 +148,6 @@ def _compile(work: Work) -> None:
             layer.forward = compiled  # type: ignore[method-assign]
 
 
-def _tell(work: Work) -> None:
-    """Outside of what is compiled or run again for backward, inside of what gathers."""
-    for part in work.parts:
-        work.passage.watch(part.layers, part.first)
-
-
 def _shard_data(work: Work) -> None:
     """Data axes: sharded state where the layout shards, or computes in another type than it keeps, else copies."""
     layout, mesh = work.layout, work.mesh
@@ -225,7 +217,6 @@ TRANSFORMS: tuple[Callable[[Work], None], ...] = (
     _widen,
     _recompute,
     _compile,
-    _tell,
     _shard_data,
 )
 """In this order; an axis that changes modules adds its own."""
@@ -281,7 +272,10 @@ def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.devic
         program = Program(work.parts, source.compute, work.view, mesh, clock)
     if source.experts and not layout.compile:
         program.experts = ExpertMeter(work.parts, source.experts)
-    program.chance, program.passage = work.chance, work.passage
+    program.chance = work.chance
+    for part in work.parts:
+        # Outside of what is compiled or run again for backward, inside of what gathers.
+        program.passage.watch(part.layers, part.first)
     return program
 
 

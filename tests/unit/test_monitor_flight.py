@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.launch.preload import release_threads
+from meshwright.launch.rendezvous import LOOPBACK_INTERFACE
 from meshwright.monitor.flight import Unfinished, find_recorder, read_dump, unfinished
 from meshwright.monitor.progress import ProgressWriter, reset_progress
 from meshwright.resilience.hang import HangError, HangWatch
+from meshwright.train import flight as flight_module
 from meshwright.train.flight import Flight
 
 
@@ -63,60 +68,86 @@ def test_the_first_that_is_not_complete_is_what_the_device_is_at() -> None:
     assert read_dump(b"") == {} and read_dump(b"[]") == {} and read_dump(b'{"version": "2.10"}')["version"] == "2.10"
 
 
-def one_of_two(rank: int, port: int, flight: Flight, come: int, go: int) -> None:
-    """Rank 1 never comes to the second sum, for which rank 0 waits on a thread of its own backend."""
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    flight.answer(rank, find_recorder())
-    tensor = torch.ones(3, 5)
-    dist.all_reduce(tensor)
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(7, dtype=torch.float64), async_op=True)
+def one_of_two(rank: int, meeting: Path, flight: Flight, come: int, go: int) -> None:
+    """Rank 1 never comes to the second sum, for which rank 0 waits in a thread of its backend."""
+    torch.set_num_threads(1)
+    os.environ |= {"TORCH_FR_BUFFER_SIZE": "100", "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    dist.init_process_group("gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2)
+    recorder = find_recorder()
+    assert recorder is not None
+    dist.all_reduce(torch.ones(3, 5))
+    while unfinished(read_dump(recorder())) is not None:
+        time.sleep(0.002)  # until the first has been put away
+    flight.answer(rank, recorder)
+    work = dist.all_reduce(torch.ones(7, dtype=torch.float64), async_op=True) if rank == 0 else None
     os.write(come, b"x")
     os.read(go, 1)
     del work
 
 
-def test_ranks_are_asked_for_what_torch_itself_recorded(tmp_path: Path) -> None:
-    """Gloo's recorder is the same code as NCCL's, so that the format is the real one of the torch that is here."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flight = Flight(3)
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Flight]:
+    """Two ranks of which one waits for the other, and how they are asked."""
+    flight = Flight(2)
     (came, come), (go, end) = os.pipe(), os.pipe()
+    release_threads()
     pids = []
     for rank in range(2):
         pids.append(os.fork())
         if pids[-1] == 0:
             try:
-                one_of_two(rank, port, flight, come, go)
+                one_of_two(rank, tmp_path / "meeting", flight, come, go)
             finally:
                 os._exit(0)
+    os.close(come)
     try:
-        assert len(os.read(came, 1)) == len(os.read(came, 1)) == 1
-        path = tmp_path / "progress.bin"
-        reset_progress(path, 3)
-        writers = [ProgressWriter(path, rank) for rank in range(3)]
-        for writer in writers:
-            writer.stamp("optimizer", 7)
-        watch = HangWatch(path, 0, 3, 0.2, ask=flight.ask)
-        with pytest.raises(HangError) as told:
-            while True:
-                watch.look()
-                time.sleep(0.02)
-        waits = "; the GPU of rank 0 hasn't finished all_reduce over world, 56 B (number 2 of its group)"
-        assert waits in str(told.value)
-        assert "GPU of rank 1" not in str(told.value), "it has given its device nothing"
-        assert "GPU of rank 2" not in str(told.value), "it doesn't answer, and isn't waited for"
+        assert [os.read(came, 1) for _ in pids] == [b"x", b"x"]
+        yield flight
     finally:
-        os.write(end, b"xx")
         for pid in pids:
-            os.kill(pid, 9)
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         flight.close()
-        for fd in (came, come, go, end):
+        for fd in (came, go, end):
             os.close(fd)
+
+
+def test_ranks_are_asked_for_what_torch_itself_recorded(
+    two: Flight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo's recorder is the same code as NCCL's, so that the format is the real one of the torch that is here."""
+    monkeypatch.setattr(flight_module, "WAIT_S", 300.0)  # both answer, however slow the machine is
+    path = tmp_path / "progress.bin"
+    reset_progress(path, 2)
+    writers = [ProgressWriter(path, rank) for rank in range(2)]
+    for writer in writers:
+        writer.stamp("optimizer", 7)
+    watch = HangWatch(path, 0, 2, 0.2, ask=two.ask)
+    with pytest.raises(HangError) as told:
+        while True:
+            watch.look()
+            time.sleep(0.02)
+    waits = "; the GPU of rank 0 hasn't finished all_reduce over world, 56 B (number 2 of its group)"
+    assert waits in str(told.value)
+    assert "GPU of rank 1" not in str(told.value), "it has given its device nothing"
+
+
+def test_who_cannot_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a recorder, or with one that fails; whatever was dumped in another form."""
+    monkeypatch.setattr(flight_module, "WAIT_S", 0.05)
+    flight = Flight(4)
+
+    def fails() -> bytes:
+        raise RuntimeError("no device")
+
+    dumps = (None, fails, lambda: b'{"entries": [{"state": "scheduled"}]}')
+    for rank, given in enumerate(dumps):
+        flight.answer(rank, given)
+    assert flight.ask() == {}
+    for thread in threading.enumerate():
+        if thread.name == "flight":
+            thread.join()
+    flight.close()
 
 
 def test_what_is_dumped_here_has_the_fields_that_are_read() -> None:
