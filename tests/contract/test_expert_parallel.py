@@ -101,9 +101,9 @@ def _forgotten_holders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shard of an expert keeps what its own rank computed."""
     scatter = Wire.reduce_scatter
 
-    def own(self: Wire, output: torch.Tensor, tensor: torch.Tensor):  # type: ignore[no-untyped-def]
+    def own(self: Wire, output: torch.Tensor, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
         if self.axis != "ep_shard":
-            return scatter(self, output, tensor)
+            return scatter(self, output, tensor, of)
         output.copy_(tensor.view(self.size, -1)[self.index])
         return self.all_gather(torch.empty_like(tensor), output)
 

@@ -70,10 +70,10 @@ def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient averaged twice: every sum is divided by the ranks once more."""
     reduce = Wire.all_reduce
 
-    def halved(self: Wire, tensor: torch.Tensor):  # type: ignore[no-untyped-def]
+    def halved(self: Wire, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
         if self.axis == "replicate":
             tensor.div_(self.size)
-        return reduce(self, tensor)
+        return reduce(self, tensor, of)
 
     monkeypatch.setattr(Wire, "all_reduce", halved)
 
@@ -111,7 +111,7 @@ def _count_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def _forgotten_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards keep their own rank's gradient."""
 
-    def own(self: Wire, output: torch.Tensor, tensor: torch.Tensor):  # type: ignore[no-untyped-def]
+    def own(self: Wire, output: torch.Tensor, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
         output.copy_(tensor.view(self.size, -1)[self.index])
         return self.all_gather(torch.empty_like(tensor), output)
 
