@@ -170,7 +170,7 @@ def test_a_device_that_fails_twice_is_left_out(root: Path) -> None:
 def test_a_hang_names_the_layer_under_every_kind_of_layout(
     layout: str, fault: str, told: tuple[str, ...], root: Path
 ) -> None:
-    run = faulty(root, layout.partition("=")[0] + "-hang", fault, layout, 2, "--recovery.hang-s", "4")
+    run = faulty(root, layout.partition("=")[0] + "-hang", fault, layout, 2)
     (lost,) = events(run, "rank_lost")
     assert all(part in lost["why"] for part in told), lost["why"]
 

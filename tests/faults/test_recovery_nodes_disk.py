@@ -9,7 +9,7 @@ import pytest
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.train.faults import WRITER
 from tests.faults import test_recovery_nodes as over_nodes
-from tests.faults.test_recovery_nodes import TWO, Nodes, close
+from tests.faults.test_recovery_nodes import TWO, Nodes, close, patient
 from tests.runs import curve
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,9 @@ def test_writers_of_two_nodes_are_killed_at_every_place_of_a_checkpoint(
     places = [(WRITER, place) for place in HEAD] + [(WRITER - 1, place) for place in OTHER]
     faults = [f"kill:rank={rank},step={2 * at},phase=checkpoint.{place}" for at, (rank, place) in enumerate(places, 1)]
     options = ("--checkpoint.every", "2", "--checkpoint.keep", "20", "--recovery.faults", ";".join(faults))
-    run = nodes("writers", 2, TWO, *options).start()
+    run = nodes("writers", 2, TWO, *options)
+    run.enter = patient
+    run.start()
     run.finish()
     failed = {row["step"]: row["reason"] for row in run.told("checkpoint_failed")}
     assert sorted(failed) == [2 * at for at in range(1, len(places) + 1)]
