@@ -1,4 +1,9 @@
-"""Fits a few named constants to measured rows: a robust search along one constant at a time, in steps that shrink."""
+"""Fits a few named constants to measured rows: damped Gauss-Newton steps on logarithms, each held by how sure it is.
+
+Rows of one model share what the form gets wrong of it, so many rows are no many witnesses. A constant is held to its
+prior as firmly as that is known (its spread), and rows move it only where what they say of it is more than that: what
+they can't tell, such as the rate of large products from small ones, stays where specifications put it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,34 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.published.predict import predict, with_engines
+from benchmarks.published.predict import figures, with_engines
 from benchmarks.published.rows import Case
 from meshwright.planner.cost import engines, kernels
 from meshwright.planner.cost.engine import Engine
 
 Bounds = tuple[float, float]
+Found = tuple[np.ndarray, np.ndarray]
+"""A place, and the rows' errors there."""
+SPREAD = 0.5
+"""Standard deviation of a constant's logarithm about its prior, where none is given: a factor of 1.6."""
+PULL = 0.002
+"""Mean error that it costs to put one constant `SPREAD`s away: mean |error| + pull x sum of squares of these."""
+MOST_ERROR = 0.7
+"""Logarithmic error beyond which a row doesn't count for more: its columns miss what slowed it."""
+STEP = 0.02
+"""Change of a logarithm by which slopes are measured."""
+LEAPS = (0.3, -0.3, 0.6, -0.6)
+"""Changes of one logarithm that are tried where no small one gains."""
+MOST_DAMPING = 1e3
+"""Beyond it a step is too small to gain."""
+SMALL = 0.005
+"""Logarithmic error under which the loss is round, so that it has a slope at 0."""
 
 
 class Knobs:
-    """Constants by name: ``rates.hopper.sustained``, ``nanotron.runtime.host_layer_s``; set for a with-block or kept.
+    """Constants by name: ``rates/hopper/sustained``, ``nanotron/runtime/host_layer_s``; set for a with-block or kept.
+
+    Engines that share a part, such as one framework before and after a repair, go on sharing it.
 
     Args:
         names: which.
@@ -69,25 +92,127 @@ def _write(name: str, value: float) -> None:
         pair = list(getattr(holder, key[0]))
         pair[int(key[1])] = value
         changed = tuple(pair)
-    option = "__".join([*path[:-1], key[0]])
-    found = part.with_options(**{option: changed})
+    if len(path) > 1:
+        changed = dataclasses.replace(holder, **{key[0]: changed})
     for variable, item in list(vars(engines).items()):
-        if isinstance(item, Engine) and item.name == owner:
-            setattr(engines, variable, found)
+        if isinstance(item, Engine) and _has(item, owner, path, holder):
+            setattr(engines, variable, dataclasses.replace(item, **{path[0] if len(path) > 1 else key[0]: changed}))
+
+
+def _has(item: Engine, owner: str, path: Sequence[str], holder: object) -> bool:
+    """Whether an engine has this very part, or is the owner itself."""
+    return item.name == owner if len(path) == 1 else getattr(item, path[0]) is holder
+
+
+def _touched(name: str, cases: Sequence[Case]) -> np.ndarray:
+    """Which cases a constant has a say in."""
+    owner, path = _place(name)
+    if owner == "rates":
+        kind = kernels.RATES[path[0]]
+        return np.asarray([bool(case.kinds) or kernels.rates(case.machine.device) is kind for case in cases])
+    known = known_engines()
+    part = known[owner]
+    holder = getattr(part, path[0]) if len(path) > 1 else part
+    names = {key for key, item in known.items() if _has(item, owner, path, holder)}
+    return np.asarray([case.engine.name in names for case in cases])
 
 
 def errors(cases: Sequence[Case], what: str) -> np.ndarray:
     """Returns the logarithms of predicted over measured, of ``time`` or ``memory``."""
-    found = predict(with_engines(cases, known_engines()))
-    if what == "time":
-        return np.asarray([np.log(item.step_s / item.case.time_s) for item in found if item.case.time_s])
-    return np.asarray([np.log(item.memory_bytes / item.case.memory_bytes) for item in found if item.case.memory_bytes])
+    chosen = [case for case in cases if measured(case, what)]
+    found = figures(with_engines(chosen, known_engines()), what)
+    return np.log(found) - np.log([measured(case, what) or 1.0 for case in chosen])
 
 
-def _moves(count: int, chance: np.random.Generator) -> list[np.ndarray]:
-    """Returns directions to try: each constant up and down, and several at once, as they trade against another."""
-    single = [sign * row for row in np.eye(count) for sign in (1.0, -1.0)]
-    return single + [row for row in chance.integers(-1, 2, (count, count)).astype(float) if row.any()]
+def measured(case: Case, what: str) -> float | None:
+    """Returns what was measured, ``time`` or ``memory``; None where it isn't to be compared."""
+    return case.time_s if what == "time" else case.memory_bytes
+
+
+class _Fit:
+    """A fit at work; places are logarithms of constants over their starts.
+
+    Args:
+        cases: rows with what is measured.
+        knobs: the constants.
+        what: ``time`` or ``memory``.
+        spreads: of each constant.
+        pull: see `PULL`.
+    """
+
+    def __init__(self, cases: Sequence[Case], knobs: Knobs, what: str, spreads: np.ndarray, pull: float) -> None:
+        self.cases, self.knobs, self.what = cases, knobs, what
+        self.start = knobs.read()
+        self.low, self.high = np.full(len(self.start), -np.inf), np.full(len(self.start), np.inf)
+        self.hold = pull / spreads**2
+        self.touched = [_touched(name, cases) for name in knobs.names]
+
+    def values(self, place: np.ndarray) -> np.ndarray:
+        """Returns the constants of a place."""
+        return np.asarray(self.start * np.exp(place))
+
+    def errors(self, place: np.ndarray) -> np.ndarray:
+        """Returns the rows' errors there."""
+        self.knobs.write(self.values(place))
+        return errors(self.cases, self.what)
+
+    def loss(self, place: np.ndarray, found: np.ndarray) -> float:
+        """Returns what is to be least."""
+        return float(np.mean(np.minimum(np.abs(found), MOST_ERROR)) + (self.hold * place**2).sum())
+
+    def nudged(self, place: np.ndarray, found: np.ndarray, column: int, far: float) -> Found:
+        """Returns the place with one constant moved, and the errors there; rows that it has no say in aren't priced."""
+        moved, there, rows = place.copy(), found.copy(), self.touched[column]
+        moved[column] += far
+        if rows.any():
+            self.knobs.write(self.values(moved))
+            there[rows] = errors([case for case, yes in zip(self.cases, rows) if yes], self.what)
+        return moved, there
+
+    def slopes(self, place: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """Returns how each row's error changes with each constant, (rows, constants)."""
+        columns = [self.nudged(place, found, column, STEP)[1] - found for column in range(len(place))]
+        return np.stack(columns, axis=1) / STEP
+
+    def descend(self, place: np.ndarray, found: np.ndarray, rounds: int) -> Found:
+        """Takes steps downhill until they gain nothing, and returns where they end."""
+        least, damping = self.loss(place, found), 0.01
+        for _ in range(rounds):
+            before, table = least, self.slopes(place, found)
+            while damping < MOST_DAMPING:
+                tried = np.clip(place + self._step(place, found, table, damping), self.low, self.high)
+                there = self.errors(tried)
+                if self.loss(tried, there) < least:
+                    place, found, least, damping = tried, there, self.loss(tried, there), damping / 4
+                    break
+                damping *= 6
+            if least > before - 1e-5:
+                break
+            damping = min(max(damping, 1e-3), 10.0)
+        return place, found
+
+    def leap(self, place: np.ndarray, found: np.ndarray) -> Found:
+        """Moves one constant after the other far, where that gains: the host's time under the device's has no slope."""
+        for column in range(len(place)):
+            for far in LEAPS:
+                least, most = self.low[column] - place[column], self.high[column] - place[column]
+                tried, there = self.nudged(place, found, column, float(np.clip(far, least, most)))
+                if self.loss(tried, there) < self.loss(place, found) - 1e-5:
+                    place, found = tried, there
+        return place, found
+
+    def _step(self, place: np.ndarray, found: np.ndarray, table: np.ndarray, damping: float) -> np.ndarray:
+        """Returns a damped Gauss-Newton step on absolute errors, which are squares over their own size."""
+        size = np.abs(found)
+        weight = np.where(size < MOST_ERROR, 1.0 / np.maximum(size, SMALL), 0.0) / len(found)
+        slope = table.T @ (weight * found) + 2 * self.hold * place
+        curve = (table.T * weight) @ table + np.diag(2 * self.hold)
+        curve += damping * np.diag(np.diag(curve) + 1e-9)
+        free = ~(((place <= self.low) & (slope > 0)) | ((place >= self.high) & (slope < 0)))
+        step = np.zeros(len(place))
+        if free.any():
+            step[free] = -np.linalg.solve(curve[np.ix_(free, free)], slope[free])
+        return np.clip(step, -1.0, 1.0)
 
 
 def fit(
@@ -95,44 +220,42 @@ def fit(
     names: Sequence[str],
     what: str = "time",
     bounds: Mapping[str, Bounds] | None = None,
-    rounds: int = 6,
-    prior: float = 0.002,
+    rounds: int = 10,
+    spreads: Mapping[str, float] | None = None,
+    pull: float = PULL,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
-    """Sets constants so that the mean of the absolute logarithmic error is least, and returns them.
+    """Sets constants so that the mean of the absolute logarithmic error and of what holds them is least.
 
     Args:
-        cases: rows to fit to.
-        names: the constants; those at 0 are tried from a small value on.
+        cases: rows to fit to; those without what is measured don't count.
+        names: the constants; those at 0 stay there.
         what: ``time`` or ``memory``.
         bounds: least and most of some.
-        rounds: passes over all constants; the step shrinks each time.
-        prior: weight of staying near where a constant was.
+        rounds: steps at most.
+        spreads: standard deviation of the logarithm of some about where they start; `SPREAD` of the others.
+        pull: how firmly they are held.
         tell: is told how it goes.
+
+    Returns:
+        The constants.
     """
     knobs, limits = Knobs(names), bounds or {}
-    start = knobs.read()
-    best = start.copy()
-
-    def loss(values: np.ndarray) -> float:
-        knobs.write(values)
-        size = np.abs(errors(cases, what))
-        moved = np.log(np.maximum(values, 1e-9) / np.maximum(start, 1e-9))
-        calm = np.where(start > 0, np.minimum(np.abs(moved), 3.0), 0.0).sum()
-        return float(np.mean(np.minimum(size, 0.7)) + prior * calm)
-
-    least = loss(best)
-    chance = np.random.default_rng(0)
-    low, high = (np.asarray([limits.get(name, (0.0, np.inf))[side] for name in names]) for side in (0, 1))
-    for turn in range(rounds):
-        step = 0.5 * 0.55**turn
-        for move in _moves(len(names), chance):
-            while True:
-                tried = np.clip(best * (1.0 + step) ** move, low, high)
-                found = np.inf if np.array_equal(tried, best) else loss(tried)
-                if found >= least - 1e-6:
-                    break
-                best, least = tried, found
-        tell(f"round {turn}: {least:.4f}  " + "  ".join(f"{name}={value:.4g}" for name, value in zip(names, best)))
-    knobs.write(best)
-    return dict(zip(names, map(float, best)))
+    chosen = [case for case in cases if measured(case, what)]
+    wide = np.asarray([(spreads or {}).get(name, SPREAD) for name in names])
+    work = _Fit(chosen, knobs, what, wide, pull)
+    floor = np.maximum(work.start, 1e-12)
+    low, high = (
+        np.log(np.maximum([limits.get(name, (0.0, np.inf))[side] for name in names], 1e-12) / floor) for side in (0, 1)
+    )
+    work.low, work.high = np.minimum(low, 0.0), np.maximum(high, 0.0)
+    place = np.zeros(len(names))
+    found = work.errors(place)
+    least = np.inf
+    while work.loss(place, found) < least - 1e-4:
+        least = work.loss(place, found)
+        place, found = work.leap(*work.descend(place, found, rounds))
+        told = "  ".join(f"{name}={value:.4g}" for name, value in zip(names, work.values(place)))
+        tell(f"{work.loss(place, found):.4f}  {told}")
+    knobs.write(work.values(place))
+    return dict(zip(names, map(float, work.values(place))))

@@ -7,11 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks.published.rows import UNREADABLE, Case
 from benchmarks.published.unequal import unequal_costs
 from meshwright.planner.cost.engine import Engine
-from meshwright.planner.cost.job import Degrees, Job
-from meshwright.planner.cost.price import price_many
+from meshwright.planner.cost.job import Degrees
+from meshwright.planner.cost.price import Holds, price_many, seconds_many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +48,39 @@ class Predicted:
 
 def predict(cases: Sequence[Case]) -> list[Predicted]:
     """Returns a prediction for each case, in order."""
-    bunches: dict[tuple[object, ...], list[int]] = {}
     found: dict[int, Predicted] = {}
+    for index in _bunches(cases):
+        chosen = [cases[at] for at in index]
+        items = [_unequal(chosen[0])] if chosen[0].kinds else _bunch(chosen)
+        found |= dict(zip(index, items))
+    return [found[at] for at in range(len(cases))]
+
+
+def figures(cases: Sequence[Case], what: str) -> list[float]:
+    """Returns what `predict` says of ``time`` or ``memory`` alone, which takes half as long."""
+    found: dict[int, float] = {}
+    for index in _bunches(cases):
+        chosen = [cases[at] for at in index]
+        if chosen[0].kinds:
+            item = _unequal(chosen[0])
+            values = [item.step_s if what == "time" else item.memory_bytes]
+        elif what == "time":
+            job, machine, engine = chosen[0].job, chosen[0].machine, chosen[0].engine
+            values = [float(value) for value in seconds_many(job, _degrees(chosen), machine, engine)]
+        else:
+            values = [item.memory_bytes for item in _bunch(chosen, lambda degrees, *_: np.zeros(degrees.count, bool))]
+        found |= dict(zip(index, values))
+    return [found[at] for at in range(len(cases))]
+
+
+def _bunches(cases: Sequence[Case]) -> list[list[int]]:
+    """Indices of cases that are priced together: those of one model, machine and engine; unequal devices alone."""
+    bunches: dict[tuple[object, ...], list[int]] = {}
     for at, case in enumerate(cases):
-        if case.kinds:
-            found[at] = _unequal(case)
-            continue
         job = case.job
         key = (id(job.shape), job.sequence, job.precision, job.products, job.adapters, _device(case), case.engine)
-        bunches.setdefault(key, []).append(at)
-    for index in bunches.values():
-        chosen = [cases[at] for at in index]
-        for at, item in zip(index, _bunch(chosen[0].job, chosen[0].engine, chosen)):
-            found[at] = item
-    return [found[at] for at in range(len(cases))]
+        bunches.setdefault((at,) if case.kinds else key, []).append(at)
+    return list(bunches.values())
 
 
 def refused(case: Case) -> str:
@@ -93,12 +114,16 @@ def _unequal(case: Case) -> Predicted:
     )
 
 
-def _bunch(job: Job, engine: Engine, cases: Sequence[Case]) -> list[Predicted]:
+def _degrees(cases: Sequence[Case]) -> Degrees:
     names = {name: None for case in cases for name in case.columns}
     columns = {name: [case.columns.get(name, 1.0) for case in cases] for name in names}
     columns["rows"] = [case.job.rows for case in cases]
-    degrees = Degrees.of(columns, [case.split for case in cases])
-    prices = price_many(job, degrees, cases[0].machine, engine)
+    return Degrees.of(columns, [case.split for case in cases])
+
+
+def _bunch(cases: Sequence[Case], holds: Holds | None = None) -> list[Predicted]:
+    job, machine, engine = cases[0].job, cases[0].machine, cases[0].engine
+    prices = price_many(job, _degrees(cases), machine, engine, holds, sent=False)
     kinds = {
         "first": prices.first_reserved,
         "reserved": prices.reserved,

@@ -58,14 +58,19 @@ def test_an_odd_number_of_words_makes_the_head_slower():
     assert odd > 1.1 * even
 
 
-def test_a_collective_of_tp_waits_as_long_for_few_ranks_as_for_many():
-    plain, waiting = (
-        {tp: step(Runtime(tp_wait_s=seconds), tp=tp).parts["tp"] for tp in (1, 2, 8)} for seconds in (0.0, 1e-4)
-    )
-    assert waiting[1] == plain[1] == 0
-    # As many micro-batches more as tp is larger, of which each waits the same.
-    assert (waiting[8] - plain[8]) / 8 == pytest.approx((waiting[2] - plain[2]) / 2)
-    assert waiting[2] > plain[2]
+def test_ranks_of_tp_that_meet_wait_for_host_or_device():
+    def gap(host, tp, rows=16):
+        plain, met = (step(Runtime(host_layer_s=host, tp_meeting=p), tp=tp, rows=rows).step_s for p in (0.0, 2.5))
+        return met / plain - 1
+
+    assert gap(2e-3, tp=1) == 0
+    level = gap(1e-3, tp=2)
+    assert 0.05 < level < 2 ** (1 / 2.5) - 1
+    # Where one of them is far ahead there is little to wait for.
+    assert 0 <= gap(1e-5, tp=2) < 0.01 * level
+    assert 0 < gap(1e-1, tp=2) < 0.01 * level
+    powers = [step(Runtime(host_layer_s=1e-3, tp_meeting=p), tp=2).step_s for p in (2.0, 4.0, 8.0)]
+    assert powers == sorted(powers, reverse=True)
 
 
 def test_the_runtime_recomputes_as_its_engine_says():

@@ -129,6 +129,7 @@ class Model:
         if self.engine.runtime.recompute_stops and layer.products:
             again.matmul = again.matmul - self.product_s(layer.products[-1], layer)
         self._recompute(forward, again, backward)
+        self._met(forward, backward)
         cost = self.sizes(layer)
         cost.forward, cost.backward = forward, backward
         self._sent(layer, cost)
@@ -248,6 +249,14 @@ class Model:
             for one in passes:
                 one.host = np.maximum(one.host, one.busy)
 
+    def _met(self, *passes: Pass) -> None:
+        """Raises the host's time where ranks of tp meet that are late by their host or by their device."""
+        power = self.engine.runtime.tp_meeting
+        if power:
+            for one in passes:
+                joined = (np.power(one.host, power) + np.power(one.busy, power)) ** (1.0 / power)
+                one.host = np.where(self.degrees.tp > 1, joined, one.host)
+
     def _communicate(self, layer: LayerShape, forward: Pass, backward: Pass) -> None:
         """Adds exposed traffic of tp, cp and ep."""
         d, runtime, groups = self.degrees, self.engine.runtime, self.groups
@@ -257,7 +266,7 @@ class Model:
         each = np.where(d.sequence > 0, 2 * gather, reduce)
         spread = (d.ep > 1) & (layer.experts > 0)
         blocks = np.where(spread & (layer.ffn == 0), 1.0, 2.0) if layer.heads else 1.0
-        waits = runtime.tp_wait_s * (d.tp > 1) + runtime.tp_start_s * (d.tp - 1.0)
+        waits = runtime.tp_start_s * (d.tp - 1.0)
         each = each + waits * np.where(d.sequence > 0, 2.0, 1.0)
         exposed = 1.0 - runtime.tp_overlap
         forward.tp = blocks * each * exposed

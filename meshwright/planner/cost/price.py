@@ -124,6 +124,22 @@ def piped_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = ME
     return whole + engine.runtime.host_step_s
 
 
+def seconds_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = MESHWRIGHT) -> Array:
+    """Returns seconds of a step, (N,), as `price_many` does; memory isn't priced.
+
+    Args:
+        job: model and batch.
+        degrees: the layouts.
+        machine: what they run on.
+        engine: how they are run.
+    """
+    order = np.argsort(degrees.pp, kind="stable")
+    whole = np.empty(degrees.count)
+    for where, ranks in _runs(Costs.of(job, degrees.take(order), machine, engine)):
+        whole[order[where]] = sum(_parts(ranks).values())
+    return whole
+
+
 def _runs(costs: Costs) -> Iterator[tuple[slice, Ranks]]:
     """Layouts with equally long pipelines, which stand together."""
     pp = costs.model.degrees.pp
