@@ -150,7 +150,7 @@ class Runtime:
     """What each of tp's collectives waits for every other rank beside its transfer: hosts that launch unevenly."""
     tp_meeting: float = 0.0
     """Where hosts launch no faster than devices compute, ranks of tp wait for the latest of them at each collective: of
-    some it is the host, of others the device. A layer takes (host^p + device^p)^(1/p) with this p; 0 takes the longer."""
+    some the host, of others the device. A layer takes (host^p + device^p)^(1/p) with this p; at 0, the longer."""
     tp_regather: bool = False
     """Backward gathers the inputs of products again."""
     cp_unbalanced: bool = False
