@@ -20,7 +20,8 @@ from meshwright.planner.predict import prediction
 from meshwright.units import format_seconds
 
 MODEL = ModelConfig(name="llama", layers=4, width=384, heads=6, ffn=1024, vocab=8000, context=128)
-ROWS, STEPS = 8, 4
+ROWS_EACH, STEPS = 2, 4
+"""Rows of the batch for each rank, and steps of a run."""
 LIMIT_S = 60.0
 
 
@@ -31,7 +32,6 @@ def layouts(ranks: int) -> list[Layout]:
     else:
         texts = [
             f"replicate={ranks}",
-            f"shard={ranks},zero=2",
             f"shard={ranks},zero=3",
             f"tp={ranks}" if ranks in (2, 3, 6) else "tp=2,replicate=" + str(ranks // 2),
             f"pp={ranks},microbatches={ranks}" if ranks in (2, 4) else "",
@@ -87,10 +87,11 @@ class _Runner:
         from meshwright.models.measure import measure_shape
         from meshwright.planner.cost.job import Job
 
-        self._tokens, machines = int(MODEL.context or 0), Machines(devices=devices, ranks=ranks)
+        self._tokens, self._rows = int(MODEL.context or 0), ROWS_EACH * max(ranks, 2)
+        machines = Machines(devices=devices, ranks=ranks)
         self._built = build_meta(MODEL)
         self._measure = measure_of(self._built, self._tokens, precision)
-        job = Job(shape=measure_shape(self._built), sequence=self._tokens, rows=ROWS, precision=precision)
+        job = Job(shape=measure_shape(self._built), sequence=self._tokens, rows=self._rows, precision=precision)
         asked = Question(job=job, cluster=cluster_here(machines), base=Layout(precision=precision))
         self._question = informed(asked, self._measure)
         self._launcher = ForkLauncher(ranks, devices=devices.only(range(ranks)))
@@ -105,10 +106,10 @@ class _Runner:
         from meshwright.train.facts import check_shapes, read_facts
 
         facts = read_facts(self._built, layout)
-        check_shapes(facts, layout, ROWS, self._tokens)
+        check_shapes(facts, layout, self._rows, self._tokens)
         one = corrected(self._question, candidate(self._question, layout), self._measure)
         planned = prediction(self._question, one, model_parts(self._built, facts)).step_s
-        ran = self._launcher.run(practise_paced, MODEL, layout, facts, ROWS, STEPS, LIMIT_S, timeout_s=LIMIT_S)
+        ran = self._launcher.run(practise_paced, MODEL, layout, facts, self._rows, STEPS, LIMIT_S, timeout_s=LIMIT_S)
         calibration = self._question.cluster.calibration
         took = steady_s([steps for steps, _ in ran], calibration.pace_s if calibration else 0.0)
         return {"layout": str(layout), "priced_s": planned, "measured_s": took, "paced": True}
