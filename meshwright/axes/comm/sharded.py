@@ -43,7 +43,12 @@ class LateSums:
             started.wait()
 
     def sum(self, start: Callable[[], Transfer]) -> None:
-        """Takes what starts a unit's sum over the copies of its shard, once its scatter has ended."""
+        """Takes what starts a unit's sum over the copies of its shard, once its scatter has ended.
+
+        A unit whose shards lie on one rank has no scatter: what it finds under way is another's.
+        """
+        if self._then is not None:
+            self.advance()
         if not self.open:
             start().wait()
         elif self._scatter is not None:

@@ -1,0 +1,56 @@
+"""Gradients that are summed while backward goes on: every sum starts once, after its own scatter, and is waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.axes.comm.sharded import LateSums
+
+
+class Started:
+    """A transfer that writes down when it starts and is waited for."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self._name, self._told = name, told
+        told.append(f"{name} starts")
+
+    def wait(self) -> bool:
+        self._told.append(f"{self._name} ends")
+        return True
+
+
+def unit(late: LateSums, name: str, told: list[str], scatters: bool, copies: bool) -> None:
+    """What FSDP2 calls after a unit's backward."""
+    if scatters:
+        late.advance()
+        found: Any = Started(f"{name} scatter", told)
+        late.scatter(found)
+    if copies:
+        late.sum(lambda: Started(f"{name} sum", told))  # type: ignore[arg-type, return-value]
+
+
+# (name, scatters, sums over copies): experts whose shards lie on one rank have no scatter.
+UNITS = {
+    "plain": [("a", True, False), ("b", True, False)],
+    "hybrid": [("a", True, True), ("b", True, True)],
+    "experts on one rank": [("a", True, True), ("experts", False, True), ("b", True, True)],
+    "experts alone have copies": [("a", True, False), ("experts", False, True), ("b", True, False)],
+}
+
+
+@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize("late", [True, False])
+def test_each_sum_starts_once_after_its_scatter_and_ends(units: list[tuple[str, bool, bool]], late: bool) -> None:
+    sums, told = LateSums(), list[str]()
+    sums.open = late
+    for name, scatters, copies in units:
+        unit(sums, name, told, scatters, copies)
+    assert late == (not told[-1].endswith("ends")), "the last is under way when backward has ended"
+    sums.finish()
+    assert not sums.open
+    for name, scatters, copies in units:
+        wanted = [f"{name} scatter"] * scatters + [f"{name} sum"] * copies
+        own = [line for line in told if line.startswith(f"{name} ")]
+        assert own == [f"{what} {when}" for what in wanted for when in ("starts", "ends")]
