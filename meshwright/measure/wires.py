@@ -20,6 +20,8 @@ MOST_PLACES = 12
 """Placements that are measured at most; the widest groups go first."""
 REPEATS = 200
 """Calls in a part of a window at most."""
+FEW = 4
+"""Calls in a part of a window under which it isn't taken in parts."""
 
 
 def placements(ranks: int, node: int) -> list[tuple[int, int, int]]:
@@ -136,15 +138,19 @@ def _even(size: int, degree: int) -> int:
 
 
 def _timed(work: Callable[[], object], clock: Clock) -> float:
-    """Returns seconds of one call, the slowest rank's; all ranks make the same number of calls."""
+    """Returns seconds of one call, the slowest rank's; all ranks make the same number of calls.
+
+    Parts of a window of a few calls each would be too short: what a peer has sent already while this rank was at the
+    call before makes one call fast and the next one slow. Then the mean of all calls counts, not the fastest part.
+    """
     work()
     once = agreed([clock.timed(work, 1)], largest=True)[0]
     if once > 10 * clock.window_s:
         return once
-    if once > clock.window_s:
-        return min(once, agreed([clock.timed(work, 1)], largest=True)[0])
-    repeats = max(1, min(REPEATS, round(clock.window_s / clock.chunks / once)))
-    return min(agreed([clock.timed(work, repeats) for _ in range(clock.chunks)], largest=True))
+    repeats = round(clock.window_s / clock.chunks / once)
+    if repeats < FEW:
+        return agreed([clock.timed(work, max(2, round(clock.window_s / once)))], largest=True)[0]
+    return min(agreed([clock.timed(work, min(REPEATS, repeats)) for _ in range(clock.chunks)], largest=True))
 
 
 def _all_reduce(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:
