@@ -117,11 +117,7 @@ def piped_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = ME
         machine: what they run on.
         engine: how they are run.
     """
-    order = np.argsort(degrees.pp, kind="stable")
-    whole = np.empty(degrees.count)
-    for where, ranks in _runs(Costs.of(job, degrees.take(order), machine, engine)):
-        whole[order[where]] = sum(ranks.piped().values())
-    return whole + engine.runtime.host_step_s
+    return _summed(job, degrees, machine, engine, Ranks.piped) + engine.runtime.host_step_s
 
 
 def seconds_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = MESHWRIGHT) -> Array:
@@ -133,10 +129,17 @@ def seconds_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = 
         machine: what they run on.
         engine: how they are run.
     """
+    return _summed(job, degrees, machine, engine, _parts)
+
+
+def _summed(
+    job: Job, degrees: Degrees, machine: Machine, engine: Engine, parts: Callable[[Ranks], Mapping[str, Array]]
+) -> Array:
+    """Sums some parts of each layout's step, (N,)."""
     order = np.argsort(degrees.pp, kind="stable")
     whole = np.empty(degrees.count)
     for where, ranks in _runs(Costs.of(job, degrees.take(order), machine, engine)):
-        whole[order[where]] = sum(_parts(ranks).values())
+        whole[order[where]] = sum(parts(ranks).values())
     return whole
 
 
