@@ -13,58 +13,13 @@ import pytest
 import torch
 
 import meshwright.checkpoint.files as files
-from meshwright.checkpoint.agreement import build_group
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.files import SummedWriter
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
+from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.errors import CheckpointError, MeshwrightError
-from tests.ranks.group import run_ranks
+from meshwright.errors import CheckpointError
+from tests.faults.stores import PHASES, die, filled, flip, full_disk, killed, load, tensors
 from tests.runs import wait_until
-
-PHASES = ["open", "write", "written", "manifest", "rename", "renamed", "collect", "saved"]
-
-
-def tensors(step, n=3):
-    return {f"weights/{index}": torch.full((4, index + 1), float(step)) for index in range(n)}
-
-
-def filled(root, *steps, **config):
-    store = CheckpointStore(root, CheckpointConfig(**config))
-    for step in steps:
-        store.save(step, tensors(step), {"step": step}, Origin(model="m"))
-    return store
-
-
-def load(root, **options):
-    targets = tensors(-1)
-    loaded = CheckpointStore(root).load(targets, **options)
-    assert all(torch.equal(value, tensors(loaded.step)[name]) for name, value in targets.items())
-    assert loaded.meta["step"] == loaded.step == loaded.manifest.step
-    return loaded
-
-
-def killed(work):
-    """Runs ``work`` in a forked process and returns the signal that ended it, 0 when it ended by itself."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return os.WTERMSIG(os.waitpid(pid, 0)[1])
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def flip(path, bit):
-    with open(path, "r+b") as handle:
-        handle.seek(bit // 8)
-        byte = handle.read(1)[0]
-        handle.seek(bit // 8)
-        handle.write(bytes([byte ^ 1 << bit % 8]))
 
 
 def test_300_bit_flips_and_none_loads(tmp_path):
@@ -223,10 +178,6 @@ def test_killed_at_random_moments(tmp_path):
     assert loaded.step >= 6
 
 
-def full_disk(self, data, /):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch):
     store = filled(tmp_path, 1)
     monkeypatch.setattr(SummedWriter, "write", full_disk)
@@ -289,117 +240,6 @@ def test_a_write_that_lies_is_caught_before_the_name(tmp_path, monkeypatch):
         store.save(2, tensors(2), {})
     monkeypatch.undo()
     assert load(tmp_path).step == 1 and len(list(tmp_path.iterdir())) == 1
-
-
-def failing_rank(rank, root, bad):
-    store = CheckpointStore.build(root, CheckpointConfig(wait_s=60))
-    store.save(1, tensors(1), {"step": 1})
-    if rank == bad:
-        SummedWriter.write = full_disk
-    try:
-        store.save(2, tensors(2), {"step": 2})
-    except CheckpointError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-def test_one_rank_fails_and_all_raise_the_same(tmp_path, bad):
-    first, second = run_ranks(2, failing_rank, tmp_path, bad)
-    assert first == second and f"rank {bad}: No space left on device" in first
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert load(tmp_path).step == 1
-
-
-def uneven_phases(rank, root, phase):
-    def stamp(now):
-        if now == phase and rank == 1:
-            raise ValueError("planted")
-
-    store = CheckpointStore(root, group=build_group(60), stamp=stamp)
-    try:
-        store.save(1, tensors(1), {"step": 1})
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_an_error_before_the_backends_collectives_hangs_nobody(tmp_path):
-    first, second = run_ranks(2, uneven_phases, tmp_path, "written")
-    assert first == second and "ValueError: planted" in first
-
-
-def uneven_tensors(rank, root):
-    store = CheckpointStore.build(root, CheckpointConfig(wait_s=60))
-    mine = tensors(1) | ({"weights/0": torch.empty(4, 1, device="meta")} if rank else {})
-    texts = []
-    for call in (lambda: store.save(1, mine, {}), lambda: store.load(mine)):
-        with pytest.raises(CheckpointError) as caught:
-            call()
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_a_tensor_without_values_on_one_rank_is_refused_on_all(tmp_path):
-    first, second = run_ranks(2, uneven_tensors, tmp_path)
-    assert first == second and all("rank 1: tensors on the meta device" in text for text in first)
-
-
-def dying(rank, root, victim, phase):
-    def stamp(now):
-        if (rank, now, step) == (victim, phase, 2):
-            die()
-
-    store = CheckpointStore.build(root, CheckpointConfig(wait_s=60, keep=1), stamp)
-    for step in (1, 2):
-        store.save(step, tensors(step), {"step": step})
-
-
-@pytest.mark.parametrize(
-    ("victim", "phase", "step"), [(1, "write", 1), (1, "written", 1), (0, "rename", 1), (0, "renamed", 2)]
-)
-def test_one_rank_of_two_is_killed(tmp_path, victim, phase, step):
-    with pytest.raises(MeshwrightError):
-        run_ranks(2, dying, tmp_path, victim, phase)
-    loaded = load(tmp_path)
-    assert loaded.step == step and not loaded.refused
-
-
-def damaged_between(rank, root):
-    store = CheckpointStore.build(root, CheckpointConfig(wait_s=60))
-    for step in (1, 2):
-        store.save(step, tensors(step), {"step": step})
-    torch.distributed.barrier()
-    if rank == 0:
-        flip(root / "step-00000002" / "rank-00001.image", 800)
-    torch.distributed.barrier()
-    targets = tensors(-1)
-    loaded = store.load(targets)
-    return loaded.step, loaded.refused[0].reason, targets["weights/0"][0, 0].item()
-
-
-def test_ranks_agree_on_what_is_refused(tmp_path):
-    first, second = run_ranks(2, damaged_between, tmp_path)
-    assert first == second and first[0] == first[2] == 1 and "rank-00001.image is damaged" in first[1]
-
-
-def lost_peer(rank, root):
-    store = CheckpointStore.build(root, CheckpointConfig(wait_s=4))
-    store.save(1, tensors(1), {"step": 1})
-    told = root.with_name("told")
-    if rank == 1:
-        wait_until(told.exists)
-        return "late"
-    started = time.monotonic()
-    try:
-        store.save(2, tensors(2), {"step": 2})
-    except CheckpointError as error:
-        told.touch()
-        return str(error), time.monotonic() - started
-
-
-def test_a_rank_that_doesnt_come_is_waited_for_within_the_limit(tmp_path):
-    (text, seconds), _ = run_ranks(2, lost_peer, tmp_path / "checkpoints")
-    assert "lost contact" in text and seconds < 60
-    assert load(tmp_path / "checkpoints").step == 1
 
 
 def test_manifest_tells_where_it_comes_from(tmp_path):

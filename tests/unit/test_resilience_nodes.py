@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import torch
 
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.parts import Part, digest, parts_of
-from meshwright.checkpoint.remote import RemoteSnapshot, Shelf, whole_steps
+from meshwright.checkpoint.remote import whole_steps
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
@@ -24,12 +23,10 @@ from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import claims as claims_module
 from meshwright.resilience import wire as wire_module
 from meshwright.resilience.claims import Claim, Claims
-from meshwright.resilience.courier import start_courier, start_shelf
 from meshwright.resilience.orders import choose, compose, copies, shortage
 from meshwright.resilience.ranks import Patience
 from meshwright.resilience.wire import SILENCE_S, Hub, until
 from meshwright.train.config import RecoveryConfig
-from meshwright.train.memory import Copied
 
 
 def claim(generation: int, node: int) -> Claim:
@@ -308,89 +305,6 @@ def test_a_writer_that_never_came_is_missed_at_once_when_its_supervisor_says_so(
         first.close()
         other.close()
     listener.close()
-
-
-def test_snapshots_travel_to_the_next_node_and_back() -> None:
-    tensors = {"weights/a": torch.arange(1000.0).view(10, 100), "weights/b": torch.tensor(3.5)}
-    held = [part for part, _ in parts_of(tensors)]
-    own, others = tuple(Segment() for _ in range(3)), tuple(Segment() for _ in range(2))
-    writer = SnapshotWriter(
-        own, rank=4, generation=2, tensors=digest(held), ranks=5, held=held, kept=list(enumerate(held))
-    )
-    to, at = listen_at("127.0.0.1"), listen_at("127.0.0.1")
-    copied, nothing = Copied(1), Copied(1)
-    address = to.getsockname()
-    receiver = start_courier(to, [at.getsockname()], {}, {4: others}, nothing)
-    sender = start_courier(at, [address], {4: own}, {}, copied)
-    shelf = None
-    try:
-        for step in (1, 2, 3, 4):
-            tensors["weights/b"].fill_(step)
-            writer.take(step, tensors, {"tokens": step})
-            writer.wait()
-            copied.wait(0, step)
-        found = read_snapshots(others)
-        assert sorted(one.step for one in found) == [3, 4]
-        listener = listen_at("127.0.0.1")
-        shelf = start_shelf(listener, found)
-        client = Shelf(*listener.getsockname())
-        remote = RemoteSnapshot(client, (2, 4, 4))
-        assert (remote.rank, remote.ranks, remote.meta["tokens"]) == (4, 5, 4)
-        back = State(4, [lambda: remote]).tensors()
-        assert torch.equal(back["weights/a"], tensors["weights/a"]) and back["weights/b"] == 4
-        with pytest.raises(CheckpointError, match="no snapshot of step 9"):
-            RemoteSnapshot(client, (2, 9, 4))
-    finally:
-        for helper in (sender, receiver, shelf):
-            if helper is not None:
-                helper.close()
-    with pytest.raises(CheckpointError, match="lost contact"):
-        remote.values(remote.kept[0])
-    for pid in (sender.pid, receiver.pid):
-        assert pid == 0
-    client.close()
-    for one in (to, at, listener):
-        one.close()
-    for segment in (*own, *others):
-        os.close(segment.fd)
-
-
-def test_snapshots_travel_to_two_nodes_and_the_next_waits_for_the_slower_one() -> None:
-    """Of the slower one nothing arrives until it listens; what is held there then outlives sender and first peer."""
-    tensors = {"weights/a": torch.arange(500.0)}
-    held = [part for part, _ in parts_of(tensors)]
-    own = tuple(Segment() for _ in range(3))
-    peers = [tuple(Segment() for _ in range(3)) for _ in range(2)]
-    writer = SnapshotWriter(
-        own, rank=0, generation=0, tensors=digest(held), ranks=1, held=held, kept=list(enumerate(held))
-    )
-    at, listeners = listen_at("127.0.0.1"), [listen_at("127.0.0.1") for _ in peers]
-    copied, nothing = Copied(1, 2), Copied(1)
-    receivers = [start_courier(listeners[0], [at.getsockname()], {}, {0: peers[0]}, nothing)]
-    sender = start_courier(at, [one.getsockname() for one in listeners], {0: own}, {}, copied)
-    try:
-        writer.take(1, tensors, {"tokens": 1})
-        writer.wait()
-        one = Copied(1, 2)
-        one.arrived(0, 1, 0)
-        assert one.step(0) == -1, "the other one has nothing yet"
-        one.close()
-        receivers.append(start_courier(listeners[1], [at.getsockname()], {}, {0: peers[1]}, nothing))
-        for step in (1, 2, 3, 4):
-            if step > 1:
-                writer.take(step, tensors, {"tokens": step})
-                writer.wait()
-            while copied.step(0) < step:
-                copied.wait(0, step)
-    finally:
-        for helper in (sender, *receivers):
-            helper.close()
-    for segments in peers:
-        assert sorted(found.step for found in read_snapshots(segments)) == [2, 3, 4]
-    for one in (at, *listeners):
-        one.close()
-    for segment in (*own, *(one for segments in peers for one in segments)):
-        os.close(segment.fd)
 
 
 def test_two_neighbours_of_three_may_go_where_the_third_holds_both() -> None:
