@@ -95,6 +95,18 @@ def step_line(record: StepRecord, course: Course) -> str:
     return "  ".join(parts)
 
 
+def show_event(event: Event, style: str) -> None:
+    """Writes an event's line, if it has one, for a process that has no display of its own.
+
+    Args:
+        event: what happened.
+        style: of the run's display; ``none`` shows nothing.
+    """
+    line = event_line(event)
+    if line is not None and style != "none":
+        sys.stderr.write(line + "\n")
+
+
 def event_line(event: Event) -> str | None:
     """Returns the line for an event, its numbers shortened; None for starts of single ranks and skipped steps."""
     if event.kind in ("rank_started", "step_skipped"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from meshwright.events import Event
 from meshwright.launch.devices import Devices
 from meshwright.launch.rendezvous import listen_at
 from meshwright.launch.signals import interrupts_to
-from meshwright.monitor.display import event_line
+from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.plan import Plan
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
@@ -291,9 +290,8 @@ class Agent:
         """Records an event; while no ranks run here, whose display does it otherwise, shows it as well."""
         event = Event(kind=kind, rank=SUPERVISOR, data=data)
         self._sink.event(event)
-        line = event_line(event)
-        if line is not None and self._local.ranks is None and self._job.config.monitor.display != "none":
-            sys.stderr.write(line + "\n")
+        if self._local.ranks is None:
+            show_event(event, self._job.config.monitor.display)
 
     @property
     def terminated(self) -> bool:

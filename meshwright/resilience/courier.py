@@ -26,6 +26,8 @@ _PARCEL = struct.Struct("<qq")
 _POLL_S = 0.004
 _CHUNK = 1 << 20
 _AGAIN_S = 0.2
+STALL_S = 30.0
+"""A snapshot of which nothing came for so long is given up, so that what its sender sends anew isn't kept waiting."""
 
 
 class Helper:
@@ -177,8 +179,10 @@ def _store_all(
             rank, size = _PARCEL.unpack(receive(connection, _PARCEL.size))
             # What a courier that died had sent may still be on its way in when the next one sends.
             with locks[rank]:
+                connection.settimeout(STALL_S)
                 _store(connection, others[rank], size)
             connection.sendall(b"+")
+            connection.settimeout(None)
 
 
 def _store(connection: socket.socket, segments: Sequence[Segment], size: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -23,7 +22,7 @@ from meshwright.errors import CheckpointError, ClusterError, LaunchError, Meshwr
 from meshwright.events import Event
 from meshwright.launch.devices import Devices
 from meshwright.launch.signals import interrupts_to
-from meshwright.monitor.display import event_line
+from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.plan import Plan
 from meshwright.resilience.ahead import Ahead
@@ -273,9 +272,8 @@ class Supervisor:
         """Records an event; while no ranks run, whose display does it otherwise, shows it as well."""
         event = Event(kind=kind, rank=SUPERVISOR, data=data)
         self._sink.event(event)
-        line = event_line(event)
-        if line is not None and not self._ranks_run and self._first.config.monitor.display != "none":
-            sys.stderr.write(line + "\n")
+        if not self._ranks_run:
+            show_event(event, self._first.config.monitor.display)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1
