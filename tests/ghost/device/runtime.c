@@ -1,0 +1,310 @@
+/* The CUDA runtime without a device: memory is host memory, copies are real, kernels do nothing, streams are always idle. */
+#define _GNU_SOURCE
+#include "ghost.h"
+
+#include <cuda_runtime_api.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#undef cudaGetDeviceProperties
+#undef cudaStreamGetCaptureInfo
+
+/* ---- shared by the parts -------------------------------------------------------------------------------------- */
+
+long ghost_counts[GHOST_COUNTERS];
+
+long ghost_count(int counter) { return ghost_counts[counter]; }
+
+static void count(enum ghost_counter counter) { __sync_add_and_fetch(&ghost_counts[counter], 1); }
+
+int ghost_devices(void) {
+    const char *gpus = getenv("GHOST_GPUS");
+    return gpus ? atoi(gpus) : 2;
+}
+
+void *ghost_handle(void) {
+    static long last = 0x1000;
+    return (void *)__sync_add_and_fetch(&last, 16);
+}
+
+void ghost_log(const char *format, ...) {
+    const char *folder = getenv("GHOST_LOG");
+    if (!folder) return;
+    char path[512], line[1024];
+    va_list args;
+    va_start(args, format);
+    int length = vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    snprintf(path, sizeof path, "%s/%d", folder, getpid());
+    /* Ranks leave by _exit: each line is written at once, and the file opened anew, since a fork changes its name. */
+    int file = open(path, O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
+    if (file < 0) return;
+    if (write(file, line, length) != length) fprintf(stderr, "[ghost] a line of the log was lost\n");
+    close(file);
+}
+
+void ghost_fail(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fprintf(stderr, "[ghost] ");
+    vfprintf(stderr, format, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+    abort();
+}
+
+#define PAGE 4096
+struct block { size_t bytes; };
+
+void *ghost_alloc(size_t bytes) {
+    size_t whole = (bytes + PAGE - 1) / PAGE * PAGE + PAGE;
+    char *start = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return NULL;
+    ((struct block *)start)->bytes = whole;
+    return start + PAGE;
+}
+
+void ghost_free(void *pointer) {
+    if (!pointer) return;
+    char *start = (char *)pointer - PAGE;
+    munmap(start, ((struct block *)start)->bytes);
+}
+
+/* ---- devices: an H100 as its data sheet has it ------------------------------------------------------------------ */
+
+static __thread int current;
+
+cudaError_t cudaGetDeviceCount(int *count) { *count = ghost_devices(); return cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) { *device = current; return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= ghost_devices()) return cudaErrorInvalidDevice;
+    current = device;
+    return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
+cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+const char *cudaGetErrorString(cudaError_t error) { return "error of the simulated GPU"; }
+const char *cudaGetErrorName(cudaError_t error) { return "ghostError"; }
+
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
+    memset(p, 0, sizeof *p);
+    strcpy(p->name, "NVIDIA H100 80GB HBM3");
+    p->totalGlobalMem = 80ull << 30;
+    p->major = 9;
+    p->multiProcessorCount = 132;
+    p->warpSize = 32;
+    p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+    p->sharedMemPerBlock = 48 << 10;
+    p->sharedMemPerBlockOptin = 227 << 10;
+    p->sharedMemPerMultiprocessor = 228 << 10;
+    p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
+    p->maxThreadsDim[2] = 64;
+    p->maxGridSize[0] = 2147483647;
+    p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+    p->maxThreadsPerMultiProcessor = 2048;
+    p->maxBlocksPerMultiProcessor = 32;
+    p->totalConstMem = 65536;
+    p->textureAlignment = 512;
+    p->l2CacheSize = 50 << 20;
+    p->memoryBusWidth = 5120;
+    p->asyncEngineCount = 3;
+    p->pciBusID = device + 1;
+    p->unifiedAddressing = p->canMapHostMemory = p->concurrentKernels = p->managedMemory = 1;
+    p->streamPrioritiesSupported = p->cooperativeLaunch = p->hostRegisterSupported = 1;
+    p->memoryPoolsSupported = p->clusterLaunch = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties_v2(struct cudaDeviceProp *p, int device) {
+    return cudaGetDeviceProperties(p, device);
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
+    struct cudaDeviceProp p;
+    cudaGetDeviceProperties(&p, device);
+    switch ((int)attribute) {
+        case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
+        case cudaDevAttrMaxGridDimX: *value = p.maxGridSize[0]; break;
+        case cudaDevAttrMaxSharedMemoryPerBlock: *value = p.sharedMemPerBlock; break;
+        case cudaDevAttrWarpSize: *value = p.warpSize; break;
+        case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
+        case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
+        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
+        case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
+        case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = p.sharedMemPerMultiprocessor; break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = p.sharedMemPerBlockOptin; break;
+        case cudaDevAttrMaxBlocksPerMultiprocessor: *value = p.maxBlocksPerMultiProcessor; break;
+        default: *value = 1;
+    }
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device) {
+    snprintf(text, length, "0000:%02x:00.0", device + 1);
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0;
+    *greatest = -5;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 1; return cudaSuccess; }
+
+/* ---- memory and copies ---------------------------------------------------------------------------------------- */
+
+cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) { *unused = *total = 80ull << 30; return cudaSuccess; }
+cudaError_t cudaMalloc(void **pointer, size_t bytes) {
+    *pointer = ghost_alloc(bytes);
+    return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaFree(void *pointer) { ghost_free(pointer); return cudaSuccess; }
+cudaError_t cudaMallocAsync(void **pointer, size_t bytes, cudaStream_t stream) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) { return cudaFree(pointer); }
+cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaFreeHost(void *pointer) { return cudaFree(pointer); }
+cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) { return cudaSuccess; }
+cudaError_t cudaHostUnregister(void *pointer) { return cudaSuccess; }
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
+    memset(attributes, 0, sizeof *attributes);
+    attributes->type = cudaMemoryTypeUnregistered;
+    attributes->device = current;
+    attributes->devicePointer = attributes->hostPointer = (void *)pointer;
+    return cudaSuccess;
+}
+
+static void count_copy(enum cudaMemcpyKind kind) {
+    if (kind == cudaMemcpyHostToDevice) count(GHOST_TO_DEVICE);
+    if (kind == cudaMemcpyDeviceToHost) count(GHOST_TO_HOST);
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    memmove(to, from, bytes);
+    count_copy(kind);
+    return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+    count(GHOST_SYNCS);
+    return cudaMemcpyAsync(to, from, bytes, kind, NULL);
+}
+cudaError_t cudaMemcpyPeerAsync(void *to, int d, const void *from, int s, size_t bytes, cudaStream_t stream) {
+    memmove(to, from, bytes);
+    return cudaSuccess;
+}
+cudaError_t cudaMemset(void *to, int value, size_t bytes) { memset(to, value, bytes); return cudaSuccess; }
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
+    return cudaMemset(to, value, bytes);
+}
+cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
+    static char symbols[1 << 16];
+    *pointer = symbols;
+    return cudaSuccess;
+}
+
+/* ---- streams and events: everything is done as soon as it is asked for -------------------------------------------- */
+
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { *stream = ghost_handle(); return cudaSuccess; }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    return cudaStreamCreate(stream);
+}
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { count(GHOST_SYNCS); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) { count(GHOST_SYNCS); return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(
+    cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
+    const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
+    if (id) *id = 0;
+    return cudaStreamIsCapturing(stream, status);
+}
+cudaError_t cudaEventCreate(cudaEvent_t *event) { *event = ghost_handle(); return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return cudaEventCreate(event); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { count(GHOST_SYNCS); return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) { *ms = 1.0f; return cudaSuccess; }
+cudaError_t cudaEventElapsedTime_v2(float *ms, cudaEvent_t start, cudaEvent_t end) {
+    return cudaEventElapsedTime(ms, start, end);
+}
+
+/* ---- kernels: counted, never run ------------------------------------------------------------------------------- */
+
+void **__cudaRegisterFatBinary(void *binary) { static void *handle; return &handle; }
+void __cudaRegisterFatBinaryEnd(void **handle) {}
+void __cudaUnregisterFatBinary(void **handle) {}
+void __cudaRegisterFunction(void) {}
+void __cudaRegisterVar(void) {}
+
+static __thread struct { dim3 grid, block; size_t shared; void *stream; } configuration;
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *stream) {
+    configuration.grid = grid;
+    configuration.block = block;
+    configuration.shared = shared;
+    configuration.stream = stream;
+    return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
+    *grid = configuration.grid;
+    *block = configuration.block;
+    *shared = configuration.shared;
+    *(void **)stream = configuration.stream;
+    return cudaSuccess;
+}
+cudaError_t __cudaGetKernel(void **kernel, const void *function) { *kernel = (void *)function; return cudaSuccess; }
+cudaError_t __cudaLaunchKernel(void *k, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
+    count(GHOST_LAUNCHES);
+    return cudaSuccess;
+}
+cudaError_t cudaLaunchKernel(const void *k, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
+    count(GHOST_LAUNCHES);
+    return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **args) {
+    count(GHOST_LAUNCHES);
+    return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *function) {
+    memset(attributes, 0, sizeof *attributes);
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->numRegs = 32;
+    attributes->ptxVersion = attributes->binaryVersion = 90;
+    attributes->maxDynamicSharedSizeBytes = 227 << 10;
+    return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+    int *blocks, const void *function, int size, size_t shared, unsigned flags) {
+    *blocks = 2;
+    return cudaSuccess;
+}
+
+/* torch asks for the driver's functions by name; what the process itself links to is in driver.c. */
+static int context_state(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
+static int nothing(void) { return 0; }
+cudaError_t cudaGetDriverEntryPointByVersion(
+    const char *name, void **function, unsigned version, unsigned long long flags,
+    enum cudaDriverEntryPointQueryResult *result) {
+    *function = strcmp(name, "cuDevicePrimaryCtxGetState") ? (void *)nothing : (void *)context_state;
+    if (result) *result = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPoint(
+    const char *name, void **function, unsigned long long flags, enum cudaDriverEntryPointQueryResult *result) {
+    return cudaGetDriverEntryPointByVersion(name, function, 0, flags, result);
+}
+
+/* ---- libraries of products and convolutions: versions, and one algorithm each ------------------------------------- */
+
+int cublasLtMatmulAlgoGetHeuristic(
+    void *handle, void *operation, void *a, void *b, void *c, void *d, void *preference, int asked, void *result, int *found) {
+    *found = 1;
+    return 0;
+}
+int cublasGetVersion_v2(void *handle, int *version) { *version = 130002; return 0; }
+size_t cublasGetCudartVersion(void) { return CUDART_VERSION; }
+size_t cudnnGetVersion(void) { return 90100; }
