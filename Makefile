@@ -13,7 +13,13 @@ BENCHMARKS ?= $(wildcard benchmarks/bench_*.py)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv train test quick check bench clean
+# The path for GPUs is run on machines that have none: the oldest torch and transformers that pyproject allows, as CUDA wheels
+# (4 GB), with a simulated device under them.
+GHOST_VENV := .venv-ghost
+GHOST_READY := $(GHOST_VENV)/.ready
+GHOST_PACKAGES := torch==2.11.0 transformers==5.17.0 nvidia-cuda-crt~=13.0.0 pytest pytest-timeout
+
+.PHONY: help venv train test quick check bench ghost fuzz mutants clean
 
 help: ## what there is to type
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -44,8 +50,18 @@ test: check ## everything; pytest's summary comes last
 quick: $(READY) ## under a minute: unit tests and the house
 	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/house
 
+ghost: $(GHOST_READY) ## run every layout on simulated GPUs; installs a CUDA build of torch
+	@$(GHOST_VENV)/bin/python -m tests.ghost
+
+$(GHOST_READY): pyproject.toml
+	@test -x $(GHOST_VENV)/bin/python || $(PYTHON) -m venv $(GHOST_VENV)
+	@echo "installing into $(GHOST_VENV) (once, some minutes, 4 GB): $(GHOST_PACKAGES)"
+	@$(GHOST_VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-input $(GHOST_PACKAGES)
+	@$(GHOST_VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-input --editable .
+	@touch $(GHOST_READY)
+
 bench: $(READY) ## measure; benchmarks/README.md says what
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean: ## forget the environment and the caches; runs stay
-	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(GHOST_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

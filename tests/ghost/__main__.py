@@ -22,6 +22,8 @@ def main(argv: list[str]) -> None:
         environment[name] = os.pathsep.join(filter(None, [str(first), environment.get(name)]))
     environment.setdefault("GHOST_GPUS", "2")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Without torch's cache each tensor gets fresh memory, which is zero: losses stay finite, and no step looks broken.
+    environment.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     if not argv or argv[0].startswith("-"):
         argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).parent), *argv]
     os.execvpe(argv[0], argv, environment)

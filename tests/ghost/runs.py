@@ -1,0 +1,124 @@
+"""Runs of meshwright on simulated GPUs: warm, counted, and their collectives compared."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.train.step import Stepper
+from tests.ghost.log import collectives, disagreements
+from tests.runs import call, warm, write_corpus
+
+COUNTERS = ("launches", "syncs", "to_device", "to_host")
+LIMIT_S = 150.0
+MODELS = {
+    "llama": ("--model", "llama", "--model.layers", "4", "--model.kv-heads", "2", "--model.ffn", "128"),
+    "mixtral": ("--model", "mixtral", "--model.layers", "2", "--model.kv-heads", "2", "--model.ffn", "128"),
+    "gpt2": ("--model", "gpt2", "--model.layers", "2"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GhostRun:
+    """A finished command under the simulated GPU."""
+
+    status: int
+    """Its exit status."""
+    text: str
+    """What it printed."""
+    folder: Path
+    """Its run directory."""
+    steps: list[dict[str, int]]
+    """Counters of each step of rank 0: kernel launches, host synchronisations, copies to and from the device."""
+    disagreements: list[str]
+    """What the ranks of a group asked of NCCL otherwise than their peers."""
+    collectives: int
+    """Collectives and transfers of all ranks."""
+
+
+def has_ghost() -> bool:
+    """Returns whether this process runs under the simulated GPU."""
+    return hasattr(ctypes.CDLL(None), "ghost_count")
+
+
+def prepare(root: Path) -> None:
+    """Writes the text of all runs and imports what they need, without running the autograd engine."""
+    write_corpus(root / "corpus.txt")
+    warm()
+    for name in ("llama", "mixtral"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def train(root: Path, name: str, model: str, devices: int, *more: str, layout: str = "", steps: int = 3) -> GhostRun:
+    """Trains a tiny model for a few steps.
+
+    Args:
+        root: holds the text; the run goes below it.
+        name: of the run.
+        model: one of `MODELS`.
+        devices: simulated GPUs, a rank each.
+        more: further words of the command; they win.
+        layout: named, or empty for the planner's choice.
+        steps: optimizer steps.
+    """
+    argv = [
+        *("train", *MODELS[model], "--model.width", "64", "--model.heads", "4", "--data", str(root / "corpus.txt")),
+        *("--data.tokenizer", "chars", "--data.sequence", "64", "--data.cache", str(root / "prepared")),
+        *("--data.workers", "1", "--train.batch", "8", "--train.steps", str(steps), "--train.sample-tokens", "0"),
+        *("--schedule.warmup", "1", "--evaluation.every", "0", "--checkpoint.every", "2"),
+        *("--monitor.display", "none", "--monitor.no-tensorboard", "--monitor.no-report"),
+        *("--devices", str(devices), "--run", str(root / name), *(("--layout", layout) if layout else ()), *more),
+    ]
+    return command(root, name, argv, devices)
+
+
+def command(root: Path, name: str, argv: list[str], devices: int) -> GhostRun:
+    """Runs a command of meshwright with so many simulated GPUs and collects what was counted."""
+    log, counts = root / f"{name}.nccl", root / f"{name}.counts"
+    log.mkdir()
+
+    def before() -> None:
+        os.environ["GHOST_GPUS"] = str(devices)
+        os.environ["GHOST_LOG"] = str(log)
+        warnings.simplefilter("ignore")
+        count_steps(counts)
+
+    try:
+        status, text = call(argv, root / f"{name}.txt", before=before, limit_s=LIMIT_S)
+    finally:
+        for path in Path("/dev/shm").glob("ghost_*"):
+            path.unlink(missing_ok=True)
+    steps = [json.loads(line) for line in counts.read_text().splitlines()] if counts.exists() else []
+    found = disagreements(log)
+    return GhostRun(
+        status=status, text=text, folder=root / name, steps=steps, disagreements=found, collectives=collectives(log)
+    )
+
+
+def count_steps(path: Path) -> None:
+    """Has rank 0 of the runs that this process starts write a line of counters for each step."""
+    ghost = ctypes.CDLL(None)
+    ghost.ghost_count.restype = ctypes.c_long
+    run = Stepper.run
+
+    def counts() -> list[int]:
+        return [ghost.ghost_count(number) for number in range(len(COUNTERS))]
+
+    def counted(self: Stepper, step: int, *args: Any, **kwargs: Any) -> Any:
+        before = counts()
+        outcome = run(self, step, *args, **kwargs)
+        if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+            line = {"step": step} | dict(zip(COUNTERS, (b - a for a, b in zip(before, counts()))))
+            with path.open("a", encoding="ascii") as file:
+                file.write(json.dumps(line) + "\n")
+        return outcome
+
+    Stepper.run = counted  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""The CUDA path of every kind of layout is executed once: real allocator, autograd threads, streams, NCCL groups, FSDP2.
+
+What is computed means nothing, since kernels don't run. What is held: the run ends well, on GPUs; the ranks of each group
+ask NCCL for the same; and the host waits for the device no oftener in a step than `SYNCS` allows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ghost.runs import GhostRun, command, has_ghost, prepare, train
+from tests.runs import events
+
+pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
+
+LAYOUTS: tuple[tuple[str, int, str], ...] = (
+    ("llama", 1, "replicate=1"),
+    ("llama", 1, "precision=bf16"),
+    ("llama", 1, "precision=fp16"),
+    ("llama", 1, "precision=float64"),
+    ("llama", 1, "microbatches=4"),
+    ("llama", 1, "recompute=full"),
+    ("llama", 1, "recompute=selective,precision=bf16"),
+    ("llama", 1, "offload=optimizer"),
+    ("llama", 1, "offload=parameters,microbatches=2"),
+    ("llama", 1, "compile=true"),
+    ("llama", 2, "replicate=2"),
+    ("llama", 2, "replicate=2,precision=bf16,microbatches=2"),
+    ("llama", 2, "shard=2,zero=1"),
+    ("llama", 2, "shard=2,zero=2,precision=bf16"),
+    ("llama", 2, "shard=2,zero=3,recompute=full"),
+    ("llama", 2, "shard=2,zero=3,offload=parameters"),
+    ("llama", 4, "replicate=2,shard=2,zero=3,microbatches=2"),
+    ("llama", 2, "tp=2"),
+    ("llama", 2, "tp=2,sequence=true,precision=bf16"),
+    ("llama", 2, "tp=2,compile=true"),
+    ("llama", 2, "cp=2"),
+    ("llama", 2, "cp=2,attention=heads"),
+    ("llama", 2, "pp=2,microbatches=4,schedule=gpipe"),
+    ("llama", 2, "pp=2,microbatches=4,schedule=1f1b"),
+    ("llama", 2, "pp=2,microbatches=4,schedule=interleaved,stages=4"),
+    ("llama", 2, "pp=2,microbatches=4,schedule=zbv"),
+    ("gpt2", 2, "pp=2,microbatches=2,recompute=full"),
+    ("llama", 4, "pp=2,tp=2,microbatches=2"),
+    ("llama", 4, "pp=2,shard=2,zero=2,microbatches=2"),
+    ("llama", 4, "cp=2,tp=2"),
+    ("mixtral", 1, "replicate=1"),
+    ("mixtral", 2, "ep=2,shard=2,zero=1"),
+    ("mixtral", 4, "ep=2,shard=4,zero=3"),
+    ("mixtral", 2, "tp=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ghost")
+    prepare(root)
+    return root
+
+
+def name_of(*words: object) -> str:
+    return "-".join(str(word).replace("=", "").replace(",", "-") for word in words)
+
+
+def holds(run: GhostRun, devices: int) -> None:
+    """Asserts what is true of every run that ended well."""
+    assert run.status == 0, run.text
+    assert not run.disagreements, "\n".join(run.disagreements)
+    places = {event["device"] for event in events(run.folder, "rank_started")}
+    assert places == {f"cuda:{index}" for index in range(devices)}
+    assert run.steps, "no step was counted"
+    assert run.steps[-1]["launches"] > 100
+
+
+@pytest.mark.parametrize(("model", "devices", "layout"), LAYOUTS, ids=[name_of(*words) for words in LAYOUTS])
+def test_a_layout_trains_on_gpus(root: Path, model: str, devices: int, layout: str) -> None:
+    run = train(root, name_of(model, devices, layout), model, devices, layout=layout)
+    holds(run, devices)
+    assert devices == 1 or run.collectives
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_the_planner_chooses_on_gpus(root: Path, model: str) -> None:
+    run = train(root, f"auto-{model}", model, 2)
+    holds(run, 2)
+
+
+def test_verify_runs_on_gpus(root: Path) -> None:
+    """Zeros everywhere: what holds is that the reference and four layouts run to their end there."""
+    words = ["verify", "--model", "llama", "--model.layers", "2", "--model.width", "32", "--steps", "1", "--layout"]
+    run = command(root, "verify", [*words, "replicate=2", "shard=2,zero=3", "tp=2", "pp=2,microbatches=2"], 2)
+    assert "Traceback" not in run.text and "fork" not in run.text, run.text
+    assert not run.disagreements
+
+
+def test_recovery_goes_on_on_gpus(root: Path) -> None:
+    """A rank is killed in the middle of a run and its successor trains on the same device."""
+    words = ("--recovery.faults", "kill:rank=1,step=4", "--recovery.snapshot-every", "1", "--recovery.back-s", "1e-6")
+    run = train(root, "recovery", "llama", 2, *words, layout="shard=2,zero=2", steps=8)
+    assert run.status == 0, run.text
+    happened = [row["kind"] for row in events(run.folder, "rank_lost") + events(run.folder, "recovered")]
+    assert happened == ["rank_lost", "recovered"], run.text
+    assert {row["device"] for row in events(run.folder, "rank_started")} == {"cuda:0", "cuda:1"}
