@@ -1,7 +1,7 @@
-"""The CUDA path of every kind of layout is executed once: real allocator, autograd threads, streams, NCCL groups, FSDP2.
+"""The CUDA path of every kind of layout, run once: autograd threads, streams, NCCL groups, FSDP2, Inductor.
 
-What is computed means nothing, since kernels don't run. What is held: the run ends well, on GPUs; the ranks of each group
-ask NCCL for the same; and the host waits for the device no oftener in a step than `SYNCS` allows.
+What is computed means nothing, since kernels don't run. What is held: the run ends well, on GPUs, and the ranks of each
+group ask NCCL for the same.
 """
 
 from __future__ import annotations
