@@ -7,6 +7,7 @@ under each field; cross-field rules stand in one ``check()``. Nothing mutates a 
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -25,12 +26,18 @@ class Config:
     def check(self) -> None:
         """Raises `ConfigError` when fields contradict each other. A config with cross-field rules overrides it."""
 
-    def check_all(self) -> None:
-        """Runs `check` on this config and on every config below it."""
+    def check_all(self, where: str = "") -> None:
+        """Refuses numbers that aren't finite, and runs `check`, on this config and on every config below it.
+
+        Args:
+            where: dotted path of this config inside the whole, for messages.
+        """
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
+            value, path = getattr(self, field.name), f"{where}.{field.name}" if where else field.name
             if isinstance(value, Config):
-                value.check_all()
+                value.check_all(path)
+            else:
+                _check_finite(value, path)
         self.check()
 
     @classmethod
@@ -62,6 +69,18 @@ class Config:
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
             if getattr(self, field.name) is not None
         }
+
+
+def _check_finite(value: Any, path: str) -> None:
+    """Refuses NaN and the infinities, which pass every comparison of a `check` or none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path} = {value}: it must be a finite number")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_finite(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for place, item in enumerate(value):
+            _check_finite(item, f"{path}[{place}]")
 
 
 def _plain(value: Any) -> Any:
@@ -121,7 +140,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"no such recipe: {path}; give the path of a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read ({error.strerror}); give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None

@@ -9,6 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+FAILED = 1
+"""Exit status of what was begun and failed."""
+REFUSED = 2
+"""Exit status of what was asked for and can't be: nothing was begun."""
 MOST_NAMES = 24
 """Known words that a message lists when none is near."""
 
@@ -16,21 +20,32 @@ MOST_NAMES = 24
 class MeshwrightError(Exception):
     """Root of every error that meshwright raises on purpose; the command line prints it without a traceback."""
 
+    exit_status = FAILED
+    """Of the command that it ends."""
+
 
 class ConfigError(MeshwrightError):
     """A setting is unknown, out of range, contradicts another setting, or would have no effect."""
+
+    exit_status = REFUSED
 
 
 class PlanError(MeshwrightError):
     """A layout does not fit the ranks, the batch or the model."""
 
+    exit_status = REFUSED
+
 
 class ClusterError(MeshwrightError):
     """Devices or links are missing, unknown or unusable."""
 
+    exit_status = REFUSED
+
 
 class DataError(MeshwrightError):
     """Text or token files are missing, empty, damaged or do not fit the model."""
+
+    exit_status = REFUSED
 
 
 class CheckpointError(MeshwrightError):

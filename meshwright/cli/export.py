@@ -31,13 +31,14 @@ def run(argv: Sequence[str]) -> int:
     prepare_environment()
     import torch
 
-    from meshwright.cli.trained import newest_weights, run_model, run_tokens
+    from meshwright.cli.run_contents import read_text
+    from meshwright.cli.trained import newest_weights, run_model
     from meshwright.models.export import export_hf
 
     run_dir = Path(source)
     step, values = newest_weights(run_dir)
     dtype = None if config.dtype == "as-trained" else getattr(torch, config.dtype)
-    out = export_hf(run_model(run_dir), values, Path(config.to), tokenizer=run_tokens(run_dir).path, dtype=dtype)
+    out = export_hf(run_model(run_dir), values, Path(config.to), tokenizer=read_text(run_dir).folder, dtype=dtype)
     say(f"exported step {step} of {run_dir} to {out}")
     if as_json:
         answer(json.dumps({"step": step, "run": str(run_dir), "to": str(out)}))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.data.config import DataConfig
     from meshwright.data.tokens import TokenSet
     from meshwright.models.build import BuiltModel
+    from meshwright.models.config import ModelConfig
     from meshwright.plan import Layout
     from meshwright.planner.measured import Measure
     from meshwright.shape import ModelWork
@@ -41,14 +42,47 @@ def prepared(config: DataConfig, out: Path | None = None, quiet: bool = False) -
     """Prepares text, or opens what was prepared before, and says how it goes."""
     from meshwright.data.prepare import prepare, prepared_path
 
-    folder = out or prepared_path(config, CACHE)
-    began = time.monotonic()
-    token_set = prepare(config, folder, progress=None if quiet else _teller())
+    began, progress = time.monotonic(), None if quiet else _teller()
+    folder = out or prepared_path(config, CACHE, progress)
+    token_set = prepare(config, folder, progress=progress)
     if not quiet:
         trained, held = (format_count(len(split.tokens)) for split in (token_set.train, token_set.validation))
         size, spent = token_set.vocab_size, format_seconds(time.monotonic() - began)
         say(f"text: {folder}: {trained} + {held} held out tokens, vocabulary {size} ({spent})")
     return token_set
+
+
+def text_config(model: ModelConfig, data: DataConfig) -> DataConfig:
+    """Returns how the text is prepared for a model: a directory's weights know the ids of their own tokenizer alone.
+
+    Raises:
+        ConfigError: for another tokenizer than that of the weights without the user's word, or none that is known.
+    """
+    from meshwright.data.tokenizer import has_tokenizer, same_tokenizer
+
+    folder = Path(model.name).expanduser().absolute()
+    own = model.kind == "directory" and has_tokenizer(folder)
+    trained = model.kind == "directory" and not model.fresh
+    if data.foreign_tokenizer and (not own or not trained or data.tokenizer == "auto"):
+        raise ConfigError(
+            "data.foreign_tokenizer has no effect: it allows another data.tokenizer than that of a model directory "
+            "whose weights are loaded; leave it out"
+        )
+    if data.tokenizer != "auto":
+        if own and trained and not data.foreign_tokenizer and not same_tokenizer(data.tokenizer, str(folder)):
+            raise ConfigError(
+                f"data.tokenizer = {data.tokenizer!r} is another tokenizer than that of {model.name}, to whose weights "
+                "its ids mean other text; leave it out, or set data.foreign_tokenizer = true to train on them anyway"
+            )
+        return data
+    if not own and trained:
+        raise ConfigError(
+            f"model.name = '{model.name}' has weights and no tokenizer beside them, without which ids mean nothing to "
+            "it; add its tokenizer.json, or give data.tokenizer the one it was trained with"
+        )
+    resolved = data.resolved(str(folder) if own else "")
+    resolved.check()
+    return resolved
 
 
 def _teller(every_s: float = 2.0) -> Callable[[Any], None]:

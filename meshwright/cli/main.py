@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from meshwright import __version__
-from meshwright.errors import MeshwrightError, nearest
+from meshwright.errors import REFUSED, MeshwrightError, nearest
 
 VERBS = {
     "train": "prepare text, plan, train, evaluate, checkpoint; goes on where an earlier run of the directory stopped",
@@ -51,19 +51,19 @@ def main(argv: Sequence[str]) -> int:
         del words[0]
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
-        return 0 if words else 2
+        return 0 if words else REFUSED
     if words[0] == "--version":
         sys.stdout.write(f"meshwright {__version__}\n")
         return 0
     verb = words[0]
     if verb not in VERBS:
         sys.stderr.write(f"error: unknown command '{verb}'{nearest(verb, VERBS)}\n")
-        return 2
+        return REFUSED
     try:
         return int(importlib.import_module(f"meshwright.cli.{verb}").run(words[1:]))
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
-        return 1
+        return error.exit_status
     except BrokenPipeError:
         # Whoever read the output has gone (a pager, head); what was to be said can't be.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

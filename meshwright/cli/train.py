@@ -22,10 +22,13 @@ from meshwright.cli.inputs import (
     prepared,
     read_model,
     run_config,
+    text_config,
 )
 from meshwright.cli.layouts import check_fallbacks, facts_of, leaner, make_plans, plan_for_less
 from meshwright.cli.mirrored import fetch
 from meshwright.cli.nodes import Nodes, NodeWords, take_nodes
+from meshwright.cli.resumption import differences
+from meshwright.cli.run_contents import write_contents
 from meshwright.cli.words import answer, read_config, take_flag, take_value
 from meshwright.errors import ConfigError, RankError
 from meshwright.launch.choice import choose_launcher
@@ -46,11 +49,6 @@ if TYPE_CHECKING:
 
 PREEMPTED = 143
 """Exit status of a run that SIGTERM ended, its last state on disk. Source: POSIX shells, 128 + SIGTERM."""
-FREE_TO_CHANGE = {
-    *("layout", "trials", "model.sharding", "devices", "run", "launch", "monitor", "checkpoint", "evaluation"),
-    "recovery",
-}
-"""What a resumed run may set anew, since the curve doesn't depend on it; ``train.steps`` too, to go on longer."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -78,8 +76,11 @@ def _owned(config: RunConfig) -> RunConfig:
         name = config.model.name.rstrip("/").replace("/", "-").replace(":", "-").lstrip(".-")
         return dataclasses.replace(config, run=str(Path("runs") / f"{name}-{stamp}"))
     folder = Path(config.run)
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ConfigError(f"run = {folder}: {place} is a file, and a run is a directory; give another --run")
     if (folder / CONFIG).exists():
-        differing = _differences(run_config(folder).to_dict(), config.to_dict())
+        differing = differences(run_config(folder), config)
         if differing:
             raise ConfigError(
                 f"run directory {folder} belongs to another config: {'; '.join(differing)}; give another --run, or the "
@@ -88,20 +89,6 @@ def _owned(config: RunConfig) -> RunConfig:
     elif folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"run directory {folder} holds files but no {CONFIG}; give another --run")
     return config
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> list[str]:
-    found: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
-        path = f"{where}.{key}" if where else key
-        if path in FREE_TO_CHANGE or path == "train.steps":
-            continue
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += _differences(before, after, path)
-        elif before != after:
-            found.append(f"{path} was {before!r}, is {after!r}")
-    return found
 
 
 def train(config: RunConfig, hooks: Sequence[Hook] = (), nodes: NodeWords | None = None) -> dict[str, Any]:
@@ -139,7 +126,7 @@ def _train(
         Layout.parse(config.layout).check_ranks(launcher.ranks)
     if config.model.kind == "type":
         read_model(config, None, None)  # a wrong name or size is known before text is prepared
-    token_set = prepared(config.data, quiet=not first)
+    token_set = prepared(text_config(config.model, config.data), quiet=not first)
     if config.train.sample and config.train.sample_tokens:
         check_prompt(token_set.tokenizer(), config.train.sample)
     model = read_model(config, token_set.vocab_size, config.data.sequence)
@@ -172,11 +159,7 @@ def _train(
         header = _header(config, model, plan, token_set)
         job = dataclasses.replace(job, plan=plan, facts=facts, header=header)
         trials.written(run_dir, rows)
-    if first:
-        _write_run(run_dir, config, plan)
-        fetch(config, run_dir)
-    else:
-        _wait_for(run_dir / PLAN, config.launch.group_s)
+    _begin(job, first, isinstance(launcher, Nodes), token_set)
     if isinstance(launcher, Nodes):
         result, first = _nodes_result(config, model, job, launcher, machines)
     else:
@@ -184,6 +167,24 @@ def _train(
     if not first:
         return {name: result[name] for name in ("finished", "terminated")} if isinstance(launcher, Nodes) else {}
     return _conclude(config, run_dir, token_set, plan, result, machines)
+
+
+def _begin(job: Job, first: bool, nodes: bool, token_set: TokenSet) -> None:
+    """Writes what the run directory holds from the start, and brings its checkpoint back from elsewhere.
+
+    Args:
+        job: the run.
+        first: whether this process writes config and plan; another waits for them.
+        nodes: several nodes, whose directories may be their own.
+        token_set: the prepared text.
+    """
+    if first:
+        _write_run(job.run_dir, job.config, job.plan)
+        fetch(job.config, job.run_dir)
+    else:
+        _wait_for(job.run_dir / PLAN, job.config.launch.group_s)
+    if first or nodes:
+        write_contents(job.run_dir, job.model, token_set)
 
 
 def _machines(config: RunConfig, launcher: ForkLauncher | TorchrunLauncher | Nodes) -> Machines:

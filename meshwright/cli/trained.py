@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.inputs import CACHE, CONFIG, run_config
+from meshwright.cli.inputs import CONFIG, run_config
+from meshwright.cli.run_contents import model_folder, read_text
 from meshwright.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class Trained:
     tokenizer: Tokenizer
     eos: int | None
     """Token that ends a text."""
+    vocab: int | None = None
+    """Entries of the tokenizer."""
 
     def complete(
         self, prompt: str, *, max_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
@@ -43,6 +46,7 @@ class Trained:
             top_k=top_k,
             seed=seed,
             stop=self.eos,
+            vocab=self.vocab,
         )
         return str(self.tokenizer.decode(ids + made))[len(self.tokenizer.decode(ids)) :]
 
@@ -77,33 +81,34 @@ def newest_weights(run_dir: Path) -> tuple[int, Iterator[tuple[str, torch.Tensor
 
 
 def run_model(run_dir: Path) -> BuiltModel:
-    """Builds a run's model on the meta device."""
+    """Builds a run's model on the meta device, from what the run directory itself holds.
+
+    A function's code is no part of a run directory: it must be importable where this runs.
+    """
     from meshwright.models.build import build_meta
+    from meshwright.models.config import ModelConfig
 
-    config = run_config(run_dir)
-    return build_meta(config.model, vocab=run_tokens(run_dir).vocab_size, context=config.data.sequence)
-
-
-def run_tokens(run_dir: Path) -> Any:
-    """Opens the prepared text of a run."""
-    from meshwright.data.prepare import prepared_path
-    from meshwright.data.tokens import TokenSet
-
-    return TokenSet.open(prepared_path(run_config(run_dir).data, CACHE))
+    config, text, folder = run_config(run_dir), read_text(run_dir), model_folder(run_dir)
+    if folder is None:
+        return build_meta(config.model, vocab=text.vocab_size, context=config.data.sequence)
+    asked = config.model
+    kept = ModelConfig(name=str(folder), dropout=asked.dropout, attention=asked.attention, seed=asked.seed)
+    return build_meta(kept, weights=False)
 
 
 def open_run(run_dir: Path) -> Trained:
     """Loads a run's newest whole checkpoint into memory."""
-    built, token_set = run_model(run_dir), run_tokens(run_dir)
+    built, text = run_model(run_dir), read_text(run_dir)
     _, values = newest_weights(run_dir)
     _materialise(built, dict(values))
-    return Trained(built=built, tokenizer=token_set.tokenizer(), eos=token_set.eos_id)
+    return Trained(built=built, tokenizer=text.tokenizer(), eos=text.eos_id, vocab=text.vocab_size)
 
 
 def open_directory(folder: Path) -> Trained:
     """Loads a Hugging Face directory with its ``tokenizer.json``."""
     from tokenizers import Tokenizer
 
+    from meshwright.data.tokenizer import vocabulary_size
     from meshwright.models.build import build_meta
     from meshwright.models.config import ModelConfig
 
@@ -114,7 +119,9 @@ def open_directory(folder: Path) -> Trained:
     _materialise(built, {name: built.tensor(name) for name, _ in built.module.named_parameters()})
     config: Any = built.hf_config
     eos = getattr(config, "eos_token_id", None)
-    return Trained(built=built, tokenizer=Tokenizer.from_file(str(path)), eos=eos if isinstance(eos, int) else None)
+    tokenizer = Tokenizer.from_file(str(path))
+    end, vocab = eos if isinstance(eos, int) else None, vocabulary_size(tokenizer)
+    return Trained(built=built, tokenizer=tokenizer, eos=end, vocab=vocab)
 
 
 def open_trained(path: Path) -> Trained:

@@ -168,7 +168,7 @@ def _batches(
     """Returns global batches and their vocabulary: from the user's text, or made up."""
     import torch
 
-    from meshwright.cli.inputs import prepared
+    from meshwright.cli.inputs import prepared, text_config
     from meshwright.data.loader import Loader
     from meshwright.models.build import build_meta
     from meshwright.proof.verify import made_up_batches
@@ -180,7 +180,7 @@ def _batches(
         built = build_meta(model, vocab=None if model.kind == "directory" else VOCABULARY, context=config.sequence)
         vocab = min(built.vocab or VOCABULARY, VOCABULARY)
         return made_up_batches(config.steps, rows, config.sequence, vocab, _masks(built)), vocab
-    token_set = prepared(config.data)
+    token_set = prepared(text_config(config.model, config.data))
     masked = config.data.mask_documents
     loader = Loader(token_set.train, rows=rows, sequence=config.sequence, seed=0, mask_documents=masked)
     made = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,9 @@ from meshwright.errors import ConfigError
 
 DEFAULT_VOCABULARY = 4096
 """Entries of a trained byte-level BPE where nothing else is asked for."""
+
+TRAINED_TOKENIZERS = ("bpe", "chars")
+"""Tokenizers that are made of the text itself; any other is given."""
 
 PREPARED_FIELDS = (
     "tokenizer",
@@ -31,9 +35,12 @@ class DataConfig(Config):
     paths: tuple[str, ...] = ()
     """Files (txt, jsonl, parquet; txt and jsonl also .gz or .zst), directories and globs; none means the Python source
     text of the running interpreter."""
-    tokenizer: str = "bpe"
+    tokenizer: str = "auto"
     """``bpe`` trains a byte-level BPE, ``chars`` takes the characters of the corpus, anything else is a Hugging Face
-    tokenizer: a directory, a ``tokenizer.json`` or a hub name."""
+    tokenizer: a directory, a ``tokenizer.json`` or a hub name. ``auto`` is the model's own where the model is a
+    directory, else ``bpe``."""
+    foreign_tokenizer: bool = False
+    """Train a directory's weights on the ids of another tokenizer than its own, which mean other text to it."""
     vocab_size: int = DEFAULT_VOCABULARY
     """Entries of the trained BPE, end-of-text token included."""
     text_field: str = "text"
@@ -58,14 +65,24 @@ class DataConfig(Config):
     cache: str = ""
     """Directory under which prepared sets are kept; empty leaves the choice to the command."""
 
+    def resolved(self, directory: str = "") -> DataConfig:
+        """Returns the config with the tokenizer that ``auto`` stands for.
+
+        Args:
+            directory: of a model that has a tokenizer of its own; empty where there is none.
+        """
+        if self.tokenizer != "auto":
+            return self
+        return dataclasses.replace(self, tokenizer=directory or "bpe")
+
     def check(self) -> None:
         """Raises `ConfigError` for a size out of range or a setting that would have no effect."""
-        if self.tokenizer == "bpe" and self.vocab_size < 257:
+        if self.tokenizer in ("auto", "bpe") and self.vocab_size < 257:
             raise ConfigError(
                 f"data.vocab_size = {self.vocab_size}: a byte-level BPE needs 256 bytes and an end-of-text token, "
                 "so 257 at least; raise it, or use data.tokenizer = 'chars'"
             )
-        if self.tokenizer != "bpe" and self.vocab_size != DEFAULT_VOCABULARY:
+        if self.tokenizer not in ("auto", "bpe") and self.vocab_size != DEFAULT_VOCABULARY:
             raise ConfigError(
                 f"data.vocab_size = {self.vocab_size} has no effect with data.tokenizer = {self.tokenizer!r}: "
                 "only 'bpe' is trained to a size; leave it out"
@@ -81,6 +98,6 @@ class DataConfig(Config):
         if self.workers < 0:
             raise ConfigError(f"data.workers = {self.workers} must be 1 or more, or 0 for one a core")
         if not self.tokenizer:
-            raise ConfigError("data.tokenizer is empty; use 'bpe', 'chars' or the path of a tokenizer")
+            raise ConfigError("data.tokenizer is empty; use 'auto', 'bpe', 'chars' or the path of a tokenizer")
         if "" in self.paths:
             raise ConfigError("data.paths holds an empty path; name files, directories or globs")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from meshwright.errors import DataError
+from meshwright.errors import FAILED, DataError
 from meshwright.units import format_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -35,11 +35,13 @@ def full_disk(directory: Path) -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         free = shutil.disk_usage(directory).free if directory.exists() else 0
-        raise DataError(
+        full = DataError(
             f"disk full while writing under {directory} ({format_bytes(free)} free); prepared text takes about three "
             "times the bytes of the text while it is being made. Free some space or set data.cache to another disk, "
             "and run the same command again: finished parts are kept"
-        ) from error
+        )
+        full.exit_status = FAILED  # nothing was wrong with what was asked for
+        raise full from error
 
 
 @contextlib.contextmanager

@@ -12,7 +12,9 @@ from typing import Any
 from meshwright.data import tasks
 from meshwright.data.files import sha256, whole_file
 from meshwright.data.selection import Piece
+from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER
 from meshwright.data.tokens import MANIFEST
+from meshwright.errors import DataError
 
 _COPY_BYTES = 8 << 20
 
@@ -39,14 +41,14 @@ def merge(
     first = done = 0
     counts: dict[str, Any] = {}
     for name, count in units.items():
-        tokens, documents = _concatenate(beside, whole / name, range(first, first + count), facts["dtype"])
+        tokens, documents = _concatenate(beside, whole / name, range(first, first + count), facts)
         text_bytes = sum(piece.stop - piece.start for piece in splits[name])
         counts[name] = {"tokens": tokens, "documents": documents, "text_bytes": text_bytes}
         first += count
         done += text_bytes
         report(done)
     _write_text(beside, whole / "validation.txt", splits["validation"])
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in (TOKENIZER, SETTINGS, *(name for name in COMPANIONS if (beside / name).is_file())):
         with whole_file(whole / name) as file:
             file.write((beside / name).read_bytes())
     files = {
@@ -61,11 +63,16 @@ def merge(
         file.write(json.dumps(manifest, indent=2, sort_keys=True).encode("utf-8"))
 
 
-def _concatenate(beside: Path, stem: Path, numbers: range, dtype: str) -> tuple[int, int]:
+def _concatenate(beside: Path, stem: Path, numbers: range, facts: dict[str, Any]) -> tuple[int, int]:
     tokens = documents = 0
     with whole_file(stem.with_suffix(".bin")) as stream, whole_file(stem.with_suffix(".idx")) as index:
         for number in numbers:
-            part, ends = tasks.read_unit(tasks.unit_file(beside, number), dtype)
+            part, ends = tasks.read_unit(tasks.unit_file(beside, number), facts["dtype"])
+            if len(part) and int(part.max()) >= facts["vocab_size"]:
+                raise DataError(
+                    f"the tokenizer gave token {int(part.max())}, its vocabulary has {facts['vocab_size']} entries; "
+                    "give data.tokenizer one whose ids are all in its vocabulary"
+                )
             stream.write(part.tobytes())
             index.write((ends + ends.dtype.type(tokens)).tobytes())
             tokens += len(part)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 
-from meshwright.data.config import PREPARED_FIELDS, DataConfig
+from meshwright.data.config import PREPARED_FIELDS, TRAINED_TOKENIZERS, DataConfig
+from meshwright.data.digests import digest_sources
 from meshwright.data.files import full_disk, lone_writer, settle
 from meshwright.data.sources import Source, list_sources
 from meshwright.data.stages import Job, Progress, Report, work
+from meshwright.data.tokenizer import tokenizer_digest
 from meshwright.data.tokens import VERSION, TokenSet, read_manifest
 from meshwright.data.workers import Pool
 from meshwright.errors import ConfigError, DataError
@@ -23,18 +24,23 @@ LOCK_S = 6 * 3600.0
 """Longest wait for another process that prepares the same set."""
 
 
-def prepared_path(config: DataConfig, cache_root: str | Path) -> Path:
+def prepared_path(config: DataConfig, cache_root: str | Path, progress: Report | None = None) -> Path:
     """Returns where the set of this config and these inputs belongs.
+
+    It is named by what the inputs contain, wherever they lie and whenever they were written.
 
     Args:
         config: the data settings; its ``cache``, where set, goes before ``cache_root``.
         cache_root: directory of all prepared sets.
+        progress: called as files are read that weren't before.
 
     Raises:
         DataError: when a path isn't there.
     """
-    kind = config.tokenizer if config.tokenizer in ("bpe", "chars") else "given"
-    return Path(config.cache or cache_root).expanduser() / f"{kind}-{_key(config, list_sources(config.paths))[:16]}"
+    config = config.resolved()
+    root = Path(config.cache or cache_root).expanduser()
+    kind = config.tokenizer if config.tokenizer in TRAINED_TOKENIZERS else "given"
+    return root / f"{kind}-{_key(config, list_sources(config.paths), root, progress)[:16]}"
 
 
 def prepare(
@@ -56,11 +62,12 @@ def prepare(
         ConfigError: for settings that contradict each other or the input.
     """
     config.check()
+    config = config.resolved()
     out = Path(os.path.abspath(Path(out_dir).expanduser()))
     sources = list_sources(config.paths)
     if config.text_field != "text" and not any(source.kind in ("jsonl", "parquet") for source in sources):
         raise ConfigError(f"data.text_field = {config.text_field!r} has no effect: no input is jsonl or parquet")
-    key = _key(config, sources)
+    key = _key(config, sources, out.parent, progress)
     if out.exists():
         return _reuse(out, key)
     asked = config.workers if workers is None else workers
@@ -75,6 +82,9 @@ def prepare(
         with Pool(processes, inline) as pool:
             job = Job(config=config, sources=sources, key=key, beside=beside, pool=pool, report=progress or _silent)
             work(job)
+        if _key(config, sources, out.parent, None) != key:
+            shutil.rmtree(beside)
+            raise DataError("the text changed while it was being prepared; run the same command again")
         settle(beside / "whole", out)
         shutil.rmtree(beside)
     return TokenSet.open(out)
@@ -84,14 +94,20 @@ def _silent(progress: Progress) -> None:
     del progress
 
 
-def _key(config: DataConfig, sources: list[Source]) -> str:
-    """Hashes the inputs: the settings that change the files, and name, size and time of each source."""
+def _key(config: DataConfig, sources: list[Source], root: Path, progress: Report | None) -> str:
+    """Hashes the inputs: the settings that change the files, and kind and contents of each source, in order."""
     settings = {name: getattr(config, name) for name in PREPARED_FIELDS}
-    given = Path(config.tokenizer).expanduser()
-    given = given / "tokenizer.json" if given.is_dir() else given
-    if config.tokenizer not in ("bpe", "chars") and given.is_file():
-        settings["tokenizer"] = hashlib.sha256(given.read_bytes()).hexdigest()
-    whole = {"version": VERSION, "settings": settings, "sources": [dataclasses.astuple(source) for source in sources]}
+    if config.tokenizer not in TRAINED_TOKENIZERS:
+        settings["tokenizer"] = tokenizer_digest(config.tokenizer)
+    total = sum(source.size for source in sources)
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(Progress(stage="digest", done_bytes=done, total_bytes=total))
+
+    digests = digest_sources(sources, root, report)
+    contents = [(source.kind, digest) for source, digest in zip(sources, digests)]
+    whole = {"version": VERSION, "settings": settings, "contents": contents}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 

@@ -37,8 +37,6 @@ class Source:
     """How documents are read from it."""
     size: int
     """Bytes on disk."""
-    mtime_ns: int
-    """Time of the last change, nanoseconds."""
 
 
 def list_sources(paths: Sequence[str]) -> list[Source]:
@@ -101,7 +99,7 @@ def _source(path: str, kind: Kind) -> Source:
         state = os.stat(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
-    return Source(path=os.path.abspath(path), kind=kind, size=state.st_size, mtime_ns=state.st_mtime_ns)
+    return Source(path=os.path.abspath(path), kind=kind, size=state.st_size)
 
 
 def _interpreter_sources() -> list[Source]:

@@ -43,9 +43,9 @@ class Progress:
     """How far a step of the preparation is."""
 
     stage: str
-    """``read``, ``train``, ``encode`` or ``merge``."""
+    """``digest``, ``read``, ``train``, ``encode`` or ``merge``."""
     done_bytes: int
-    """Bytes of input (read) or text (the others) that are done."""
+    """Bytes of input (digest, read) or text (the others) that are done."""
     total_bytes: int
     """Bytes that the stage has to do."""
     tokens: int = 0

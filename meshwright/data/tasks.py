@@ -118,7 +118,10 @@ def _train(task: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def write_tokenizer(directory: Path, files: tokenizers_.TokenizerFiles) -> None:
-    """Writes ``tokenizer_config.json`` and then ``tokenizer.json``, whose presence says that both are whole."""
+    """Writes what goes with a tokenizer and then ``tokenizer.json``, whose presence says that all of it is whole."""
+    for name, text in files.companions.items():
+        with whole_file(directory / name) as file:
+            file.write(text.encode("utf-8"))
     with whole_file(directory / "tokenizer_config.json") as file:
         file.write(json.dumps(files.settings, indent=2, sort_keys=True).encode("utf-8"))
     with whole_file(directory / "tokenizer.json") as file:

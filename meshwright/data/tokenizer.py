@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.config import TRAINED_TOKENIZERS
 from meshwright.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+COMPANIONS = ("chat_template.jinja", "chat_template.json", "special_tokens_map.json")
+"""Text files that go with a tokenizer and change no token. Source: ``save_pretrained`` of transformers' tokenizers."""
+SOURCES = (TOKENIZER, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+"""Files by any of which a directory has a tokenizer."""
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -25,6 +34,8 @@ class TokenizerFiles:
     """Contents of ``tokenizer.json``."""
     settings: dict[str, Any]
     """Contents of ``tokenizer_config.json``; transformers reads the end-of-text token from it."""
+    companions: Mapping[str, str] = field(default_factory=dict)
+    """Contents of those of `COMPANIONS` that there are, by name."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFiles:
@@ -68,24 +79,28 @@ def given_tokenizer(name: str) -> TokenizerFiles:
         DataError: when nothing readable is there.
     """
     path = Path(os.path.expanduser(name))
-    folder = path if path.is_dir() else path.parent
     try:
         if path.is_file():
-            tokenizer = Tokenizer.from_file(str(path))
-        elif (path / "tokenizer.json").is_file():
-            tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        elif path.suffix == ".json" or (name.startswith(("/", ".", "~")) and not path.is_dir()):
+            return _read(path)
+        if (path / TOKENIZER).is_file():
+            return _read(path / TOKENIZER)
+        if path.suffix == ".json" or (name.startswith(("/", ".", "~")) and not path.is_dir()):
             raise FileNotFoundError("no such file or directory")
-        else:
-            return _converted(name)
-        beside = folder / "tokenizer_config.json"
-        settings = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        return _converted(name)
     except Exception as error:  # tokenizers raises bare Exception, transformers anything
         raise DataError(
             f"data.tokenizer = {name!r} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
             "give 'bpe', 'chars', a directory with tokenizer.json, or a tokenizer.json"
         ) from error
-    return _without_padding(tokenizer, settings)
+
+
+def _read(path: Path) -> TokenizerFiles:
+    """Reads a ``tokenizer.json`` with the files beside it that belong to it."""
+    beside = path.with_name(SETTINGS)
+    settings = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    companions = {name: path.with_name(name) for name in COMPANIONS}
+    texts = {name: file.read_text(encoding="utf-8") for name, file in companions.items() if file.is_file()}
+    return _without_padding(Tokenizer.from_file(str(path)), settings, texts)
 
 
 def _converted(name: str) -> TokenizerFiles:
@@ -95,17 +110,52 @@ def _converted(name: str) -> TokenizerFiles:
     whole = AutoTokenizer.from_pretrained(name, use_fast=True)
     if not hasattr(whole, "backend_tokenizer"):
         raise ValueError("it has no fast form")
-    return _without_padding(whole.backend_tokenizer, {"eos_token": whole.eos_token})
+    with tempfile.TemporaryDirectory() as folder:
+        whole.save_pretrained(folder)
+        return _read(Path(folder) / TOKENIZER)
 
 
-def _without_padding(tokenizer: Tokenizer, settings: dict[str, Any]) -> TokenizerFiles:
+def has_tokenizer(folder: Path) -> bool:
+    """True where a directory in Hugging Face format holds a tokenizer."""
+    return any((folder / name).is_file() for name in SOURCES)
+
+
+def same_tokenizer(name: str, other: str) -> bool:
+    """True where two tokenizers, as `given_tokenizer` takes them, give the same ids for any text.
+
+    ``bpe`` and ``chars`` are made of a corpus and equal no given one.
+    """
+    if name in TRAINED_TOKENIZERS:
+        return False
+    if tokenizer_digest(name) == tokenizer_digest(other):
+        return True
+    return given_tokenizer(name).text == given_tokenizer(other).text
+
+
+def tokenizer_digest(name: str) -> str:
+    """Returns a hash of a given tokenizer's files, or a hub name as it is.
+
+    Args:
+        name: as `given_tokenizer` takes it.
+    """
+    path = Path(os.path.expanduser(name))
+    if not path.exists():
+        return name
+    folder, first = (path, ()) if path.is_dir() else (path.parent, (path.name,))
+    names = dict.fromkeys((*first, *SOURCES, "merges.txt", SETTINGS, *COMPANIONS))
+    files = [folder / name for name in names if (folder / name).is_file()]
+    told = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _without_padding(tokenizer: Tokenizer, settings: dict[str, Any], companions: dict[str, str]) -> TokenizerFiles:
     """Drops truncation and padding, which would cut or fill documents without a word."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if _end_token(settings) is None:
         known = [token for token in _KNOWN_ENDS if tokenizer.token_to_id(token) is not None]
         settings = settings | _settings(known[0] if known else None)
-    return TokenizerFiles(text=tokenizer.to_str(), settings=settings)
+    return TokenizerFiles(text=tokenizer.to_str(), settings=settings, companions=companions)
 
 
 def _settings(end: str | None) -> dict[str, Any]:

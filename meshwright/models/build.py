@@ -44,6 +44,22 @@ class BuiltModel:
         """The transformers config, None for a module of another kind."""
         return getattr(self.module, "config", None) if is_transformers(self.module) else None
 
+    def save_config(self, folder: Path) -> None:
+        """Writes the transformers config as it was before `without_cache`, from which the same architecture is built.
+
+        Args:
+            folder: an existing directory.
+        """
+        config = self.hf_config
+        assert config is not None
+        for caching in self.caching:
+            caching.use_cache = True
+        try:
+            config.save_pretrained(folder)
+        finally:
+            for caching in self.caching:
+                caching.use_cache = False
+
     @property
     def vocab(self) -> int | None:
         """Vocabulary of the embedding, None where the anatomy knows no embedding."""
@@ -72,13 +88,16 @@ class BuiltModel:
                     buffer.copy_(self.source.read(name, None, buffer.dtype))
 
 
-def build_meta(config: ModelConfig, vocab: int | None = None, context: int | None = None) -> BuiltModel:
+def build_meta(
+    config: ModelConfig, vocab: int | None = None, context: int | None = None, weights: bool = True
+) -> BuiltModel:
     """Builds the model on the meta device.
 
     Args:
         config: which model.
         vocab: vocabulary of the data; used where the config is silent, and checked against a directory's.
         context: tokens in a row of the data, likewise.
+        weights: False leaves a directory's weights alone and reads its config only; they come from elsewhere.
 
     Raises:
         ConfigError: for a name, size or override that doesn't work.
@@ -103,7 +122,8 @@ def build_meta(config: ModelConfig, vocab: int | None = None, context: int | Non
     check_complete(module, recipe)
     anatomy = read_anatomy(module)
     _check_sizes(config, anatomy, vocab, context)
-    source = SafetensorsSource(Path(config.name), module) if config.kind == "directory" and not config.fresh else None
+    loads = weights and config.kind == "directory" and not config.fresh
+    source = SafetensorsSource(Path(config.name), module) if loads else None
     return BuiltModel(config, module, recipe, anatomy, source, without_cache(module))
 
 

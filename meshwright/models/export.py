@@ -106,6 +106,9 @@ def _save_transformers(
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(values[name])
+        for name, buffer in module.named_buffers():
+            if name in values:
+                buffer.copy_(values[name])
     module.config.dtype = kind
     for config in built.caching:
         config.use_cache = True

@@ -20,6 +20,7 @@ def generate_tokens(
     top_k: int | None = 50,
     seed: int = 0,
     stop: int | None = None,
+    vocab: int | None = None,
 ) -> list[int]:
     """Samples a continuation.
 
@@ -35,17 +36,15 @@ def generate_tokens(
         top_k: draw from the k likeliest only; None from all.
         seed: of the draws.
         stop: token that ends the text; it is not returned.
+        vocab: entries of the tokenizer, where the model has more: ids from there on are no text and never drawn.
 
     Returns:
         The added token ids.
 
     Raises:
-        ConfigError: for an empty prompt or a negative temperature.
+        ConfigError: for an empty prompt, ids that the model has no row for, or a negative temperature.
     """
-    if not prompt:
-        raise ConfigError("the prompt holds no token; give at least one character")
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ConfigError(f"temperature = {temperature} and top_k = {top_k}; they must be >= 0 and >= 1")
+    _check_request(anatomy, prompt, temperature, top_k)
     device = next(module.parameters()).device
     limit = anatomy.positions or anatomy.context
     generator = torch.Generator().manual_seed(seed)
@@ -63,13 +62,26 @@ def generate_tokens(
                 else:
                     window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
                     logits = model_forward(module, anatomy, window)
-                token = _pick(logits[0, -1], temperature, top_k, generator)
+                token = _pick(logits[0, -1, :vocab], temperature, top_k, generator)
                 if token == stop:
                     break
                 tokens.append(token)
     finally:
         module.train(training)
     return tokens[len(prompt) :]
+
+
+def _check_request(anatomy: Anatomy, prompt: list[int], temperature: float, top_k: int | None) -> None:
+    """Refuses what can't be continued or drawn from."""
+    if anatomy.vocab is not None and max(prompt, default=0) >= anatomy.vocab:
+        raise ConfigError(
+            f"the prompt holds token {max(prompt)}, the model's vocabulary has {anatomy.vocab} entries: the tokenizer "
+            "is another model's; give the directory its own"
+        )
+    if not prompt:
+        raise ConfigError("the prompt holds no token; give at least one character")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ConfigError(f"temperature = {temperature} and top_k = {top_k}; they must be >= 0 and >= 1")
 
 
 def _cached(module: nn.Module, anatomy: Anatomy) -> bool:

@@ -9,6 +9,9 @@ from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.train.faults import parse_faults
 
+USUAL_WARMUP = 100
+"""Steps of warm-up where nothing else is asked for and the run has four times as many."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Config):
@@ -47,19 +50,23 @@ class ScheduleConfig(Config):
 
     shape: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """``cosine``; ``linear``; ``wsd``: stable, then linear decay in the last ``decay_share``; ``constant``."""
-    warmup: int = 100
-    """Steps of linear warm-up from 0."""
+    warmup: int | None = None
+    """Steps of linear warm-up from 0; None for 100, or a quarter of the steps where that is less."""
     floor: float = 0.1
     """Last learning rate as a share of the peak."""
     decay_share: float = 0.2
     """Share of the steps that decay, for ``wsd``."""
+
+    def warmup_steps(self, steps: int) -> int:
+        """Returns the steps of warm-up of a run of so many steps."""
+        return min(USUAL_WARMUP, steps // 4) if self.warmup is None else self.warmup
 
     def check(self) -> None:
         """Refuses shares outside 0..1."""
         for name in ("floor", "decay_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"schedule.{name} = {getattr(self, name)}: it is a share, from 0 to 1")
-        if self.warmup < 0:
+        if self.warmup is not None and self.warmup < 0:
             raise ConfigError(f"schedule.warmup = {self.warmup}: it can't be negative")
 
 

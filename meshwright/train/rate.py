@@ -18,18 +18,19 @@ def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) ->
 
     Source: cosine: Loshchilov & Hutter, SGDR (ICLR 2017), equation 5; warmup-stable-decay: Hu et al., MiniCPM (2024).
     """
-    if step < config.warmup:
-        return peak * (step + 1) / (config.warmup + 1)
+    warmup = config.warmup_steps(steps)
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
     if config.shape == "constant":
         return peak
-    last = max(config.warmup + 1, steps - 1)
+    last = max(warmup + 1, steps - 1)
     if config.shape == "wsd":
         start = round(steps * (1 - config.decay_share))
         if config.decay_share:
-            start = max(config.warmup, min(start, last - 1))
+            start = max(warmup, min(start, last - 1))
         done = max(0.0, (step - start) / max(1, last - start))
     else:
-        done = (step - config.warmup) / (last - config.warmup)
+        done = (step - warmup) / (last - warmup)
     done = min(1.0, done)
     left = 0.5 * (1 + math.cos(math.pi * done)) if config.shape == "cosine" else 1 - done
     return peak * (config.floor + (1 - config.floor) * left)

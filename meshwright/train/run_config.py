@@ -49,7 +49,7 @@ class RunConfig(Config):
 
     def check(self) -> None:
         """Refuses combinations without effect."""
-        if self.schedule.warmup >= self.train.steps and self.schedule.shape != "constant":
+        if (self.schedule.warmup or 0) >= self.train.steps and self.schedule.shape != "constant":
             raise ConfigError(
                 f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"

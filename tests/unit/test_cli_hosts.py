@@ -46,7 +46,7 @@ def test_dry_run_shows_a_supervisor_on_each_host(hosts: str, capsys: pytest.Capt
 def test_words_of_nodes_that_make_no_sense_are_refused(
     words: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", *words.split()]) == 1
+    assert main(["train", *words.split()]) == 2
     assert told in capsys.readouterr().err
 
 
@@ -63,7 +63,7 @@ def test_dry_run_names_the_run_for_torchrun(hosts: str, capsys: pytest.CaptureFi
 
 
 def test_degrees_must_multiply_to_the_slots(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--layout", "shard=3", "--hostfile", hosts]) == 1
+    assert main(["train", "--layout", "shard=3", "--hostfile", hosts]) == 2
     assert "there are 4 ranks; nearest that works: --layout shard=4" in capsys.readouterr().err
 
 

@@ -79,7 +79,7 @@ def test_the_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_refusals(words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", *words]) == 1
+    assert main(["inspect", *words]) == 2
     message = capsys.readouterr().err
     assert all(part in message for part in parts), message
 

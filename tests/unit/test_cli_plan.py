@@ -73,5 +73,5 @@ def test_the_curve_names_its_knee(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nonsense_is_refused_in_a_sentence(more: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     import re
 
-    assert main([*WORDS, *more]) == 1
+    assert main([*WORDS, *more]) == 2
     assert re.search(why, capsys.readouterr().err)

@@ -18,7 +18,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def refused(root: Path, capsys: pytest.CaptureFixture[str], *more: str, status: int = 1, **options) -> str:
+def refused(root: Path, capsys: pytest.CaptureFixture[str], *more: str, status: int = 2, **options) -> str:
     """Returns the message; it stands alone, and nothing was begun."""
     assert main(words(root, "refused", *more, **options)) == status
     message = capsys.readouterr().err.rpartition("error: ")[2]
@@ -39,6 +39,10 @@ FLAGS = [
     (["--optimizer.beta2", "1.0"], ["optimizer.beta2 = 1.0", "under 1"]),
     (["--schedule.floor", "2"], ["schedule.floor = 2.0", "from 0 to 1"]),
     (["--schedule.warmup", "24"], ["schedule.warmup = 24", "train.steps = 24", "fewer warm-up steps"]),
+    (["--optimizer.lr", "nan"], ["optimizer.lr = nan", "finite"]),
+    (["--optimizer.clip", "inf"], ["optimizer.clip = inf", "finite"]),
+    (["--recovery.hang-s", "nan"], ["recovery.hang_s = nan", "finite"]),
+    (["--data.validation-share", "nan"], ["data.validation_share = nan", "finite"]),
     (["--devices", "0"], ["devices = 0", "at least one"]),
     (["--recovery.copies", "0"], ["recovery.copies = 0", "at least 1"]),
     (["--recovery.copies", "2"], ["recovery.copies = 2", "takes 3 nodes", "there is 1", "recovery.copies = 1"]),
@@ -144,10 +148,10 @@ def test_a_recipe(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     for text, told in cases.items():
         recipe.write_text(text)
-        assert main(["train", str(recipe), *words(root, "refused")[1:]]) == 1
+        assert main(["train", str(recipe), *words(root, "refused")[1:]]) == 2
         message = capsys.readouterr().err
         assert all(part in message for part in told), message
-    assert main(["train", str(root / "nowhere.toml")]) == 1
+    assert main(["train", str(root / "nowhere.toml")]) == 2
     assert "no such recipe" in capsys.readouterr().err
     assert not (root / "refused").exists()
 
@@ -156,12 +160,25 @@ def test_a_directory_that_is_no_run(root: Path, capsys: pytest.CaptureFixture[st
     other = root / "other"
     other.mkdir()
     (other / "letter.txt").write_text("dear")
-    assert main(words(root, "other")) == 1
+    assert main(words(root, "other")) == 2
     assert "holds files but no config.toml" in capsys.readouterr().err
     assert [path.name for path in other.iterdir()] == ["letter.txt"]
     for argv in (["generate", str(other), "--prompt", "x"], ["export", str(other), "--to", str(root / "x")]):
-        assert main(argv) == 1
+        assert main(argv) == 2
         assert str(other) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_is_no_run(below: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "letter").write_text("dear")
+    assert main(words(root, str(Path("letter") / below))) == 2
+    message = capsys.readouterr().err
+    assert "letter is a file" in message and "give another --run" in message and "Traceback" not in message
+    for argv in (["generate", str(root / "letter"), "--prompt", "x"], ["export", str(root / "letter"), "--to", "x"]):
+        assert main(argv) == 2
+        assert "letter" in capsys.readouterr().err
+    assert main(["train", str(root / "letter" / "recipe.toml")]) == 2
+    assert "no such recipe" in capsys.readouterr().err
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,5 +186,5 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
     assert main([]) == 2
     assert main(["--help"]) == 0
-    assert main(["generate"]) == 1
+    assert main(["generate"]) == 2
     assert "needs RUN|DIR" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import files
+from meshwright.data import digests, files
 from meshwright.data import prepare as module
 from meshwright.data.config import DataConfig
 from meshwright.data.prepare import prepare, prepared_path
@@ -67,8 +67,59 @@ def test_the_path_follows_settings_and_inputs(tmp_path: Path) -> None:
     for change in ({"dedup": False}, {"validation_share": 0.1}, {"normalise": "none"}, {"limit_bytes": 99}):
         assert prepared_path(dataclasses.replace(config, **change), path.parent) != path
     assert prepared_path(dataclasses.replace(config, cache=str(tmp_path / "else")), path.parent).parent.name == "else"
-    os.utime(config.paths[0], ns=(1, 1))
-    assert prepared_path(config, path.parent) != path
+
+
+def test_the_path_follows_contents_not_place_or_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cache = corpus(tmp_path), tmp_path / "cache"
+    text = Path(config.paths[0])
+    path = prepared_path(config, cache)
+    os.utime(text, ns=(1, 1))
+    assert prepared_path(config, cache) == path
+    (tmp_path / "else").mkdir()
+    moved = text.rename(tmp_path / "else" / "other.jsonl")
+    config = dataclasses.replace(config, paths=(str(moved),))
+    assert prepared_path(config, cache) == path
+    old, data = moved.stat(), moved.read_bytes()
+    assert data.count(b"cat") > 1
+    moved.write_bytes(data.replace(b"cat", b"dog", 1))
+    os.utime(moved, ns=(old.st_atime_ns, old.st_mtime_ns))  # as long and as old as before
+    assert prepared_path(config, cache) != path
+
+
+def test_a_file_that_stays_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cache = corpus(tmp_path), tmp_path / "cache"
+    monkeypatch.setattr(digests, "SETTLED_NS", -(10**9))  # what was written just now counts as settled
+    path = prepared_path(config, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(digests, "sha256", lambda path: pytest.fail("read again"))
+        assert prepared_path(config, cache) == path
+    for damage in (b"", b"[]", b'{"x": 1}', b'{"/x": [1, 2, 3, 4, 5]}'):
+        (cache / digests.DIGESTS).write_bytes(damage)
+        assert prepared_path(config, cache) == path
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = corpus(tmp_path)
+    made = prepare(config, tmp_path / "cache" / "set")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(digests, "whole_file", lambda path: (_ for _ in ()).throw(PermissionError(13, "no")))
+    (tmp_path / "cache" / digests.DIGESTS).unlink()
+    assert prepare(config, tmp_path / "cache" / "set").fingerprint == made.fingerprint
+
+
+def test_text_that_changes_while_it_is_prepared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = corpus(tmp_path)
+    done = module.work
+
+    def change(job: module.Job) -> None:
+        done(job)
+        with open(config.paths[0], "a") as file:
+            file.write('{"text": "late"}\n')
+
+    monkeypatch.setattr(module, "work", change)
+    with pytest.raises(DataError, match="changed while it was being prepared"):
+        prepare(config, tmp_path / "set")
+    assert not (tmp_path / "set").exists()
 
 
 def test_the_tail_of_one_document_is_held_out_and_has_no_end_token(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""What a run directory holds of model and text, so that it can be used without the files that it was made of.
+
+``tokenizer/`` has the tokenizer's files as transformers reads them, ``model/config.json`` the architecture of a
+transformers model, ``text.json`` the facts of the prepared text: its vocabulary, the token that ends a text, tokens and
+bytes of both splits (from which bits per byte follow) and its fingerprint. ``text.json`` is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from meshwright.data.tokens import TokenSet
+    from meshwright.models.build import BuiltModel
+
+TOKENIZER_FOLDER = "tokenizer"
+MODEL_FOLDER = "model"
+TEXT = "text.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunText:
+    """The tokenizer of a run and the facts of its text."""
+
+    folder: Path
+    """Directory of the tokenizer's files."""
+    facts: Mapping[str, Any]
+    """The manifest of the prepared set, but for its list of files."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id plus one."""
+        return int(self.facts["vocab_size"])
+
+    @property
+    def eos_id(self) -> int | None:
+        """Token that ends a text, or None."""
+        value = self.facts["eos_id"]
+        return None if value is None else int(value)
+
+    def tokenizer(self) -> Tokenizer:
+        """Loads the tokenizer."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+
+def write_contents(run_dir: Path, built: BuiltModel, token_set: TokenSet) -> None:
+    """Puts the tokenizer, the model's config and the facts of the text into a run directory, once.
+
+    Args:
+        run_dir: the run's directory, which exists.
+        built: the model on meta.
+        token_set: the prepared text.
+    """
+    if (run_dir / TEXT).exists():
+        return
+    from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER
+
+    for name in (SETTINGS, *COMPANIONS, TOKENIZER):
+        if (token_set.path / name).is_file():
+            _put(run_dir / TOKENIZER_FOLDER / name, (token_set.path / name).read_bytes())
+    if built.hf_config is not None:
+        with tempfile.TemporaryDirectory() as made:
+            built.save_config(Path(made))
+            for file in sorted(Path(made).iterdir()):
+                _put(run_dir / MODEL_FOLDER / file.name, file.read_bytes())
+    facts = {name: value for name, value in token_set.manifest.items() if name != "files"}
+    _put(run_dir / TEXT, json.dumps(facts, indent=2, sort_keys=True).encode("utf-8"))
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Writes a file beside and renames it: nodes that share the directory may write the same one at once."""
+    path.parent.mkdir(exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "wb") as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(content)
+    os.replace(beside, path)
+
+
+def read_text(run_dir: Path) -> RunText:
+    """Reads the facts of a run's text.
+
+    Raises:
+        ConfigError: when the run was begun without them.
+        DataError: when they are damaged.
+    """
+    try:
+        facts = json.loads((run_dir / TEXT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{run_dir} has no {TEXT}, which a run writes before its first step; the same train command adds it"
+        ) from None
+    except ValueError as error:
+        cure = "delete it, and the same train command adds it"
+        raise DataError(f"{run_dir / TEXT} is damaged ({error}); {cure}") from None
+    return RunText(folder=run_dir / TOKENIZER_FOLDER, facts=facts)
+
+
+def model_folder(run_dir: Path) -> Path | None:
+    """Returns the folder of a run's transformers config, or None for a function's module."""
+    folder = run_dir / MODEL_FOLDER
+    return folder if (folder / "config.json").is_file() else None
