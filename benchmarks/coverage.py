@@ -269,10 +269,10 @@ def remember_tables(built: Any, tell: Any) -> None:
 
     held: dict[int, Any] = {}
 
-    def remembered(model: Any, degree: int = 2, told: Any = None) -> Any:
+    def remembered(model: Any, degree: int = 2) -> Any:
         if degree not in held:
             began = time.monotonic()
-            held[degree] = tables.sharding_table(model, degree, told)
+            held[degree] = tables.sharding_table(model, degree)
             tell(**split_facts(built, held[degree]), table_s=round(time.monotonic() - began, 1))
         return held[degree]
 

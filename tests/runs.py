@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 
 from meshwright.cli.main import main
+from meshwright.forking import release_threads
 from meshwright.launch.devices import Devices
-from meshwright.launch.preload import prepare_environment, release_threads
+from meshwright.launch.preload import prepare_environment
 
 LIMIT_S = 240.0
 """Of a whole run, which takes seconds: a limit ends what hangs, and says nothing of how fast a machine is."""

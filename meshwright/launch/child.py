@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from meshwright.errors import LaunchError
+from meshwright.forking import die_with_parent
 from meshwright.launch.contract import Entry, RankContext
 from meshwright.launch.failure import RankFailure, describe_exception
 from meshwright.launch.host_memory import keep_host_memory
-from meshwright.launch.signals import die_with_parent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

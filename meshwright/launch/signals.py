@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,24 +10,6 @@ from types import FrameType
 
 STOP_SIGNAL = signal.SIGUSR1
 """What the launcher sends to a rank on the first Ctrl-C; SIGTERM keeps its meaning of ending a process at once."""
-
-
-_PR_SET_PDEATHSIG = 1
-"""Source: linux/prctl.h."""
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Lets the kernel kill this process when the thread that started it ends, whatever ends it (Linux only).
-
-    Args:
-        parent: process id that must be alive; the parent's now when None.
-    """
-    expected = os.getppid() if parent is None else parent
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # It may have gone before the kernel was told.
-        if os.getppid() != expected:
-            os._exit(1)
 
 
 @contextmanager

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.forking import die_with_parent
 from meshwright.launch.contract import Entry, HostCommand, RankContext
 from meshwright.launch.devices import count_gpus
 from meshwright.launch.failure import RankLabel, prefixed, rank_prefix
-from meshwright.launch.signals import STOP_SIGNAL, die_with_parent
+from meshwright.launch.signals import STOP_SIGNAL
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets. Source: torch.distributed.run, Environment Variables."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes import cp
 from meshwright.axes.table import ShardingTable
 from meshwright.models.build import BuiltModel, build_meta
@@ -28,6 +29,7 @@ class Context:
     there are ranks."""
 
 
+@computed_by_helper
 def read_context(built: BuiltModel, table: ShardingTable, degree: int, tensor: int, attention: str) -> Context:
     """Finds a way to split a model's tokens over ranks.
 

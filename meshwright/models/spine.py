@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
+from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes.spine import Path, Returned, Spine
 from meshwright.axes.stage.cut import copied
 from meshwright.errors import MeshwrightError, PlanError
@@ -33,6 +34,7 @@ _LARGE = 1 << 28
 """Elements beyond which a function's model isn't tried out, for it can't be shrunk."""
 
 
+@computed_by_helper
 def read_spine(built: BuiltModel) -> Spine:
     """Returns the spine of a model, proven on a small clone.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes.table import Group, LayerRows, ShardingTable
 from meshwright.axes.wide import Wide
 from meshwright.errors import ConfigError
@@ -124,15 +125,13 @@ def narrowed(built: BuiltModel) -> ModelConfig:
     return ModelConfig.from_dict(values)
 
 
-def sharding_table(
-    built: BuiltModel, degree: int = 2, told: Callable[[str], None] | None = None
-) -> ShardingTable:
+@computed_by_helper
+def sharding_table(built: BuiltModel, degree: int = 2) -> ShardingTable:
     """Reads the sharding table of a model.
 
     Args:
         built: on meta; it stays as it is.
         degree: the groups are rehearsed for this many ranks (2 where one has fewer units).
-        told: hears what is being looked at.
 
     Raises:
         ConfigError: when the model doesn't run on a small clone.
@@ -160,8 +159,6 @@ def sharding_table(
             continue
         key = _kind(modules[name])
         if key not in kinds:
-            if told:
-                told(f"reading {name}")
             kinds[key] = _rows(called[name], partial(_item, traces, name), degree)
         layers[name] = kinds[key]
     table = _with_vocabulary(clone, ShardingTable(layers=layers), degree)

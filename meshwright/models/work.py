@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes import tp
 from meshwright.axes.comm.drawing import Drawing
 from meshwright.axes.table import ShardingTable
@@ -23,6 +24,7 @@ from meshwright.models.operators import BlankWire, faked, measure_work
 from meshwright.shape import ModelWork, Work
 
 
+@computed_by_helper
 def measure_model(
     built: BuiltModel,
     rows: int,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.launch.signals import die_with_parent
+from meshwright.forking import die_with_parent
 
 Planner = Callable[[int], Any]
 """Gives what a run of that many ranks needs; raises `MeshwrightError` where there is no layout."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from meshwright.checkpoint.remote import receive, serve
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header, peek
-from meshwright.launch.signals import die_with_parent
+from meshwright.forking import die_with_parent
 from meshwright.train.faults import Faults
 from meshwright.train.memory import Copied
 

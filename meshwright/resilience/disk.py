@@ -17,7 +17,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, State, peek, read_snapshots, whole_states
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
-from meshwright.launch.signals import die_with_parent
+from meshwright.forking import die_with_parent
 from meshwright.plan import Layout
 from meshwright.train.faults import WRITER, Fault, Faults
 from meshwright.train.memory import Control

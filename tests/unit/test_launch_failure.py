@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from meshwright import forking
 from meshwright.errors import CheckpointError, LaunchError
-from meshwright.launch import host_memory, preload
+from meshwright.launch import host_memory
 from meshwright.launch.failure import (
     LOST_CONTACT,
     RankFailure,
@@ -88,16 +89,16 @@ def test_a_thread_stands_in_the_way_of_a_fork():
     thread = threading.Thread(target=done.wait, args=(10,), name="writer")
     thread.start()
     try:
-        assert "writer" in (preload.fork_obstacle() or "")
+        assert "writer" in (forking.fork_obstacle() or "")
     finally:
         done.set()
         thread.join()
-    assert preload.fork_obstacle() is None
+    assert forking.fork_obstacle() is None
 
 
 def test_an_open_gpu_driver_stands_in_the_way_of_a_fork(monkeypatch):
-    monkeypatch.setattr(preload, "_target", lambda link: "/dev/nvidia-uvm")
-    assert "GPU driver" in (preload.fork_obstacle() or "")
+    monkeypatch.setattr(forking, "_target", lambda link: "/dev/nvidia-uvm")
+    assert "GPU driver" in (forking.fork_obstacle() or "")
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.preload import release_threads
+from meshwright.forking import release_threads
 from meshwright.launch.rendezvous import LOOPBACK_INTERFACE
 from meshwright.monitor.flight import Unfinished, find_recorder, read_dump, unfinished
 from meshwright.monitor.progress import ProgressWriter, reset_progress

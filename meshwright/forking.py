@@ -1,0 +1,100 @@
+"""What must be true of a process before it forks, how to make it so, and how a forked process goes with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+_OMP_PAUSE_HARD = 2
+"""Source: OpenMP 5.0, omp_pause_resource_t."""
+_PR_SET_PDEATHSIG = 1
+"""Source: linux/prctl.h."""
+_ENGINE_THREAD = "pt_autograd"
+"""How the names of the autograd engine's device threads begin. Source: torch/csrc/autograd/engine.cpp."""
+
+
+def fork_obstacle() -> str | None:
+    """Returns why this process can't fork ranks, or None when it can."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        return "CUDA is initialised in this process, and a forked rank can't use it again"
+    if _holds_device("/dev/nvidia-uvm"):
+        return "this process has the GPU driver open, and a forked rank can't use it again"
+    if _has_engine_threads():
+        return (
+            "torch's autograd engine has run in this process and started a thread for each GPU, which a forked rank "
+            "doesn't inherit, so that its first backward would fail"
+        )
+    others = [t.name for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
+    if others:
+        return f"other threads run in this process ({', '.join(others)}), and a lock that they hold would stay locked"
+    return None
+
+
+def release_threads() -> None:
+    """Ends GNU OpenMP's pool of this thread: a forked rank would wait for ever for workers that it didn't inherit.
+
+    The pool comes back with the next parallel operation. Other OpenMP libraries look after themselves at a fork.
+    Source: OpenMP 5.0, omp_pause_resource_all.
+    """
+    if "torch" not in sys.modules:
+        return
+    for path in _loaded_libraries("libgomp"):
+        library = ctypes.CDLL(path)
+        if hasattr(library, "omp_pause_resource_all"):
+            library.omp_pause_resource_all(_OMP_PAUSE_HARD)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Lets the kernel kill this process when the thread that started it ends, whatever ends it (Linux only).
+
+    Args:
+        parent: process id that must be alive; the parent's now when None.
+    """
+    expected = os.getppid() if parent is None else parent
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # It may have gone before the kernel was told.
+        if os.getppid() != expected:
+            os._exit(1)
+
+
+def _loaded_libraries(name: str) -> set[str]:
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return {line.split(maxsplit=5)[5] for line in lines if name in line.rpartition("/")[2]}
+
+
+def _has_engine_threads() -> bool:
+    """Whether the autograd engine has started its device threads here; a CPU build of torch has none."""
+    return any(name.startswith(_ENGINE_THREAD) for name in _thread_names())
+
+
+def _thread_names() -> list[str]:
+    """Returns the kernel's names of this process's threads; none where there is no /proc."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        try:
+            names.append(path.read_text(encoding="utf-8", errors="replace"))
+        except OSError:  # it ended meanwhile
+            continue
+    return names
+
+
+def _holds_device(device: str) -> bool:
+    folder = Path("/proc/self/fd")
+    numbers = os.listdir(folder) if folder.is_dir() else []
+    return any(_target(folder / number) == device for number in numbers)
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
