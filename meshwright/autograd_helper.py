@@ -57,8 +57,8 @@ class _HelperTraceback(Exception):
 def computed_by_helper(compute: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function that runs the autograd engine: each call computes in a forked helper process.
 
-    The function's arguments are inherited, so they may be anything; what it returns must be picklable, without a live
-    autograd graph. Its error is raised here with type and message; its warnings are given here.
+    The function's arguments are inherited, so they may be anything; what it returns must be picklable, and a tensor in
+    it comes without its autograd graph. Its error is raised here with type and message; its warnings are given here.
     """
 
     @functools.wraps(compute)
