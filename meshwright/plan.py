@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from meshwright.axes.axis import known_axes
-from meshwright.axes.groups import describe_rank, mesh_shape, reader, world_size
+from meshwright.axes.groups import describe_rank, mesh_shape, reader, state_axes, state_shards, world_size
 from meshwright.errors import PlanError, nearest
 from meshwright.schedules.action import Schedule
 from meshwright.schedules.file import build_schedule
@@ -200,6 +200,16 @@ class Layout:
     def shape(self) -> dict[str, int]:
         """Returns the mesh's axes and sizes, outermost first."""
         return mesh_shape(self.degrees)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """Axes over whose product the state of a weight is sharded; none at ``zero=0``."""
+        return state_axes(self.zero)
+
+    @property
+    def state_shards(self) -> int:
+        """Number of ranks that share the state of a weight."""
+        return int(state_shards(self.degrees, self.zero))
 
     def reader(self, rank: int) -> tuple[int, int]:
         """Returns (index, count): which part of each global batch a rank reads."""

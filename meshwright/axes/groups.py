@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshwright.axes.axis import Axis, Holds, Reads, known_axes
 
@@ -69,6 +70,55 @@ def gradient_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = N
         axes: the known axes.
     """
     return tuple(name for name in loss_axes(axes) if name not in sharded_on)
+
+
+def state_axes(zero: int, axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes over whose product ZeRO shards the state of a weight: the one list that all rooms read.
+
+    These are the axis that holds shards and reads other rows, and the axes inside of it whose ranks read other data:
+    their gradients are summed anyway, so the sum can leave each rank its part. Source: torchtitan's ``dp_shard_cp``.
+
+    Args:
+        zero: the ZeRO level; 0 shards nothing.
+        axes: the known axes.
+    """
+    axes = known_axes() if axes is None else axes
+    names = loss_axes(axes)
+    shards = [at for at, name in enumerate(names) if axes[name].holds is Holds.SHARD]
+    return names[shards[0] :] if zero and shards else ()
+
+
+def state_shards(degrees: Mapping[str, Any], zero: int, axes: Mapping[str, Axis] | None = None) -> Any:
+    """Returns the number of ranks that share the state of a weight.
+
+    Args:
+        degrees: axis name to degree, absent means 1; arrays where many layouts are asked for.
+        zero: the ZeRO level of them all.
+        axes: the known axes.
+    """
+    return math.prod(degrees.get(name, 1) for name in state_axes(zero, axes))
+
+
+def state_index(rank: int, degrees: Mapping[str, int], zero: int) -> int:
+    """Returns a rank's index among those that share the state of a weight (row-major, the last axis fastest)."""
+    place, index = coordinates(rank, degrees), 0
+    for name in state_axes(zero):
+        index = index * degrees.get(name, 1) + place[name]
+    return index
+
+
+def carved_shards(name: str, degrees: Mapping[str, Any], zero: int, axes: Mapping[str, Axis] | None = None) -> Any:
+    """Returns the number of ranks that share the state of what an axis splits which carves others.
+
+    Args:
+        name: the axis; its degree divides the ranks of those that it carves.
+        degrees: axis name to degree, absent means 1; arrays where many layouts are asked for.
+        zero: the ZeRO level of them all.
+        axes: the known axes.
+    """
+    axes = known_axes() if axes is None else axes
+    block = math.prod(degrees.get(other, 1) for other in axes[name].carves)
+    return block // degrees.get(name, 1) if zero else 1
 
 
 def norm_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:

@@ -133,9 +133,9 @@ def wrap(
     Args:
         module: the model, on the meta device or materialised; parameters become DTensors, sharded on dim 0.
         layers: its repeated blocks, each a unit of gathering; the rest is one unit that stays gathered in the step.
-        mesh: ``(shard,)``.
+        mesh: of one dimension: the ranks that share the state.
         options: how.
-        wires: collectives of the shard axis and, where the shards have copies, of the axis of these.
+        wires: collectives of these ranks and, where the shards have copies, of the ranks of the copies.
         apart: modules that are sharded over other ranks; None for none.
 
     Returns:

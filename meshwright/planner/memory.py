@@ -157,7 +157,7 @@ def paper_memory(layout: Layout, count: int) -> int:
     """
     wide = _wide(layout)
     narrow = 2 if layout.mixed else wide
-    shards = layout.degree("shard")
+    shards = layout.state_shards
     divided = (3 * wide, narrow, narrow)[: layout.zero]
     whole = (3 * wide, narrow, narrow)[layout.zero :]
     return count * sum(divided) // shards + count * sum(whole)

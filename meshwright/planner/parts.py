@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from meshwright.axes.experts import ExpertRows
-from meshwright.axes.groups import coordinates
+from meshwright.axes.groups import carved_shards, coordinates, state_index
 from meshwright.axes.spine import Spine, divide, held_names
 from meshwright.axes.table import ShardingTable, vocabulary_span
 from meshwright.errors import PlanError
@@ -36,7 +36,7 @@ class StateSizes:
         """Yields the one place that there is, as `ModelParts.positions` does."""
         layers = tuple(HeldLayer(own=((count, 1),)) for count in self.layers)
         stage = HeldStage(rest=((self.rest, 1),), layers=layers)
-        yield {}, Held(stages=(stage,), shards=layout.degree("shard"))
+        yield {}, Held(stages=(stage,), shards=layout.state_shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,8 @@ class Places:
         place = coordinates(rank, layout.degrees)
         spot = (place["shard"] * layout.degree("cp") + place["cp"]) * layout.degree("tp") + place["tp"]
         behind, index = divmod(spot, layout.degree("ep"))
-        return self.held(place["pp"], place["tp"], index), place["shard"], behind
+        shard = state_index(rank, layout.degrees, layout.zero)
+        return self.held(place["pp"], place["tp"], index), shard, behind if layout.zero else 0
 
     def held(self, pp: int, tp: int, ep: int) -> Held:
         """Returns what the ranks of one place along three axes hold."""
@@ -163,11 +164,10 @@ class Places:
             twins += [_rows(local[name]) for name in names if firsts[name] in seen]
             seen |= set(firsts.values())
             stages.append(self._stage(names, local))
-        block = math.prod(layout.degree(name) for name in ("shard", "cp", "tp"))
         return Held(
             stages=tuple(stages),
-            shards=layout.degree("shard"),
-            expert_shards=block // layout.degree("ep"),
+            shards=layout.state_shards,
+            expert_shards=carved_shards("ep", layout.degrees, layout.zero),
             twins=tuple(twins),
         )
 

@@ -160,10 +160,11 @@ def _shard_data(work: Work) -> None:
                 offload=layout.offload == "parameters",
                 first=part.first,
             )
-            copies = mesh.across(gradient_axes((shard.AXIS.name,)))
-            wires = [mesh.wires["shard"], *([copies] if copies.size > 1 else [])]
-            apart = _apart(part, mesh, [mesh.wires["replicate"]] if layout.degree("replicate") > 1 else [])
-            part.sync.insert(0, shard.wrap(part.module, part.layers, mesh.axes("shard"), options, wires, apart))
+            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
+            shards = mesh.across(layout.state_axes or (shard.AXIS.name,))
+            wires = _used(shards, mesh.across(gradient_axes(layout.state_axes)))
+            apart = _apart(part, mesh)
+            part.sync.insert(0, shard.wrap(part.module, part.layers, mesh.line(shards), options, wires, apart))
         elif mesh is not None:
             experts = {name for name, place in part.places.items() if ep.AXIS.name in place.axes}
             names = [name for name, _ in part.module.named_parameters()]
@@ -175,15 +176,21 @@ def _shard_data(work: Work) -> None:
                     part.sync.insert(0, _LateReplicate(part.module, own, wire, work.source.layers))
 
 
-def _apart(part: Part, mesh: Mesh, copies: Sequence[Wire]) -> shard.Apart | None:
+def _used(shards: Wire, copies: Wire) -> list[Wire]:
+    """The wires of a unit: over the ranks that share its state and, where these have copies, over the copies."""
+    return [shards, copies] if copies.size > 1 else [shards]
+
+
+def _apart(part: Part, mesh: Mesh) -> shard.Apart | None:
     """The experts modules of a part, whose shards lie on the ranks that hold the same experts."""
     owners = {name.rpartition(".")[0]: None for name, place in part.places.items() if ep.AXIS.name in place.axes}
     if not owners:
         return None
+    wires = [mesh.across((shard.AXIS.name,)), mesh.wires["ep_copies"]]
+    if mesh.layout.zero:
+        wires = [mesh.wires["ep_shard"], mesh.across(gradient_axes(ep.AXIS.carves))]
     return shard.Apart(
-        modules=[part.module.get_submodule(name) for name in owners],
-        mesh=mesh.holders("ep"),
-        wires=[mesh.wires["ep_shard"], *copies],
+        modules=[part.module.get_submodule(name) for name in owners], mesh=mesh.line(wires[0]), wires=_used(*wires)
     )
 
 

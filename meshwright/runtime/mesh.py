@@ -51,10 +51,11 @@ class Mesh:
             group, _ = dist.new_subgroups_by_enumeration(groups)
             self.wires[name + suffix] = Wire(name + suffix, group, self.log)
 
-    def holders(self, name: str) -> DeviceMesh:
-        """Returns the ranks that may share shards of what a carving axis splits, as a mesh of one dimension."""
-        wire = f"{name}_shard"
-        return DeviceMesh.from_group(self.wires[wire].group, self.device_type, mesh_dim_names=(wire,))
+    def line(self, wire: Wire) -> DeviceMesh:
+        """Returns the ranks of a wire as a mesh of one dimension, which has the wire's name."""
+        if wire.axis in self.layout.shape():
+            return self.device_mesh[wire.axis]
+        return DeviceMesh.from_group(wire.group, self.device_type, mesh_dim_names=(wire.axis,))
 
     def across(self, names: Sequence[str]) -> Wire:
         """Returns a wire over the product of some axes; all ranks must ask for it together."""
@@ -79,10 +80,6 @@ class Mesh:
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
             self.wires[key] = Wire(name, group, self.log)
         return self.wires[key]
-
-    def axes(self, *names: str) -> DeviceMesh:
-        """Returns the sub-mesh over some axes."""
-        return self.device_mesh[names]
 
     def barrier(self, timeout: timedelta) -> None:
         """Waits for all ranks.

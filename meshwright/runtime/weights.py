@@ -63,8 +63,8 @@ class Weight:
         if not isinstance(self.parameter, DTensor):
             return self.place.axes
         names = self.parameter.device_mesh.mesh_dim_names or ()
-        data = (name for name, placed in zip(names, self.parameter.placements) if isinstance(placed, Shard))
-        return (*self.place.axes, *data)
+        data = [name for name, placed in zip(names, self.parameter.placements) if isinstance(placed, Shard)]
+        return (*self.place.axes, *(axis for name in data for axis in name.split("+")))
 
     @property
     def shards(self) -> int:

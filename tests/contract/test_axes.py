@@ -16,6 +16,9 @@ from meshwright.axes.groups import (
     mesh_shape,
     norm_axes,
     reader,
+    state_axes,
+    state_index,
+    state_shards,
     world_size,
     writes,
 )
@@ -143,3 +146,17 @@ def test_every_part_has_one_writer() -> None:
 def test_ranks_are_named_by_their_places() -> None:
     assert describe_rank(3, {"replicate": 2, "shard": 2}) == "rank 3: replicate 1, shard 1"
     assert describe_rank(0, {}) == "rank 0"
+
+
+def test_state_is_shared_by_all_that_sum_its_gradient_inside_of_the_shards() -> None:
+    assert state_axes(3) == ("shard", "cp") and state_axes(0) == ()
+    late = Axis(name="late", reads=Reads.TOKENS, holds=Holds.COPY, order=45, purpose="another one inside")
+    assert state_axes(1, known_axes() | {"late": late}) == ("shard", "cp", "late")
+    for axes, degrees in CASES:
+        ranks = world_size(degrees, axes)
+        if axes is MADE_UP or ranks > 64:
+            continue
+        for rank in range(0, ranks, 5):
+            line = sorted(group(rank, state_axes(2), degrees, axes))
+            assert len(line) == state_shards(degrees, 2)
+            assert [state_index(other, degrees, 2) for other in line] == list(range(len(line)))

@@ -115,6 +115,21 @@ def test_eight_ranks(model: str, text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        ("llama", ("shard=2,cp=2,zero=1,microbatches=2", "shard=2,cp=2,zero=2,microbatches=2", "shard=2,cp=2,zero=3")),
+        ("mixtral", ("shard=2,cp=2,zero=3", "shard=2,cp=2,ep=2,zero=3,microbatches=2", "shard=2,cp=2,ep=4,zero=1")),
+        ("llama", ("replicate=2,shard=2,cp=2,zero=2,microbatches=2", "pp=2,shard=2,cp=2,zero=3,microbatches=2")),
+        ("gpt2", ("shard=2,cp=2,tp=2,zero=3,sequence=true", "pp=2,shard=2,cp=2,zero=1,microbatches=4,schedule=zbv")),
+        ("mixtral", ("replicate=2,cp=2,ep=2,tp=2", "shard=2,cp=2,tp=2,ep=2,zero=2")),
+    ],
+)
+def test_state_is_shared_by_the_ranks_that_read_other_tokens(model: str, texts: tuple[str, ...]) -> None:
+    all_pass(prove(model, texts))
+
+
+@pytest.mark.slow
 def test_sixteen_ranks_in_four_dims() -> None:
     all_pass(prove("mixtral", ("pp=2,shard=2,cp=2,tp=2,ep=4,zero=1,microbatches=2",), rows=8))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from meshwright.axes.experts import ExpertRows
@@ -135,7 +133,7 @@ def test_experts_are_spread_and_sharded_over_their_own_ranks() -> None:
 
 SUMS = [
     "shard=3,zero=3", "tp=3,shard=2,zero=1", "pp=2,shard=2,tp=2,zero=1", "replicate=2,shard=2,cp=2,ep=2,zero=2",
-    "pp=4,tp=2",
+    "pp=4,tp=2", "cp=4", "shard=2,cp=3,zero=1", "replicate=2,cp=3,ep=3", "cp=3,ep=3,precision=bf16",
 ]  # fmt: skip
 
 
@@ -143,13 +141,13 @@ SUMS = [
 def test_ranks_keep_every_weight_as_often_as_there_are_copies(text: str) -> None:
     layout, parts = Layout.parse(text), model(tied=False)
     kept = sum(rest_bytes(layout, parts, rank) for rank in range(layout.world))
-    copies = math.prod(layout.degree(name) for name in ("replicate", "cp"))
+    copies = layout.degree("replicate") * (1 if layout.zero else layout.degree("cp"))
     # What is neither split by tp nor an expert is there once for each index of tp.
     more = 0
     if layout.degree("tp") > 1:
         more = (layout.degree("tp") - 1) * (LAYERS * (NORM + MIX) + NORM)
-    if layout.degree("ep") > 1:  # experts are sharded over cp as well
-        more -= LAYERS * MIX * (layout.degree("cp") - 1) // layout.degree("cp")
+    if layout.degree("ep") > 1 and not layout.zero:  # the ranks of cp hold other experts
+        more -= LAYERS * MIX * (layout.degree("ep") - 1) // layout.degree("ep")
     assert kept == 4 * copies * (parts.total + more)
 
 

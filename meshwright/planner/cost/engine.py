@@ -35,8 +35,6 @@ class States:
     """Temporaries of the update while no activations are held: (whole, divided) bytes a parameter."""
     rest: bool = False
     """Whether ZeRO-3 keeps a narrow shard at rest beside the masters."""
-    over_cp: bool = True
-    """Whether ranks of cp share the shards too."""
     bucket_bytes: float = 0.0
     """Buffers of the gradient reduction."""
 

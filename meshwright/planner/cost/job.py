@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.axes.axis import known_axes
+from meshwright.axes.groups import carved_shards, state_shards
 from meshwright.errors import PlanError
 from meshwright.plan import OFFLOADS, Layout
 from meshwright.shape import ModelShape
@@ -100,6 +102,20 @@ class Degrees:
     def readers(self) -> Array:
         """Ranks that hold the same weights: replicate x shard x cp."""
         return self.replicate * self.shard * self.cp
+
+    @property
+    def state_shards(self) -> Array:
+        """Ranks that share the state of a weight, (N,)."""
+        return np.where(self.zero > 0, state_shards(self._by_axis(), 1), 1.0)
+
+    @property
+    def expert_shards(self) -> Array:
+        """The same of experts, of which ``ep`` gives a rank some, (N,); of others where it doesn't."""
+        spread = np.where(self.zero > 0, carved_shards("ep", self._by_axis(), 1), 1.0)
+        return np.where(self.ep > 1, spread, self.state_shards)
+
+    def _by_axis(self) -> dict[str, Array]:
+        return {name: getattr(self, name) for name in known_axes()}
 
     @property
     def world(self) -> Array:

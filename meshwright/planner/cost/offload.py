@@ -57,7 +57,7 @@ def without(found: dict[str, Array], degrees: Degrees, trained: Array, total: Ar
     mode, moving = d.offload[:, None], np.minimum(units, total)
     some, most = mode == OPTIMIZER, mode == PARAMETERS
     whole = (((d.zero < 2) & (d.microbatches > 1)) | (d.pp > 1))[:, None]
-    shards = d.shard[:, None]
+    shards = d.state_shards[:, None]
     arriving = size * moving * np.where(shards > 1, 1.0 / shards, ONE_WEIGHT)
     # A scatter's input stands until the next one's is made, so that two units' gradients are on their way.
     leaving = np.where(whole, size * total, size * moving)

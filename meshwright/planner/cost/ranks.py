@@ -260,7 +260,7 @@ class Ranks:
         runtime, device = self.engine.runtime, self.model.machine.device
         own, experts = self.trained()
         after = self.wires.reduce_s(self, own, experts)
-        trained, size = owned(self.engine.states, self.degrees, own, experts), wide_bytes(self.job.precision)
+        trained, size = owned(self.degrees, own, experts), wide_bytes(self.job.precision)
         update = move_s(trained * runtime.update_bytes * size / 4.0, device)
         parts = {"reduce": after, "optimizer": update, "offload": np.zeros_like(update)}
         if self.degrees.offload.any():
@@ -292,7 +292,7 @@ class Ranks:
         offloads = d.offload.any()
         before = sum(found[name] for name in STATE) if offloads else 0.0
         if offloads:
-            without(found, d, owned(engine.states, d, *self.trained()), own + experts, units, size)
+            without(found, d, owned(d, *self.trained()), own + experts, units, size)
         found["activations"] = self._activations()
         found["logits"] = np.zeros_like(own)
         self._add_last(found["logits"], self.costs.head.working)

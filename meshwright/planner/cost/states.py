@@ -24,10 +24,8 @@ def state_bytes(
         wide: bytes of an element where compute is in float32 or float64, which has no masters apart; else 0.
     """
     d = degrees
-    zero, shard = d.zero[:, None], np.maximum(1.0, d.shard * (d.cp if states.over_cp else 1.0))[:, None]
-    spread = np.maximum(1.0, d.shard * d.cp * d.tp / np.where(d.ep > 1, d.ep, d.tp))[:, None]
-    total = own + experts
-    part = own / shard + experts / spread
+    zero, total = d.zero[:, None], own + experts
+    part = own / d.state_shards[:, None] + experts / d.expert_shards[:, None]
     parameter = wide or states.parameter
     optimizer: Any = np.where(zero > 0, 3.0 * wide, 2.0 * wide) if wide else states.optimizer
     many = (d.microbatches > 1)[:, None] & states.whole_when_accumulating
@@ -47,9 +45,6 @@ def state_bytes(
     }
 
 
-def owned(states: States, degrees: Degrees, own: Any, experts: Any) -> Any:
+def owned(degrees: Degrees, own: Any, experts: Any) -> Any:
     """Returns parameters whose update a rank computes, (N, P)."""
-    d = degrees
-    shard = np.where(d.zero > 0, d.shard * (d.cp if states.over_cp else 1.0), 1.0)[:, None]
-    spread = np.where(d.zero > 0, d.shard * d.cp * d.tp / np.where(d.ep > 1, d.ep, d.tp), 1.0)[:, None]
-    return own / shard + experts / np.maximum(1.0, spread)
+    return own / degrees.state_shards[:, None] + experts / degrees.expert_shards[:, None]
