@@ -9,7 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from meshwright.axes.comm.values import all_gather_bytes
+from meshwright.checkpoint.contract import FileRecord, TensorRecord
+from meshwright.checkpoint.folder import Refused
+from meshwright.checkpoint.mirror import Fetched
+from meshwright.checkpoint.parts import Part
 from meshwright.errors import CheckpointError
+from meshwright.records import RecordCodec, RecordError
 
 T = TypeVar("T")
 
@@ -19,6 +25,10 @@ class Outcome(NamedTuple):
 
     value: Any
     error: str | None
+
+
+CODEC = RecordCodec((Outcome, Part, FileRecord, TensorRecord, Refused, Fetched))
+"""What processes tell each other when they save and load together; as JSON, never as a pickle."""
 
 
 def build_group(wait_s: float) -> ProcessGroup:
@@ -42,19 +52,17 @@ class Agreement:
         self.count = dist.get_world_size(group) if group is not None else 1
 
     def gather(self, value: T) -> list[T]:
-        """Returns every rank's value, in order of rank; values are small and picklable.
+        """Returns every rank's value, in order of rank; values are small, and of what `CODEC` knows.
 
         Raises:
             CheckpointError: when a rank doesn't answer within the group's limit.
         """
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.count
         try:
-            dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
+            return [CODEC.loads(data) for data in all_gather_bytes(CODEC.dumps(value), self.group)]
+        except (RuntimeError, RecordError) as error:
             raise CheckpointError(f"lost contact with another rank: {_text(error)}") from error
-        return values
 
     def give_up(self) -> None:
         """Tells those that wait for this process that it won't come; those of a group find out by themselves."""

@@ -1,4 +1,4 @@
-"""Snapshots that lie on another node: read over TCP, with the same tables and the same checksums."""
+"""Snapshots that lie on another node: read over authenticated TCP, with the same tables and the same checksums."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from functools import partial
 
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Snapshot, header
 from meshwright.errors import CheckpointError
+from meshwright.transport.connection import Connection, connect
+from meshwright.transport.gate import Gate, Refused
+from meshwright.transport.key import RunKey
+from meshwright.transport.seal import Wire, WireError
 
 _ASK = struct.Struct("<qqqqq")
 _ANSWER = struct.Struct("<qq")
 _WAIT_S = 10.0
+_FOR_EVER_S = 3600.0
 Key = tuple[int, int, int]
 """Generation, step and rank of a snapshot."""
 
@@ -24,10 +29,12 @@ class Shelf:
     Args:
         host: of the node.
         port: where `serve` listens there.
+        key: of the run.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._address, self._socket = (host, port), None  # type: tuple[str, int], socket.socket | None
+    def __init__(self, host: str, port: int, key: RunKey) -> None:
+        self._address, self._key = (host, port), key
+        self._connection: Connection | None = None
 
     def read(self, key: Key, at: int, size: int) -> tuple[memoryview, int]:
         """Returns some bytes of a snapshot, and how long it is.
@@ -36,13 +43,15 @@ class Shelf:
             CheckpointError: when the node can't be reached, or doesn't hold it.
         """
         try:
-            if self._socket is None:
-                self._socket = socket.create_connection(self._address, _WAIT_S)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(_ASK.pack(*key, at, size))
-            found, whole = _ANSWER.unpack(receive(self._socket, _ANSWER.size))
-            data = receive(self._socket, max(0, found))
+            if self._connection is None:
+                self._connection = connect(self._address, self._key, Wire.SHELF, _WAIT_S)
+                self._connection.limit(_WAIT_S)
+            self._connection.send(_ASK.pack(*key, at, size))
+            found, whole = _unpacked(_ANSWER, self._connection)
+            data = memoryview(bytearray(size if found == size else 0))
+            self._connection.receive_parcel(data)
         except OSError as error:
+            self.close()
             host, port = self._address
             raise CheckpointError(f"lost contact with another rank's memory at {host}:{port}: {error}") from error
         if found != size:
@@ -51,9 +60,9 @@ class Shelf:
 
     def close(self) -> None:
         """Ends the connection; another read opens it again."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
 class RemoteSnapshot(Snapshot):
@@ -82,44 +91,50 @@ def remote(shelf: Shelf, key: Key) -> Callable[[], Snapshot]:
     return partial(RemoteSnapshot, shelf, key)
 
 
-def serve(listener: socket.socket, snapshots: Iterable[tuple[Key, Snapshot]]) -> None:
-    """Answers `Shelf`s for ever."""
-    held = dict(snapshots)
+def serve(
+    listener: socket.socket, snapshots: Iterable[tuple[Key, Snapshot]], key: RunKey, refused: Refused | None = None
+) -> None:
+    """Answers `Shelf`s for ever.
+
+    Args:
+        listener: where they connect.
+        snapshots: what they may read.
+        key: of the run; who doesn't have it reads nothing.
+        refused: told of those.
+    """
+    held, gate = dict(snapshots), Gate(listener, key, Wire.SHELF, refused)
     while True:
-        connection, _ = listener.accept()
-        threading.Thread(target=_answer, args=(connection, held), daemon=True).start()
+        for connection in gate.poll(_FOR_EVER_S if not gate.strangers else 1.0):
+            threading.Thread(target=_answer, args=(connection, held, gate), daemon=True).start()
 
 
-def _answer(connection: socket.socket, held: dict[Key, Snapshot]) -> None:
+def _answer(connection: Connection, held: dict[Key, Snapshot], gate: Gate) -> None:
     with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             while True:
-                generation, step, rank, at, size = _ASK.unpack(receive(connection, _ASK.size))
+                generation, step, rank, at, size = _unpacked(_ASK, connection)
                 one = held.get((generation, step, rank))
-                if one is None or not 0 <= at <= at + size <= one.size:
-                    connection.sendall(_ANSWER.pack(-1, 0))
+                if one is None or at < 0 or size < 0 or at + size > one.size:
+                    connection.send(_ANSWER.pack(-1, 0))
                     continue
-                connection.sendall(_ANSWER.pack(size, one.size))
-                connection.sendall(one.read(at, size))
+                connection.send(_ANSWER.pack(size, one.size))
+                connection.send_parcel(memoryview(one.read(at, size)))
+        except WireError as error:
+            gate.tell(connection.address, str(error))
         except OSError:
             return
 
 
-def receive(connection: socket.socket, size: int) -> memoryview:
-    """Returns exactly so many bytes of a connection.
+def _unpacked(form: struct.Struct, connection: Connection) -> tuple[int, ...]:
+    """Returns the numbers of the next message.
 
     Raises:
-        ConnectionError: when it ends before.
+        WireError: when it is of another length.
     """
-    data = memoryview(bytearray(size))
-    at = 0
-    while at < size:
-        got = connection.recv_into(data[at:])
-        if not got:
-            raise ConnectionError("the connection ended")
-        at += got
-    return data
+    contents = connection.receive(form.size)
+    if len(contents) != form.size:
+        raise WireError(f"a message of {len(contents)} bytes came where {form.size} were due")
+    return form.unpack(contents)
 
 
 def whole_steps(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

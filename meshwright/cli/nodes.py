@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshwright.cli.words import take_value
 from meshwright.errors import ConfigError
@@ -31,6 +32,8 @@ class Nodes:
     """Where it listens; any free port for 0."""
     devices: Devices
     """Of this node."""
+    key_file: Path | None = None
+    """Where this node has the run's key; None for the run directory's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class NodeWords:
     node: int
     slots: int | None
     meet: str
+    key_file: Path | None = None
 
     def place(self, config: RunConfig) -> Nodes:
         """Looks at this machine.
@@ -66,6 +70,7 @@ class NodeWords:
             address=(host if self.node == 0 else address_to(host)) if host else LOOPBACK,
             port=int(port or 0) if self.node == 0 else 0,
             devices=devices,
+            key_file=self.key_file,
         )
 
     def together(self, slots: int) -> ForkLauncher:
@@ -100,7 +105,7 @@ def take_nodes(words: list[str]) -> NodeWords | None:
     Raises:
         ConfigError: for numbers that can't be, or a word without the others.
     """
-    found = {name: take_value(words, f"--{name}") for name in ("nodes", "node", "meet", "slots")}
+    found = {name: take_value(words, f"--{name}") for name in ("nodes", "node", "meet", "slots", "key-file")}
     if found["nodes"] is None:
         if given := [f"--{name}" for name, value in found.items() if value is not None]:
             raise ConfigError(f"{', '.join(given)} without --nodes; say how many nodes there are")
@@ -115,4 +120,5 @@ def take_nodes(words: list[str]) -> NodeWords | None:
         raise ConfigError("--nodes, --node, --slots and the port of --meet are whole numbers") from None
     if not 0 <= node < nodes or (slots is not None and slots < 1):
         raise ConfigError(f"--nodes {nodes} --node {node}: nodes are numbered from 0, and have a slot at least")
-    return NodeWords(nodes=nodes, node=node, slots=slots, meet=found["meet"])
+    key = Path(found["key-file"]).expanduser() if found["key-file"] is not None else None
+    return NodeWords(nodes=nodes, node=node, slots=slots, meet=found["meet"], key_file=key)

@@ -234,6 +234,7 @@ def _nodes_result(
 ) -> tuple[dict[str, Any], bool]:
     """Runs this node's share of the job; returns how it ended, and whether this node led then."""
     from meshwright.resilience.agent import Agent, Seat
+    from meshwright.transport.key import run_key
 
     def plans(ranks: int) -> tuple[Plan, Facts]:
         return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout)
@@ -242,7 +243,8 @@ def _nodes_result(
         facts, rows = facts_of(config, model, plan.layout, nodes.devices), _layout_rows(plan, nodes.devices.kind)
         return dataclasses.replace(job, plan=plan, facts=facts, header=job.header | rows)
 
-    seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port)
+    key = run_key(job.run_dir, nodes.key_file)
+    seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
     agent = Agent(job, nodes.devices, seat, plans, remake, lambda plan: _write_run(job.run_dir, config, plan))
     result = agent.run()
     return result | {"terminated": agent.terminated}, agent.leads

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.axes.comm.values import broadcast_bytes
 from meshwright.cluster.calibration import Calibration
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
@@ -18,6 +19,7 @@ from meshwright.measure import compute, wires
 from meshwright.measure.clock import CHUNKS, Clock, agreed
 from meshwright.measure.compute import CPU, GPU, QUICK, Sizes
 from meshwright.measure.pace import Pace
+from meshwright.records import RecordCodec
 
 GROUP_S = 60.0
 """Limit for the ranks to find each other."""
@@ -27,6 +29,7 @@ BETWEEN_BYTES = 1048576
 """Size of the all-reduce that is measured between matrix products."""
 
 Told = Callable[[str], None]
+_ROWS = RecordCodec()
 
 
 def chosen_sizes(kind: str, quick: bool) -> Sizes:
@@ -153,9 +156,7 @@ def _measured(work: Iterator[tuple[Any, ...]], busy: bool, times: int = 1) -> li
     """
     if not busy:
         rows = list(work) if dist.get_rank() == 0 else []
-        held: list[Any] = [rows]
-        dist.broadcast_object_list(held)
-        return list(held[0])
+        return list(_ROWS.loads(broadcast_bytes(_ROWS.dumps(rows))))
     rows = []
     if dist.get_world_size() > 1:
         dist.barrier()

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.events import Event
@@ -27,10 +27,12 @@ from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.leader import Leader
 from meshwright.resilience.local import LocalNode, Orders
 from meshwright.resilience.means import Deposed, Means, Outnumbered
+from meshwright.resilience.messages import Busy, Cut, End, Fence, NodeReport, Ready, Said, Start
 from meshwright.resilience.ranks import Ranks
 from meshwright.resilience.wire import SILENCE_S, Hub, Line, Message
 from meshwright.train.facts import Facts
 from meshwright.train.session import Job
+from meshwright.transport.key import RunKey
 
 _STAGGER_S = 0.3
 """Between the attempts of one node and the next to lead, so that the lowest does."""
@@ -52,6 +54,8 @@ class Seat:
     """How many are to be there when the run begins."""
     address: str
     """By which other nodes reach it."""
+    key: RunKey
+    """Of the run: who doesn't have it is a stranger to every node."""
     port: int = 0
     """Where it listens; any free port for 0."""
 
@@ -92,13 +96,13 @@ class Agent:
     ) -> None:
         self._seat, self._job = seat, job
         self._session = uuid.uuid4().hex[:12]
+        self._sink = JsonlSink(job.run_dir, metrics=False)
         listener = listen_at(seat.address, seat.port)
         self._port = listener.getsockname()[1]
-        self._hub, self._claims = Hub(listener), Claims(job.run_dir)
+        self._hub, self._claims = Hub(listener, seat.key, self._event), Claims(job.run_dir)
         newest = self._claims.newest()
         self._began = -1 if newest is None else newest.generation
-        self._local = LocalNode(job, devices, seat.node, seat.address, remake, self._event)
-        self._sink = JsonlSink(job.run_dir, metrics=False)
+        self._local = LocalNode(job, devices, seat.node, seat.address, remake, self._event, seat.key)
         self._means = Means(
             local=self._local, hub=self._hub, claims=self._claims, plans=plans, announce=announce, event=self._event
         )
@@ -178,6 +182,11 @@ class Agent:
                 raise LaunchError("ended while looking for the node that leads")
             if self._order is None and newest is None and time.monotonic() > end:
                 raise LaunchError(f"no node leads this run after {_REACH_S:g} s; start node 0 too")
+            if self._order is None and self._hub.mismatch and time.monotonic() > end:
+                raise LaunchError(
+                    f"who leads, at {self._hub.mismatch}, doesn't have this node's key of the run; "
+                    "give both the same --key-file, or neither where they share the run directory"
+                )
             self._hub.pump(0.05)
 
     def _may_claim(self, newest: Claim | None, expired: bool, refused_at: float | None) -> bool:
@@ -216,10 +225,10 @@ class Agent:
             self._hub.drop_all()
             return None
         except MeshwrightError as error:
-            self._hub.tell("end", result=None, error=str(error))
+            self._hub.tell(End(result=None, error=str(error)))
             self._claims.end(leader.generation, None)
             raise
-        self._hub.tell("end", result=result, error="")
+        self._hub.tell(End(result=result, error=""))
         self._claims.end(leader.generation, result)
         return result
 
@@ -232,12 +241,12 @@ class Agent:
         self._say_ready(line)
         while True:
             for message in self._heard(line, claim, 0.1):
-                if message["kind"] == "end":
-                    if message["result"] is None:
-                        raise LaunchError(message["error"])
-                    return dict(message["result"])
-                if message["kind"] == "start":
-                    self._serve(line, claim, message["order"])
+                if isinstance(message, End):
+                    if message.result is None:
+                        raise LaunchError(message.error)
+                    return dict(message.result)
+                if isinstance(message, Start):
+                    self._serve(line, claim, dict(message.order))
             if self._local.interrupts and self._local.last["outcome"] != "finished":
                 raise LaunchError("ended while waiting for the node that leads")
 
@@ -247,15 +256,15 @@ class Agent:
         if str(self._seat.node) not in order["nodes"]:
             self._local.last |= {"generation": order["generation"], "outcome": "fenced", "failure": None}
             return
-        line.say("busy", seconds=_BUSY_S)
+        line.say(Busy(_BUSY_S))
         fence = self._claims.fence(order["generation"])
 
         def watch(ranks: Ranks) -> None:
             self._local.look(ranks)
             for message in self._heard(line, claim, 0.0):
-                if message["kind"] == "fence" and message["generation"] == order["generation"]:
+                if isinstance(message, Fence) and message.generation == order["generation"]:
                     raise _Fenced("the leader ends this generation")
-                if message["kind"] == "cut" and not ranks.control.cut:
+                if isinstance(message, Cut) and not ranks.control.cut:
                     ranks.control.ask_cut()
 
         try:
@@ -268,9 +277,9 @@ class Agent:
         self._say_ready(line)
 
     def _say_ready(self, line: Line) -> None:
-        line.say("ready", session=self._session, **self._local.report())
+        line.say(Ready(self._session, cast(NodeReport, self._local.report())))
 
-    def _heard(self, line: Line, claim: Claim, seconds: float) -> list[Message]:
+    def _heard(self, line: Line, claim: Claim, seconds: float) -> list[Said]:
         """Returns what the leader says.
 
         Raises:

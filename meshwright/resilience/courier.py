@@ -1,5 +1,8 @@
 """The courier: carries each new snapshot of a node's ranks to the next nodes, and takes in those of the nodes before.
 
+Both ends of a connection have shown the run's key before a segment is touched or a lock is held, and what is taken in
+is no longer than the plan says a snapshot may be.
+
 It is a process of its own, forked from the supervisor, so that a node's copies cost training nothing but memory and
 the network; what it takes in lies in segments that the supervisor holds.
 """
@@ -15,16 +18,22 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from meshwright.checkpoint.remote import receive, serve
+from meshwright.checkpoint.remote import serve
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header, peek
+from meshwright.errors import CheckpointError
 from meshwright.forking import die_with_parent
 from meshwright.train.faults import Faults
 from meshwright.train.memory import Copied
+from meshwright.transport.connection import Connection, connect
+from meshwright.transport.gate import Gate, Refused
+from meshwright.transport.key import RunKey
+from meshwright.transport.seal import Wire, WireError
 
 _PARCEL = struct.Struct("<qq")
+_STORED = b"+"
 _POLL_S = 0.004
-_CHUNK = 1 << 20
 _AGAIN_S = 0.2
 STALL_S = 30.0
 """A snapshot of which nothing came for so long is given up, so that what its sender sends anew isn't kept waiting."""
@@ -61,17 +70,33 @@ class Helper:
             self.pid = 0
 
 
-def start_shelf(listener: socket.socket, snapshots: Sequence[Snapshot]) -> Helper:
+def start_shelf(
+    listener: socket.socket, snapshots: Sequence[Snapshot], key: RunKey, refused: Refused | None = None
+) -> Helper:
     """Starts a process from which other nodes read snapshots (`checkpoint.remote.Shelf`)."""
     held = [((one.generation, one.step, one.rank), one) for one in snapshots]
-    return Helper(lambda: serve(listener, held))
+    return Helper(lambda: serve(listener, held, key, refused))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inlet:
+    """What a courier takes in of the nodes before."""
+
+    others: Mapping[int, Sequence[Segment]]
+    """Rank of a node before to the segments that its snapshots are put in."""
+    most_bytes: int
+    """Of a snapshot; a longer one is none of this run."""
+    key: RunKey
+    """Of the run."""
+    refused: Refused | None = None
+    """Told of strangers, and of what is no snapshot."""
 
 
 def start_courier(
     listener: socket.socket,
     to: Sequence[tuple[str, int]],
     own: Mapping[int, Sequence[Segment]],
-    others: Mapping[int, Sequence[Segment]],
+    inlet: Inlet,
     copied: Copied,
     faults: Callable[[], Faults] | None = None,
 ) -> Helper:
@@ -81,17 +106,17 @@ def start_courier(
         listener: where the couriers of the nodes before connect.
         to: where those of the next nodes listen.
         own: rank to the segments it writes, in order of local ranks.
-        others: rank of a node before to the segments that its snapshots are put in.
+        inlet: what is taken in, and the run's key.
         copied: told of what has arrived at each of the next nodes, in their order.
         faults: makes what is to go wrong on purpose.
     """
 
     def work() -> None:
-        _in_thread(_take_in, listener, others)
+        _in_thread(_take_in, listener, inlet)
         for place, address in enumerate(to[1:], 1):
-            _in_thread(_carry_on, address, own, copied, place, None)
+            _in_thread(_carry_on, address, inlet.key, own, copied, place, None)
         # Faults strike once: on the way to the nearest.
-        _carry_on(to[0], own, copied, 0, faults() if faults is not None else None)
+        _carry_on(to[0], inlet.key, own, copied, 0, faults() if faults is not None else None)
 
     return Helper(work)
 
@@ -101,19 +126,22 @@ def _in_thread(work: Callable[..., None], *given: object) -> None:
 
 
 def _carry_on(
-    to: tuple[str, int], own: Mapping[int, Sequence[Segment]], copied: Copied, place: int, faults: Faults | None
+    to: tuple[str, int],
+    key: RunKey,
+    own: Mapping[int, Sequence[Segment]],
+    copied: Copied,
+    place: int,
+    faults: Faults | None,
 ) -> None:
     """Connects to another node's courier, again and again, and carries."""
     while True:
-        with contextlib.suppress(OSError), socket.create_connection(to, 2.0) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(None)
+        with contextlib.suppress(OSError), connect(to, key, Wire.COURIER) as connection:
             _carry(connection, own, copied, place, faults)
         time.sleep(_AGAIN_S)
 
 
 def _carry(
-    connection: socket.socket,
+    connection: Connection,
     own: Mapping[int, Sequence[Segment]],
     copied: Copied,
     place: int,
@@ -149,53 +177,67 @@ def _newest(segments: Sequence[Segment], maps: dict[int, mmap.mmap]) -> tuple[in
     return max(found, key=lambda one: one[0], default=None)
 
 
-def _send(connection: socket.socket, rank: int, memory: mmap.mmap, faults: Faults | None = None) -> bool:
+def _send(connection: Connection, rank: int, memory: mmap.mmap, faults: Faults | None = None) -> bool:
     """Sends a snapshot; returns whether it stands at the other end, which it doesn't where it changed meanwhile."""
     before = memory[:HEADER_BYTES]
     view = memoryview(memory)
-    connection.sendall(_PARCEL.pack(rank, len(view)))
-    for at in range(HEADER_BYTES, len(view), _CHUNK):
-        connection.sendall(view[at : at + _CHUNK])
+    connection.send(_PARCEL.pack(rank, len(view)))
+    connection.send_parcel(view[HEADER_BYTES:])
     if faults is not None:
         faults.at("send")
     whole = memory[:HEADER_BYTES] == before
-    connection.sendall(before if whole else bytes(HEADER_BYTES))
-    return bytes(receive(connection, 1)) == b"+" and whole
+    connection.send(before if whole else bytes(HEADER_BYTES))
+    return bytes(connection.receive(len(_STORED))) == _STORED and whole
 
 
-def _take_in(listener: socket.socket, others: Mapping[int, Sequence[Segment]]) -> None:
+def _take_in(listener: socket.socket, inlet: Inlet) -> None:
     """Puts what comes into segments, over the oldest, so that a whole snapshot stands at any moment."""
-    locks = {rank: threading.Lock() for rank in others}
+    locks = {rank: threading.Lock() for rank in inlet.others}
+    gate = Gate(listener, inlet.key, Wire.COURIER, inlet.refused)
     while True:
-        connection, _ = listener.accept()
-        _in_thread(_store_all, connection, others, locks)
+        for connection in gate.poll(1.0):
+            _in_thread(_store_all, connection, inlet, locks, gate)
 
 
-def _store_all(
-    connection: socket.socket, others: Mapping[int, Sequence[Segment]], locks: Mapping[int, threading.Lock]
-) -> None:
-    with contextlib.suppress(OSError), connection:
-        while True:
-            rank, size = _PARCEL.unpack(receive(connection, _PARCEL.size))
-            # What a courier that died had sent may still be on its way in when the next one sends.
-            with locks[rank]:
-                connection.settimeout(STALL_S)
-                _store(connection, others[rank], size)
-            connection.sendall(b"+")
-            connection.settimeout(None)
+def _store_all(connection: Connection, inlet: Inlet, locks: Mapping[int, threading.Lock], gate: Gate) -> None:
+    with connection:
+        try:
+            while True:
+                connection.limit(None)
+                rank, size = _announced(connection, inlet)
+                # What a courier that died had sent may still be on its way in when the next one sends.
+                with locks[rank]:
+                    connection.limit(STALL_S)
+                    _store(connection, inlet.others[rank], size)
+                connection.send(_STORED)
+        except (WireError, CheckpointError) as error:
+            gate.tell(connection.address, str(error))
+        except OSError:
+            return
 
 
-def _store(connection: socket.socket, segments: Sequence[Segment], size: int) -> None:
+def _announced(connection: Connection, inlet: Inlet) -> tuple[int, int]:
+    """Returns rank and size of the snapshot that comes next.
+
+    Raises:
+        WireError: when it is none that this node takes in.
+    """
+    contents = connection.receive(_PARCEL.size)
+    if len(contents) != _PARCEL.size:
+        raise WireError("not the beginning of a snapshot")
+    rank, size = _PARCEL.unpack(contents)
+    if rank not in inlet.others:
+        raise WireError(f"a snapshot of rank {rank} came, which this node doesn't take in")
+    if not HEADER_BYTES <= size <= inlet.most_bytes:
+        raise WireError(f"a snapshot of {size} bytes came, where the plan allows {inlet.most_bytes}")
+    return rank, size
+
+
+def _store(connection: Connection, segments: Sequence[Segment], size: int) -> None:
     segment = min(segments, key=lambda one: (peek(one) or (-1, -1))[1])
     memory = segment.map(size)
     memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
-    view, at = memoryview(memory), HEADER_BYTES
-    while at < size:
-        got = connection.recv_into(view[at : at + _CHUNK])
-        if not got:
-            raise ConnectionError("the connection ended")
-        at += got
-    head = bytes(receive(connection, HEADER_BYTES))
-    if any(head):
+    connection.receive_parcel(memoryview(memory)[HEADER_BYTES:])
+    head = bytes(connection.receive(HEADER_BYTES))
+    if len(head) == HEADER_BYTES and any(head):
         memory[:HEADER_BYTES] = head
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import cast
 
 from meshwright import errors
 from meshwright.checkpoint.manifest import Origin
@@ -16,6 +17,7 @@ from meshwright.resilience.claims import PRESENCE_S, Claim
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.local import Orders
 from meshwright.resilience.means import Deposed, Means, Member, Outnumbered
+from meshwright.resilience.messages import Busy, Cut, Fence, Order, Ready, Start
 from meshwright.resilience.orders import choose, compose, copies, shelves, shortage
 from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
 from meshwright.resilience.wire import Line, Message, until
@@ -125,7 +127,7 @@ class Leader:
         if self._claims.over(self.generation):
             raise Deposed("another node leads")
         for line, message in heard:
-            if message["kind"] == "ready":
+            if isinstance(message, Ready):
                 self._ready(line, message)
         for line in lost:
             for node, member in list(self._members.items()):
@@ -141,16 +143,17 @@ class Leader:
         if self._local.interrupts:
             raise self._over(LaunchError("ended while waiting for other nodes"))
 
-    def _ready(self, line: Line, message: Message) -> None:
-        node = message["node"]
+    def _ready(self, line: Line, message: Ready) -> None:
+        report: Message = {**message.report, "session": message.session}
+        node = report["node"]
         before = self._members.get(node)
-        if before is not None and before.report["session"] != message["session"]:
+        if before is not None and before.report["session"] != message.session:
             self._node_lost(node, "it was started again")
             if before.line is not None:
                 self._hub.drop(before.line)
         if before is None or before.line is not line:
-            self._means.event("node_ready", node=node, ranks=len(message["slots"]), address=message["host"])
-        self._members[node] = Member(line, message)
+            self._means.event("node_ready", node=node, ranks=len(report["slots"]), address=report["host"])
+        self._members[node] = Member(line, report)
 
     def _node_lost(self, node: int, why: str) -> None:
         self._lost[node] = why
@@ -177,7 +180,7 @@ class Leader:
         for ranks in range(len(places), self._config.minimum - 1, -1):
             self._ahead.begin([ranks])
             until(lambda ranks=ranks: not self._ahead.pending(ranks), _BUSY_S, self._pump)  # type: ignore[misc]
-            self._hub.tell("busy", seconds=_BUSY_S)
+            self._hub.tell(Busy(_BUSY_S))
             try:
                 (plan, _), cached = self._ahead.answer(ranks)
             except (PlanError, ClusterError) as error:
@@ -232,8 +235,8 @@ class Leader:
         """Starts ranks everywhere and waits for them; returns the run's result, or None when others must follow."""
         self.order, self._lost, self._lost_at = order, {}, None
         self._there = {(node, one.report["session"]) for node, one in self._members.items()}
-        self._hub.tell("busy", seconds=_BUSY_S)
-        self._hub.tell("start", order=order)
+        self._hub.tell(Busy(_BUSY_S))
+        self._hub.tell(Start(cast(Order, order)))
         try:
             if str(self._local.node) in order["nodes"]:
                 self._local.run(order, self._watch, self._hub.fileno(), self._claims.fence(self.generation))
@@ -278,7 +281,7 @@ class Leader:
                 raise Orders(f"node {node} reports a failure")
         if not ranks.control.cut and (self._roster.due() or self._back()):
             ranks.control.ask_cut()
-            self._hub.tell("cut", generation=self.generation)
+            self._hub.tell(Cut(self.generation))
         if found and all(one.step > 2 for one in found):
             world = self.order["world"]
             fewer = {world - 1, *(world - len(one["slots"]) for one in self.order["nodes"].values())}
@@ -299,7 +302,7 @@ class Leader:
         """Has the ranks of all nodes ended, and waits until they are."""
         assert self.order is not None
         began, nodes = time.monotonic(), {int(node) for node in self.order["nodes"]}
-        self._hub.tell("fence", generation=self.generation)
+        self._hub.tell(Fence(self.generation))
 
         def ended() -> bool:
             there = [one for node, one in self._members.items() if node in nodes]
@@ -379,7 +382,7 @@ class Leader:
 
     def _over(self, error: MeshwrightError) -> MeshwrightError:
         """Writes the newest state to disk; returns the error to raise."""
-        self._hub.tell("busy", seconds=_BUSY_S)
+        self._hub.tell(Busy(_BUSY_S))
         places, _ = self._choose()
         state = None
         if places is not None and self.order is not None:

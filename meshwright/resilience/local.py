@@ -19,15 +19,16 @@ from meshwright.launch.devices import Devices
 from meshwright.launch.rendezvous import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.monitor.progress import RankProgress
 from meshwright.plan import Plan
-from meshwright.resilience.courier import Helper, start_courier, start_shelf
+from meshwright.resilience.courier import Helper, Inlet, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.hang import HangError
 from meshwright.resilience.ranks import Ranks
-from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes, held_for_others
+from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes, held_for_others, largest_snapshot
 from meshwright.resilience.wire import Message
 from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.memory import Copied
 from meshwright.train.session import Job, run_rank
+from meshwright.transport.key import RunKey
 
 _POLL_S = 0.01
 Fence = Callable[[], None]
@@ -47,6 +48,7 @@ class LocalNode:
         address: by which other nodes reach it.
         remake: gives the job of another plan.
         event: takes kind and data of what happened.
+        key: of the run; every connection begins with it.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class LocalNode:
         address: str,
         remake: Callable[[Plan], Job],
         event: Callable[..., None],
+        key: RunKey,
     ) -> None:
         self.job, self.devices, self.node, self.address = job, devices, node, address
-        self._remake, self._event = remake, event
+        self._remake, self._event, self._key = remake, event, key
         self.slots = [devices.slot(at) for at in range(devices.count)]
         self.held: list[tuple[Snapshot, bool]] = []
         """Snapshots here, and whether ranks of this node wrote them."""
@@ -84,7 +87,7 @@ class LocalNode:
             for name in ("store", "shelf", "courier", "disk"):
                 if name not in self._listeners:
                     self._listeners[name] = listen_at(self.address)
-            self._shelf = start_shelf(self._listeners["shelf"], [one for one, _ in self.held])
+            self._shelf = start_shelf(self._listeners["shelf"], [one for one, _ in self.held], self._key, self._event)
         ports = {name: listener.getsockname()[1] for name, listener in self._listeners.items()}
         held = [[one.generation, one.step, one.rank, one.ranks, own] for one, own in self.held]
         newest = max((one for one, _ in self.held), key=lambda one: (one.step, one.generation), default=None)
@@ -103,7 +106,7 @@ class LocalNode:
             return None
         step, generation, places = (order["state"][name] for name in ("step", "generation", "places"))
         here = {one.rank: one for one, _ in self.held if (one.step, one.generation) == (step, generation)}
-        shelves = {node: Shelf(*address) for node, address in order["shelves"].items()}
+        shelves = {node: Shelf(address[0], address[1], self._key) for node, address in order["shelves"].items()}
         found = [
             here.get(int(rank)) or remote(shelves[str(node)], (generation, step, int(rank)))
             for rank, node in sorted(places.items(), key=lambda item: int(item[0]))
@@ -140,8 +143,10 @@ class LocalNode:
             if copied is not None:
                 own = {place.first + at: segments for at, segments in enumerate(ranks.segments)}
                 to = [(one["host"], one["courier"]) for one in self._neighbours(order, range(1, peers + 1))]
+                most = largest_snapshot(job.plan)
+                inlet = Inlet(others=others, most_bytes=most, key=self._key, refused=self._event)
                 faults = partial(Faults, job.run_dir, COURIER - self.node, generation, self._faults)
-                self._send = partial(start_courier, self._listeners["courier"], to, own, others, copied, faults)
+                self._send = partial(start_courier, self._listeners["courier"], to, own, inlet, copied, faults)
                 self._courier = self._send()
             lost_at = None if order["since"] is None else time.monotonic() - order["since"]
             memory = ranks.memory(state, lost_at, order["peak"], order["sick"])
@@ -197,6 +202,8 @@ class LocalNode:
             address=(head["host"], head["disk"]),
             listener=self._listeners["disk"] if at == 0 else None,
             limit_s=job.config.checkpoint.wait_s,
+            run_key=self._key,
+            refused=self._event,
         )
         share = Share(node=self.node, first=at == 0, agree=agree, fence=fence)
         data = TokenSet.open(job.data_dir).fingerprint

@@ -15,6 +15,8 @@ COPIES = 2
 """Snapshots of each rank that are held, so that one is whole at any moment."""
 NODE_COPIES = 3
 """Over several nodes, where the rank is: one that the next node has too outlives the next (`Memory.copied`)."""
+_TABLE_BYTES = 1 << 28
+"""Of a snapshot's tables and of buffers, which the plan doesn't count, at most."""
 
 
 class Room(NamedTuple):
@@ -34,6 +36,14 @@ def state_bytes(plan: Plan, ranks: int) -> int:
     """Returns the bytes that ``ranks`` of the plan's ranks keep in one copy: copies of a part are kept once."""
     held = sum(plan.prediction.memory.get(part, 0) for part in ("parameters", "optimizer"))
     return held * ranks // max(1, plan.layout.degree("replicate"))
+
+
+def largest_snapshot(plan: Plan) -> int:
+    """Returns the bytes above which what another node sends is no snapshot of one of the plan's ranks.
+
+    Several times what a rank keeps on average: parts are whole, and tables and buffers come on top.
+    """
+    return 4 * state_bytes(plan, plan.layout.degree("replicate")) + _TABLE_BYTES
 
 
 def _left(plan: Plan, ranks: int, available: int) -> int:

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
 
-from meshwright.axes.table import ShardingTable
+from meshwright import errors
+from meshwright.axes.comm.values import broadcast_bytes
+from meshwright.axes.experts import ExpertRows
+from meshwright.axes.spine import Returned, Spine
+from meshwright.axes.table import Block, Cutting, Group, LayerRows, Number, ShardingTable, Split
 from meshwright.errors import MeshwrightError
 from meshwright.models.anatomy import Anatomy
 from meshwright.models.build import BuiltModel
 from meshwright.plan import Layout
+from meshwright.records import RecordCodec, RecordError
 from meshwright.strategy.own import tried_on
 from meshwright.train.facts import Facts, read_facts
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that the first rank met, as it is told to the others."""
+
+    kind: str
+    """Name of its class in `meshwright.errors`."""
+    text: str
+    """What it says."""
+
+    def error(self) -> MeshwrightError:
+        """Returns the error."""
+        kind = getattr(errors, self.kind, None)
+        known = isinstance(kind, type) and issubclass(kind, MeshwrightError)
+        return kind(self.text) if known else MeshwrightError(self.text)  # type: ignore[misc, no-any-return]
+
+
+CODEC = RecordCodec(
+    (Refusal, Facts, ShardingTable, LayerRows, Group, Split, Number, Cutting, Block, Spine, Returned, ExpertRows),
+    {TreeSpec: (treespec_dumps, treespec_loads)},
+)
+"""What the first rank tells the others; as JSON, never as a pickle."""
 
 
 def shared_facts(
@@ -35,28 +63,30 @@ def shared_facts(
     if all(layout.degree(name) == 1 for name in ("pp", "tp", "ep")):
         return Facts()
     pretend = dist.get_backend() == "fake"
-    found: list[Any] = [None]
-    if pretend or dist.get_rank() == 0:
-        found[0] = _read(built, layout, example)
+    first = dist.get_rank() == 0
+    found = _read(built, layout, example) if pretend or first else None
     if not pretend:
-        with warnings.catch_warnings():
-            # What a layer returns is described by a tree, and torch warns of its own way to unpickle one.
-            warnings.filterwarnings("ignore", message=".*treespec.*", category=FutureWarning)
-            dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], MeshwrightError):
-        raise found[0]
-    facts: Facts = found[0]
+        found = CODEC.loads(broadcast_bytes(CODEC.dumps(found) if first else b""))
+    if isinstance(found, Refusal):
+        raise found.error()
+    assert isinstance(found, Facts)
+    facts = found
     if facts.table is not None and not split_vocabulary:
         facts = dataclasses.replace(facts, table=_with_whole_head(facts.table, built.anatomy))
     return facts
 
 
-def _read(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> Facts | MeshwrightError:
+def _read(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> Facts | Refusal:
     needs_trial = layout.degree("pp") > 1 or layout.degree("tp") > 1
     try:
-        return read_facts(tried_on(built, example) if needs_trial else built, layout)
+        facts = read_facts(tried_on(built, example) if needs_trial else built, layout)
+        CODEC.dumps(facts)
     except MeshwrightError as error:
-        return error
+        return Refusal(type(error).__name__, str(error))
+    except (RecordError, NotImplementedError, TypeError) as error:
+        # The others wait for an answer.
+        return Refusal("PlanError", f"what the model's layers return can't be told to other ranks: {error}")
+    return facts
 
 
 def _with_whole_head(table: ShardingTable, anatomy: Anatomy) -> ShardingTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -12,8 +13,15 @@ from meshwright.checkpoint.remote import RemoteSnapshot, Shelf
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.errors import CheckpointError
 from meshwright.launch.rendezvous import listen_at
-from meshwright.resilience.courier import start_courier, start_shelf
+from meshwright.resilience.courier import Inlet, start_courier, start_shelf
 from meshwright.train.memory import Copied
+from meshwright.transport.key import RunKey
+
+KEY = RunKey.fresh()
+
+
+def inlet(others: Mapping[int, Sequence[Segment]]) -> Inlet:
+    return Inlet(others=others, most_bytes=1 << 20, key=KEY)
 
 
 def test_snapshots_travel_to_the_next_node_and_back() -> None:
@@ -26,8 +34,8 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
     to, at = listen_at("127.0.0.1"), listen_at("127.0.0.1")
     copied, nothing = Copied(1), Copied(1)
     address = to.getsockname()
-    receiver = start_courier(to, [at.getsockname()], {}, {4: others}, nothing)
-    sender = start_courier(at, [address], {4: own}, {}, copied)
+    receiver = start_courier(to, [at.getsockname()], {}, inlet({4: others}), nothing)
+    sender = start_courier(at, [address], {4: own}, inlet({}), copied)
     shelf = None
     try:
         for step in (1, 2, 3, 4):
@@ -38,8 +46,8 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
         found = read_snapshots(others)
         assert sorted(one.step for one in found) == [3, 4]
         listener = listen_at("127.0.0.1")
-        shelf = start_shelf(listener, found)
-        client = Shelf(*listener.getsockname())
+        shelf = start_shelf(listener, found, KEY)
+        client = Shelf(*listener.getsockname(), KEY)
         remote = RemoteSnapshot(client, (2, 4, 4))
         assert (remote.rank, remote.ranks, remote.meta["tokens"]) == (4, 5, 4)
         back = State(4, [lambda: remote]).tensors()
@@ -72,8 +80,8 @@ def test_snapshots_travel_to_two_nodes_and_the_next_waits_for_the_slower_one() -
     )
     at, listeners = listen_at("127.0.0.1"), [listen_at("127.0.0.1") for _ in peers]
     copied, nothing = Copied(1, 2), Copied(1)
-    receivers = [start_courier(listeners[0], [at.getsockname()], {}, {0: peers[0]}, nothing)]
-    sender = start_courier(at, [one.getsockname() for one in listeners], {0: own}, {}, copied)
+    receivers = [start_courier(listeners[0], [at.getsockname()], {}, inlet({0: peers[0]}), nothing)]
+    sender = start_courier(at, [one.getsockname() for one in listeners], {0: own}, inlet({}), copied)
     try:
         writer.take(1, tensors, {"tokens": 1})
         writer.wait()
@@ -81,7 +89,7 @@ def test_snapshots_travel_to_two_nodes_and_the_next_waits_for_the_slower_one() -
         one.arrived(0, 1, 0)
         assert one.step(0) == -1, "the other one has nothing yet"
         one.close()
-        receivers.append(start_courier(listeners[1], [at.getsockname()], {}, {0: peers[1]}, nothing))
+        receivers.append(start_courier(listeners[1], [at.getsockname()], {}, inlet({0: peers[1]}), nothing))
         for step in (1, 2, 3, 4):
             if step > 1:
                 writer.take(step, tensors, {"tokens": step})

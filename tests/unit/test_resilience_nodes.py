@@ -23,10 +23,24 @@ from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import claims as claims_module
 from meshwright.resilience import wire as wire_module
 from meshwright.resilience.claims import Claim, Claims
+from meshwright.resilience.messages import Cut, End
 from meshwright.resilience.orders import choose, compose, copies, shortage
 from meshwright.resilience.ranks import Patience
-from meshwright.resilience.wire import SILENCE_S, Hub, until
+from meshwright.resilience.wire import SILENCE_S, Hub, Line, until
 from meshwright.train.config import RecoveryConfig
+from meshwright.transport.key import RunKey
+
+KEY = RunKey.fresh()
+
+
+def called(server: Hub, client: Hub, port: int) -> Line:
+    """A line from one hub to another, which both belong to this process."""
+    with ThreadPoolExecutor(1) as pool:
+        line = pool.submit(client.call, "127.0.0.1", port)
+        assert until(line.done, 20.0, server.pump)
+        found = line.result()
+    assert found is not None
+    return found
 
 
 def claim(generation: int, node: int) -> Claim:
@@ -83,11 +97,10 @@ def test_a_checkpoint_gets_no_name_behind_the_fence(tmp_path: Path) -> None:
 def test_lines_carry_messages_and_tell_of_their_end() -> None:
     listener = listen_at("127.0.0.1")
     port = listener.getsockname()[1]
-    server, client = Hub(listener), Hub(listen_at("127.0.0.1"))
+    server, client = Hub(listener, KEY), Hub(listen_at("127.0.0.1"), KEY)
     try:
-        line = client.call("127.0.0.1", port)
-        assert line is not None
-        line.say("ready", node=1, text="x" * 300_000)
+        line = called(server, client, port)
+        line.say(End(result=None, error="x" * 300_000))
         heard: list = []
 
         def pump(seconds: float) -> None:
@@ -95,7 +108,7 @@ def test_lines_carry_messages_and_tell_of_their_end() -> None:
             heard.extend(message for _, message in server.pump(seconds)[0])
 
         assert until(lambda: bool(heard), 100.0, pump)
-        assert heard[0]["node"] == 1 and len(heard[0]["text"]) == 300_000
+        assert isinstance(heard[0], End) and len(heard[0].error) == 300_000
         client.drop(line)
         lost: list = []
         assert until(lambda: bool(lost), 100.0, lambda seconds: lost.extend(server.pump(seconds)[1]))
@@ -109,11 +122,10 @@ def test_lines_carry_messages_and_tell_of_their_end() -> None:
 def test_who_slept_gives_others_time_to_speak(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen_at("127.0.0.1")
     port = listener.getsockname()[1]
-    server, client = Hub(listener), Hub(listen_at("127.0.0.1"))
+    server, client = Hub(listener, KEY), Hub(listen_at("127.0.0.1"), KEY)
     try:
-        line = client.call("127.0.0.1", port)
-        assert line is not None
-        line.say("ready")
+        line = called(server, client, port)
+        line.say(Cut(0))
         heard: list = []
         assert until(lambda: bool(heard), 100.0, lambda seconds: heard.extend(server.pump(seconds)[0]))
         clock = SimpleNamespace(now=time.monotonic())
@@ -247,7 +259,8 @@ def test_writers_of_several_nodes_make_one_checkpoint_or_none(tmp_path: Path) ->
     address = listener.getsockname()
 
     def write(node: int, step: int, limit_s: float = 20.0) -> str:
-        agreement = StarAgreement(node, 2, (0, step), address, listener if node == 0 else None, limit_s)
+        own = listener if node == 0 else None
+        agreement = StarAgreement(node, 2, (0, step), address, own, limit_s, KEY)
         store = CheckpointStore(tmp_path / "checkpoints", group=agreement)
         tensors = {f"weights/{node}": torch.full((3,), float(step)), "weights/both": torch.ones(2)}
         held = [part for part, _ in parts_of(tensors)]
@@ -289,7 +302,7 @@ def test_a_writer_that_never_came_is_missed_at_once_when_its_supervisor_says_so(
     address = listener.getsockname()
 
     def end(rank: int, step: int) -> StarAgreement:
-        return StarAgreement(rank, 2, (0, step), address, listener if rank == 0 else None, 3600.0)
+        return StarAgreement(rank, 2, (0, step), address, listener if rank == 0 else None, 3600.0, KEY)
 
     with ThreadPoolExecutor(2) as pool:
         end(1, 1).give_up()
