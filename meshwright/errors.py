@@ -60,6 +60,19 @@ class RankError(MeshwrightError):
     """Something went wrong on one rank while the run was under way."""
 
 
+def error_of(kind: str, text: str, otherwise: type[MeshwrightError] = MeshwrightError) -> MeshwrightError:
+    """Returns the error that another process told of.
+
+    Args:
+        kind: name of its class, one of this module's.
+        text: what it says.
+        otherwise: class for other names.
+    """
+    found = globals().get(kind)
+    known = isinstance(found, type) and issubclass(found, MeshwrightError)
+    return found(text) if known else otherwise(text)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns a hint that names the known word nearest to a wrong one.
 

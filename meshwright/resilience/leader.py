@@ -6,11 +6,10 @@ import dataclasses
 import time
 from typing import cast
 
-from meshwright import errors
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
-from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError
+from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError, error_of
 from meshwright.plan import Plan
 from meshwright.resilience.ahead import Ahead
 from meshwright.resilience.claims import PRESENCE_S, Claim
@@ -339,7 +338,7 @@ class Leader:
         cause = failures[0] if failures and not (self._lost and (failures[0]["echo"] or failures[0]["hang"])) else None
         error: MeshwrightError = LaunchError("; ".join(f"node {node}: {why}" for node, why in self._lost.items()))
         if cause is not None:
-            error = _error(cause)
+            error = error_of(cause["error"], cause["text"], LaunchError)
             told = {name: cause[name] for name in ("node", "place", "phase", "step")}
             why = cause["text"].splitlines()[0]
             self._means.event("rank_lost", lost=cause["rank"], why=why, generation=self.generation, **told)
@@ -395,9 +394,3 @@ class Leader:
             if told is not None:
                 self._means.event(**told)
         return error
-
-
-def _error(cause: Message) -> MeshwrightError:
-    """Returns the error that a node told of."""
-    kind: type[MeshwrightError] = getattr(errors, cause["error"], LaunchError)
-    return kind(cause["text"])

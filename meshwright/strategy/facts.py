@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
 
-from meshwright import errors
 from meshwright.axes.comm.values import broadcast_bytes
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.spine import Returned, Spine
 from meshwright.axes.table import Block, Cutting, Group, LayerRows, Number, ShardingTable, Split
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, error_of
 from meshwright.models.anatomy import Anatomy
 from meshwright.models.build import BuiltModel
 from meshwright.plan import Layout
@@ -31,12 +30,6 @@ class Refusal:
     """Name of its class in `meshwright.errors`."""
     text: str
     """What it says."""
-
-    def error(self) -> MeshwrightError:
-        """Returns the error."""
-        kind = getattr(errors, self.kind, None)
-        known = isinstance(kind, type) and issubclass(kind, MeshwrightError)
-        return kind(self.text) if known else MeshwrightError(self.text)  # type: ignore[misc, no-any-return]
 
 
 CODEC = RecordCodec(
@@ -68,7 +61,7 @@ def shared_facts(
     if not pretend:
         found = CODEC.loads(broadcast_bytes(CODEC.dumps(found) if first else b""))
     if isinstance(found, Refusal):
-        raise found.error()
+        raise error_of(found.kind, found.text)
     assert isinstance(found, Facts)
     facts = found
     if facts.table is not None and not split_vocabulary:

@@ -1,4 +1,4 @@
-"""An authenticated connection for threads that wait; a supervisor, which never waits, has its own (`resilience.wire`)."""
+"""An authenticated connection for threads that wait; a supervisor, which never waits, has `resilience.wire`."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def read_key(path: Path) -> RunKey:
             raise LaunchError(f"the run's key {path} isn't this user's own file; give a copy: --key-file FILE")
         if facts.st_mode & _OTHERS:
             raise LaunchError(
-                f"others may read or write the run's key {path} (mode {stat.S_IMODE(facts.st_mode):04o}), and whoever has "
+                f"others may read or write the run's key {path} (mode {stat.S_IMODE(facts.st_mode):04o}); whoever has "
                 f"it commands the run; chmod 600 {path}, or remove it where somebody may have read it"
             )
         text = file.read(2 * KEY_BYTES + 2)
