@@ -120,8 +120,17 @@ class RecordCodec:
             raise RecordError(f"{name} has {len(names)} fields, and {len(values)} came")
         for field, value in zip(names, values):
             if not matches(hints[field], value):
-                raise RecordError(f"{name}.{field} is a {type(value).__name__} that doesn't fit its type")
+                raise RecordError(f"{name}.{field} is a {type(value).__name__} that doesn't fit {_told(hints[field], value)}")
         return kind(*values) if issubclass(kind, tuple) else kind(**dict(zip(names, values)))
+
+
+def _told(hint: Any, value: Any) -> str:
+    """Returns the type that a value doesn't fit, and of a TypedDict the keys that are missing, unknown or wrong."""
+    if not typing.is_typeddict(hint) or not isinstance(value, dict):
+        return str(getattr(hint, "__name__", hint))
+    hints = typing.get_type_hints(hint, include_extras=True)
+    wrong = [key for key in hints.keys() | value.keys() if key not in hints or not matches(hints[key], value.get(key))]
+    return f"{hint.__name__}: {', '.join(sorted(map(str, wrong))[:8])}"
 
 
 def _declared(kind: type) -> list[dataclasses.Field[Any]]:
@@ -169,5 +178,7 @@ def _matches_keys(hint: Any, value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     hints = typing.get_type_hints(hint, include_extras=True)
-    known = hint.__required_keys__ <= value.keys() <= hints.keys()
+    # Not __required_keys__, which doesn't see through annotations that are strings.
+    required = {key for key, item in hints.items() if typing.get_origin(item) is not typing.NotRequired}
+    known = required <= value.keys() <= hints.keys()
     return known and all(matches(hints[key], item) for key, item in value.items())

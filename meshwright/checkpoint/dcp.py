@@ -1,8 +1,8 @@
 """The `dcp` backend: torch.distributed.checkpoint, with guards for what it doesn't check itself.
 
 One file a rank, written by one thread (a second would swallow its errors) and summed on the way out; ``.metadata`` is a
-pickle and is read by an unpickler that knows only DCP's own types; coverage is checked on both sides; a rank's error is
-flattened to text, since one that can't be pickled would leave the others waiting. Traps: FACTS on pytorch#191391.
+pickle and is read by an unpickler that knows a closed list of classes; coverage is checked on both sides; a rank's
+error is flattened to text, since one that can't be pickled would leave the others waiting (pytorch#191391).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -21,19 +21,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.tensor import DTensor
+from torch.serialization import _get_layout
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.files import SummedWriter
 from meshwright.errors import CheckpointError
+from meshwright.names import plain_name
 
 _BATCH_BYTES = 256 * 2**20
 _METADATA = ".metadata"
@@ -174,6 +178,10 @@ class _LoadPlanner(DefaultLoadPlanner):
                 raise CheckpointError(f"'{name}': {filled.get(name, 0)} of {wanted} elements would be filled")
         return plan
 
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Refuses what DCP's planner would unpickle."""
+        raise CheckpointError(f"'{read_item.dest_index.fqn}' isn't a tensor in the file")
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return _held(self.state_dict, index, super().lookup_tensor)
 
@@ -184,18 +192,30 @@ def _held(state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[M
     return otherwise(index) if isinstance(found, Tensor) else found.__get_tensor_shard__(index)
 
 
-class _Unpickler(pickle.Unpickler):
+_KNOWN = {
+    **{("torch.distributed.checkpoint.metadata", kind.__name__): kind for kind in (
+        ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata,
+        _MEM_FORMAT_ENCODING,
+    )},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    # Where the checkpoint lay when it was written; nobody goes there.
+    **{("pathlib", kind): PurePosixPath for kind in ("PosixPath", "PurePosixPath")},
+}  # fmt: skip
+"""All that a pickled metadata is made of, object by object: any other name could be one that runs code."""
+
+
+# In Python: the C one gives memory to as many entries of its memo as a few bytes of the file ask for.
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """Knows the types of DCP's metadata and nothing else: a pickle could otherwise run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = (
-            (module.startswith("torch.distributed.checkpoint.") and "." not in name)
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-            or (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout")}
-        )
-        if not known:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name} doesn't belong into a checkpoint's metadata")
-        return super().find_class(module, name)
+        return _KNOWN[module, name]
 
 
 def _read_metadata(folder: Path) -> Metadata:
@@ -204,8 +224,13 @@ def _read_metadata(folder: Path) -> Metadata:
             metadata = _Unpickler(stream).load()
     except Exception as error:
         raise CheckpointError(f"{folder.name}: {_METADATA} can't be read: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    places = getattr(metadata, "storage_data", None)
+    if not isinstance(metadata, Metadata) or not isinstance(places, dict):
         raise CheckpointError(f"{folder.name}: {_METADATA} holds no metadata")
+    for place in places.values():
+        if not isinstance(place, _StorageInfo):
+            raise CheckpointError(f"{folder.name}: {_METADATA} holds no metadata")
+        plain_name(place.relative_path, f"{folder.name}: {_METADATA}", CheckpointError)
     return metadata
 
 

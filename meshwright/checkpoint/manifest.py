@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.names import plain_name
 from meshwright.plan import Layout
 
 MANIFEST = "manifest.json"
@@ -121,11 +122,24 @@ class Manifest:
             step=body["step"],
             ranks=body["ranks"],
             backend=body["backend"],
-            files={name: FileRecord(*record) for name, record in body["files"].items()},
+            files={_file_name(name): _file_record(record) for name, record in body["files"].items()},
             tensors={name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype) in body["tensors"].items()},
             origin=Origin.from_json(body["origin"]),
             meta=body["meta"],
         )
+
+
+def _file_name(name: str) -> str:
+    if plain_name(name, MANIFEST, CheckpointError) == MANIFEST:
+        raise CheckpointError(f"{MANIFEST} lists itself")
+    return name
+
+
+def _file_record(record: Any) -> FileRecord:
+    size, checksum = record
+    if not isinstance(size, int) or size < 0 or not isinstance(checksum, str):
+        raise CheckpointError(f"{MANIFEST} gives a file neither size nor checksum")
+    return FileRecord(size, checksum)
 
 
 def _sealed(body: Mapping[str, Any]) -> bytes:

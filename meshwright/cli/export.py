@@ -15,7 +15,7 @@ from meshwright.launch.preload import prepare_environment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig(Config):
-    """usage: meshwright export RUN --to DIR."""
+    """usage: meshwright export RUN --to DIR [--trust]; --trust runs the code that the run's config names."""
 
     to: str
     """Directory to make."""
@@ -26,7 +26,7 @@ class ExportConfig(Config):
 def run(argv: Sequence[str]) -> int:
     """Exports the newest checkpoint that is whole."""
     words = list(argv)
-    as_json = take_flag(words, "--json")
+    as_json, trust = take_flag(words, "--json"), take_flag(words, "--trust")
     source, config = read_positional(ExportConfig, words, "export", "RUN")
     prepare_environment()
     import torch
@@ -36,9 +36,10 @@ def run(argv: Sequence[str]) -> int:
     from meshwright.models.export import export_hf
 
     run_dir = Path(source)
-    step, values = newest_weights(run_dir)
+    step, values = newest_weights(run_dir, trust)
     dtype = None if config.dtype == "as-trained" else getattr(torch, config.dtype)
-    out = export_hf(run_model(run_dir), values, Path(config.to), tokenizer=read_text(run_dir).folder, dtype=dtype)
+    built, folder = run_model(run_dir, trust), read_text(run_dir).folder
+    out = export_hf(built, values, Path(config.to), tokenizer=folder, dtype=dtype)
     say(f"exported step {step} of {run_dir} to {out}")
     if as_json:
         answer(json.dumps({"step": step, "run": str(run_dir), "to": str(out)}))

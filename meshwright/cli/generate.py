@@ -14,7 +14,7 @@ from meshwright.launch.preload import prepare_environment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig(Config):
-    """usage: meshwright generate RUN|DIR --prompt TEXT."""
+    """usage: meshwright generate RUN|DIR --prompt TEXT [--trust]; --trust runs the code that a run's config names."""
 
     prompt: str
     """Text to go on from."""
@@ -31,12 +31,12 @@ class GenerateConfig(Config):
 def run(argv: Sequence[str]) -> int:
     """Prints the prompt and its continuation."""
     words = list(argv)
-    as_json = take_flag(words, "--json")
+    as_json, trust = take_flag(words, "--json"), take_flag(words, "--trust")
     target, config = read_positional(GenerateConfig, words, "generate", "RUN|DIR")
     prepare_environment()
     from meshwright.cli.trained import open_trained
 
-    text = open_trained(Path(target)).complete(
+    text = open_trained(Path(target), trust).complete(
         config.prompt,
         max_tokens=config.max_tokens,
         temperature=config.temperature,

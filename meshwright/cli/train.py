@@ -380,7 +380,7 @@ def _remember(plan: Plan, time_s: Mapping[str, float], machines: Machines) -> No
 def _sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str, str]:
     from meshwright.cli.trained import open_run
 
-    trained = open_run(run_dir)
+    trained = open_run(run_dir, trust=True)  # its config is what this command was given
     prompt = config.train.sample
     if not prompt:
         with token_set.validation_text.open("rb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.inputs import CONFIG, run_config
 from meshwright.cli.run_contents import model_folder, read_text
+from meshwright.cli.words import say
 from meshwright.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -63,8 +65,14 @@ def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
         raise ConfigError(f"the prompt {prompt[:40]!r}: the vocabulary {told}; use characters of the training text")
 
 
-def newest_weights(run_dir: Path) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+def newest_weights(run_dir: Path, trust: bool = False) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
     """Returns (step, iterator of (name, whole weight or buffer)) of a run's newest checkpoint that is whole.
+
+    Says which newer ones were refused, and why.
+
+    Args:
+        run_dir: the run's directory.
+        trust: ask the mirror that the directory's config names where the newest checkpoint here is damaged.
 
     Raises:
         CheckpointError: when there is none.
@@ -72,34 +80,51 @@ def newest_weights(run_dir: Path) -> tuple[int, Iterator[tuple[str, torch.Tensor
     from meshwright.checkpoint.store import CheckpointStore
     from meshwright.train.state import BUFFERS, WEIGHTS
 
-    store = CheckpointStore(run_dir / "checkpoints", run_config(run_dir).checkpoint)
+    config = run_config(run_dir).checkpoint
+    # A config that nobody typed sends this machine nowhere.
+    config = config if trust else dataclasses.replace(config, mirror="")
+    store = CheckpointStore(run_dir / "checkpoints", config)
     found = store.find()
+    for refused in found.refused if found is not None else ():
+        say(f"passed over {refused.path}: {refused.reason}")
     if found is None:
         raise CheckpointError(f"{run_dir} has no checkpoint yet; train it first")
     wanted = [name for name in found.manifest.tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS)]
     return found.step, ((name.partition("/")[2], value) for name, value in store.read_full(found, wanted))
 
 
-def run_model(run_dir: Path) -> BuiltModel:
+def run_model(run_dir: Path, trust: bool = False) -> BuiltModel:
     """Builds a run's model on the meta device, from what the run directory itself holds.
 
     A function's code is no part of a run directory: it must be importable where this runs.
+
+    Args:
+        run_dir: the run's directory.
+        trust: import and call the function that the directory's config names, as the user said.
+
+    Raises:
+        ConfigError: when it names one and isn't trusted.
     """
     from meshwright.models.build import build_meta
     from meshwright.models.config import ModelConfig
 
     config, text, folder = run_config(run_dir), read_text(run_dir), model_folder(run_dir)
     if folder is None:
+        if config.model.kind == "function" and not trust:
+            raise ConfigError(
+                f"{run_dir / CONFIG} names the function '{config.model.name}' as its model, which would be imported "
+                "and called, and could do anything; add --trust if you trust who wrote that directory"
+            )
         return build_meta(config.model, vocab=text.vocab_size, context=config.data.sequence)
     asked = config.model
     kept = ModelConfig(name=str(folder), dropout=asked.dropout, attention=asked.attention, seed=asked.seed)
     return build_meta(kept, weights=False)
 
 
-def open_run(run_dir: Path) -> Trained:
-    """Loads a run's newest whole checkpoint into memory."""
-    built, text = run_model(run_dir), read_text(run_dir)
-    _, values = newest_weights(run_dir)
+def open_run(run_dir: Path, trust: bool = False) -> Trained:
+    """Loads a run's newest whole checkpoint into memory; ``trust`` as for `run_model`."""
+    built, text = run_model(run_dir, trust), read_text(run_dir)
+    _, values = newest_weights(run_dir, trust)
     _materialise(built, dict(values))
     return Trained(built=built, tokenizer=text.tokenizer(), eos=text.eos_id, vocab=text.vocab_size)
 
@@ -124,14 +149,18 @@ def open_directory(folder: Path) -> Trained:
     return Trained(built=built, tokenizer=tokenizer, eos=end, vocab=vocab)
 
 
-def open_trained(path: Path) -> Trained:
+def open_trained(path: Path, trust: bool = False) -> Trained:
     """Opens a run directory or a Hugging Face directory.
 
+    Args:
+        path: the directory.
+        trust: run the code that a run's config names.
+
     Raises:
-        ConfigError: when it is neither.
+        ConfigError: when it is neither, or names code and isn't trusted.
     """
     if (path / CONFIG).is_file():
-        return open_run(path)
+        return open_run(path, trust)
     if (path / "config.json").is_file():
         return open_directory(path)
     raise ConfigError(f"{path} is neither a run directory ({CONFIG}) nor a Hugging Face directory (config.json)")

@@ -107,7 +107,7 @@ def _converted(name: str) -> TokenizerFiles:
     """Lets transformers find or convert a tokenizer that has no tokenizer.json here (sentencepiece, hub names)."""
     from transformers import AutoTokenizer
 
-    whole = AutoTokenizer.from_pretrained(name, use_fast=True)
+    whole = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
     if not hasattr(whole, "backend_tokenizer"):
         raise ValueError("it has no fast form")
     with tempfile.TemporaryDirectory() as folder:

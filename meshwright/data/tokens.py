@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.files import sha256
 from meshwright.errors import DataError
+from meshwright.names import plain_name
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -79,7 +80,7 @@ class TokenSet:
         path = Path(path)
         manifest = read_manifest(path)
         for name, facts in manifest["files"].items():
-            _check_file(path, name, facts, verify)
+            _check_file(path, plain_name(name, path / MANIFEST, DataError), facts, verify)
         splits = {name: _split(path, name, manifest) for name in ("train", "validation")}
         return cls(path=path, manifest=manifest, **splits)
 

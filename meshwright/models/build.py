@@ -171,10 +171,11 @@ def shrink(config: ModelConfig, layers: int = 2, width: int = 64) -> ModelConfig
 def _transformers(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
     from transformers import AutoModelForCausalLM
 
-    from meshwright.models.family import directory_config, family_config
+    from meshwright.models.family import check_kernels, directory_config, family_config
 
     make = directory_config if config.kind == "directory" else family_config
     hf_config = make(config, vocab, context)
+    check_kernels(config.name, hf_config)
     kernel = {} if config.attention == "auto" else {"attn_implementation": config.attention}
     return lambda: AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **kernel).train()
 

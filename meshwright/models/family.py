@@ -57,7 +57,7 @@ def directory_config(config: ModelConfig, vocab: int | None, context: int | None
         ConfigError: when there is no readable ``config.json``, or as `family_config`.
     """
     try:
-        found = AutoConfig.from_pretrained(config.name, local_files_only=True)
+        found = AutoConfig.from_pretrained(config.name, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.name = '{config.name}' holds no transformers config: {error}") from error
     if config.fresh:
@@ -65,6 +65,26 @@ def directory_config(config: ModelConfig, vocab: int | None, context: int | None
     _apply(found.get_text_config(decoder=True), dict.fromkeys(DROPOUTS, config.dropout))
     _override(config, found)
     return found
+
+
+def check_kernels(name: str, config: PreTrainedConfig) -> None:
+    """Refuses a config whose attention or experts are a kernel of the hub, which transformers would fetch and run.
+
+    Args:
+        name: of the model, for the message.
+        config: as it was read.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    for part in (config, *(item for item in vars(config).values() if isinstance(item, PreTrainedConfig))):
+        for field in ("_attn_implementation", "_experts_implementation"):
+            value = getattr(part, field, None)
+            if any("/" in str(item) for item in (value.values() if isinstance(value, dict) else (value,))):
+                raise ConfigError(
+                    f"the config of model '{name}' names code of the hub as its kernel: {field} = {value!r}; remove "
+                    "the field, or set model.attention"
+                )
 
 
 def _sized(

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwright.errors import CheckpointError
 from meshwright.models.deferred import Box
+from meshwright.names import plain_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +157,11 @@ def _index(directory: Path) -> dict[str, Path]:
     listing = directory / "model.safetensors.index.json"
     if listing.is_file():
         try:
-            named = json.loads(listing.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, UnicodeDecodeError) as error:
+            named = dict(json.loads(listing.read_text(encoding="utf-8"))["weight_map"])
+            asked = set(named.values())
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{listing} is damaged: {error}; fetch or export it again") from error
-        files = sorted({directory / file for file in named.values()})
+        files = sorted(directory / plain_name(file, listing, CheckpointError) for file in asked)
     else:
         named, files = None, [directory / "model.safetensors"]
     found: dict[str, Path] = {}
