@@ -69,8 +69,9 @@ def error_of(kind: str, text: str, otherwise: type[MeshwrightError] = Meshwright
         otherwise: class for other names.
     """
     found = globals().get(kind)
-    known = isinstance(found, type) and issubclass(found, MeshwrightError)
-    return found(text) if known else otherwise(text)
+    if isinstance(found, type) and issubclass(found, MeshwrightError):
+        return found(text)
+    return otherwise(text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -120,7 +120,7 @@ class RecordCodec:
             raise RecordError(f"{name} has {len(names)} fields, and {len(values)} came")
         for field, value in zip(names, values):
             if not matches(hints[field], value):
-                raise RecordError(f"{name}.{field} is a {type(value).__name__} that doesn't fit {_told(hints[field], value)}")
+                raise RecordError(f"{name}.{field} is a {type(value).__name__} unlike {_told(hints[field], value)}")
         return kind(*values) if issubclass(kind, tuple) else kind(**dict(zip(names, values)))
 
 

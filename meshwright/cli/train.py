@@ -383,6 +383,5 @@ def _sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str,
     trained = open_run(run_dir, trust=True)  # its config is what this command was given
     prompt = config.train.sample
     if not prompt:
-        with token_set.validation_text.open("rb") as file:
-            prompt = file.read(256).decode("utf-8", errors="ignore")[:64]
+        prompt = token_set.held_out_text(256).decode("utf-8", errors="ignore")[:64]
     return prompt, trained.complete(prompt, max_tokens=config.train.sample_tokens)

@@ -101,6 +101,8 @@ class Loader:
                 f"the {split.name} split has {length} tokens, a row of sequence {sequence} needs {sequence + 1}; "
                 "give more text or a shorter data.sequence"
             )
+        if mask_documents:
+            split.check_index()
         self.rows, self.sequence, self.mask_documents = rows, sequence, mask_documents
         self._split = split
         self._shifts = min(sequence, length - sequence)
@@ -119,7 +121,7 @@ class Loader:
             step: from 0, without end.
         """
         row_ids, starts = self._starts(step, self.first, self.last)
-        windows = _windows(self._split.tokens, starts, self.sequence + 1)
+        windows = _windows(self._split, starts, self.sequence + 1)
         tokens, targets = windows[:, :-1], windows[:, 1:].copy()
         positions = np.broadcast_to(np.arange(self.sequence), tokens.shape)
         ignored = 0
@@ -155,11 +157,11 @@ class Loader:
         return row_ids, windows * self.sequence + shifts.astype(np.int64)
 
 
-def _windows(tokens: NDArray[np.unsignedinteger], starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+def _windows(split: Split, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """Copies windows out of the mapped stream: (rows, length)."""
     windows = np.empty((len(starts), length), dtype=np.int64)
     for row, start in zip(windows, starts.tolist()):
-        row[:] = tokens[start : start + length]
+        row[:] = split.read(start, start + length)
     return windows
 
 
@@ -232,7 +234,7 @@ def _evaluation_batch(split: Split, step: int, row_ids: NDArray[np.int64], windo
     counted = 0
     for row, number in enumerate(row_ids.tolist()):
         if number < windows:
-            window = split.tokens[number * sequence : (number + 1) * sequence + 1]
+            window = split.read(number * sequence, (number + 1) * sequence + 1)
             tokens[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
             counted += len(window) - 1

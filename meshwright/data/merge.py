@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from meshwright.data import tasks
+from meshwright.data.chunks import write_sums
 from meshwright.data.files import sha256, whole_file
 from meshwright.data.selection import Piece
 from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER
-from meshwright.data.tokens import MANIFEST
+from meshwright.data.tokens import CHECKED, MANIFEST, fingerprint_of, render_manifest
 from meshwright.errors import DataError
 
 _COPY_BYTES = 8 << 20
@@ -51,16 +50,15 @@ def merge(
     for name in (TOKENIZER, SETTINGS, *(name for name in COMPANIONS if (beside / name).is_file())):
         with whole_file(whole / name) as file:
             file.write((beside / name).read_bytes())
+    chunks = write_sums(whole, CHECKED)
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(whole.iterdir(), key=lambda path: path.name)
     }
-    identity = [files[name] for name in ("train.bin", "train.idx", "validation.bin", "validation.idx")]
-    tokenizer = files["tokenizer.json"]["sha256"]
-    fingerprint = hashlib.sha256(json.dumps([identity, tokenizer, facts["dtype"]]).encode()).hexdigest()
+    fingerprint, tokenizer = fingerprint_of(files, facts["dtype"]), files["tokenizer.json"]["sha256"]
     manifest = facts | {"fingerprint": fingerprint, "tokenizer_sha256": tokenizer, "splits": counts, "files": files}
     with whole_file(whole / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=2, sort_keys=True).encode("utf-8"))
+        file.write(render_manifest(manifest | {"chunks": chunks}))
 
 
 def _concatenate(beside: Path, stem: Path, numbers: range, facts: dict[str, Any]) -> tuple[int, int]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import lzma
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.chunks import SUMS, ChunkSums
 from meshwright.data.files import sha256
 from meshwright.errors import DataError
 from meshwright.names import plain_name
@@ -22,8 +24,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MANIFEST = "manifest.json"
-VERSION = 1
-"""Version of the files' format."""
+VERSION = 2
+"""Version of the files' format: since 2 with checksums of chunks, and of the manifest itself."""
+CHECKED = ("train.bin", "train.idx", "validation.bin", "validation.idx", "validation.txt")
+"""Files whose chunks have checksums; the others are small, and compared whole when a set is opened."""
+SPLITS = ("train", "validation")
+DTYPES = ("<u2", "<u4")
+"""Of token ids."""
 _BASELINE_BYTES = 64 << 20
 
 
@@ -41,6 +48,41 @@ class Split:
     """UTF-8 bytes of the text behind the tokens."""
     fingerprint: str
     """Hash of the whole set's contents."""
+    vocab_size: int | None = None
+    """Ids are below it; None where there is none to hold them against."""
+    sums: Mapping[str, ChunkSums] = field(default_factory=dict)
+    """Checksums of ``bin`` and ``idx``; none for arrays in memory."""
+
+    def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
+        """Returns tokens [start, stop), as far as there are any, from chunks whose checksums hold.
+
+        Raises:
+            DataError: when a chunk is damaged: file and chunk are named.
+        """
+        if "bin" in self.sums:
+            width = self.tokens.dtype.itemsize
+            for first, last in self.sums["bin"].check(self.tokens.view(np.uint8), start * width, stop * width):
+                self._check_ids(first // width, -(-last // width))
+        return self.tokens[start:stop]
+
+    def _check_ids(self, start: int, stop: int) -> None:
+        largest = int(self.tokens[start:stop].max(initial=0))
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise DataError(
+                f"the {self.name} split holds token {largest}, its vocabulary has {self.vocab_size}; prepare it again"
+            )
+
+    def check_index(self) -> None:
+        """Compares the whole index of document ends, which is searched at each step.
+
+        Raises:
+            DataError: when it is damaged, or its ends don't ascend to the split's length at most.
+        """
+        if "idx" not in self.sums or not len(self.ends):
+            return
+        self.sums["idx"].check(self.ends.view(np.uint8), 0, self.ends.nbytes)
+        if self.ends[0] < 0 or self.ends[-1] > len(self.tokens) or bool((self.ends[1:] < self.ends[:-1]).any()):
+            raise DataError(f"the {self.name} split's index isn't one of {len(self.tokens)} tokens; prepare it again")
 
     def bits_per_byte(self, loss: float) -> float:
         """Converts a mean loss over this split's targets to bits per byte of its text.
@@ -65,6 +107,8 @@ class TokenSet:
     """What is trained on."""
     validation: Split
     """What is held out; empty when the share was 0."""
+    sums: Mapping[str, ChunkSums]
+    """Checksums of the files that are read in parts."""
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> Self:
@@ -80,9 +124,12 @@ class TokenSet:
         path = Path(path)
         manifest = read_manifest(path)
         for name, facts in manifest["files"].items():
-            _check_file(path, plain_name(name, path / MANIFEST, DataError), facts, verify)
-        splits = {name: _split(path, name, manifest) for name in ("train", "validation")}
-        return cls(path=path, manifest=manifest, **splits)
+            # Small ones at once; the checksums of chunks when the first is needed.
+            small = name not in CHECKED and name != SUMS
+            _check_file(path, plain_name(name, path / MANIFEST, DataError), facts, verify or small)
+        sums = ChunkSums.open_all(path, manifest)
+        splits = {name: _split(path, name, manifest, sums) for name in SPLITS}
+        return cls(path=path, manifest=manifest, sums=sums, **splits)
 
     @property
     def fingerprint(self) -> str:
@@ -100,10 +147,18 @@ class TokenSet:
         value = self.manifest["eos_id"]
         return None if value is None else int(value)
 
-    @property
-    def validation_text(self) -> Path:
-        """File of the held-out documents, one after the other, as UTF-8."""
-        return self.path / "validation.txt"
+    def held_out_text(self, most_bytes: int) -> bytes:
+        """Returns the first bytes of the held-out documents, one after the other, as UTF-8.
+
+        Raises:
+            DataError: when what is read is damaged.
+        """
+        path = self.path / "validation.txt"
+        if not (size := path.stat().st_size):
+            return b""
+        text = np.memmap(path, dtype=np.uint8, mode="r")
+        self.sums[path.name].check(text, 0, min(size, most_bytes))
+        return text[:most_bytes].tobytes()
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer."""
@@ -126,8 +181,43 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DataError(f"{path / MANIFEST} is damaged ({error}); delete {path} and prepare again") from None
     if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
         found = manifest.get("version") if isinstance(manifest, dict) else None
-        raise DataError(f"{path} has format version {found}, this program reads {VERSION}; prepare it again")
+        raise DataError(
+            f"{path} has format version {found}, whose files have no checksums of their chunks where it is 1; this "
+            f"program reads {VERSION}; prepare it again"
+        )
+    if render_manifest(manifest) != (path / MANIFEST).read_bytes() or not _is_whole(manifest):
+        raise DataError(f"{path / MANIFEST} is damaged: it doesn't give its checksum; delete {path} and prepare again")
     return manifest
+
+
+def render_manifest(manifest: Mapping[str, Any]) -> bytes:
+    """Returns a manifest's only valid file contents, the checksum of the rest in it."""
+    body = {name: value for name, value in manifest.items() if name != "checksum"}
+    checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps(body | {"checksum": checksum}, indent=2, sort_keys=True).encode("utf-8")
+
+
+def fingerprint_of(files: Mapping[str, Mapping[str, Any]], dtype: str) -> str:
+    """Returns the hash of a set's contents: of token files, indexes and tokenizer."""
+    identity = [files[name] for name in ("train.bin", "train.idx", "validation.bin", "validation.idx")]
+    return hashlib.sha256(json.dumps([identity, files["tokenizer.json"]["sha256"], dtype]).encode()).hexdigest()
+
+
+def _is_whole(manifest: Mapping[str, Any]) -> bool:
+    """Whether everything stands in a manifest that its readers take for granted, of the right types."""
+    try:
+        files, splits, chunks = manifest["files"], manifest["splits"], manifest["chunks"]
+        counts = [splits[name][what] for name in SPLITS for what in ("tokens", "documents", "text_bytes")]
+        sizes = [facts["bytes"] for facts in files.values()] + counts
+        known = {*CHECKED, SUMS, "tokenizer.json"} <= files.keys() and set(CHECKED) == set(chunks["files"])
+        sums = all(isinstance(facts["sha256"], str) for facts in files.values())
+        plain = all(isinstance(size, int) and size >= 0 for size in sizes) and isinstance(manifest["key"], str)
+        tokens = isinstance(manifest["vocab_size"], int) and isinstance(manifest["eos_id"], int | None)
+        kinds = manifest["dtype"] in DTYPES and chunks["bytes"] > 0
+        same = manifest["fingerprint"] == fingerprint_of(files, manifest["dtype"])
+        return bool(known and sums and plain and tokens and kinds and same)
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def _check_file(path: Path, name: str, facts: Mapping[str, Any], verify: bool) -> None:
@@ -143,13 +233,19 @@ def _check_file(path: Path, name: str, facts: Mapping[str, Any], verify: bool) -
         raise DataError(f"{file} was changed: its SHA-256 is not the manifest's; {cure}")
 
 
-def _split(path: Path, name: str, manifest: Mapping[str, Any]) -> Split:
+def _split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mapping[str, ChunkSums]) -> Split:
     facts = manifest["splits"][name]
     # Ends are stored unsigned and mapped signed: numpy compares unsigned with signed as float64, copying the index.
     ends = _map(path / f"{name}.idx", "<i8", facts["documents"])
     tokens = _map(path / f"{name}.bin", manifest["dtype"], facts["tokens"])
     return Split(
-        name=name, tokens=tokens, ends=ends, text_bytes=facts["text_bytes"], fingerprint=manifest["fingerprint"]
+        name=name,
+        tokens=tokens,
+        ends=ends,
+        text_bytes=facts["text_bytes"],
+        fingerprint=manifest["fingerprint"],
+        vocab_size=manifest["vocab_size"],
+        sums={kind: sums[f"{name}.{kind}"] for kind in ("bin", "idx")},
     )
 
 
@@ -189,8 +285,7 @@ def compression_baselines(token_set: TokenSet, limit_bytes: int = _BASELINE_BYTE
     Returns:
         ``gzip`` and ``xz`` in bits per byte, and ``bytes``, what was compressed; empty without held-out text.
     """
-    with open(token_set.validation_text, "rb") as file:
-        data = file.read(limit_bytes)
+    data = token_set.held_out_text(limit_bytes)
     if not data:
         return {}
     packed = {

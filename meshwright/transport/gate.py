@@ -145,7 +145,7 @@ class Gate:
                 self._forget(stranger)
                 end(stranger.socket)
                 return None
-            if stranger.challenge is None and is_notice(stranger.data):
+            if stranger.challenge is None and is_notice(bytes(stranger.data)):
                 stranger.hello, stranger.data = bytes(stranger.data), bytearray()
                 stranger.wanted = NOTICE_REST_BYTES
                 return self._hear(stranger)

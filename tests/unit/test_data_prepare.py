@@ -40,7 +40,7 @@ def test_tokens_and_index_give_the_text_back(tmp_path: Path) -> None:
         assert begin == len(split.tokens)
     texts = [json.loads(line)["text"] for line in Path(config.paths[0]).read_text().splitlines()]
     assert sorted(whole) == sorted(set(texts))
-    held = made.validation_text.read_bytes()
+    held = made.held_out_text(1 << 30)
     assert len(held) == made.validation.text_bytes > 0
     assert made.train.text_bytes + len(held) == sum(len(text.encode()) for text in set(texts))
 
@@ -132,7 +132,7 @@ def test_the_tail_of_one_document_is_held_out_and_has_no_end_token(tmp_path: Pat
     characters = sorted(set(text))
     place = int(len(text) * 0.9)
     assert [characters[token] for token in made.train.tokens] == list(text[:place])
-    assert made.validation_text.read_text() == text[place:]
+    assert made.held_out_text(1 << 30).decode() == text[place:]
     assert made.tokenizer().encode(text[:50]).ids == made.train.tokens[:50].tolist()
     hashed = prepare(dataclasses.replace(config, split="hash"), tmp_path / "hashed")
     assert hashed.fingerprint == made.fingerprint
@@ -170,7 +170,8 @@ def test_truncated_missing_and_changed_files_are_refused(tmp_path: Path, name: s
     with pytest.raises(DataError, match=f"{name} is truncated: {len(data) - 3} bytes, the manifest says {len(data)}"):
         TokenSet.open(made.path)
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    TokenSet.open(made.path)
+    if name != "tokenizer.json":
+        TokenSet.open(made.path)  # token files are compared as they are read
     with pytest.raises(DataError, match=f"{name} was changed"):
         TokenSet.open(made.path, verify=True)
     path.unlink()
