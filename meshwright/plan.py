@@ -17,8 +17,7 @@ from meshwright.axes.axis import known_axes
 from meshwright.axes.groups import describe_rank, mesh_shape, reader, state_axes, state_shards, world_size
 from meshwright.errors import PlanError, nearest
 from meshwright.schedules.action import Schedule
-from meshwright.schedules.file import build_schedule
-from meshwright.schedules.spec import known_schedules
+from meshwright.schedules.file import build_schedule, find_choice
 
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -192,10 +191,16 @@ class Layout:
         Raises:
             PlanError: there is no such schedule, or it doesn't fit.
         """
-        name = self.schedule or DEFAULT_SCHEDULE
-        spec = known_schedules().get(name)
-        stages = self.stages or (spec.least_stages if spec else 1)
-        return build_schedule(name, self.degree("pp"), stages, self.microbatches)
+        return build_schedule(self.schedule or DEFAULT_SCHEDULE, self.degree("pp"), self.stages, self.microbatches)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that each rank of ``pp`` runs, 1 without a pipeline.
+
+        Raises:
+            PlanError: there is no such schedule.
+        """
+        return self.stages or find_choice(self.schedule or DEFAULT_SCHEDULE).least_stages
 
     def shape(self) -> dict[str, int]:
         """Returns the mesh's axes and sizes, outermost first."""

@@ -17,7 +17,7 @@ from benchmarks.published.unequal import unequal_kinds
 from meshwright.errors import ClusterError, MeshwrightError
 from meshwright.planner.cost.engine import GIB, Engine
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import RECOMPUTES, SCHEDULES, Job
+from meshwright.planner.cost.job import RECOMPUTES, Job, schedule_names
 from meshwright.planner.kinds import Kind
 
 MOST_STAGES = 1024
@@ -151,7 +151,7 @@ def _columns(row: Row) -> dict[str, Any]:
         "recompute_share": 1.0,
         "sequence": float(sequence in ("1", "True", "true")),
         "stages": stages,
-        "schedule": SCHEDULES.index(code),
+        "schedule": schedule_names().index(code),
     }
 
 

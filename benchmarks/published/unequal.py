@@ -113,5 +113,5 @@ def _piped_s(job: Job, degrees: Degrees, kinds: Sequence[Kind], places: Sequence
         ranks, own = Ranks(Costs.of(job, degrees, machine, engine)), np.array(places) == number
         forward[:, own], backward[:, own] = ranks.forward[:, own], ranks.backward[:, own]
         after = np.maximum(after, sum(ranks.ending().values()))
-    whole = makespan(degrees.schedule, forward, backward, backward / 2, degrees.microbatches, degrees.stages)
+    whole = makespan(degrees, forward, backward, backward / 2)
     return float(whole[0] + after[0]) + engine.runtime.host_step_s

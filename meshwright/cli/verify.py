@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 PASSED, FAILED, REFUSED = 0, 1, 2
 """Exit statuses: every layout equals one device; one doesn't; one couldn't run (and none failed)."""
-ONE_STAGE = ("", "gpipe", "1f1b")
-"""Schedules that run one stage on each rank unless told otherwise."""
 VOCABULARY = 199
 """Tokens of made-up text; a prime, so that no degree divides it."""
 
@@ -146,8 +144,7 @@ def _case(config: VerifyConfig, layouts: Sequence[Layout]) -> Case:
 
 def _stages(layouts: Sequence[Layout]) -> int:
     """Layers that a clone needs so that every pipeline has one for each of its stages."""
-    per_rank = [layout.stages or (1 if layout.schedule in ONE_STAGE else 2) for layout in layouts]
-    return max(2, *(layout.degree("pp") * number for layout, number in zip(layouts, per_rank)))
+    return max(2, *(layout.degree("pp") * layout.stages_per_rank for layout in layouts))
 
 
 def _model(config: VerifyConfig, layers: int) -> ModelConfig:

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.plan import DEFAULT_SCHEDULE, Layout
+from meshwright.plan import Layout
 from meshwright.planner.allowed import check_host, job_for, with_host_memory
 from meshwright.planner.cost.engine import Engine
 from meshwright.planner.cost.engines import MESHWRIGHT
@@ -25,7 +25,7 @@ from meshwright.planner.ledger import Lesson
 from meshwright.planner.search import Found, search
 from meshwright.planner.space import Space, layout_of
 from meshwright.planner.timeline import pipeline_s
-from meshwright.schedules.spec import find_schedule, known_schedules
+from meshwright.schedules.spec import known_schedules
 from meshwright.units import format_bytes
 
 USABLE = 0.94
@@ -261,7 +261,7 @@ def _simulated(question: Question, layout: Layout, found: Price) -> Price:
     """The price with the pipeline's actions run one by one, where the closed form was an approximation."""
     if layout.degree("pp") == 1:
         return found
-    chunks = layout.stages or find_schedule(layout.schedule or DEFAULT_SCHEDULE).least_stages
+    chunks = layout.stages_per_rank
     if 2 * layout.degree("pp") * layout.microbatches * chunks > MOST_ACTIONS:
         return found
     simulated_s = pipeline_s(question.job, layout, question.machine, question.runtime)

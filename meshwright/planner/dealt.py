@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.axes.cuts import Cuts
-from meshwright.plan import Layout
+from meshwright.plan import DEFAULT_SCHEDULE, Layout
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.ends import head
 from meshwright.planner.cost.job import Array, Degrees
@@ -60,7 +60,7 @@ def _inner(question: Question, pp: int) -> Iterator[Layout]:
                         zero=zero,
                         microbatches=micro,
                         recompute=recompute,
-                        schedule="1f1b",
+                        schedule=DEFAULT_SCHEDULE,
                         sequence=tp > 1 and space.sequence,
                     )
 

@@ -22,7 +22,7 @@ import numpy as np
 from meshwright.errors import PlanError
 from meshwright.planner.cost.engine import Engine
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Array, Degrees, Job
+from meshwright.planner.cost.job import Array, Degrees, Job, array_fields
 from meshwright.planner.cost.offload import HOST_USABLE, least_seconds, wide_bytes
 from meshwright.planner.cost.price import piped_many, price_many
 from meshwright.planner.cost.prices import Prices
@@ -322,8 +322,7 @@ def _each(pieces: list[Prices], made: Callable[[list[np.ndarray]], np.ndarray]) 
 def _best(kept: list[tuple[Degrees, Prices]], keep: int) -> tuple[Degrees, Prices] | None:
     if not kept:
         return None
-    names = [name for name in Degrees.__dataclass_fields__ if name != "splits"]
-    arrays: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one, _ in kept]) for name in names}
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one, _ in kept]) for name in array_fields()}
     prices = _each([prices for _, prices in kept], np.concatenate)
     order = np.argsort(prices.step_s, kind="stable")[:keep]
     return _picked(Degrees(**arrays), prices, order)

@@ -16,8 +16,8 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.plan import OFFLOADS, Layout
-from meshwright.planner.cost.job import RECOMPUTES, SCHEDULES, Degrees, Job
-from meshwright.schedules.spec import known_schedules
+from meshwright.planner.cost.job import RECOMPUTES, Degrees, Job, schedule_names
+from meshwright.schedules.spec import known_schedules, searched_schedules
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
 """Columns of a core."""
@@ -37,8 +37,8 @@ class Space:
     """Degrees that are given, by axis."""
     levels: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO levels."""
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zerobubble", "zbv", "dualpipev")
-    """Of pipelines. GPipe and looped breadth-first hold more and idle no less than 1F1B and interleaved 1F1B."""
+    schedules: tuple[str, ...] = dataclasses.field(default_factory=searched_schedules)
+    """Of pipelines."""
     chunks: int = 8
     """Most stages of a rank."""
     recomputes: tuple[str, ...] = ("none", "selective", "full")
@@ -125,6 +125,7 @@ def _orders(job: Job, space: Space, pp: int, micro: int) -> Iterator[tuple[int, 
     if pp == 1:
         yield 0, 1
         return
+    codes = {name: code for code, name in enumerate(schedule_names())}
     for name in space.schedules:
         spec = known_schedules()[name]
         most = spec.most_stages or space.chunks
@@ -137,7 +138,7 @@ def _orders(job: Job, space: Space, pp: int, micro: int) -> Iterator[tuple[int, 
                 spec.check(pp, chunks, micro)
             except PlanError:
                 continue
-            yield SCHEDULES.index(name), chunks
+            yield codes[name], chunks
 
 
 def variants(job: Job, space: Space, core: Sequence[float]) -> tuple[tuple[int, int, int, int], ...]:
@@ -267,8 +268,7 @@ def layout_of(degrees: Degrees, at: int, base: Layout, layers: int) -> Layout:
     sizes = {name: int(getattr(degrees, name)[at]) for name in names}
     mode, share = RECOMPUTES[int(degrees.recompute[at])], float(degrees.recompute_share[at])
     some = f":{round(share * layers)}" if share < 1.0 and mode != "none" else ""
-    schedule = SCHEDULES[int(degrees.schedule[at])]
-    spec = known_schedules()[schedule]
+    spec = degrees.schedules[int(degrees.schedule[at])]
     chunks = int(degrees.stages[at])
     piped = sizes["pp"] > 1
     return dataclasses.replace(
@@ -277,7 +277,7 @@ def layout_of(degrees: Degrees, at: int, base: Layout, layers: int) -> Layout:
         zero=int(degrees.zero[at]),
         microbatches=int(degrees.microbatches[at]),
         recompute=mode + some,
-        schedule=schedule if piped else "",
+        schedule=spec.name if piped else "",
         stages=chunks if piped and chunks != spec.least_stages else 0,
         sequence=bool(degrees.sequence[at]) and sizes["tp"] > 1,
         offload=OFFLOADS[int(degrees.offload[at])],

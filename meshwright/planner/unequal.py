@@ -101,8 +101,7 @@ def _pipelines_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[La
         forward[:, own], backward[:, own] = ranks.forward[:, own], ranks.backward[:, own]
         after = np.maximum(after, sum(ranks.ending().values()))
     work = degrees.microbatches * (forward + backward).max(axis=1)
-    one = np.ones(len(layouts))
-    whole = makespan(0 * one, forward, backward, backward / 2, degrees.microbatches, one)
+    whole = makespan(degrees, forward, backward, backward / 2)
     return np.asarray(np.maximum(whole, work) + after + question.runtime.runtime.host_step_s)
 
 

@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from meshwright.errors import PlanError
-from meshwright.schedules.action import Schedule
+from meshwright.schedules.action import Action, Schedule
 from meshwright.schedules.costs import Costs
 from meshwright.schedules.simulate import simulate
-from meshwright.schedules.spec import find_schedule
+from meshwright.schedules.spec import ScheduleSpec, find_schedule
 
 PREFIX = "file:"
+
+
+def find_choice(choice: str) -> ScheduleSpec:
+    """Returns the facts of what the user chose: those that a schedule states, or those of a file's actions.
+
+    Args:
+        choice: a name of `known_schedules`, or ``file:PATH``.
+
+    Raises:
+        PlanError: there is no such schedule, or the file can't be read.
+    """
+    if not choice.startswith(PREFIX):
+        return find_schedule(choice)
+    text = _text(choice.removeprefix(PREFIX))
+    return _spec_of_file(choice, text)
+
+
+@lru_cache(maxsize=64)
+def _spec_of_file(choice: str, text: str) -> ScheduleSpec:
+    """The facts of a file: it is of one size, and every rank runs as many stages as the first does."""
+    schedule = Schedule.from_csv(text, name=choice)
+    stages, peak = len(schedule.rank_stages(0)), max(simulate(schedule, Costs.uniform(schedule.stages)).peak_live_rank)
+
+    def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
+        return list(schedule.actions[rank])
+
+    def rule(ranks: int, stages_per_rank: int, microbatches: int) -> None:
+        _check_sizes(schedule, ranks, stages_per_rank, microbatches)
+
+    return ScheduleSpec(
+        name=choice,
+        purpose="a schedule of the user's",
+        source=choice,
+        order=order,
+        least_stages=stages,
+        most_stages=stages,
+        splits_backward=schedule.splits_backward,
+        rule=rule,
+        peak_live=lambda ranks, stages_per_rank, microbatches: peak,
+        peak_text="by its actions",
+        searched=False,
+        owners=schedule.placement,
+    )
 
 
 def build_schedule(choice: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
@@ -19,37 +63,25 @@ def build_schedule(choice: str, ranks: int, stages_per_rank: int, microbatches: 
     Args:
         choice: a name of `known_schedules`, or ``file:PATH``.
         ranks: degree of the pipeline.
-        stages_per_rank: model parts on each rank.
+        stages_per_rank: model parts on each rank; 0 for as many as the schedule asks for.
         microbatches: micro-batches of one step.
 
     Raises:
-        PlanError: there is no such schedule, or it doesn't fit the sizes.
+        PlanError: there is no such schedule, it doesn't fit the sizes, a file can't be read, misses an action, or
+            deadlocks.
     """
-    if choice.startswith(PREFIX):
-        return from_file(choice.removeprefix(PREFIX), ranks, stages_per_rank, microbatches)
-    return find_schedule(choice).build(ranks, stages_per_rank, microbatches)
+    spec = find_choice(choice)
+    return spec.build(ranks, stages_per_rank or spec.least_stages, microbatches)
 
 
-def from_file(path: str | Path, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
-    """Reads a schedule from a CSV: one row per rank, cells are actions (torch's compute-only format).
-
-    Args:
-        path: the file.
-        ranks: as many rows as it must have.
-        stages_per_rank: as many stages as each row must run.
-        microbatches: as many as it must run.
-
-    Returns:
-        The schedule, which is whole and runs to its end.
-
-    Raises:
-        PlanError: the file can't be read, is of other sizes, misses an action, or deadlocks.
-    """
+def _text(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         raise PlanError(f"schedule = {PREFIX}{path} can't be read ({fault}); give the path of a CSV file") from None
-    schedule = Schedule.from_csv(text, name=f"{PREFIX}{path}")
+
+
+def _check_sizes(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> None:
     if schedule.ranks != ranks:
         raise PlanError(
             f"schedule {schedule.name} has {schedule.ranks} rows, the pipeline {ranks} ranks; write one row per rank, "
@@ -60,7 +92,6 @@ def from_file(path: str | Path, ranks: int, stages_per_rank: int, microbatches: 
             f"schedule {schedule.name} runs {schedule.microbatches} micro-batches, the step has {microbatches}; take "
             f"{schedule.microbatches}, or write the other rows"
         )
-    simulate(schedule, Costs.uniform(schedule.stages))
     for rank in range(ranks):
         if len(schedule.rank_stages(rank)) != stages_per_rank:
             raise PlanError(
@@ -68,4 +99,3 @@ def from_file(path: str | Path, ranks: int, stages_per_rank: int, microbatches: 
                 f"{stages_per_rank} per rank are asked for; take {len(schedule.rank_stages(rank))} stages per rank, "
                 "the same on every rank"
             )
-    return schedule

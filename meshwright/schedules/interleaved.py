@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from meshwright.schedules.action import Action, backward, forward
+from meshwright.schedules.closed_form import Array, filled_by_stages
 from meshwright.schedules.rounds import backward_turns, equal_rounds, forward_turns, round_size
 from meshwright.schedules.spec import ScheduleSpec
 
@@ -33,6 +36,13 @@ def peak_live(ranks: int, stages_per_rank: int, microbatches: int) -> int:
     return min(ahead + 1, stages_per_rank * microbatches)
 
 
+def held(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -> Array:
+    """Returns what each rank holds of its model part: as `peak_live`, by rank; later ranks run less ahead."""
+    turn = microbatches / np.maximum(1, np.floor(microbatches / ranks))
+    ahead = (stages_per_rank - 1) * turn + 2 * (ranks - 1 - rank)
+    return np.minimum((ahead + 1) / stages_per_rank, microbatches)
+
+
 SCHEDULE = ScheduleSpec(
     name="interleaved",
     purpose="a bubble v times smaller than 1f1b, for v times the sends and more held",
@@ -45,4 +55,6 @@ SCHEDULE = ScheduleSpec(
     bubble_text="(p-1) / (v m+p-1) when p divides m",
     peak_live=peak_live,
     peak_text="min(v m, (v-1) r + 2p - 1), r = m / max(1, m // p)",
+    step_s=filled_by_stages,
+    held=held,
 )

@@ -11,6 +11,7 @@ from functools import cache
 
 from meshwright.errors import PlanError, nearest
 from meshwright.schedules.action import Action, Schedule
+from meshwright.schedules.closed_form import HeldForm, StepForm
 
 Order = Callable[[int, int, int, int], list[Action]]
 """(rank, ranks, stages per rank, micro-batches) to the actions of that rank."""
@@ -66,6 +67,14 @@ class ScheduleSpec:
     """Most (stage, micro-batch) pairs that a rank holds between forward and end of backward."""
     peak_text: str
     """The same as a formula."""
+    step_s: StepForm | None = None
+    """Seconds of a step as a formula over many layouts; None reads them off the actions, which is slower."""
+    held: HeldForm | None = None
+    """What each rank holds as a formula over many layouts; None reads it off the actions."""
+    searched: bool = True
+    """Whether the planner looks at it unasked; False where another holds no more and idles no more."""
+    owners: tuple[int, ...] = ()
+    """The rank of each stage, where it follows no `Placement`."""
 
     @property
     def stages_text(self) -> str:
@@ -73,6 +82,10 @@ class ScheduleSpec:
         if self.most_stages is None:
             return f"{self.least_stages} or more"
         return str(self.least_stages)
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """Returns the rank of a stage."""
+        return self.owners[stage] if self.owners else self.placement.rank_of(stage, ranks)
 
     def check(self, ranks: int, stages_per_rank: int, microbatches: int) -> None:
         """Says whether the schedule can be built for these sizes.
@@ -134,6 +147,11 @@ def known_schedules() -> dict[str, ScheduleSpec]:
             found.append(spec)
     found.sort(key=lambda spec: (spec.least_stages, spec.splits_backward, spec.name))
     return {spec.name: spec for spec in found}
+
+
+def searched_schedules() -> tuple[str, ...]:
+    """Returns the names of the schedules that the planner chooses among unasked."""
+    return tuple(name for name, spec in known_schedules().items() if spec.searched)
 
 
 def find_schedule(name: str) -> ScheduleSpec:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+import numpy as np
+
 from meshwright.schedules.action import Action, backward_input, backward_weight, forward
+from meshwright.schedules.closed_form import Array, PassSums, filled_with_weights
 from meshwright.schedules.spec import Placement, ScheduleSpec
 
 
@@ -60,6 +63,11 @@ def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
     return (ranks - 1) / (6 * microbatches + ranks - 1)
 
 
+def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
+    """Returns seconds of a step: the stated bubble's sixth. Source: Qi et al. (2023), table 1."""
+    return microbatches * sums.dearest + filled_with_weights(ranks, sums) / 6.0
+
+
 SCHEDULE = ScheduleSpec(
     name="zbv",
     purpose="the smallest bubble when F, I and W take as long; as much memory on every rank, as 1f1b on its first",
@@ -73,4 +81,6 @@ SCHEDULE = ScheduleSpec(
     bubble_text="(p-1) / (6m+p-1) when m >= 2p-1",
     peak_live=lambda ranks, stages_per_rank, microbatches: 2 * min(ranks, microbatches),
     peak_text="2 min(p, m)",
+    step_s=step_s,
+    held=lambda ranks, stages_per_rank, microbatches, rank: np.minimum(ranks, microbatches) + 0 * rank,
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from meshwright.schedules.action import Action, backward_input, backward_weight, forward
+from meshwright.schedules.closed_form import Array, PassSums, filled_with_weights
 from meshwright.schedules.rounds import backward_turns, equal_rounds, forward_turns, round_size
 from meshwright.schedules.spec import ScheduleSpec
 
@@ -39,6 +42,18 @@ def peak_live(ranks: int, stages_per_rank: int, microbatches: int) -> int:
     return min((stages_per_rank - 1) * round_size(ranks, microbatches) + ranks, stages_per_rank * microbatches)
 
 
+def held(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -> Array:
+    """Returns what each rank holds of its model part: `peak_live` over its stages, the same on every rank."""
+    turn = microbatches / np.maximum(1, np.floor(microbatches / ranks))
+    several = np.minimum(((stages_per_rank - 1) * turn + ranks) / stages_per_rank, microbatches)
+    return np.where(stages_per_rank > 1, several, np.minimum(ranks, microbatches)) + 0 * rank
+
+
+def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
+    """Returns seconds of a step: filling and draining as interleaved has them, less the weights that fill them."""
+    return microbatches * sums.dearest + filled_with_weights(ranks, sums) / np.maximum(stages_per_rank, 1)
+
+
 SCHEDULE = ScheduleSpec(
     name="zerobubble",
     purpose="fills the bubble with weight gradients, at no more held than 1f1b or interleaved",
@@ -52,4 +67,6 @@ SCHEDULE = ScheduleSpec(
     bubble_text="(p-1) / (3 v m+p-1) when p divides m",
     peak_live=peak_live,
     peak_text="min(v m, (v-1) r + p), r = m / max(1, m // p)",
+    step_s=step_s,
+    held=held,
 )

@@ -51,4 +51,4 @@ def test_trials_keep_the_fastest(root: Path) -> None:
 
 def test_trials_need_a_free_choice(root: Path) -> None:
     status, text = call(words(root, "named", "--trials", "2", layout="replicate=1"), root / "log")
-    assert status == 1 and "trials = 2" in text
+    assert status == 2 and "trials = 2" in text

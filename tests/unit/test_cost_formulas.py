@@ -12,7 +12,7 @@ from meshwright.planner.closed_form import Latent, Sizes, shape_from_sizes
 from meshwright.planner.cost.engine import Engine, Runtime, Saved
 from meshwright.planner.cost.engines import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine, span
-from meshwright.planner.cost.job import SCHEDULES, Degrees, Job
+from meshwright.planner.cost.job import Degrees, Job, schedule_names
 from meshwright.planner.cost.layers import Model
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import MEMORY
@@ -174,10 +174,11 @@ def test_the_closed_forms_of_schedules_agree_with_the_simulator(name, ranks, chu
     schedule = find_schedule(name).build(ranks, chunks, microbatches)
     run = simulate(schedule, Costs.uniform(ranks * chunks, forward_s=1.0, input_s=1.0, weight_s=1.0))
     ones = np.full((1, ranks), float(chunks))
-    code, m, v = np.array([SCHEDULES.index(name)]), np.array([microbatches]), np.array([chunks])
-    told = makespan(code, ones, 2 * ones, ones, m, v)
+    columns = {"pp": ranks, "microbatches": microbatches, "stages": chunks}
+    degrees = Degrees.of(columns | {"schedule": schedule_names().index(name)})
+    told = makespan(degrees, ones, 2 * ones, ones)
     assert told[0] == pytest.approx(run.makespan_s, rel=slack)
-    live = held(code, ranks, m, v)[0] * chunks
+    live = held(degrees, ranks)[0] * chunks
     assert np.all(np.asarray(run.peak_live_rank) <= live + 1e-9)
 
 
@@ -185,7 +186,7 @@ def test_uneven_stages_of_1f1b_are_exact():
     forward, backward = np.array([[1.0, 1.5, 1.0, 2.0]]), np.array([[2.0, 3.0, 2.0, 4.0]])
     costs = Costs(forward_s=(1, 1.5, 1, 2), backward_s=(2, 3, 2, 4), input_s=(1, 1, 1, 1), weight_s=(1, 1, 1, 1))
     run = simulate(find_schedule("1f1b").build(4, 1, 12), costs)
-    told = makespan(np.array([0]), forward, backward, backward / 2, np.array([12]), np.array([1]))
+    told = makespan(Degrees.of({"pp": 4, "microbatches": 12}), forward, backward, backward / 2)
     assert told[0] == pytest.approx(run.makespan_s, rel=0.03)
 
 

@@ -17,7 +17,7 @@ from meshwright.schedules import draw
 from meshwright.schedules.__main__ import main
 from meshwright.schedules.action import Action, Kind, Schedule, backward, backward_input, forward, overlap
 from meshwright.schedules.costs import Costs
-from meshwright.schedules.file import build_schedule, from_file
+from meshwright.schedules.file import build_schedule
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
 
@@ -106,7 +106,7 @@ def test_a_file_of_the_user(tmp_path: Path) -> None:
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "deadlocks"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", "1B1 is on no rank"),
         ("0F0,0F1,0B0,0B1\n2F0,2B0,2F1,2B1\n", "1F0 is on no rank, and 2F0 waits for it"),
-        ("0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2B0,2F1,2B1\n", "rank 0 runs the stages .0, 1., and 1 per rank"),
+        ("0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2B0,2F1,2B1\n", "needs 2 stages per rank, not 1; take 2"),
         ("0F0,hello\n", "'hello' is no action"),
         ("\n", "has no action"),
     ],
@@ -115,7 +115,7 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, rows: str, says: str) -
     path = tmp_path / "mine.csv"
     path.write_text(rows)
     with pytest.raises(PlanError, match=says):
-        from_file(path, 2, 1, 2)
+        build_schedule(f"file:{path}", 2, 1, 2)
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:

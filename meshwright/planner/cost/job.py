@@ -13,15 +13,20 @@ from numpy.typing import NDArray
 from meshwright.axes.axis import known_axes
 from meshwright.axes.groups import carved_shards, state_shards
 from meshwright.errors import PlanError
-from meshwright.plan import OFFLOADS, Layout
+from meshwright.plan import DEFAULT_SCHEDULE, OFFLOADS, Layout
+from meshwright.schedules.file import find_choice
+from meshwright.schedules.spec import ScheduleSpec, known_schedules
 from meshwright.shape import ModelShape
 
 Array = NDArray[Any]
 """Of float64, unless it is an index."""
 RECOMPUTES = ("none", "selective", "full", "block")
 """Codes of recompute: ``selective`` keeps products and redoes the rest, ``block`` redoes scores of attention alone."""
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "loopedbfs", "zerobubble", "zbv", "dualpipev")
-"""Codes of schedules."""
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Returns the schedules by their codes: the default first, then every other that has a file."""
+    return (DEFAULT_SCHEDULE, *(name for name in known_schedules() if name != DEFAULT_SCHEDULE))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,17 +81,24 @@ class Degrees:
     stages: Array
     """Stages that each rank of pp runs."""
     schedule: Array
-    """Index into `SCHEDULES`."""
+    """Index into `schedules`."""
     rows: Array
     """Rows of the global batch where it isn't the job's; 0 where it is."""
     offload: Array
     """Index into `OFFLOADS`."""
     splits: tuple[tuple[float, ...] | None, ...] = ()
     """Layers of each stage of layouts that name them; empty where none does."""
+    files: tuple[str, ...] = ()
+    """Schedules that are files, whose codes follow those of the known ones."""
     inside_scale: Array
     """Measured rate inside nodes over the catalogue's; 1 where it wasn't measured."""
     outside_scale: Array
     """The same between nodes."""
+
+    @property
+    def schedules(self) -> tuple[ScheduleSpec, ...]:
+        """The facts of each schedule by its code."""
+        return tuple(find_choice(name) for name in (*schedule_names(), *self.files))
 
     @property
     def count(self) -> int:
@@ -124,25 +136,31 @@ class Degrees:
 
     def take(self, index: Any) -> Degrees:
         """Returns the layouts at an index or mask."""
-        names = [item.name for item in dataclasses.fields(self) if item.name != "splits"]
+        names = array_fields()
         chosen = np.arange(self.count)[index]
         splits = tuple(self.splits[at] for at in chosen) if self.splits else ()
-        return Degrees(**{name: getattr(self, name)[index] for name in names}, splits=splits)
+        return Degrees(**{name: getattr(self, name)[index] for name in names}, splits=splits, files=self.files)
 
     @classmethod
-    def of(cls, columns: Mapping[str, Any], splits: Sequence[tuple[float, ...] | None] = ()) -> Degrees:
+    def of(
+        cls,
+        columns: Mapping[str, Any],
+        splits: Sequence[tuple[float, ...] | None] = (),
+        files: tuple[str, ...] = (),
+    ) -> Degrees:
         """Builds arrays from columns, which broadcast; what isn't given is 1 (0 for choices).
 
         Args:
             columns: by field name; ``schedule``, ``recompute`` and ``offload`` as codes.
             splits: layers of each stage, for layouts that name them.
+            files: schedules that are files, by their codes after the known ones.
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload"}
-        names = [item.name for item in dataclasses.fields(cls) if item.name != "splits"]
+        names = array_fields()
         given = {name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names}
         arrays = np.broadcast_arrays(*given.values())
         kept = tuple(splits) if any(split is not None for split in splits) else ()
-        return cls(**dict(zip(names, arrays)), splits=kept)
+        return cls(**dict(zip(names, arrays)), splits=kept, files=files)
 
     @classmethod
     def from_layouts(cls, layouts: Sequence[Layout], layers: int, scales: tuple[float, float] = (1.0, 1.0)) -> Degrees:
@@ -153,19 +171,28 @@ class Degrees:
             layers: of the model, to which ``full:3`` refers.
             scales: measured rates over the catalogue's, inside and between nodes.
         """
-        rows = [_row(layout, layers) for layout in layouts]
+        names = [layout.schedule or DEFAULT_SCHEDULE for layout in layouts]
+        files = tuple(dict.fromkeys(name for name in names if name not in schedule_names()))
+        for layout, name in zip(layouts, names):
+            if name in files:
+                layout.pipeline()  # says where a file is of other sizes
+        codes = {name: code for code, name in enumerate((*schedule_names(), *files))}
+        rows = [_row(layout, layers) | {"schedule": codes[name]} for layout, name in zip(layouts, names)]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         splits = [
             tuple(float(part) for part in layout.split.split("-")) if layout.split else None for layout in layouts
         ]
-        return cls.of(columns | {"inside_scale": scales[0], "outside_scale": scales[1]}, splits)
+        return cls.of(columns | {"inside_scale": scales[0], "outside_scale": scales[1]}, splits, files)
+
+
+def array_fields() -> list[str]:
+    """Returns the names of the fields of `Degrees` that are arrays of a value a layout."""
+    return [item.name for item in dataclasses.fields(Degrees) if item.name not in ("splits", "files")]
 
 
 def _row(layout: Layout, layers: int) -> dict[str, float]:
     mode, _, some = layout.recompute.partition(":")
-    name = layout.schedule or "1f1b"
     row: dict[str, float] = {axis: layout.degree(axis) for axis in ("pp", "replicate", "shard", "cp", "tp", "ep")}
-    least = 2 if name in ("interleaved", "loopedbfs", "zbv", "dualpipev") else 1
     return row | {
         "zero": layout.zero,
         "microbatches": layout.microbatches,
@@ -173,6 +200,5 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "recompute_share": min(1.0, int(some) / layers) if some else 1.0,
         "sequence": layout.sequence,
         "offload": OFFLOADS.index(layout.offload),
-        "stages": layout.stages or least,
-        "schedule": SCHEDULES.index(name) if name in SCHEDULES else 0,
+        "stages": layout.stages_per_rank,
     }

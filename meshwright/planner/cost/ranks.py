@@ -16,7 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.cost.ends import embedding, head
 from meshwright.planner.cost.engine import Engine
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import SCHEDULES, Array, Degrees, Job
+from meshwright.planner.cost.job import Array, Degrees, Job
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, Model, Pass
 from meshwright.planner.cost.offload import spent, wide_bytes, without
@@ -25,13 +25,12 @@ from meshwright.planner.cost.stages import Cut, cut, kinds
 from meshwright.planner.cost.states import owned, state_bytes
 from meshwright.planner.cost.timing import held, makespan
 from meshwright.planner.cost.wires import Wires
+from meshwright.schedules.spec import ScheduleSpec
 
 KEPT = ("matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep")
 """Parts of a pass that are parts of a step."""
 STATE = ("parameters", "gradients", "optimizer")
 """Parts of memory that may lie in host memory."""
-FOLDED = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
-"""Codes of schedules whose second stages go back along the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +85,11 @@ def _taken(cost: Any, index: Any, count: int) -> Any:
     return type(cost)(**fields)
 
 
+def _owners(spec: ScheduleSpec, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    return tuple(spec.rank_of(stage, ranks) for stage in range(ranks * stages_per_rank))
+
+
 def _some(value: Any, index: Any, count: int) -> Any:
     return value[index] if np.shape(value) == (count,) else value
 
@@ -104,27 +108,34 @@ class Ranks:
         self.cuts, which = self._cuts()
         self._which = which
         if len(self.cuts) == 1:
-            self.counts, self.last = [row[None, :] for row in self.cuts[0].counts], np.array([self.cuts[0].last])
+            self.counts = [row[None, :] for row in self.cuts[0].counts]
         else:
             self.counts = list(np.stack([one.counts for one in self.cuts], axis=1)[:, which])
-            self.last = np.array([one.last for one in self.cuts])[which]
-        self.held = held(self.degrees.schedule, self.ranks, self.degrees.microbatches, self.degrees.stages)
+        some = [0] if len(self.cuts) == 1 else which
+        self.first = np.array([one.first for one in self.cuts])[some]
+        self.last = np.array([one.last for one in self.cuts])[some]
+        self.held = held(self.degrees, self.ranks)
         self.wires = Wires(self.model)
 
     def _cuts(self) -> tuple[list[Cut], Array]:
         """The different cuts, and the index of each layout's."""
-        d = self.degrees
-        fold_codes = (d.schedule[:, None] == FOLDED).any(axis=1) & (d.stages == 2)
-        keys, which = np.unique(d.stages * 2 + fold_codes, return_inverse=True)
-        if not d.splits:
-            made = [(int(key) // 2, bool(int(key) % 2), None) for key in keys]
-        else:
+        d, specs = self.degrees, self.degrees.schedules
+        # Schedules that put their stages on the same ranks cut the model alike.
+        owners = [spec.owners or spec.placement for spec in specs]
+        alike = np.array([owners.index(one) for one in owners])
+        keys, which = np.unique(d.stages * len(specs) + alike[d.schedule.astype(int)], return_inverse=True)
+        found = [(int(key) // len(specs), specs[int(key) % len(specs)]) for key in keys]
+        made: list[Any] = [(*one, None) for one in found]
+        if d.splits:
             known: dict[Any, int] = {}
-            found = [(int(keys[at]) // 2, bool(int(keys[at]) % 2), split) for at, split in zip(which, d.splits)]
-            which = np.array([known.setdefault(key, len(known)) for key in found])
-            made = list(known)
+            split_keys = [(int(at), split) for at, split in zip(which, d.splits)]
+            which = np.array([known.setdefault(key, len(known)) for key in split_keys])
+            made = [(*found[at], split) for at, split in known]
         rule = self.engine.split
-        return [cut(self.job.shape, self.ranks, *one[:2], rule, one[2]) for one in made], which
+        return [
+            cut(self.job.shape, self.ranks, stages, _owners(spec, self.ranks, stages), rule, split)
+            for stages, spec, split in made
+        ], which
 
     def cut_of(self, at: int) -> Cut:
         """Returns how one layout cuts the model."""
@@ -140,22 +151,23 @@ class Ranks:
     def summed(self, read: Callable[[LayerCost], Any]) -> Array:
         """Returns a figure of layers and ends added up on each rank, (N, P)."""
         total = self.layered(read)
-        total[:, 0] += read(self.costs.embedding)
-        self._add_last(total, read(self.costs.head))
+        self._add_at(total, self.first, read(self.costs.embedding))
+        self._add_at(total, self.last, read(self.costs.head))
         return total
 
-    def _add_last(self, total: Array, value: Any) -> None:
-        if len(self.last) == 1:
-            total[:, self.last[0]] += value
+    def _add_at(self, total: Array, rank: Array, value: Any) -> None:
+        """Adds a value to one rank of each layout, in place."""
+        if len(rank) == 1:
+            total[:, rank[0]] += value
         else:
-            total[np.arange(self.count), self.last] += value
+            total[np.arange(self.count), rank] += value
 
     def picked(self, read: Callable[[LayerCost], Any], at: Array) -> Array:
         """Returns what `summed` does of one rank of each layout, (N,)."""
         total = np.zeros(self.count)
         for cost, counts in zip(self.costs.layers, self.counts):
             total += read(cost) * (counts[0, at] if len(counts) == 1 else counts[np.arange(self.count), at])
-        total += np.where(at == 0, read(self.costs.embedding), 0.0)
+        total += np.where(at == self.first, read(self.costs.embedding), 0.0)
         return total + np.where(at == self.last, read(self.costs.head), 0.0)
 
     def parameters(self) -> tuple[Array, Array]:
@@ -167,7 +179,7 @@ class Ranks:
         own = self.summed(lambda cost: cost.parameters)
         if self.job.shape.tied:
             twice = self.job.shape.vocab * self.job.shape.width / self.degrees.tp
-            own[:, 0] -= np.where(self.last == 0, twice, 0.0)
+            self._add_at(own, self.first, -np.where(self.last == self.first, twice, 0.0))
         return own, self.summed(lambda cost: cost.experts)
 
     def trained(self) -> tuple[Array, Array]:
@@ -234,7 +246,7 @@ class Ranks:
         """Returns seconds by part, (N,), of all micro-batches: what the dearest rank does, and its waiting."""
         d = self.degrees
         weight = self.summed(lambda cost: cost.backward.matmul) / 2
-        whole = makespan(d.schedule, self.forward, self.backward, weight, d.microbatches, d.stages)
+        whole = makespan(d, self.forward, self.backward, weight)
         parts = self._work(np.argmax(self.forward + self.backward, axis=1))
         parts["bubble"] = np.maximum(whole - sum(parts.values()), 0.0)
         return parts
@@ -295,7 +307,7 @@ class Ranks:
             without(found, d, owned(d, *self.trained()), own + experts, units, size)
         found["activations"] = self._activations()
         found["logits"] = np.zeros_like(own)
-        self._add_last(found["logits"], self.costs.head.working)
+        self._add_at(found["logits"], self.last, self.costs.head.working)
         running = sum(found[name] for name in ("parameters", "gradients", "optimizer", "buffers"))
         forward = found["activations"] + found["logits"]
         update = found.pop("update")

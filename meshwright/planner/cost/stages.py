@@ -140,18 +140,27 @@ class Cut:
     """First layer of each stage, and one past its last."""
     counts: Array
     """Layers of each kind on each rank, (kinds, P)."""
+    first: int
+    """Rank of the first stage."""
     last: int
     """Rank of the last stage."""
 
 
-def cut(shape: ModelShape, ranks: int, chunks: int, folded: bool, rule: str, split: Sequence[float] | None) -> Cut:
+def cut(
+    shape: ModelShape,
+    ranks: int,
+    chunks: int,
+    owners: tuple[int, ...],
+    rule: str,
+    split: Sequence[float] | None,
+) -> Cut:
     """Returns which layers stand on which rank.
 
     Args:
         shape: the model.
         ranks: of the pipeline.
         chunks: stages of a rank.
-        folded: the stages go back along the ranks as they came: every other lap runs the other way round.
+        owners: the rank of each stage.
         rule: one of `engine.SPLITS`.
         split: layers of each stage where they are named.
 
@@ -162,26 +171,24 @@ def cut(shape: ModelShape, ranks: int, chunks: int, folded: bool, rule: str, spl
     if rule == "balanced" and not split and ranks * chunks > 1:
         tail = shape.vocab * shape.width + shape.other_parameters
         costs = tuple(block.parameters for block in shape.blocks)
-        return _balanced_cut(costs, tail, numbers, len(firsts), ranks, chunks, folded)
-    return _counted(divide(shape, ranks * chunks, rule, split), numbers, len(firsts), ranks, chunks, folded)
+        return _balanced_cut(costs, tail, numbers, len(firsts), ranks, owners)
+    return _counted(divide(shape, ranks * chunks, rule, split), numbers, len(firsts), ranks, owners)
 
 
 @lru_cache(maxsize=1024)
 def _balanced_cut(
-    costs: tuple[int, ...], tail: int, numbers: tuple[int, ...], many: int, ranks: int, chunks: int, folded: bool
+    costs: tuple[int, ...], tail: int, numbers: tuple[int, ...], many: int, ranks: int, owners: tuple[int, ...]
 ) -> Cut:
     """As `cut`; a search asks for the same cuts of a model again and again."""
-    return _counted(_balanced(costs, tail, ranks * chunks), numbers, many, ranks, chunks, folded)
+    return _counted(_balanced(costs, tail, len(owners)), numbers, many, ranks, owners)
 
 
 def _counted(
-    bounds: tuple[tuple[int, int], ...], numbers: tuple[int, ...], many: int, ranks: int, chunks: int, folded: bool
+    bounds: tuple[tuple[int, int], ...], numbers: tuple[int, ...], many: int, ranks: int, owners: tuple[int, ...]
 ) -> Cut:
     """The layers of each of ``many`` kinds on each rank, which nobody may change."""
-    laps, places = np.divmod(np.arange(ranks * chunks), ranks)
-    owners = np.where((laps % 2 == 1) & folded, ranks - 1 - places, places)
     sizes = [stop - start for start, stop in bounds]
-    cells = np.repeat(owners, sizes) + np.array(numbers[: sum(sizes)]) * ranks
+    cells = np.repeat(np.array(owners), sizes) + np.array(numbers[: sum(sizes)]) * ranks
     counts = np.bincount(cells, minlength=many * ranks).astype(float).reshape(many, ranks)
     counts.flags.writeable = False
-    return Cut(bounds=bounds, counts=counts, last=int(owners[-1]))
+    return Cut(bounds=bounds, counts=counts, first=owners[0], last=owners[-1])

@@ -1,0 +1,153 @@
+"""A schedule is priced by what it is, whatever its name: a copy of its file as the original, actions as the forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from meshwright import schedules as folder
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.cost.job import Degrees, Job, schedule_names
+from meshwright.planner.cost.prices import Price
+from meshwright.planner.cost.timing import held
+from meshwright.schedules.closed_form import PassSums, held_microbatches, step_seconds
+from meshwright.schedules.costs import Costs
+from meshwright.schedules.simulate import simulate
+from meshwright.schedules.spec import ScheduleSpec, known_schedules
+
+SIZES = Sizes(name="small", layers=16, width=2048, heads=16, vocab=32000, ffn=5632)
+ORIGINALS = tuple(known_schedules())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Copies of every schedule's file, under other names, added the documented way; ``aaa`` sorts before the default."""
+    place = tmp_path_factory.mktemp("schedules")
+    for path in Path(next(iter(folder.__path__))).glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "SCHEDULE = ScheduleSpec(" in text:
+            name = known_name(text)
+            (place / f"aaa{path.stem}.py").write_text(text.replace(f'name="{name}"', f'name="aaa{name}"'))
+    folder.__path__.append(str(place))
+    known_schedules.cache_clear()
+    yield
+    folder.__path__.remove(str(place))
+    known_schedules.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("meshwright.schedules.aaa")]:
+        module: ModuleType = sys.modules.pop(name)
+        delattr(folder, module.__name__.rpartition(".")[2])
+
+
+def known_name(text: str) -> str:
+    return text.partition('name="')[2].partition('"')[0]
+
+
+def question(devices: int = 8, rows: int = 64) -> Question:
+    job = Job(shape=shape_from_sizes(SIZES), sequence=2048, rows=rows)
+    return Question(job=job, cluster=Cluster.parse(f"{devices}xh100"), base=Layout(precision="bf16"))
+
+
+def priced(schedule: str, microbatches: int, stages: int = 0) -> Price:
+    degrees = {"pp": 4, "shard": 2}
+    layout = Layout(
+        degrees=degrees, zero=1, microbatches=microbatches, schedule=schedule, stages=stages, precision="bf16"
+    )
+    return candidate(question(), layout).price
+
+
+@pytest.mark.parametrize("microbatches", [8, 16, 32])
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_copy_is_priced_as_the_original(name: str, microbatches: int) -> None:
+    assert priced(f"aaa{name}", microbatches) == priced(name, microbatches)
+
+
+def test_gpipe_holds_every_microbatch_and_1f1b_few() -> None:
+    held_by = {name: priced(name, 32).stages[0].held for name in ("gpipe", "aaagpipe", "1f1b")}
+    assert held_by == {"gpipe": 32, "aaagpipe": 32, "1f1b": 4}
+
+
+def test_codes_begin_with_the_default_and_join_the_search() -> None:
+    assert schedule_names()[0] == "1f1b" and "aaazbv" in schedule_names()
+    plain = question()
+    alone = dataclasses.replace(plain, limits={"fixed": {"pp": 4}, "schedules": ("zbv",)})
+    copy = dataclasses.replace(plain, limits={"fixed": {"pp": 4}, "schedules": ("aaazbv",)})
+    first, second = (choose(one, 3).best for one in (alone, copy))
+    assert [str(one.layout).replace("aaazbv", "zbv") for one in second] == [str(one.layout) for one in first]
+    assert [one.price for one in second] == [one.price for one in first]
+    found = choose(dataclasses.replace(plain, limits={"fixed": {"pp": 4}}), 10)
+    assert found.considered > choose(alone, 1).considered
+
+
+def sizes_of(spec: ScheduleSpec) -> list[tuple[int, int, int]]:
+    found = []
+    for ranks in (2, 3, 4, 8):
+        for stages in (spec.least_stages, spec.least_stages + 1):
+            for microbatches in (1, ranks, ranks + 1, 2 * ranks, 4 * ranks):
+                try:
+                    spec.check(ranks, stages, microbatches)
+                except PlanError:
+                    continue
+                found.append((ranks, stages, microbatches))
+    return found
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_what_a_form_says_is_held_covers_the_actions(name: str) -> None:
+    spec = known_schedules()[name]
+    bare = dataclasses.replace(spec, held=None, step_s=None)
+    for ranks, stages, microbatches in sizes_of(spec):
+        v, m = np.array([float(stages)]), np.array([float(microbatches)])
+        stated, counted = (held_microbatches(one, ranks, v, m)[0] for one in (spec, bare))
+        schedule = spec.build(ranks, stages, microbatches)
+        seen = simulate(schedule, Costs.uniform(schedule.stages)).peak_live_rank
+        assert np.allclose(counted * stages, seen)
+        assert np.all(stated * stages >= np.array(seen) - 1e-9), (ranks, stages, microbatches)
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_schedule_without_forms_takes_what_its_actions_take(name: str) -> None:
+    spec = dataclasses.replace(known_schedules()[name], held=None, step_s=None)
+    for ranks, stages, microbatches in sizes_of(spec):
+        v, m = np.array([float(stages)]), np.array([float(microbatches)])
+        each = np.array([3.0 * stages])
+        sums = PassSums(dearest=each, whole=ranks * each, weight=each / 3)
+        schedule = spec.build(ranks, stages, microbatches)
+        run = simulate(schedule, Costs.uniform(schedule.stages))
+        assert step_seconds(spec, ranks, v, m, sums)[0] == pytest.approx(run.makespan_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv"])
+def test_a_file_is_priced_by_its_actions(name: str, tmp_path: Path) -> None:
+    spec = known_schedules()[name]
+    path = tmp_path / "mine.csv"
+    path.write_text(spec.build(4, spec.least_stages, 8).to_csv())
+    file, known = priced(f"file:{path}", 8), priced(name, 8)
+    assert file.step_s == pytest.approx(known.step_s, rel=1e-9)
+    assert file.memory == known.memory and [one.layers for one in file.stages] == [one.layers for one in known.stages]
+    assert Layout.parse(f"pp=4,microbatches=8,schedule=file:{path}").stages_per_rank == spec.least_stages
+    with pytest.raises(PlanError, match="runs 8 micro-batches, the step has 16"):
+        priced(f"file:{path}", 16)
+
+
+def test_stages_of_a_file_may_stand_on_any_rank(tmp_path: Path) -> None:
+    """The first stage on rank 1: it holds what the first stage holds."""
+    path = tmp_path / "swapped.csv"
+    path.write_text("\n".join(reversed(known_schedules()["1f1b"].build(2, 1, 4).to_csv().splitlines())) + "\n")
+    layout = Layout.parse(f"pp=2,microbatches=4,schedule=file:{path}")
+    degrees = Degrees.from_layouts([layout], 16)
+    assert held(degrees, 2).tolist() == [[1.0, 2.0]]
+    assert degrees.schedules[int(degrees.schedule[0])].owners == (1, 0)
+    there = candidate(question(2), dataclasses.replace(layout, precision="bf16")).price
+    usual = candidate(question(2), Layout.parse("pp=2,microbatches=4,precision=bf16")).price
+    assert [stage.memory for stage in there.stages] == [stage.memory for stage in reversed(usual.stages)]
+    assert there.step_s == pytest.approx(usual.step_s, rel=0.02)
