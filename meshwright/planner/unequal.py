@@ -218,8 +218,8 @@ def _pipeline_price(question: Question, kinds: Sequence[Kind], layout: Layout) -
         return None
     forward = np.array([[stage.forward_s for stage in stages]])
     backward = np.array([[stage.backward_s for stage in stages]])
-    one = np.ones(1)
-    whole = float(makespan(0 * one, forward, backward, backward / 2, layout.microbatches * one, one)[0])
+    degrees = Degrees.from_layouts([layout], len(question.job.shape.blocks))
+    whole = float(makespan(degrees, forward, backward, backward / 2)[0])
     slow = max(prices, key=lambda item: sum(item.parts[name] for name in AFTER))
     after = {name: slow.parts[name] for name in AFTER}
     busiest = int(np.argmax(forward + backward))

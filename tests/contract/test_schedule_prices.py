@@ -31,7 +31,7 @@ ORIGINALS = tuple(known_schedules())
 
 @pytest.fixture(scope="module", autouse=True)
 def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Copies of every schedule's file, under other names, added the documented way; ``aaa`` sorts before the default."""
+    """Copies of every schedule's file, under other names, added the documented way; ``aaa`` comes first."""
     place = tmp_path_factory.mktemp("schedules")
     for path in Path(next(iter(folder.__path__))).glob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -73,7 +73,7 @@ def test_a_run_of_another_config_is_refused(root: Path, stopped: Path) -> None:
         ("--train.seed", "4", "train.seed was 0, is 4"),
     ):
         status, text = call(words(root, stopped.name, flag, value), root / "log")
-        assert status == 1
+        assert status == 2
         assert "belongs to another config" in text and told in text and "another --run" in text
     assert (stopped / "config.toml").read_bytes() == config and last_step(stopped) == 12
 
@@ -142,7 +142,7 @@ def test_a_machine_without_its_run_goes_on_from_the_copy_elsewhere(root: Path) -
     assert [row["step"] for row in events(root / "moved", "resumed")] == [12]
     assert curve(root / "moved") == {step: pair for step, pair in curve(root / "whole").items() if step > 12}
     status, text = call(words(root, "broken", "--checkpoint.mirror", "nowhere://x"), root / "broken.log")
-    assert status == 1 and "checkpoint.mirror = nowhere://x" in text and not (root / "broken").exists()
+    assert status == 2 and "checkpoint.mirror = nowhere://x" in text and not (root / "broken").exists()
 
 
 def test_a_damaged_checkpoint_comes_back_from_the_copy_elsewhere(root: Path, stopped: Path) -> None:
