@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.cli import verify_job
 from meshwright.cli.words import answer, read_config, say, take_flag
 from meshwright.config import Config
 from meshwright.data.config import DataConfig
@@ -69,6 +70,8 @@ class VerifyConfig(Config):
 def run(argv: Sequence[str]) -> int:
     """Proves and prints a table or JSON; see `PASSED`, `FAILED`, `REFUSED` for the exit status."""
     words = list(argv)
+    if words and not words[0].startswith("-"):
+        return verify_job.run(words)
     as_json = take_flag(words, "--json")
     config = read_config(VerifyConfig, words, "verify")
     prepare_environment()
@@ -127,10 +130,11 @@ def _layouts(config: VerifyConfig) -> list[Layout]:
 
 def _case(config: VerifyConfig, layouts: Sequence[Layout]) -> Case:
     from meshwright.models.build import build_meta
+    from meshwright.proof.layouts import layers_needed
     from meshwright.proof.reference import Recipe
     from meshwright.proof.verify import Case
 
-    model = _model(config, _stages(layouts))
+    model = _model(config, layers_needed(layouts))
     batches, vocab = _batches(config, layouts, model)
 
     def build() -> BuiltModel:
@@ -140,11 +144,6 @@ def _case(config: VerifyConfig, layouts: Sequence[Layout]) -> Case:
     return Case(
         build=build, batches=batches, recipe=Recipe(), timeout_s=config.timeout_s, training=config.training
     )
-
-
-def _stages(layouts: Sequence[Layout]) -> int:
-    """Layers that a clone needs so that every pipeline has one for each of its stages."""
-    return max(2, *(layout.degree("pp") * layout.stages_per_rank for layout in layouts))
 
 
 def _model(config: VerifyConfig, layers: int) -> ModelConfig:

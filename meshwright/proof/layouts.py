@@ -13,6 +13,11 @@ from meshwright.plan import Layout
 from meshwright.schedules.spec import known_schedules
 
 
+def layers_needed(layouts: Sequence[Layout]) -> int:
+    """Returns how many layers a clone needs so that every pipeline has one for each of its stages; at least 2."""
+    return max(2, *(layout.degree("pp") * layout.stages_per_rank for layout in layouts))
+
+
 def data_layouts(ranks: int, base: Layout | None = None) -> list[Layout]:
     """Returns every way to use ``ranks`` ranks over the data axes, with and without accumulation and recompute.
 

@@ -1,0 +1,278 @@
+"""Proves a whole job: feed, loader, schedule, clipping, AdamW, evaluation, checkpoint, resume under another layout.
+
+`proof.verify` proves one step's mathematics. Here the trainer itself runs, as a run starts it: half of the steps under
+one layout, a checkpoint, the other half under another layout from that checkpoint. Its metrics, its validation losses
+and its last checkpoint are compared with `proof.plain_job`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.axes.wide import Wide
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.errors import MeshwrightError, PlanError
+from meshwright.launch.contract import RankContext
+from meshwright.launch.devices import found_devices
+from meshwright.launch.fork import ForkLauncher
+from meshwright.models.build import BuiltModel, use_float64
+from meshwright.models.deferred import retie
+from meshwright.models.forward import model_forward
+from meshwright.plan import Layout, Plan, Prediction
+from meshwright.proof.compare import part_error, relative, scales
+from meshwright.proof.masks import Masks
+from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainRows, PlainSchedule, train_job
+from meshwright.runtime.build import check
+from meshwright.train.facts import check_shapes, read_facts
+from meshwright.train.hooks import Request, StepInfo
+from meshwright.train.run_config import RunConfig
+from meshwright.train.session import Job, run_rank
+
+BOUND = 1e-9
+"""Largest relative error that passes, in float64."""
+STEPS = 6
+"""Optimizer steps of a proof, half of them under each layout."""
+WARMUP = 2
+"""Of those, steps with a rising rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobCase:
+    """What is proven."""
+
+    config: RunConfig
+    """The job, from `scaled_config`."""
+    build: Callable[[], BuiltModel]
+    """Makes the model on meta; called once in each process."""
+    data: Path
+    """The prepared text."""
+    timeout_s: float = 600.0
+    """Limit for each of the runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobVerdict:
+    """How far a job under two layouts is from the plain loop; errors are relative."""
+
+    layout: str
+    """Of the first half."""
+    resumed: str
+    """Of the second half."""
+    passed: bool
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """The largest error of ``loss``, ``norm``, ``rate``, ``tokens``, ``validation``, ``weights`` and ``moments``."""
+    worst: str = ""
+    """The tensor of the checkpoint that is furthest off."""
+    refused: str = ""
+    """Why the job couldn't run, if it couldn't."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values; infinite errors become strings that JSON can hold."""
+        plain = dataclasses.asdict(self)
+        plain["errors"] = {name: value if math.isfinite(value) else str(value) for name, value in self.errors.items()}
+        return plain
+
+
+def scaled_config(config: RunConfig, steps: int = STEPS) -> RunConfig:
+    """Returns a run's config for a proof: its own text, rows, length, optimizer and loss; a schedule of few steps.
+
+    The schedule keeps its shape, floor and share of decay, so that a few steps see it rise and fall. The run stops a
+    step before its end, where it would read all of the text that is held out. Evaluation reads as many rows as a
+    batch has.
+
+    Args:
+        config: of the run.
+        steps: optimizer steps of the proof; even.
+    """
+    half, rows = steps // 2, config.train.batch
+    warmup = min(WARMUP, steps - 1) if config.schedule.warmup_steps(config.train.steps) else 0
+    return dataclasses.replace(
+        config,
+        trials=0,
+        train=dataclasses.replace(config.train, steps=steps + 1, sample="", sample_tokens=0),
+        schedule=dataclasses.replace(config.schedule, warmup=warmup),
+        evaluation=dataclasses.replace(config.evaluation, every=half, rows=rows),
+        checkpoint=dataclasses.replace(config.checkpoint, every=0, mirror=""),
+        recovery=dataclasses.replace(config.recovery, enabled=False, faults="", on_sick="skip", spike=0.0),
+        monitor=dataclasses.replace(config.monitor, display="none", tensorboard=False, report=False),
+    )
+
+
+def verify_job(
+    case: JobCase, pairs: Sequence[tuple[Layout, Layout]], done: Callable[[JobVerdict], None] | None = None
+) -> list[JobVerdict]:
+    """Runs the plain loop once and the job under each pair of layouts after it, on forked ranks of this machine.
+
+    Args:
+        case: the job.
+        pairs: layout of the first half, and of the second; in float64.
+        done: told of each verdict as it is reached.
+
+    Returns:
+        One verdict a pair; one that can't run is refused, with the reason.
+    """
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="meshwright-job-") as folder:
+        wanted_path = Path(folder) / "plain.pt"
+        with contextlib.suppress(MeshwrightError):
+            case.build()  # imports the model's code, which every rank then finds in memory
+        _launch(1, case, _plain_rank, wanted_path)
+        wanted = torch.load(wanted_path, map_location="cpu", weights_only=True)
+        for number, (first, second) in enumerate(pairs):
+            run_dir = Path(folder) / f"run-{number}"
+            try:
+                for layout, until in ((first, _steps(case) // 2), (second, _steps(case))):
+                    _train_part(case, layout, run_dir, until)
+                verdict = _compared(case, first, second, run_dir, wanted)
+            except MeshwrightError as error:
+                verdict = JobVerdict(layout=str(first), resumed=str(second), passed=False, refused=str(error))
+            verdicts.append(verdict)
+            if done:
+                done(verdict)
+    return verdicts
+
+
+def _steps(case: JobCase) -> int:
+    return case.config.train.steps - 1
+
+
+def _launch(ranks: int, case: JobCase, entry: Callable[..., Any], *args: Any) -> Any:
+    launcher = ForkLauncher(ranks, devices=found_devices(ranks))
+    return launcher.run(entry, case, *args, timeout_s=case.timeout_s)[0]
+
+
+def _train_part(case: JobCase, layout: Layout, run_dir: Path, until: int) -> None:
+    """Trains up to a step as the command does, from the newest checkpoint of the run directory if it has one."""
+    if layout.precision != "float64":
+        raise PlanError(f"{layout}: a job is proven in float64; leave precision out")
+    built = case.build()
+    check(layout, found_devices(layout.world).kind, len(built.anatomy.layers))
+    facts = read_facts(built, layout)
+    check_shapes(facts, layout, case.config.train.batch, case.config.data.sequence)
+    config = dataclasses.replace(case.config, run=str(run_dir), layout=str(layout), devices=layout.world)
+    job = Job(
+        config=config,
+        plan=Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven"),
+        model=built,
+        run_dir=run_dir,
+        data_dir=case.data,
+        fingerprint="proof",
+        header={},
+        facts=facts,
+        flops_per_token=0.0,
+        hooks=(partial(_stop_after, until),),
+    )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    launcher = ForkLauncher(layout.world, devices=found_devices(layout.world), label=layout.place)
+    launcher.run(run_rank, job, timeout_s=case.timeout_s)
+
+
+def _stop_after(until: int, info: StepInfo) -> Request:
+    return Request.STOP if info.step >= until else Request.NONE
+
+
+def _plain_rank(context: RankContext, case: JobCase, path: Path) -> None:
+    """Trains plainly on this one rank and writes what it gave."""
+    config, built, device = case.config, case.build(), torch.device(context.device)
+    use_float64(built.module)
+    module = built.module.to_empty(device=device)
+    retie(module, built.recipe.ties)
+    built.fill_buffers(module, device)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            # Buffers keep their type, as under a layout: tables of angles are float32 in either.
+            parameter.data = built.tensor(name).to(device=device, dtype=torch.float64)
+    module.train()
+
+    def forward(part: nn.Module, batch: PlainBatch, step: int) -> torch.Tensor:
+        with contextlib.ExitStack() as stack:
+            if part.training:
+                name = f"{config.train.seed},{step}"
+                stack.enter_context(Masks(part, built.anatomy.layers, len(batch.tokens), name))
+            stack.enter_context(Wide())
+            places = None if batch.positions is None else batch.positions.to(device)
+            return model_forward(part, built.anatomy, batch.tokens.to(device), places, places is not None)
+
+    torch.save(train_job(module, forward, _plain_job(case)), path)
+
+
+def _plain_job(case: JobCase) -> PlainJob:
+    config, steps = case.config, _steps(case)
+    optimizer, schedule = config.optimizer, config.schedule
+    return PlainJob(
+        rows=PlainRows(
+            case.data,
+            rows=config.train.batch,
+            sequence=config.data.sequence,
+            seed=config.train.seed,
+            documents=config.data.mask_documents,
+        ),
+        schedule=PlainSchedule(
+            peak=optimizer.lr,
+            warmup=schedule.warmup or 0,
+            steps=config.train.steps,
+            shape=schedule.shape,
+            floor=schedule.floor,
+            decay_share=schedule.decay_share,
+        ),
+        optimizer=PlainOptimizer(
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            decay_all=optimizer.decay == "all",
+            clip=optimizer.clip,
+        ),
+        steps=steps,
+        evaluate=(steps // 2, steps),
+        evaluation_rows=config.evaluation.rows,
+    )
+
+
+def _compared(case: JobCase, first: Layout, second: Layout, run_dir: Path, wanted: Mapping[str, Any]) -> JobVerdict:
+    """Reads metrics, events and the last checkpoint of the run directory as any reader of them would."""
+    steps = _steps(case)
+    rows = {row["step"]: row for row in _lines(run_dir / "metrics.jsonl")}
+    if sorted(rows) != list(range(1, steps + 1)):
+        raise PlanError(f"the run's metrics have steps {sorted(rows)}, not 1 to {steps}")
+    errors = {
+        name: max(relative(rows[step + 1][key], wanted[of][step]) for step in range(steps))
+        for name, key, of in (
+            ("loss", "loss", "losses"),
+            ("norm", "grad_norm", "norms"),
+            ("rate", "lr", "rates"),
+            ("tokens", "tokens", "tokens"),
+        )
+    }
+    seen = {row["step"]: row["loss"] for row in _lines(run_dir / "events.jsonl") if row["kind"] == "evaluated"}
+    errors["validation"] = max(relative(seen.get(step, math.inf), loss) for step, loss in wanted["validation"].items())
+    store = CheckpointStore(run_dir / "checkpoints", case.config.checkpoint)
+    found = store.find(steps)
+    assert found is not None
+    state = dict(store.read_full(found))
+    worst, largest = "", -1.0
+    for kind, prefixes in (("weights", ("weights",)), ("moments", ("exp_avg", "exp_avg_sq"))):
+        for prefix in prefixes:
+            values = {name: value for name, value in wanted["state"].items() if name.startswith(f"{prefix}/")}
+            size = scales(values)
+            for name, value in values.items():
+                error = part_error(state[name], value, size[name]) if name in state else math.inf
+                errors[kind] = max(errors.get(kind, 0.0), error)
+                worst, largest = (name, error) if error > largest else (worst, largest)
+    passed = max(errors.values()) <= BOUND
+    return JobVerdict(layout=str(first), resumed=str(second), passed=passed, errors=errors, worst=worst)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

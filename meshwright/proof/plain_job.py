@@ -1,0 +1,258 @@
+"""A whole training job as anyone would write it for one device: rows, schedule, clipping, AdamW, evaluation.
+
+The other side of `proof.job`. It shares no code with data/, train/ or runtime/: the order of rows and the learning rate
+are written down here a second time, from their documentation, one row and one number at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+IGNORED = -100
+_WORD = 2**64
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainBatch:
+    """Rows of text."""
+
+    tokens: torch.Tensor
+    """(B, S) int64."""
+    targets: torch.Tensor
+    """(B, S) int64, the token after each; -100 where nothing is predicted."""
+    positions: torch.Tensor | None
+    """(B, S) int64, from 0 at each document's begin; None where every row counts from 0 without a break."""
+
+
+class PlainRows:
+    """The rows of a prepared set in the order of training, found one at a time.
+
+    The text is cut into windows of S tokens after a shift of the epoch; a keyed permutation (a Feistel network that is
+    walked until it lands inside) puts the windows of an epoch in order. Keys: first 8 bytes of SHA-256 over what names
+    them; mixing: SplitMix64 (Steele, Lea, Flood 2014).
+
+    Args:
+        folder: the prepared set.
+        rows: of a global batch.
+        sequence: S, tokens a row.
+        seed: of the run.
+        documents: whether attention and targets end with each document.
+    """
+
+    def __init__(self, folder: Path, *, rows: int, sequence: int, seed: int, documents: bool) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        self._tokens = np.fromfile(folder / "train.bin", dtype=manifest["dtype"])
+        self._held_out = np.fromfile(folder / "validation.bin", dtype=manifest["dtype"])
+        self._ends = np.fromfile(folder / "train.idx", dtype="<u8").tolist()
+        self._rows, self._sequence, self._documents = rows, sequence, documents
+        self._shifts = min(sequence, len(self._tokens) - sequence)
+        self._windows = (len(self._tokens) - self._shifts) // sequence
+        self._order = _key("order", manifest["fingerprint"], seed)
+        self._shift = _key("shift", manifest["fingerprint"], seed)
+
+    def batch(self, step: int) -> PlainBatch:
+        """Returns a step's global batch."""
+        starts = [self._start(step * self._rows + row) for row in range(self._rows)]
+        tokens, targets, positions = zip(*(self._row(start) for start in starts))
+        broken = any(row[-1] != self._sequence - 1 for row in positions)
+        return PlainBatch(
+            tokens=torch.tensor(tokens),
+            targets=torch.tensor(targets),
+            positions=torch.tensor(positions) if broken else None,
+        )
+
+    def held_out(self, rows: int) -> Iterator[PlainBatch]:
+        """Yields the first ``rows`` windows of the text that isn't trained on, one at a time; the last may be short."""
+        for row in range(rows):
+            text = self._held_out[row * self._sequence : (row + 1) * self._sequence + 1].astype(np.int64).tolist()
+            if len(text) < 2:
+                return
+            tokens = torch.tensor([text[:-1]])
+            yield PlainBatch(tokens=tokens, targets=torch.tensor([text[1:]]), positions=None)
+
+    def _start(self, number: int) -> int:
+        """Returns where in the text the run's row of this number begins."""
+        epoch, place = divmod(number, self._windows)
+        window = _shuffled(place, self._windows, _mix((epoch + self._order) % _WORD))
+        return window * self._sequence + _mix((epoch + self._shift) % _WORD) % self._shifts
+
+    def _row(self, start: int) -> tuple[list[int], list[int], list[int]]:
+        """Returns (tokens, targets, positions) of a row; a document's last token predicts nothing."""
+        text = self._tokens[start : start + self._sequence + 1].astype(np.int64).tolist()
+        tokens, targets, positions = text[:-1], text[1:], list(range(self._sequence))
+        if self._documents:
+            begins = {end - start for end in self._ends if start < end <= start + self._sequence}
+            place = 0
+            for index in range(self._sequence):
+                place = 0 if index in begins or index == 0 else place + 1
+                positions[index] = place
+                if index + 1 in begins:
+                    targets[index] = IGNORED
+        return tokens, targets, positions
+
+
+def _key(*parts: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's output function. Source: Steele, Lea and Flood (2014), the 64-bit variant."""
+    value = (value + 0x9E3779B97F4A7C15) % _WORD
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % _WORD
+    return value ^ (value >> 31)
+
+
+def _shuffled(place: int, size: int, key: int) -> int:
+    """Returns where a keyed permutation of 0 to ``size`` - 1 puts a place."""
+    width = math.isqrt(size - 1) + 1
+    height = -(-size // width)
+    while True:
+        left, right = place % width, place // width
+        for number in range(_ROUNDS):
+            salt = _mix((key + number) % _WORD)
+            if number % 2:
+                right = (right + _mix(left ^ salt) % height) % height
+            else:
+                left = (left + _mix(right ^ salt) % width) % width
+        place = left + right * width
+        if place < size:
+            return place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainSchedule:
+    """A learning rate over steps, as documented: linear warm-up to the peak, then the shape down to the floor."""
+
+    peak: float
+    warmup: int
+    """Steps."""
+    steps: int
+    """Of the whole run."""
+    shape: str
+    """``constant``, ``cosine``, ``linear`` or ``wsd``."""
+    floor: float
+    """Share of the peak at the last step."""
+    decay_share: float
+    """``wsd``: share of the steps, at the end, in which the rate falls."""
+
+    def rate(self, step: int) -> float:
+        """Returns the rate of a step, from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / (self.warmup + 1)
+        if self.shape == "constant":
+            return self.peak
+        first, last = self.warmup, max(self.warmup + 1, self.steps - 1)
+        if self.shape == "wsd":
+            first = round(self.steps * (1 - self.decay_share))
+            first = max(self.warmup, min(first, last - 1)) if self.decay_share else first
+        share = min(1.0, max(0.0, (step - first) / max(1, last - first)))
+        left = (1 + math.cos(math.pi * share)) / 2 if self.shape == "cosine" else 1 - share
+        return self.peak * (self.floor + (1 - self.floor) * left)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainOptimizer:
+    """AdamW and clipping, as numbers."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decay_all: bool
+    """Whether weights of one dim decay too."""
+    clip: float
+    """Largest gradient norm; 0 for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainJob:
+    """What is trained, on what."""
+
+    rows: PlainRows
+    schedule: PlainSchedule
+    optimizer: PlainOptimizer
+    steps: int
+    """Steps that are run."""
+    evaluate: tuple[int, ...]
+    """After these steps the validation loss is taken."""
+    evaluation_rows: int
+    """Windows of the text that isn't trained on."""
+
+
+Forward = Callable[[nn.Module, PlainBatch, int], torch.Tensor]
+"""(module, batch, step) to logits (B, S, V)."""
+
+
+def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, Any]:
+    """Trains ``module`` on one device, a whole global batch at a time.
+
+    Args:
+        module: materialised, in float64, in training mode.
+        forward: of the model; in evaluation mode the step is the number of steps done.
+        job: the job.
+
+    Returns:
+        ``losses``, ``norms``, ``rates``, ``tokens`` (lists, one a step), ``validation`` (step to loss), and ``state``:
+        name in a checkpoint to value.
+    """
+    named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
+    config = job.optimizer
+    decayed = [item for _, item in named if config.decay_all or item.dim() >= 2]
+    others = [item for _, item in named if not (config.decay_all or item.dim() >= 2)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=1.0, betas=config.betas, eps=config.eps, foreach=False
+    )
+    found: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "tokens": [], "validation": {}}
+    for step in range(job.steps):
+        batch = job.rows.batch(step)
+        optimizer.zero_grad(set_to_none=True)
+        loss = _mean_loss(forward(module, batch, step), batch.targets)
+        loss.backward()
+        for _, item in named:
+            item.grad = torch.zeros_like(item) if item.grad is None else item.grad
+        parameters = [item for _, item in named]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf, foreach=False)
+        for group in optimizer.param_groups:
+            group["lr"] = job.schedule.rate(step)
+        optimizer.step()
+        found["losses"].append(loss.item())
+        found["norms"].append(float(norm))
+        found["rates"].append(job.schedule.rate(step))
+        found["tokens"].append(int((batch.targets != IGNORED).sum()))
+        if step + 1 in job.evaluate:
+            found["validation"][step + 1] = _validation_loss(module, forward, job, step + 1)
+    state = {f"weights/{name}": item.detach().clone() for name, item in named}
+    for name, item in named:
+        moments = optimizer.state[item]
+        state |= {f"{moment}/{name}": moments[moment].clone() for moment in ("exp_avg", "exp_avg_sq")}
+    return found | {"state": state}
+
+
+def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def _validation_loss(module: nn.Module, forward: Forward, job: PlainJob, step: int) -> float:
+    """Returns the mean loss over the windows, every token counted once."""
+    total, count = 0.0, 0
+    module.eval()
+    with torch.no_grad():
+        for batch in job.rows.held_out(job.evaluation_rows):
+            loss = _mean_loss(forward(module, batch, step), batch.targets)
+            total += float(loss) * batch.targets.numel()
+            count += batch.targets.numel()
+    module.train()
+    return total / max(1, count)
