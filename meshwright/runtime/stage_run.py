@@ -72,10 +72,22 @@ class _TorchStage(PipelineStage):
             group=line.wire.group,
         )
         self._part, self._line, self._ours, self._told = part, line, forward, backward
+        self._microbatch = 0
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Called by torch's runtime for a first exchange with the stages beside this one."""
+        # torch 2.11 sends to a stage of the same rank too, which gloo refuses.
+        return [item for item in super()._get_init_p2p_neighbors_ops() if item.group_peer != self._line.wire.index]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch's runtime before the forward of a micro-batch."""
+        # Not as a keyword of the forward: torch 2.11 takes every value of these for a tensor in a backward in halves.
+        self._microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **_kwargs: Any) -> Any:
         """Called by torch's runtime for the forward of a micro-batch."""
-        return self._ours(self._part, kwargs["number"], args)
+        return self._ours(self._part, self._microbatch, args)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Called by torch's runtime for a backward."""
@@ -170,10 +182,9 @@ class ScheduleRun:
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        numbers = [{"number": number} for number in range(self._count)]
         self._run._step_microbatches(
             arg_mbs=[()] * self._count,
-            kwarg_mbs=numbers,
+            kwarg_mbs=[{}] * self._count,
             target_mbs=[None] * self._count,
             return_outputs=False,
         )
