@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from meshwright.axes.comm.wire import AutogradCalls
 from meshwright.models.fused import Call, fused
 from meshwright.shape import Operator, Work
 
@@ -34,7 +35,7 @@ DRAWN_BYTES = 125
 here: `bernoulli_` stands for them. The planner's `cost.own` counts them."""
 
 
-class BlankWire:
+class BlankWire(AutogradCalls):
     """Stands for a group's wire: collectives leave what is there, and are written down.
 
     Args:
@@ -43,6 +44,7 @@ class BlankWire:
     """
 
     def __init__(self, size: int, index: int = 0) -> None:
+        super().__init__()
         self.size, self.index = size, index
         self.sent: list[tuple[str, int, int]] = []
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshwright.axes import tp
+from meshwright.axes.comm.wire import AutogradCalls
 from meshwright.axes.placement import Place
 from meshwright.axes.table import LayerRows, ShardingTable, vocabulary_span
 from meshwright.axes.wide import Wide
@@ -36,10 +37,11 @@ class _Done:
         return True
 
 
-class ThreadWire:
+class ThreadWire(AutogradCalls):
     """One thread's end of a group of threads; offers the collectives of `axes.comm.wire.Wire`."""
 
     def __init__(self, size: int, index: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        super().__init__()
         self.size, self.index = size, index
         self._barrier, self._slots = barrier, slots
 

@@ -143,6 +143,8 @@ def _recompute(work: Work) -> None:
 
 def _compile(work: Work) -> None:
     if work.layout.compile:
+        for wire in work.mesh.wires.values() if work.mesh is not None else ():
+            wire.hide_from_compiler()
         for layer in (layer for part in work.parts for layer in part.layers):
             compiled: Any = torch.compile(layer.forward)
             layer.forward = compiled  # type: ignore[method-assign]

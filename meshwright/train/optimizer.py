@@ -69,7 +69,7 @@ class LocalAdamW:
             factor: scalar float64 tensor on the weights' device.
         """
         while self._before:
-            torch.cuda.current_stream(factor.device).wait_event(self._before.pop())
+            self._before.pop().wait()  # on the current device's stream: the weights may lie in host memory
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._on_host:

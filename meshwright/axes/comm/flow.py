@@ -72,12 +72,12 @@ class _Scattered(torch.autograd.Function):
 
 def entered(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Returns ``x``, equal on all ranks, for work that is split; its gradient is summed over the ranks."""
-    return _Entered.apply(x, wire)
+    return wire.apply(_Entered, x, wire)
 
 
 def summed(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Returns the sum of all ranks' ``x``, in its memory where that can be; the gradient, equal on all, passes."""
-    return _Summed.apply(x, wire)
+    return wire.apply(_Summed, x, wire)
 
 
 def gathered(x: torch.Tensor, wire: Wire, dim: int, partial: bool) -> torch.Tensor:
@@ -89,12 +89,12 @@ def gathered(x: torch.Tensor, wire: Wire, dim: int, partial: bool) -> torch.Tens
         dim: which dim is split.
         partial: whether each rank's gradient is a part of a sum (then it is summed), or equal on all.
     """
-    return _Gathered.apply(x, wire, dim, partial)
+    return wire.apply(_Gathered, x, wire, dim, partial)
 
 
 def scattered(x: torch.Tensor, wire: Wire, dim: int, partial: bool) -> torch.Tensor:
     """Returns this rank's part of ``dim``: of the sum over the ranks where ``x`` is ``partial``, else of ``x``."""
-    return _Scattered.apply(x, wire, dim, partial)
+    return wire.apply(_Scattered, x, wire, dim, partial)
 
 
 def gather(x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ def to_units(x: torch.Tensor, wire: Wire, spans: Sequence[Spans]) -> torch.Tenso
         wire: the axis.
         spans: for each rank, the runs of F that its units need; what several need goes to each.
     """
-    return _Units.apply(x, wire, spans)
+    return wire.apply(_Units, x, wire, spans)
 
 
 def to_tokens(x: torch.Tensor, wire: Wire, spans: Sequence[Spans], features: int) -> torch.Tensor:
@@ -103,4 +103,4 @@ def to_tokens(x: torch.Tensor, wire: Wire, spans: Sequence[Spans], features: int
         spans: for each rank, the runs of F that it has.
         features: F.
     """
-    return _Tokens.apply(x, wire, spans, features)
+    return wire.apply(_Tokens, x, wire, spans, features)

@@ -35,7 +35,7 @@ class TrafficLog:
     started: int = 0
     """Collectives that were started since the last drain."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    _events: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    _events: list[tuple[str, str, Any, Any, Any]] = field(default_factory=list)
 
     def add(self, axis: str, op: str, sent_bytes: int, seconds: float, exposed_s: float) -> None:
         """Books one collective."""
@@ -45,9 +45,17 @@ class TrafficLog:
         total[2] += seconds
         total[3] += exposed_s
 
-    def add_events(self, axis: str, op: str, start: Any, end: Any) -> None:
-        """Books the device time between two CUDA events; it is read when the log is drained."""
-        self._events.append((axis, op, start, end))
+    def add_events(self, axis: str, op: str, start: Any, wait: Any, end: Any) -> None:
+        """Books the device times of a collective, which are read when the log is drained.
+
+        Args:
+            axis: as in `add`.
+            op: as in `add`.
+            start: CUDA event where the computing stream started the collective.
+            wait: event where that stream had nothing left to do but wait for it.
+            end: event from which on it computes again; from ``wait`` to here it stands still.
+        """
+        self._events.append((axis, op, start, wait, end))
 
     def begin(self) -> int:
         """Returns the number of a collective that starts now."""
@@ -70,9 +78,11 @@ class TrafficLog:
 
     def drain(self) -> tuple[CommTotals, ...]:
         """Returns the totals so far and starts again. On CUDA the caller has synchronised with the step's end."""
-        for axis, op, start, end in self._events:
+        for axis, op, start, wait, end in self._events:
             if end.query():
-                self._totals[axis, op][2] += start.elapsed_time(end) / 1e3
+                total = self._totals[axis, op]
+                total[2] += start.elapsed_time(end) / 1e3
+                total[3] += wait.elapsed_time(end) / 1e3
         rows = tuple(
             CommTotals(axis=axis, op=op, calls=int(calls), bytes=int(size), seconds=spent, exposed_s=exposed)
             for (axis, op), (calls, size, spent, exposed) in self._totals.items()
@@ -111,6 +121,8 @@ class Transfer(dist.Work):  # type: ignore[misc]
             return True
         log = self._wire.log
         begun = time.perf_counter()
+        # On CUDA the host doesn't wait, the computing stream does: its events say for how long.
+        event = _recorded_event() if self._event is not None else None
         if log.on_wait:
             log.on_wait(self._name, self._number, self._bytes)
         for work in self._works:
@@ -123,8 +135,8 @@ class Transfer(dist.Work):  # type: ignore[misc]
         if self._event is None:
             log.add(self._wire.axis, self._op, self._bytes, now - self._started, now - begun)
         else:
-            log.add(self._wire.axis, self._op, self._bytes, 0.0, now - begun)
-            log.add_events(self._wire.axis, self._op, self._event, _recorded_event())
+            log.add(self._wire.axis, self._op, self._bytes, 0.0, 0.0)
+            log.add_events(self._wire.axis, self._op, self._event, event, _recorded_event())
         return True
 
 
@@ -139,7 +151,26 @@ def _recorded_event() -> Any:
     return event
 
 
-class Wire:
+class AutogradCalls:
+    """Runs differentiable collectives: the part of a wire that what stands for one shares with it."""
+
+    def __init__(self) -> None:
+        self._call: Callable[..., Any] = _applied
+
+    def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+        """Returns what an autograd function gives; its forward and backward send over this wire."""
+        return self._call(function, *args)
+
+    def hide_from_compiler(self) -> None:
+        """Keeps these functions out of what torch.compile traces: events and messages' sizes aren't tensors."""
+        self._call = torch.compiler.disable(_applied)
+
+
+def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
+
+
+class Wire(AutogradCalls):
     """The collectives of one group.
 
     Args:
@@ -149,6 +180,7 @@ class Wire:
     """
 
     def __init__(self, axis: str, group: dist.ProcessGroup, log: TrafficLog) -> None:
+        super().__init__()
         self.axis, self.group, self.log = axis, group, log
         self.size, self.index = group.size(), group.rank()
         self._global = dist.get_process_group_ranks(group)
