@@ -2,7 +2,8 @@
 
 A host that hands work to a GPU goes on at once, so its stamps don't say what the GPU waits for. The recorder keeps the
 last collectives of a process with their state; what it dumps is told here in words.
-Source: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, version 2.10 of the dump (torch 2.13).
+Source: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, version 2.10 of the dump (torch 2.11 to
+2.13); gloo records nothing in 2.11.
 """
 
 from __future__ import annotations
