@@ -15,7 +15,8 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-_LEFTOVERS = (".writing-*", ".removed-*")
+_WITHDRAWN = ".withdrawn-"
+_LEFTOVERS = (".writing-*", ".removed-*", f"{_WITHDRAWN}*")
 
 
 class Entry(NamedTuple):
@@ -57,6 +58,22 @@ class Folder:
         for pattern in _LEFTOVERS:
             for path in self.root.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def withdraw(self, after: int) -> list[Path]:
+        """Takes their names from checkpoints of later steps, so that nobody begins from them; returns these names.
+
+        Raises:
+            CheckpointError: when the folder can't be written.
+        """
+        found = [entry.path for entry in self.entries() if entry.step > after]
+        try:
+            for path in found:
+                os.rename(path, path.with_name(f"{_WITHDRAWN}{path.name}-{uuid.uuid4().hex[:8]}"))
+            if found:
+                sync_folder(self.root)
+        except OSError as error:
+            raise CheckpointError(f"damaged checkpoints in {self.root} can't be renamed: {error.strerror}") from error
+        return found
 
     def begin(self, step: int) -> tuple[str, str]:
         """Makes a folder to write in.

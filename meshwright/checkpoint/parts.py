@@ -119,7 +119,7 @@ def keepers(tables: Sequence[Sequence[Part]]) -> list[list[tuple[int, Part]]]:
             holders.setdefault(part, []).append((rank, index))
             boxes.setdefault((part.name, part.shape), set()).add(part.box)
     cells: dict[Part, list[tuple[int, int]]] = {}
-    cut = {(name, shape): _cells(shape, found) for (name, shape), found in boxes.items()}
+    cut = {(name, shape): cells_of(shape, found) for (name, shape), found in boxes.items()}
     for part, held in holders.items():
         for box in cut[part.name, part.shape][part.box]:
             cells.setdefault(replace(part, box=box), []).extend(held)
@@ -133,7 +133,7 @@ def keepers(tables: Sequence[Sequence[Part]]) -> list[list[tuple[int, Part]]]:
     return [sorted(one, key=lambda item: (item[0], item[1].box)) for one in kept]
 
 
-def _cells(shape: Sequence[int], boxes: set[Box]) -> dict[Box, list[Box]]:
+def cells_of(shape: Sequence[int], boxes: set[Box]) -> dict[Box, list[Box]]:
     """Returns the disjoint boxes that each box is cut into: itself, where boxes partition the tensor."""
     if uncovered(shape, boxes) is None:
         return {box: [box] for box in boxes}

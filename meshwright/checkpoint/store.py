@@ -107,6 +107,10 @@ class CheckpointStore:
         """Returns the newest checkpoint whose manifest holds and whose files have the right sizes, or None."""
         return next((entry for entry in reversed(self.entries()) if whole(entry.path)), None)
 
+    def withdraw(self, after: int) -> list[Path]:
+        """Takes back checkpoints of later steps, which are damaged; returns them. The first save removes them."""
+        return self._folder.withdraw(after)
+
     def clean(self) -> None:
         """Removes what dead saves left behind; only for the process that is about to write. The first save does it."""
         self._folder.clean()

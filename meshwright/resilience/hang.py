@@ -13,7 +13,7 @@ from meshwright.resilience.idle import IdleWatch
 UNKNOWN_S = 1800.0
 """Limit of a phase that has not been seen to end yet, and of those in `PATIENT`: first steps compile, allocate and open
 connections, a disk takes what it takes, and each such wait has a limit of its own."""
-PATIENT = ("start", "restore", "evaluate", "checkpoint", "snapshot", "sample", "export")
+PATIENT = ("start", "restore", "evaluate", "checkpoint", "snapshot", "compare", "sample", "export")
 """Phases that may take much longer than they ever did."""
 OUTSIDE = ("start", "restore", "record", "evaluate", "checkpoint", "sample", "export", "done")
 """Phases in which a rank may wait for what isn't on this host: hooks, file systems, connections. In all others it

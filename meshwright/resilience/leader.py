@@ -17,9 +17,11 @@ from meshwright.resilience.devices import Roster
 from meshwright.resilience.local import Orders
 from meshwright.resilience.means import Deposed, Means, Member, Outnumbered
 from meshwright.resilience.messages import Busy, Cut, Fence, Order, Ready, Start
-from meshwright.resilience.orders import choose, compose, copies, shelves, shortage
+from meshwright.resilience.orders import choose, compose, copies, held_after, shelves, shortage
 from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
+from meshwright.resilience.rewinds import Rewinds
 from meshwright.resilience.wire import Line, Message, until
+from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING
 
 _FENCE_S = 20.0
@@ -61,9 +63,9 @@ class Leader:
         self._refused: set[tuple[int, int]] = set()
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.checkpoint)
         self._first = order is None
-        self._sick_step: int = order["sick"] if order is not None else 0
+        self._rewinds = Rewinds(job.config, self._store, means.event)
+        self._rewinds.adopt(order)
         self._floor: int = order["floor"] if order is not None else -1
-        self._turns, self._turned_to = 0, -1
 
     @property
     def generation(self) -> int:
@@ -193,7 +195,7 @@ class Leader:
             since = None if self._lost_at is None else time.monotonic() - self._lost_at
             state, peak = self._choose()
             told = {"generation": self.generation, "plan": plan.to_json(), "since": since, "state": state, "peak": peak}
-            order = compose(self._reports(), places[:ranks]) | told | {"sick": self._sick_step, "floor": self._floor}
+            order = compose(self._reports(), places[:ranks]) | told | self._rewinds.order() | {"floor": self._floor}
             order |= copies(plan, order["nodes"], self._reports(), self._config)
             if short := shortage(order, self._config):
                 self._means.event(**short)
@@ -323,10 +325,11 @@ class Leader:
             MeshwrightError: when the run can't go on.
         """
         failures = [one["failure"] | {"node": one["node"]} for one in reports if one["failure"]]
-        if results and not self._lost and not failures and results[0]["sick"]:
-            self._turn_back(results[0])
-            return
         if results and not self._lost and not failures:
+            if results[0]["sick"]:
+                return self._turn_back(results[0])
+            if "damage" in results[0]:
+                return self._go_back(Damage.from_json(results[0]["damage"]))
             back = self._roster.due()
             self._roster.readmit(back)
             there = {(node, one.report["session"]) for node, one in self._members.items()}
@@ -355,22 +358,18 @@ class Leader:
             self._blame(cause)
 
     def _turn_back(self, result: Message) -> None:
-        """Makes the next ranks go on from the last checkpoint, with the rows after the sick ones.
+        """Makes the next ranks go on from the last checkpoint, with the rows after the sick ones."""
+        self._floor = self.generation
+        self._rewinds.turn_back(result)
 
-        Raises:
-            RankError: when that has been done too often from the same checkpoint.
-        """
-        self._sick_step, self._floor = result["sick"], self.generation
-        latest = self._store.latest()
-        base = latest.step if latest is not None else 0
-        self._turns = self._turns + 1 if base == self._turned_to else 1
-        self._turned_to = base
-        self._means.event("rewinding", sick=result["step"], step=base)
-        if self._turns > self._config.attempts:
-            raise RankError(
-                f"steps after the checkpoint of step {base} were sick {self._turns} times with other rows each time; "
-                "lower optimizer.lr, or look at recovery.spike and largest_norm"
-            )
+    def _go_back(self, damage: Damage) -> None:
+        """Makes the next ranks go on from the newest state that is older than a damage."""
+        try:
+            keep = self._rewinds.go_back(damage, held_after(self._reports(), damage.keep)[1])
+        except RankError as error:
+            self._refused |= held_after(self._reports(), damage.keep)[0]
+            raise self._over(error) from None
+        self._refused |= held_after(self._reports(), keep)[0]
 
     def _blame(self, cause: Message) -> None:
         assert self.order is not None

@@ -26,6 +26,7 @@ from meshwright.resilience.ranks import Ranks
 from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes, held_for_others, largest_snapshot
 from meshwright.resilience.wire import Message
 from meshwright.train.faults import COURIER, Faults, parse_faults
+from meshwright.train.integrity import Damage
 from meshwright.train.memory import Copied
 from meshwright.train.session import Job, run_rank
 from meshwright.transport.key import RunKey
@@ -149,7 +150,8 @@ class LocalNode:
                 self._send = partial(start_courier, self._listeners["courier"], to, own, inlet, copied, faults)
                 self._courier = self._send()
             lost_at = None if order["since"] is None else time.monotonic() - order["since"]
-            memory = ranks.memory(state, lost_at, order["peak"], order["sick"])
+            damage = Damage.from_json(order["damage"]) if order["damage"] is not None else None
+            memory = ranks.memory(state, lost_at, order["peak"], order["sick"], damage)
             memory = dataclasses.replace(memory, copied=copied, fence=fence)
             ranks.launcher.start(run_rank, dataclasses.replace(job, memory=memory))
             result = ranks.launcher.wait(watch=lambda: watch(ranks), wake=wake)[0]

@@ -87,6 +87,7 @@ class Order(TypedDict):
     store: list[str | int]
     shelves: dict[str, list[str | int]]
     sick: int
+    damage: dict[str, Any] | None
     floor: int
     every: int
     disk: bool

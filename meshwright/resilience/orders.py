@@ -39,6 +39,13 @@ def compose(reports: Reports, places: Sequence[tuple[int, int]]) -> Message:
     }
 
 
+def held_after(reports: Reports, step: int) -> tuple[set[tuple[int, int]], bool]:
+    """Returns (step, generation) of what is held of later steps, and whether anything is held of others."""
+    held = {(row[1], row[0]) for report in reports.values() for row in report["held"]}
+    later = {pair for pair in held if pair[0] > step}
+    return later, held > later
+
+
 def copies(plan: Plan, nodes: Mapping[str, Message], reports: Reports, config: RecoveryConfig) -> Message:
     """Returns the part of an order that says which copies there are, the same on all nodes.
 

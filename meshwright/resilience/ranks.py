@@ -26,12 +26,16 @@ from meshwright.plan import Plan
 from meshwright.resilience.hang import HangError, HangWatch
 from meshwright.resilience.room import COPIES, room_for, state_bytes
 from meshwright.resilience.slow import SlowWatch
+from meshwright.train.copies import SHARE
 from meshwright.train.flight import Flight
+from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING, Control, Memory
 from meshwright.train.session import Job
 
 _COPY_BYTES_S = 2e9
 """Bytes a second of a snapshot, copy and checksum, as the slowest machines give them."""
+_COMPARE_BYTES_S = 8e9
+"""Bytes a second of a checksum's sums: memory's own speed, of one core."""
 _STALL_SHARE = 0.01
 _MOST_STEPS = 100
 _LONGER = 4.0
@@ -54,7 +58,10 @@ def steps_between(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
     if not step_s:
         return 10
     seconds = state_bytes(plan, 1) / _COPY_BYTES_S
-    return max(1, min(_MOST_STEPS, round(seconds / (_STALL_SHARE * step_s) + 0.5)), math.ceil(send_s / step_s))
+    # What several ranks hold is compared before each snapshot, which must not cost more than its own share.
+    compared = sum(plan.prediction.memory.get(part, 0) for part in ("parameters", "optimizer")) / _COMPARE_BYTES_S
+    steps = max(seconds / _STALL_SHARE, compared / SHARE if plan.ranks > 1 else 0.0) / step_s
+    return max(1, min(_MOST_STEPS, round(steps + 0.5)), math.ceil(send_s / step_s))
 
 
 class Ranks:
@@ -118,7 +125,12 @@ class Ranks:
         self.hang = HangWatch(progress, generation, count, limit_s, layout.describe_rank, first, idle_s, ask)
 
     def memory(
-        self, state: State | None, lost_at: float | None, peak_flops: float | None, sick_step: int
+        self,
+        state: State | None,
+        lost_at: float | None,
+        peak_flops: float | None,
+        sick_step: int,
+        damage: Damage | None = None,
     ) -> Memory:
         """Returns what the ranks are handed."""
         return Memory(
@@ -131,6 +143,7 @@ class Ranks:
             lost_at=lost_at,
             peak_flops=peak_flops,
             sick_step=sick_step,
+            damage=damage,
         )
 
     @property

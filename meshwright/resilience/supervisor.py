@@ -29,8 +29,10 @@ from meshwright.resilience.ahead import Ahead
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
 from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
+from meshwright.resilience.rewinds import Rewinds
 from meshwright.train.facts import Facts
 from meshwright.train.faults import parse_faults
+from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING
 from meshwright.train.session import Job, run_rank
 
@@ -74,7 +76,7 @@ class Supervisor:
         self._interrupts = 0
         self._patience = Patience(self._config.attempts)
         self._ranks_run = False
-        self._sick_step, self._turns, self._turned_to = 0, 0, -1
+        self._rewinds = Rewinds(job.config, self._store, self._event)
 
     def run(self) -> dict[str, Any]:
         """Runs the job; returns what rank 0 returned.
@@ -107,7 +109,8 @@ class Supervisor:
         error: MeshwrightError | None = None
         result: dict[str, Any] = {}
         try:
-            memory = ranks.memory(self._newest(), self._lost_at, self._peak, self._sick_step)
+            past = (self._lost_at, self._peak, self._rewinds.sick_step, self._rewinds.damage)
+            memory = ranks.memory(self._newest(), *past)
             self._ranks_run = True
             ranks.launcher.start(run_rank, dataclasses.replace(job, memory=memory))
             result = ranks.launcher.wait(watch=lambda: self._watch(ranks))[0]
@@ -136,6 +139,9 @@ class Supervisor:
         if result["sick"]:
             self._turn_back(result)
             return None
+        if "damage" in result:
+            self._go_back(Damage.from_json(result["damage"]), slots)
+            return None
         back = self._roster.due()
         self._roster.readmit(back)
         self._lost_at = time.monotonic()
@@ -143,23 +149,27 @@ class Supervisor:
         return None
 
     def _turn_back(self, result: dict[str, Any]) -> None:
-        """Makes the next ranks go on from the last checkpoint, with the rows after the sick ones.
+        """Makes the next ranks go on from the last checkpoint, with the rows after the sick ones."""
+        self._states, self._lost_at = [], time.monotonic()
+        self._disk.finish(self._first.config.checkpoint.wait_s)
+        self._rewinds.turn_back(result)
+
+    def _go_back(self, damage: Damage, slots: list[int]) -> None:
+        """Makes the next ranks go on from the newest state that is older than a damage.
 
         Raises:
-            RankError: when that has been done too often from the same checkpoint.
+            RankError: when that has been done too often without a step beyond it.
         """
-        self._states, self._sick_step, self._lost_at = [], result["sick"], time.monotonic()
+        self._lost_at = time.monotonic()
         self._disk.finish(self._first.config.checkpoint.wait_s)
-        latest = self._store.latest()
-        base = latest.step if latest is not None else 0
-        self._turns = self._turns + 1 if base == self._turned_to else 1
-        self._turned_to = base
-        self._event("rewinding", sick=result["step"], step=base)
-        if self._turns > self._config.attempts:
-            raise RankError(
-                f"steps after the checkpoint of step {base} were sick {self._turns} times with other rows each time; "
-                f"lower optimizer.lr = {self._first.config.optimizer.lr}, or look at recovery.spike and largest_norm"
-            )
+        try:
+            keep = self._rewinds.go_back(damage, any(state.step <= damage.keep for state in self._states))
+        except RankError as error:
+            self._states = [state for state in self._states if state.step <= damage.keep]
+            raise self._over(error) from None
+        self._states = [state for state in self._states if state.step <= keep]
+        if len(damage.ranks) == 1 and self._roster.blame(slots[damage.ranks[0]]):
+            self._event("left_out", device=slots[damage.ranks[0]], seconds=self._roster.next_s())
 
     def _newest(self) -> State | None:
         """Returns the state in memory, unless there is none or a checkpoint on disk is newer."""
@@ -244,7 +254,8 @@ class Supervisor:
         """Keeps the newest states of a generation that has ended, in place of older ones."""
         found = whole_states(read_snapshots(segments))
         if found:
-            self._states = found
+            # Older ones count as long as it is open whether the newer ones are damaged.
+            self._states = [*found, *(self._states if self._rewinds.damage is not None else ())]
             self._peak = found[0].meta.get("peak_flops")
 
     def _over(self, error: MeshwrightError) -> MeshwrightError:

@@ -142,6 +142,13 @@ class RecoveryConfig(Config):
     """A loss over this many times the median of the last ones makes a step sick, as 2.0; 0 for no limit."""
     largest_norm: float = 0.0
     """A gradient norm over this, before clipping, makes a step sick, as one that isn't finite does; 0 for no limit."""
+    learned_limits: bool = True
+    """Do a step again whose loss or gradient norm is far out of what the last steps gave; where it comes to the same
+    numbers, go back to a state before them, and go on as usual where these too lead to the same."""
+    compare: bool = True
+    """Compare every few steps, and before a state is kept, what several ranks hold of the same weights and moments."""
+    compare_every: int | None = None
+    """Steps between these comparisons; None for as often as costs under 0.2 % of the time."""
     on_sick: Literal["skip", "rewind", "stop"] = "skip"
     """What a sick step means: ``skip`` leaves the weights as they are and goes on with the next rows; ``rewind`` goes
     back to the last checkpoint and on with the rows after the sick ones; ``stop`` ends the run."""
@@ -152,6 +159,8 @@ class RecoveryConfig(Config):
         """Refuses counts and times that can't be."""
         if self.snapshot_every is not None and self.snapshot_every < 0:
             raise ConfigError(f"recovery.snapshot_every = {self.snapshot_every}: give steps, or 0 for no copies")
+        if self.compare_every is not None and self.compare_every < 1:
+            raise ConfigError(f"recovery.compare_every = {self.compare_every}: give at least 1 step")
         for name in ("attempts", "minimum", "copies"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"recovery.{name} = {getattr(self, name)}: it must be at least 1")

@@ -2,8 +2,10 @@
 
     kill:rank=3,step=20
     hang:rank=1,step=12,phase=backward;nan:rank=0,step=30
+    flip:rank=1,step=5,of=moments,bit=29,seed=7
 
-A fault happens once in a run: a rank leaves a mark in the run directory before it acts.
+A fault happens once in a run: a rank leaves a mark in the run directory before it acts. What spoils a gradient waits,
+where the rank has none at the place that was named, until the gradients of a step are whole.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ KINDS = {
     "raise": "the rank raises an exception",
     "nan": "a gradient of the rank becomes NaN",
     "slow": "the rank sleeps for `seconds` in each step from then on",
-    "flip": "a bit of one of the rank's weights flips",
+    "flip": "a bit of the rank's memory flips: of its weights, unless `of` names something else",
 }
 """What can be done to a rank."""
+FLIPPED = ("weights", "gradients", "moments", "activations")
+"""What `flip` can hit."""
+WHOLE = "reduce"
+"""Phase at whose beginning every gradient of the step is there."""
 WRITER = -1
 """The rank that a fault names to hit the process that writes checkpoints on node 0; one less a node."""
 COURIER = -101
@@ -59,6 +65,13 @@ class Fault:
     """In which generation of ranks; -1 in any."""
     seconds: float = 1.0
     """How long, for ``slow``."""
+    of: str = "weights"
+    """One of `FLIPPED`, for ``flip``."""
+    bit: int = -1
+    """Which bit of an element, for ``flip``, counted as in float32: 31 is the sign, 30 the highest of the exponent; -1
+    for sign and exponent at once, so that the element is -2^60 times what it was."""
+    seed: int = -1
+    """Draws the element, for ``flip``; -1 for the first one."""
 
     def __str__(self) -> str:
         """Returns the text that `parse` takes."""
@@ -71,7 +84,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Returns the fault of ``kind:rank=N,step=N[,phase=P][,generation=N][,seconds=S]``.
+        """Returns the fault of ``kind:rank=N,step=N[,phase=P][,generation=N][,seconds=S][,of=W][,bit=N][,seed=N]``.
 
         Raises:
             ConfigError: for anything else.
@@ -80,7 +93,8 @@ class Fault:
         if kind not in KINDS:
             raise ConfigError(f"fault '{text}': '{kind}' is unknown{nearest(kind, KINDS)}")
         types: dict[str, Callable[[str], int | float | str]] = {
-            "rank": int, "step": int, "phase": str, "generation": int, "seconds": float,
+            "rank": int, "step": int, "phase": str, "generation": int, "seconds": float, "of": str, "bit": int,
+            "seed": int,
         }  # fmt: skip
         values: dict[str, int | float | str] = {}
         for word in rest.split(","):
@@ -93,6 +107,10 @@ class Fault:
                 raise ConfigError(f"fault '{text}': {name}={value} is no number") from None
         if "rank" not in values:
             raise ConfigError(f"fault '{text}' names no rank; write {kind}:rank=0,step=20")
+        if (what := values.get("of", "weights")) not in FLIPPED:
+            raise ConfigError(f"fault '{text}': of={what} is unknown{nearest(str(what), FLIPPED)}")
+        if not -1 <= int(values.get("bit", 0)) < 32:
+            raise ConfigError(f"fault '{text}': bit={values['bit']} isn't from 0 to 31, or -1")
         return cls(kind=kind, **values)  # type: ignore[arg-type]
 
 
@@ -109,8 +127,8 @@ class Faults:
         rank: this rank.
         generation: of these ranks.
         known: those that the config names; more may come through the run directory.
-        spoil: makes one of the rank's gradients NaN.
-        flip: flips a bit of one of its weights.
+        spoil: makes one of the rank's gradients NaN; returns whether there was one.
+        flip: flips a bit as the fault says; returns whether there was one.
     """
 
     def __init__(
@@ -119,17 +137,21 @@ class Faults:
         rank: int,
         generation: int,
         known: Sequence[Fault] = (),
-        spoil: Callable[[], None] = lambda: None,
-        flip: Callable[[], None] = lambda: None,
+        spoil: Callable[[], bool] = lambda: True,
+        flip: Callable[[Fault], bool] = lambda fault: True,
     ) -> None:
         self._folder = run_dir / FOLDER
         self._rank, self._generation = rank, generation
         self._known = list(known)
-        self._acts = {"nan": spoil, "flip": flip}
+        self._spoil, self._flip = spoil, flip
         self._seen_ns = -1
         self._step = 0
         self._slow = 0.0
         self._pending: list[tuple[Fault, Path]] = []
+        self._late: list[Fault] = []
+        self._refused: set[Path] = set()
+        self.refuse: Callable[[Path, str], None] = lambda path, why: None
+        """Told of each file that asks for something unintelligible, once."""
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -153,12 +175,16 @@ class Faults:
     @property
     def pending(self) -> bool:
         """Whether something is to go wrong in this step."""
-        return bool(self._pending)
+        return bool(self._pending or self._late)
 
     def at(self, place: str) -> None:
         """Tells that the rank has come to a place within the step, and does what belongs there."""
-        if not self._pending:
+        if not self.pending:
             return
+        if place == WHOLE:
+            late, self._late = self._late, []
+            for fault in late:
+                self._do(fault)
         for fault, mark in list(self._pending):
             if fault.phase == place:
                 self._pending.remove((fault, mark))
@@ -179,8 +205,15 @@ class Faults:
         if changed == self._seen_ns and time.time_ns() - changed > _TICK_NS:
             return []
         self._seen_ns = changed
-        found = [Fault.parse(path.read_text(encoding="utf-8")) for path in sorted(self._folder.glob("*.ask"))]
-        return [fault for fault in found if fault not in self._known]
+        asked = []
+        for path in sorted(set(self._folder.glob("*.ask")) - self._refused):
+            # Anybody may put a file here; one that says nothing costs the run nothing.
+            try:
+                asked.append(Fault.parse(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, ConfigError) as error:
+                self._refused.add(path)
+                self.refuse(path, str(error)[:200])
+        return [fault for fault in asked if fault not in self._known]
 
     def _do(self, fault: Fault) -> None:
         if fault.kind in ("kill", "stop"):
@@ -195,8 +228,8 @@ class Faults:
             raise RuntimeError(f"a fault on purpose: {fault}")
         elif fault.kind == "slow":
             self._slow = fault.seconds
-        else:
-            self._acts[fault.kind]()
+        elif not (self._spoil() if fault.kind == "nan" else self._flip(fault)):
+            self._late.append(fault)
 
 
 def ask(run_dir: Path, fault: Fault) -> Path:

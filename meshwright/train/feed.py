@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,25 @@ class MicroBatch:
     """(B, S) int64, -100 where nothing is predicted."""
     positions: torch.Tensor | None
     """(B, S) int64 where a document begins inside a row; None where every row counts from 0 without a break."""
+
+
+class Feed(Protocol):
+    """Where a trainer gets its micro-batches from."""
+
+    def micro_batches(self, step: int) -> Sequence[Any]:
+        """Returns this rank's micro-batches of a step (steps done before it)."""
+
+    def targets(self, step: int) -> int:
+        """Returns the target tokens of a step's whole global batch."""
+
+    def epoch(self, step: int) -> float:
+        """Returns the passes over the training rows before a step."""
+
+    def evaluation(self, rows: int | None) -> Iterator[Any]:
+        """Yields this rank's batches of held-out rows, as many on every rank; None for all rows."""
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Converts a loss over all held-out text, nats per token, to bits per byte of it."""
 
 
 class TokenFeed:

@@ -1,58 +1,142 @@
-"""Whether a step's numbers are sane, judged from what all ranks share, and what to do when they aren't."""
+"""Whether a step's numbers are sane, judged from what all ranks share: by the user's limits and by the run's past."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.train.config import RecoveryConfig
 
 REMEMBERED = 64
-"""Losses whose median a loss is compared with."""
+"""Steps whose losses and gradient norms are the run's past."""
 LEAST = 16
-"""Losses before which none counts as a spike."""
+"""Steps before which the past says nothing."""
+LOSS_FACTOR, LOSS_DEVIATIONS = 3.0, 20.0
+"""A loss is out of range above the median by twice its size, and by so many robust standard deviations. The spikes that
+large runs report and recover from stay below. Source: Chowdhery et al., PaLM (2022), 5.1; Zhang et al., OPT (2022)."""
+NORM_FACTOR, NORM_DEVIATIONS = 50.0, 12.0
+"""A gradient norm is out of range above so many times the median, and by so many robust deviations of its logarithm:
+norms are spread over decades, and clipping makes most of their spikes harmless."""
+WARMUP_FACTOR = 2.0
+"""While the learning rate warms up, when losses and norms still move as a whole, limits are so much wider."""
+_NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+class Limits(NamedTuple):
+    """The largest numbers with which a step updates the weights."""
+
+    loss: float
+    """Nats a target token, or what the model's own loss counts in."""
+    norm: float
+    """2-norm of the whole gradient, before clipping."""
+
+
+NO_LIMITS = Limits(math.inf, math.inf)
 
 
 class Health:
     """Judges losses and gradient norms; the same on every rank, since all see the same numbers.
 
+    Two kinds of limits: those that the user names (`spike`, `largest_norm`) decide what ``recovery.on_sick`` says of a
+    step; those learned from the run's own past only ask whether the machine computed right, and never change the
+    training of a machine that did.
+
     Args:
         config: which numbers are out of range.
+        warmup: steps of the learning rate's warm-up.
     """
 
-    def __init__(self, config: RecoveryConfig) -> None:
-        self._config = config
+    def __init__(self, config: RecoveryConfig, warmup: int = 0) -> None:
+        self.config, self._warmup = config, warmup
         self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._quiet = 0
 
     @property
-    def limits(self) -> tuple[float, float] | None:
-        """The largest (loss, gradient norm) with which a step updates the weights; None for any that are finite."""
-        if not self._config.spike and not self._config.largest_norm:
+    def limits(self) -> Limits | None:
+        """The user's own limits; None for any numbers that are finite."""
+        if not self.config.spike and not self.config.largest_norm:
             return None
-        known = self._config.spike and len(self._losses) >= LEAST
-        return (
-            self._config.spike * median(self._losses) if known else math.inf,
-            self._config.largest_norm or math.inf,
+        known = self.config.spike and len(self._losses) >= LEAST
+        return Limits(
+            self.config.spike * median(self._losses) if known else math.inf,
+            self.config.largest_norm or math.inf,
         )
 
-    def judge(self, loss: float, norm: float) -> str | None:
-        """Returns what is wrong with a step, or None; takes note of its loss when nothing is."""
-        limits = self.limits or (math.inf, math.inf)
-        if not math.isfinite(norm):
-            return "the gradient isn't finite"
-        if not loss <= limits[0]:
-            return f"the loss is over {self._config.spike:g} times the median of the last {len(self._losses)}"
-        if norm > limits[1]:
-            return f"the gradient norm is over recovery.largest_norm = {self._config.largest_norm:g}"
-        self._losses = [*self._losses[1 - REMEMBERED :], loss] if self._config.spike else []
+    def learned(self, step: int) -> Limits:
+        """Returns the limits that the last steps give for one.
+
+        Args:
+            step: steps done before it.
+        """
+        if not self.config.learned_limits or self._quiet or len(self._losses) < LEAST:
+            return NO_LIMITS
+        width = WARMUP_FACTOR if step < self._warmup else 1.0
+        loss, spread = _centre(self._losses)
+        loss += width * max(LOSS_DEVIATIONS * spread, (LOSS_FACTOR - 1.0) * abs(loss))
+        logarithm, spread = _centre([math.log(max(norm, 1e-300)) for norm in self._norms])
+        return Limits(loss, _exp(logarithm + width * max(NORM_DEVIATIONS * spread, math.log(NORM_FACTOR))))
+
+    def suspect(self, step: int, loss: float, norm: float) -> str | None:
+        """Returns why a step's numbers may come of a broken machine, or None.
+
+        Args:
+            step: steps done before it.
+            loss: of the step.
+            norm: of its gradient.
+        """
+        if not self.config.learned_limits or self._quiet:
+            return None
+        limits = self.learned(step)
+        if not math.isfinite(norm) or not math.isfinite(loss):
+            return "the loss or the gradient isn't finite"
+        if loss > limits.loss:
+            return f"the loss {loss:.4g} is over {limits.loss:.4g}, which the last {len(self._losses)} steps give"
+        if norm > limits.norm:
+            return f"the gradient norm {norm:.4g} is over {limits.norm:.4g}, which the last steps give"
         return None
 
-    def state(self) -> list[float]:
+    def judge(self, loss: float, norm: float) -> str | None:
+        """Returns what is wrong with a step by the user's limits, or None; takes note of it when nothing is."""
+        limits = self.limits or NO_LIMITS
+        self._quiet = max(0, self._quiet - 1)
+        if not math.isfinite(norm):
+            return "the gradient isn't finite"
+        if not loss <= limits.loss:
+            return f"the loss is over {self.config.spike:g} times the median of the last {len(self._losses)}"
+        if norm > limits.norm:
+            return f"the gradient norm is over recovery.largest_norm = {self.config.largest_norm:g}"
+        if self.config.spike or self.config.learned_limits:
+            self._losses = [*self._losses[1 - REMEMBERED :], loss]
+            self._norms = [*self._norms[1 - REMEMBERED :], norm]
+        return None
+
+    def accept(self) -> None:
+        """Forgets the past, which the training itself has left: done again, it came to the same numbers.
+
+        No step is suspect until there is another past.
+        """
+        self._losses, self._norms, self._quiet = [], [], REMEMBERED
+
+    def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
-        return self._losses
+        return {"losses": self._losses, "norms": self._norms, "quiet": self._quiet}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Takes back `state`, under ``losses``."""
-        self._losses = [float(loss) for loss in values.get("losses", [])]
+        """Takes back `state`; a checkpoint without norms has no past for them."""
+        losses, norms = ([float(value) for value in values.get(name, [])] for name in ("losses", "norms"))
+        self._losses, self._norms = (losses, norms) if len(losses) == len(norms) else ([], [])
+        self._quiet = int(values.get("quiet", 0))
+
+
+def _centre(values: Sequence[float]) -> tuple[float, float]:
+    """Returns (median, standard deviation of a normal distribution with this median absolute deviation)."""
+    middle = median(values)
+    return middle, _NORMAL * median(abs(value - middle) for value in values)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700.0 else math.inf

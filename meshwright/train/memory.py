@@ -15,6 +15,7 @@ from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
 from meshwright.errors import CheckpointError
 from meshwright.runtime.program import Program
 from meshwright.train.flight import Flight
+from meshwright.train.integrity import Damage
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.state import BUFFERS, adopt_values, plain_values, state_places, state_tensors
@@ -118,6 +119,8 @@ class Memory:
     """time.monotonic() at which it was seen that a rank had failed, when these ranks replace others."""
     sick_step: int = 0
     """Place in the text, in steps, up to which it is passed over; 0 for none."""
+    damage: Damage | None = None
+    """What the ranks before these went back for; None when they didn't."""
     peak_flops: float | None = None
     """Matrix-product rate of one device as the ranks before these measured it."""
     copied: Copied | None = None
@@ -188,6 +191,11 @@ class RankMemory:
     def state(self) -> State | None:
         """What the ranks before these left."""
         return self._memory.state
+
+    @property
+    def damage(self) -> Damage | None:
+        """What the ranks before these went back for."""
+        return self._memory.damage
 
     @property
     def lost_at(self) -> float | None:

@@ -121,9 +121,13 @@ class LocalAdamW:
             for moment in MOMENTS:
                 yield f"{moment}/{weight.name}", weight.saved(self._moment(weight, part, moment))
 
+    def moments(self) -> list[torch.Tensor]:
+        """Returns the moments that there are, each of its part's shape; none before the first update."""
+        return [state[moment] for state in self._optimizer.state.values() for moment in MOMENTS]
+
     def places(self) -> list[int]:
         """Returns the addresses of all moments that there are."""
-        return [state[moment].data_ptr() for state in self._optimizer.state.values() for moment in MOMENTS]
+        return [moment.data_ptr() for moment in self.moments()]
 
     def _moment(self, weight: Weight, part: nn.Parameter | None, moment: str) -> torch.Tensor:
         if part is None:

@@ -7,6 +7,7 @@ import math
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
 from meshwright.train.shortage import is_shortage, report
+from meshwright.train.spoiler import Spoiler
 from meshwright.train.step import Stepper
 from meshwright.train.trainer import Parts, Trainer
 
@@ -188,11 +190,11 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
         seed=config.train.seed,
     )
     token_set = TokenSet.open(job.data_dir)
-    faults = _faults(context, job, program)
+    faults = _faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
     store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.at(f"checkpoint.{phase}"), fence)
-    place = (context.rank, context.generation, store.agreement, context.local_rank)
-    memory = RankMemory(job.memory, *place) if job.memory is not None else None
+    at = (context.rank, context.generation, store.agreement, context.local_rank)
+    memory = RankMemory(job.memory, *at) if job.memory is not None else None
     if memory is not None:
         stack.callback(memory.close)  # what was copied counts, whatever ends this rank
     latest = memory.state if memory is not None and memory.state is not None else store.latest()
@@ -204,6 +206,7 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
     )
     stack.callback(monitor.close)
     monitor.event(Event(kind="rank_started", rank=context.rank, data={"device": context.device}))
+    faults.refuse = partial(_tell_refused, monitor, context.rank)
     origin = Origin(model=job.fingerprint, data=token_set.fingerprint, layout=layout, config=config.to_dict())
     parts = Parts(
         config=config,
@@ -227,8 +230,7 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
     )
     trainer = Trainer(parts)
     stack.enter_context(_shortage_told(job.plan, trainer))
-    start = trainer.resume()
-    start += trainer.passed_over
+    start = trainer.resume() + trainer.passed_over
     feed = _feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
     parts.feed = feed
@@ -248,20 +250,17 @@ def _shortage_told(plan: Plan, trainer: Trainer) -> Iterator[None]:
         raise RankError(report(plan, trainer.held(), trainer.place, error)) from error
 
 
-def _faults(context: RankContext, job: Job, program: Program) -> Faults:
+def _tell_refused(monitor: Monitor, rank: int, path: Path, why: str) -> None:
+    """Reports a file that asks for no fault that there is."""
+    if rank == 0:
+        monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": why}))
+
+
+def _faults(context: RankContext, job: Job, program: Program, optimizer: LocalAdamW) -> Faults:
     """Returns what is to go wrong on this rank; what belongs to its start happens here."""
-
-    def spoil() -> None:
-        gradient = next(weight.gradient for weight in program.weights if weight.gradient is not None)
-        gradient.fill_(float("nan"))
-
-    def flip() -> None:
-        """Flips the highest bit of the exponent of one element."""
-        local = next(weight.local for weight in program.weights if weight.local.numel())
-        local.view(-1)[:1].mul_(-(2.0**60))
-
+    spoiler = Spoiler(program, optimizer)
     known = parse_faults(job.config.recovery.faults)
-    return Faults(job.run_dir, context.rank, context.generation, known, spoil, flip)
+    return Faults(job.run_dir, context.rank, context.generation, known, spoiler.spoil_gradient, spoiler.flip_bit)
 
 
 def _feed(job: Job, token_set: TokenSet, span: tuple[int, int], device: torch.device, start: int) -> TokenFeed:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from meshwright.monitor.progress import NO_LAYER, ProgressWriter
 from meshwright.train.faults import Faults
 
-AFTERWARDS = ("restore", "record", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
+AFTERWARDS = ("restore", "record", "compare", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
 """Phases that follow a step, and are said to be of it; of none while it isn't known yet."""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,8 +19,10 @@ from meshwright.monitor.progress import ProgressWriter
 from meshwright.plan import Layout
 from meshwright.runtime.program import Program, Stamp
 from meshwright.train.faults import Faults
-from meshwright.train.health import Health
+from meshwright.train.feed import Feed
+from meshwright.train.health import Health, Limits
 from meshwright.train.hooks import Hook, Request, StepInfo
+from meshwright.train.integrity import Integrity
 from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.rate import learning_rate
@@ -34,25 +36,6 @@ SICK_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
 METERED_STEPS = 2
 """First steps in which the state's bytes are read off; later ones hold the same."""
-
-
-class Feed(Protocol):
-    """Where a trainer gets its micro-batches from."""
-
-    def micro_batches(self, step: int) -> Sequence[Any]:
-        """Returns this rank's micro-batches of a step (steps done before it)."""
-
-    def targets(self, step: int) -> int:
-        """Returns the target tokens of a step's whole global batch."""
-
-    def epoch(self, step: int) -> float:
-        """Returns the passes over the training rows before a step."""
-
-    def evaluation(self, rows: int | None) -> Iterator[Any]:
-        """Yields this rank's batches of held-out rows, as many on every rank; None for all rows."""
-
-    def bits_per_byte(self, loss: float) -> float:
-        """Converts a loss over all held-out text, nats per token, to bits per byte of it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,7 +76,9 @@ class Trainer:
         self.tokens = 0
         self.validation_loss: float | None = None
         self._sick = 0
-        self._health = Health(parts.config.recovery)
+        self._health = Health(parts.config.recovery, parts.config.schedule.warmup)
+        watched = (self._health, parts.program, parts.optimizer, parts.store.agreement)
+        self._integrity = Integrity(*watched, parts.memory and parts.memory.damage, parts.memory is not None, self._event)
         self._rewind = False
         self.passed_over = 0
         """Steps' worth of rows that were left out: the rows of a step are those of step + this."""
@@ -149,7 +134,7 @@ class Trainer:
     def _counters(self) -> dict[str, Any]:
         """What the loop itself remembers of earlier steps, beside step and tokens."""
         told = {"validation_loss": self.validation_loss, "sick": self._sick, "passed_over": self.passed_over}
-        return told | {"losses": self._health.state()}
+        return told | self._health.state()
 
     def _adopt(self, values: Mapping[str, Any]) -> None:
         """Takes `_counters` and tokens back from a state's plain values."""
@@ -167,10 +152,14 @@ class Trainer:
         parts, config = self._parts, self._parts.config
         steps = config.train.steps
         parts.program.clock.drain()
+        self._integrity.start(self.step)
         stopped = cut = False
         last: StepRecord | None = None
         while self.step < steps and not stopped and not cut:
-            record, asked = self._one_step(steps)
+            stepped = self._one_step(steps)
+            if stepped is None:
+                return self._go_back(last)
+            record, asked = stepped
             if last is None and parts.memory is not None and parts.memory.lost_at is not None:
                 self._event("recovered", step=self.step, seconds=time.monotonic() - parts.memory.lost_at)
             last = record
@@ -182,9 +171,13 @@ class Trainer:
                 self.evaluate(config.evaluation.rows)
             if self._rewind and not stopped and self.step < steps:
                 break
-            if (Request.CHECKPOINT in wanted or stopped or self.step == steps) and self._saved_at != self.step:
+            saves = (Request.CHECKPOINT in wanted or stopped or self.step == steps) and self._saved_at != self.step
+            copies = parts.memory is not None and (cut or parts.memory.due(self.step))
+            if (saves or copies or self._integrity.due(self.step)) and not self._agrees():
+                return self._go_back(last)
+            if saves:
                 self.save()
-            if parts.memory is not None and parts.memory.taken < self.step and (cut or parts.memory.due(self.step)):
+            if copies and parts.memory is not None and parts.memory.taken < self.step:
                 self._copy()
         result: dict[str, Any] = {"finished": not stopped, "step": self.step, "loss": last.loss if last else None}
         if cut and not stopped:
@@ -194,9 +187,27 @@ class Trainer:
         if stopped:
             self._event("interrupted", step=self.step)
         else:
+            before = self.validation_loss
             result |= self.evaluate(None)
+            if self.validation_loss is not None and not self._integrity.sound(steps, self.validation_loss, before):
+                return self._go_back(last)
         self._phase("done", 0)
         return result
+
+    def _agrees(self) -> bool:
+        """Compares what several ranks hold; a state is kept only where that is the same."""
+        self._phase("compare", 0)
+        agrees = self._integrity.agrees(self.step, self._counters() | {"tokens": self.tokens})
+        self._parts.program.clock.lap("compare")
+        return agrees
+
+    def _go_back(self, last: StepRecord | None) -> dict[str, Any]:
+        """Returns how ranks end whose run others take up from an older state."""
+        damage = self._integrity.damage
+        assert damage is not None
+        self._parts.monitor.goes_on = True
+        told = {"step": self.step, "loss": last.loss if last else None, "damage": damage.to_json()}
+        return {"finished": False, "cut": True, "sick": 0} | told
 
     def _copy(self) -> None:
         """Copies the state to memory that outlives this rank; where there is none for it, to the disk."""
@@ -217,7 +228,8 @@ class Trainer:
         peak = parts.peak_flops / parts.layout.world if parts.peak_flops else None
         return self._counters() | {"peak_flops": peak}
 
-    def _one_step(self, steps: int) -> tuple[StepRecord, float]:
+    def _one_step(self, steps: int) -> tuple[StepRecord, float] | None:
+        """Runs a step; returns its record and how many ranks were asked to end, None where others must do it again."""
         parts, config = self._parts, self._parts.config
         began = time.perf_counter()
         self._standing.begin()
@@ -229,8 +241,14 @@ class Trainer:
         targets, asked = parts.feed.targets(place), float(parts.stop_asked.requested)
         if parts.memory is not None and parts.memory.cut:
             asked += CUT_SHARE
-        outcome = parts.stepper.run(self.step, batches, targets, rate, asked, self._stamp, self._health.limits)
-        values = outcome.read()
+
+        def run(limits: Limits | None) -> Outcome:
+            return parts.stepper.run(self.step, batches, targets, rate, asked, self._stamp, limits)
+
+        scaled, first = parts.stepper.scaler.active, run(self._integrity.limits(self.step))
+        outcome, values = self._integrity.settled(self.step, first, scaled, run)
+        if self._integrity.damage is not None:
+            return None
         why = self._health.judge(values["loss"], values["grad_norm"])
         record = self._record(outcome, values, time.perf_counter() - began, why is not None)
         self._judge(record, why)

@@ -68,7 +68,7 @@ def test_where_a_rank_stands_is_stamped_with_its_layer(tmp_path: Path) -> None:
     path, step = tmp_path / "progress.bin", 11
     struck: list[str] = []
     known = [Fault(kind="nan", rank=0, step=12, phase="backward.3")]
-    faults = Faults(tmp_path, 0, 0, known, spoil=lambda: struck.append("nan"))
+    faults = Faults(tmp_path, 0, 0, known, spoil=lambda: struck.append("nan") is None)
     standing = Standing(ProgressWriter(path, 0), faults, lambda: step)
 
     def now() -> tuple[str, int, int, str]:

@@ -1,0 +1,51 @@
+"""Limits learned from a run's own past: wide enough for what training does, narrow enough for a flipped exponent."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from meshwright.train.config import RecoveryConfig
+from meshwright.train.health import LEAST, Health
+
+
+def run(losses: list[float], norms: list[float], warmup: int = 0) -> list[str | None]:
+    health = Health(RecoveryConfig(), warmup)
+    found = []
+    for step, pair in enumerate(zip(losses, norms)):
+        found.append(health.suspect(step, *pair))
+        assert health.judge(*pair) is None
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_training_does_is_not_suspect(seed: int) -> None:
+    """A falling loss with noise, warm-up, norms over a decade, and spikes as large runs report them."""
+    draw = random.Random(seed)
+    losses = [2.5 + 6.0 * math.exp(-step / 60) + draw.gauss(0, 0.15) for step in range(600)]
+    norms = [draw.lognormvariate(math.log(0.5 + 4 * math.exp(-step / 30)), 0.4) for step in range(600)]
+    for at in draw.sample(range(100, 600), 6):
+        losses[at] *= draw.uniform(1.5, 2.5)
+        norms[at] *= draw.uniform(5, 20)
+    assert run(losses, norms, warmup=50) == [None] * 600
+
+
+def test_a_loss_and_a_norm_far_out_are_suspect_once_there_is_a_past() -> None:
+    losses, norms = [5.2 - 0.01 * step for step in range(60)], [1.0 + 0.1 * (step % 3) for step in range(60)]
+    health = Health(RecoveryConfig())
+    for step, pair in enumerate(zip(losses, norms)):
+        assert (health.suspect(step, 2.9e13, 1.0) is None) is (step < LEAST)
+        health.judge(*pair)
+    assert "the loss 2.9e+13 is over" in str(health.suspect(60, 2.9e13, 1.0))
+    assert "the gradient norm 1000 is over" in str(health.suspect(60, 4.6, 1e3))
+    assert health.suspect(60, 4.6, 20.0) is None
+    assert "isn't finite" in str(health.suspect(0, math.nan, 1.0))
+    again = Health(RecoveryConfig())
+    again.restore(health.state())
+    assert again.learned(60) == health.learned(60)
+    health.accept()
+    assert health.suspect(61, 1e9, 1e9) is None and health.suspect(61, math.nan, 1.0) is None
+    off = Health(RecoveryConfig(learned_limits=False))
+    assert off.suspect(60, math.nan, 1.0) is None
