@@ -29,7 +29,7 @@ from meshwright.cli.mirrored import fetch
 from meshwright.cli.nodes import Nodes, NodeWords, take_nodes
 from meshwright.cli.resumption import differences
 from meshwright.cli.run_contents import write_contents
-from meshwright.cli.words import answer, read_config, take_flag, take_value
+from meshwright.cli.words import answer, read_config, say, take_flag, take_value
 from meshwright.errors import ConfigError, RankError
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.devices import Devices, found_devices
@@ -215,7 +215,11 @@ def _ranks_result(
         return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout)
 
     def announce(changed: Job) -> Job:
-        _write_run(job.run_dir, config, changed.plan)
+        try:
+            _write_run(job.run_dir, config, changed.plan)
+        except OSError as error:
+            # The run goes on without: the same command plans it again.
+            say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
         rows = _layout_rows(changed.plan, devices.kind)
         return dataclasses.replace(changed, header=job.header | rows)
 

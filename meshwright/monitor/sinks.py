@@ -6,12 +6,14 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.errors import RankError
 from meshwright.events import Event, StepRecord
+from meshwright.monitor.retry import RetryingFile
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -46,41 +48,51 @@ class Sink(Protocol):
 class LineFile:
     """A file of JSON lines that several processes may append to: every line is one write in append mode.
 
-    Linux holds the inode's lock for the whole of an append, so lines of several ranks never mix on a local disk.
+    Linux holds the inode's lock for the whole of an append, so lines of several ranks never mix on a local disk. Lines
+    that a full disk doesn't take wait in memory (`RetryingFile`).
     """
 
     def __init__(self, path: Path) -> None:
         """Opens the file for appending, and ends a line that a killed process left unfinished."""
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
+        self._file = _opened(path)
 
-    def append(self, values: dict[str, Any]) -> None:
+    def append(self, values: dict[str, Any]) -> float | None:
         """Appends one line; numbers that aren't finite become null, since JSON has none.
 
+        Returns:
+            For how many seconds the disk took nothing, when that is over now; else None.
+
         Raises:
-            RankError: when the disk is full or the file can't be written.
+            RankError: when the file can never be written.
         """
         try:
             text = _ENCODE(values)
         except ValueError:
             text = _ENCODE(_finite(values))
-        line = text.encode() + b"\n"
         try:
-            written = os.write(self._fd, line)
+            return self._file.write(text.encode() + b"\n")
         except OSError as error:
             raise RankError(f"{self.path} can't be written: {error.strerror}; free space or move the run") from error
-        if written != len(line):
-            short = f"{written} of {len(line)} bytes fitted on the disk"
-            raise RankError(f"{self.path} can't be written: {short}; free space or move the run")
+
+    @property
+    def dropped(self) -> int:
+        """Lines that neither disk nor memory took."""
+        return self._file.dropped
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Closes the file, and says on standard error what couldn't be written; a second call does nothing."""
+        lost = self._file.close()
+        if lost:
+            why = f"{self._file.error}; free space before the next run"
+            sys.stderr.write(f"{self.path}: the last {lost} lines couldn't be written: {why}\n")
+
+
+def _opened(path: Path) -> RetryingFile:
+    try:
+        return RetryingFile(path, shared=True)
+    except OSError as error:
+        raise RankError(f"{path} can't be written: {error.strerror}; free space or move the run") from error
 
 
 class EventTail:
@@ -132,11 +144,18 @@ class JsonlSink:
         """Appends a line to metrics.jsonl."""
         if self._metrics is not None:
             # The same values as record.to_json(), without its deep copy, which costs more than all the rest.
-            self._metrics.append({name: getattr(record, name) for name in _STEP_FIELDS})
+            self._written(self._metrics, {name: getattr(record, name) for name in _STEP_FIELDS})
 
     def event(self, event: Event) -> None:
         """Appends a line to events.jsonl."""
-        self._events.append(event.to_json())
+        self._written(self._events, event.to_json())
+
+    def _written(self, file: LineFile, values: dict[str, Any]) -> None:
+        """Appends a line, and an event when the disk takes lines again."""
+        outage_s = file.append(values)
+        if outage_s is not None:
+            told = {"path": file.path.name, "seconds": outage_s, "lost": file.dropped}
+            self._events.append(Event(kind="disk_writable", rank=SUPERVISOR, data=told).to_json())
 
     def close(self) -> None:
         """Closes both files."""
@@ -148,8 +167,8 @@ class JsonlSink:
 def truncate_metrics(path: Path, step: int) -> int:
     """Drops the lines of metrics.jsonl after a step, and one cut short by a kill, before a run resumes there.
 
-    Steps ascend, so only the lines that go are looked into. The file is written beside and renamed, so that a kill
-    leaves the old one or the new one. Call it before the file is opened for appending.
+    Steps ascend, so only the lines that go are looked into. What stays is the file's beginning, so that it is cut in
+    place, which needs no room on a full disk. Call it before the file is opened for appending.
 
     Args:
         path: the metrics file; one that isn't there is left so.
@@ -166,12 +185,7 @@ def truncate_metrics(path: Path, step: int) -> int:
         kept -= 1
     if kept == len(lines):
         return 0
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
-        file.writelines(lines[:kept])
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    os.truncate(path, sum(map(len, lines[:kept])))
     return len(lines) - kept
 
 

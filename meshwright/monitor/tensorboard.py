@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.events import CommTotals, Event, StepRecord
+from meshwright.monitor.retry import RetryingFile
 
 
 class TensorBoardSink:
@@ -32,8 +34,9 @@ class TensorBoardSink:
         self._every = every
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 1000}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("wb")
-        self._records = RecordWriter(self._file)
+        self._file = RetryingFile(folder / name, shared=False)
+        self._buffer = io.BytesIO()
+        self._records = RecordWriter(self._buffer)
         first = 0 if resumed_step is None else resumed_step + 1
         self._write(event_pb2.Event(wall_time=time.time(), step=first, file_version="brain.Event:2"))
         if resumed_step is not None:
@@ -78,7 +81,9 @@ class TensorBoardSink:
 
     def _write(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
-        self._file.flush()
+        self._file.write(self._buffer.getvalue())
+        self._buffer.seek(0)
+        self._buffer.truncate()
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:

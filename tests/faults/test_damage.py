@@ -1,4 +1,4 @@
-"""A run that is broken inside notices, names where, goes on from a state that agreed, and ends as if nothing had been."""
+"""A run that is broken inside notices, names where, and goes on from a state that agreed along the same curve."""
 
 from __future__ import annotations
 
