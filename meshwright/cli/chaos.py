@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     end = time.monotonic() + wait_s
     _wait(mark.exists, end, f"the fault {fault} did not happen within {wait_s:g} s: is the run still under way?")
     say("it happened")
-    done = ("step_skipped", "rewound") if fault.kind == "nan" else ("recovered",)
+    done = ("step_skipped", "step_repeated", "rewound") if fault.kind == "nan" else ("recovered",)
     if fault.kind in ("slow", "flip"):
         return 0
 

@@ -150,9 +150,8 @@ class LocalNode:
                 self._send = partial(start_courier, self._listeners["courier"], to, own, inlet, copied, faults)
                 self._courier = self._send()
             lost_at = None if order["since"] is None else time.monotonic() - order["since"]
-            damage = Damage.from_json(order["damage"]) if order["damage"] is not None else None
-            memory = ranks.memory(state, lost_at, order["peak"], order["sick"], damage)
-            memory = dataclasses.replace(memory, copied=copied, fence=fence)
+            past = (lost_at, order["peak"], order["sick"], order["damage"] and Damage.from_json(order["damage"]))
+            memory = dataclasses.replace(ranks.memory(state, *past), copied=copied, fence=fence)
             ranks.launcher.start(run_rank, dataclasses.replace(job, memory=memory))
             result = ranks.launcher.wait(watch=lambda: watch(ranks), wake=wake)[0]
             self._written(ranks, watch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.errors import RankError
@@ -58,6 +58,14 @@ class Damage:
         return cls(**dict(values) | more)
 
 
+class Past(Protocol):
+    """What ranks before these left (`train.memory.RankMemory`)."""
+
+    @property
+    def damage(self) -> Damage | None:
+        """What they went back for; None when they didn't."""
+
+
 class Integrity:
     """Watches over the numbers and copies of one rank; every method is called by all ranks alike.
 
@@ -66,8 +74,7 @@ class Integrity:
         program: of this rank.
         optimizer: over its weights.
         agreement: how ranks exchange small values.
-        seen: what the ranks before these went back for.
-        can_go_back: whether somebody starts other ranks from an older state.
+        memory: knows what the ranks before these went back for; None where nobody starts others from an older state.
         event: reports what all ranks know.
     """
 
@@ -77,12 +84,11 @@ class Integrity:
         program: Program,
         optimizer: LocalAdamW,
         agreement: Agreement,
-        seen: Damage | None,
-        can_go_back: bool,
+        memory: Past | None,
         event: Callable[..., None],
     ) -> None:
         self._health, self._event, config = health, event, health.config
-        self._seen, self._can_go_back = seen, can_go_back
+        self._seen, self._can_go_back = memory.damage if memory is not None else None, memory is not None
         self._base = 0
         compared = config.compare and agreement.count > 1
         self._copies = CopyCheck(program, optimizer, agreement, config.compare_every) if compared else None

@@ -76,9 +76,9 @@ class Trainer:
         self.tokens = 0
         self.validation_loss: float | None = None
         self._sick = 0
-        self._health = Health(parts.config.recovery, parts.config.schedule.warmup)
-        watched, before = (parts.program, parts.optimizer, parts.store.agreement), parts.memory and parts.memory.damage
-        self._integrity = Integrity(self._health, *watched, before, parts.memory is not None, self._event)
+        self._health = Health(parts.config.recovery, parts.config.schedule.warmup_steps(parts.config.train.steps))
+        watched = (parts.program, parts.optimizer, parts.store.agreement)
+        self._integrity = Integrity(self._health, *watched, parts.memory, self._event)
         self._rewind = False
         self.passed_over = 0
         """Steps' worth of rows that were left out: the rows of a step are those of step + this."""

@@ -191,7 +191,7 @@ def test_a_rank_that_hangs_is_named_and_replaced(kind: str, root: Path) -> None:
 def test_a_sick_step_is_skipped_and_its_rows_are_left_out_after_a_rewind(root: Path) -> None:
     for policy in ("skip", "rewind"):
         run = faulty(root, f"sick-{policy}", "nan:rank=1,step=8,phase=reduce", "replicate=2", 2, *(
-            "--recovery.on-sick", policy, "--checkpoint.every", "3",
+            "--recovery.on-sick", policy, "--checkpoint.every", "3", "--recovery.no-learned-limits",
         ))  # fmt: skip
         (skipped,) = events(run, "step_skipped")
         assert skipped["step"] == 8 and skipped["why"] == "the gradient isn't finite"
@@ -206,7 +206,8 @@ def test_a_sick_step_is_skipped_and_its_rows_are_left_out_after_a_rewind(root: P
 
 
 def test_a_loss_that_jumps_is_sick_and_can_end_the_run(root: Path) -> None:
-    more = ("--recovery.faults", "flip:rank=0,step=19", "--recovery.spike", "1.5", "--recovery.on-sick")
+    limits = ("--recovery.no-learned-limits", "--recovery.spike", "1.5", "--recovery.on-sick")
+    more = ("--recovery.faults", "flip:rank=0,step=19", *limits)
     status, text = call(words(root, "jump", *more, "stop", layout="replicate=1"), root / "jump.log")
     assert status == 1 and "over 1.5 times the median of the last 18" in text and "recovery.on_sick = stop" in text
     assert len(events(root / "jump", "rank_lost")) == 1
