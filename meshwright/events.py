@@ -36,7 +36,8 @@ class StepRecord:
     step: int
     """Steps done, counted from 1."""
     loss: float
-    """Mean cross-entropy over the global batch's target tokens, nats per token."""
+    """The model's own loss of the global batch; where the model adds nothing to it the mean cross-entropy over target
+    tokens, nats per token."""
     grad_norm: float
     """Global 2-norm of the gradient before clipping."""
     lr: float
@@ -61,6 +62,8 @@ class StepRecord:
     """Model FLOP/s over the rate at which all ranks multiply matrices, measured at the start."""
     experts: tuple[float, ...] = ()
     """In a mixture: share of the router's choices that went to each expert, over all layers."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Terms of the model's own loss, which sum to it; none where the cross-entropy is the whole loss."""
     skipped: bool = False
     """True when the loss scaler skipped the update because a gradient was not finite."""
     comm: tuple[CommTotals, ...] = ()

@@ -1,8 +1,9 @@
-"""One way to call any model: tokens to logits, with or without walls between the documents of a row."""
+"""One way to call any model: tokens to logits, or as its author calls it, targets to the model's own loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +16,22 @@ IGNORED = -100
 """Target that counts for nothing, as in `torch.nn.functional.cross_entropy`."""
 
 
+LABELS = ("aligned", "shift_labels", "shifted")
+"""How forward takes targets. ``aligned``: the target of each token at its place. ``shift_labels``: the same, beside
+``labels``, as transformers' losses take what is shifted already. ``shifted``: the tokens themselves, which its code
+shifts, so that the last token of a row has no target."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What a forward gave: exactly one of the two is set."""
+    """What a forward gave: logits, a loss, or both."""
 
     logits: torch.Tensor | None
     """(B, S, V), the logits of the token after each token."""
     loss: torch.Tensor | None
-    """Scalar, the mean over the targets that aren't `IGNORED`: multiply by their number to sum over micro-batches."""
+    """Scalar, the model's own loss of the micro-batch."""
+    scalars: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Other scalars that it returned by name: terms of its loss, or what it reports."""
 
 
 def model_forward(
@@ -64,9 +73,9 @@ def model_output(
 ) -> ModelOutput:
     """Computes logits, or the loss of a model that gives nothing else.
 
-    A transformers model is never handed the targets. Another module gets them when its forward has an argument for
-    them (``targets``, ``labels``, ``y``); if it then returns logits for every token these are taken and its own loss
-    is not, else the loss must be a mean over the targets that aren't -100.
+    A transformers model isn't handed the targets here. Another module gets them when its forward has an argument for
+    them (``targets``, ``labels``, ``y``); if it returns logits for every token these are taken, else its loss. What a
+    model adds to the cross-entropy of its logits is found by `models.objective_trial` and trained by `author_output`.
 
     Args:
         module: as `model_forward`.
@@ -79,18 +88,97 @@ def model_output(
     Raises:
         ConfigError: as `model_forward`, and for an output that is neither logits nor a loss.
     """
-    arguments: dict[str, Any] = {anatomy.token_argument: tokens}
+    if anatomy.transformers or targets is None or anatomy.target_argument is None:
+        labels = {}
+    else:
+        labels = {anatomy.target_argument: targets}
+    result = _call(module, anatomy, tokens, labels, positions, mask_documents)
+    return ModelOutput(result.logits, None) if anatomy.transformers else _read(result, tokens)
+
+
+def author_output(
+    module: nn.Module,
+    anatomy: Anatomy,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    labels: str,
+    positions: torch.Tensor | None = None,
+    mask_documents: bool = False,
+) -> ModelOutput:
+    """Calls a model with its targets, as its author does, and reads its loss beside the logits.
+
+    Args:
+        module: as `model_forward`.
+        anatomy: as `model_forward`.
+        tokens: as `model_forward`.
+        targets: (B, S) int64, the token after each token; `IGNORED` where there is none.
+        labels: one of `LABELS`; "" for a forward that takes no targets.
+        positions: as `model_forward`.
+        mask_documents: as `model_forward`.
+
+    Raises:
+        ConfigError: as `model_forward`; for an output with neither logits nor a loss, or with several that could be it.
+    """
+    given: dict[str, torch.Tensor] = {}
+    if labels:
+        assert anatomy.target_argument is not None
+        given[anatomy.target_argument] = targets
+        if labels == "shift_labels":
+            given["shift_labels"] = targets
+        elif labels == "shifted":
+            given[anatomy.target_argument] = torch.cat([tokens[:, :1], targets[:, :-1]], dim=1)
+    return _read_loss(_call(module, anatomy, tokens, given, positions, mask_documents), tokens)
+
+
+def _call(
+    module: nn.Module,
+    anatomy: Anatomy,
+    tokens: torch.Tensor,
+    labels: Mapping[str, torch.Tensor],
+    positions: torch.Tensor | None,
+    mask_documents: bool,
+) -> Any:
+    """Calls forward with whatever of this it takes."""
+    arguments: dict[str, Any] = {anatomy.token_argument: tokens, **labels}
     if mask_documents and positions is not None:
         if not anatomy.takes_positions:
             raise ConfigError(_no_documents("its forward takes no position_ids"))
         arguments["position_ids"] = positions
-    if anatomy.transformers:
-        if "use_cache" in anatomy.arguments:
-            arguments["use_cache"] = False
-        return ModelOutput(module(**arguments).logits, None)
-    if targets is not None and anatomy.target_argument is not None:
-        arguments[anatomy.target_argument] = targets
-    return _read(module(**arguments), tokens)
+    if anatomy.transformers and "use_cache" in anatomy.arguments:
+        arguments["use_cache"] = False
+    return module(**arguments)
+
+
+def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
+    """Finds logits, loss and named scalars in whatever a module returned."""
+    if isinstance(result, torch.Tensor):
+        named: dict[str, Any] = {"": result}
+    elif isinstance(result, Mapping):
+        named = dict(result)
+    elif hasattr(result, "_asdict"):
+        named = result._asdict()
+    elif isinstance(result, (tuple, list)):
+        named = {f"output {place}": item for place, item in enumerate(result)}
+    else:
+        named = {key: item for key, item in vars(result).items() if not key.startswith("_")}
+    tensors = {key: item for key, item in named.items() if isinstance(item, torch.Tensor)}
+    logits = [item for item in tensors.values() if item.ndim == 3 and item.shape[:2] == tokens.shape]
+    if isinstance(tensors.get("logits"), torch.Tensor) and tensors["logits"].ndim == 3:
+        logits.insert(0, tensors["logits"])
+    scalars = {
+        key: item.reshape(()) for key, item in tensors.items() if item.numel() == 1 and item.is_floating_point()
+    }
+    loss = scalars.pop("loss", None)
+    if loss is None and scalars:
+        if len(scalars) > 1:
+            raise ConfigError(
+                f"the model's forward gives several scalars ({', '.join(scalars)}), and one of them is the loss; "
+                "return a dict, a named tuple or an object that calls it loss"
+            )
+        loss = scalars.pop(next(iter(scalars)))
+    if not logits and loss is None:
+        _read(result, tokens)  # raises, with what was given
+    return ModelOutput(logits[0] if logits else None, loss, scalars)
 
 
 def _read(result: Any, tokens: torch.Tensor) -> ModelOutput:

@@ -24,6 +24,7 @@ from meshwright.errors import MeshwrightError, PlanError
 from meshwright.models.anatomy import Anatomy
 from meshwright.models.build import BuiltModel, build_meta, shrink, use_float64
 from meshwright.models.config import ModelConfig
+from meshwright.models.objective import Objective
 from meshwright.models.sizes import layer_count
 from meshwright.models.stage_rehearsal import Tokens, output_of, rehearse
 
@@ -35,25 +36,28 @@ _LARGE = 1 << 28
 
 
 @computed_by_helper
-def read_spine(built: BuiltModel) -> Spine:
+def read_spine(built: BuiltModel, objective: Objective | None = None) -> Spine:
     """Returns the spine of a model, proven on a small clone.
 
     Args:
         built: on meta.
+        objective: the model's own loss, of which each stage must see what it is made of.
 
     Raises:
         PlanError: when the model can't be cut anywhere, with the reason.
     """
     module, anatomy = _clone(built)
+    if objective is not None and not objective.plain:
+        module.train()  # some terms are of training alone
     arguments = _sample(built)
     try:
         # Copies: forward may leave tensors of its graph in the module, which then can't be copied any more.
         with torch.no_grad():
-            first, second = (output_of(copied(module, share=True), anatomy, arguments) for _ in range(2))
+            first, second = (output_of(copied(module, share=True), anatomy, arguments, objective) for _ in range(2))
         if not torch.equal(first, second):
             module.eval()
-        spine = _Probe(copied(module, share=True), anatomy).run(arguments)
-        rehearse(module, anatomy, spine, arguments)
+        spine = _Probe(copied(module, share=True), anatomy, objective).run(arguments)
+        rehearse(module, anatomy, spine, arguments, objective)
     except PlanError as error:
         raise PlanError(f"pp: the model '{built.config.name}' can't be cut into stages: {error}") from error
     except MeshwrightError:
@@ -124,8 +128,8 @@ class _Entry:
 class _Probe:
     """One forward of the clone with a marker on everything that enters or leaves a layer."""
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy) -> None:
-        self._module, self._anatomy = module, anatomy
+    def __init__(self, module: nn.Module, anatomy: Anatomy, objective: Objective | None = None) -> None:
+        self._module, self._anatomy, self._objective = module, anatomy, objective
         self._calls: list[str] = []
         self._entries: list[_Entry] = []
         self._given: list[Any] = []
@@ -151,7 +155,7 @@ class _Probe:
                     layer.register_forward_hook(self._leaving(), with_kwargs=False),
                 ):
                     stack.callback(hook.remove)
-            output = output_of(self._module, self._anatomy, arguments)
+            output = output_of(self._module, self._anatomy, arguments, self._objective)
         for name, item in self._module.named_buffers():
             if name not in before or not torch.equal(item, before[name]):
                 raise PlanError(f"its forward changes the buffer '{name}', of which each stage would have its own")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from meshwright.axes.spine import Spine, held_names
 from meshwright.axes.stage.cut import Stage, copied
+from meshwright.axes.wide import Wide
 from meshwright.errors import PlanError
 from meshwright.models.anatomy import Anatomy
 from meshwright.models.forward import model_output
+from meshwright.models.objective import Objective, nothing_dropped, trial_output
 
 _STAGES = 16
 """Most stages of a rehearsal."""
@@ -21,15 +24,22 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 """(B, S) tokens and their targets."""
 
 
-def output_of(module: nn.Module, anatomy: Anatomy, arguments: Tokens) -> torch.Tensor:
-    """Returns the logits of a model, or the loss of one that gives nothing else."""
+def output_of(
+    module: nn.Module, anatomy: Anatomy, arguments: Tokens, objective: Objective | None = None
+) -> torch.Tensor:
+    """Returns the logits of a model, with the terms of its own loss in them, or the loss of one that has no logits."""
+    if objective is not None and not objective.plain:
+        with Wide(), nothing_dropped():
+            return trial_output(module, anatomy, objective, *arguments)
     found = model_output(module, anatomy, *arguments)
     output = found.logits if found.logits is not None else found.loss
     assert output is not None
     return output
 
 
-def rehearse(module: nn.Module, anatomy: Anatomy, spine: Spine, arguments: Tokens) -> None:
+def rehearse(
+    module: nn.Module, anatomy: Anatomy, spine: Spine, arguments: Tokens, objective: Objective | None = None
+) -> None:
     """Cuts a model into stages and compares output and gradients with the whole.
 
     Args:
@@ -37,11 +47,12 @@ def rehearse(module: nn.Module, anatomy: Anatomy, spine: Spine, arguments: Token
         anatomy: its parts.
         spine: what is proven.
         arguments: tokens and targets.
+        objective: the model's own loss.
 
     Raises:
         PlanError: it can't be cut anywhere, or stages compute something else than the whole.
     """
-    whole = output_of(copied(module, share=True), anatomy, arguments)
+    whole = output_of(copied(module, share=True), anatomy, arguments, objective)
     draw = torch.Generator().manual_seed(2)
     slope = torch.randn(whole.shape, generator=draw, dtype=whole.dtype)
     (whole * slope).sum().backward()
@@ -56,7 +67,8 @@ def rehearse(module: nn.Module, anatomy: Anatomy, spine: Spine, arguments: Token
     inner = [cuts[index * len(cuts) // (_STAGES - 1)] for index in range(_STAGES - 1)] if len(cuts) >= _STAGES else cuts
     bounds = (0, *inner, count)
     held = held_names(spine, names, bounds, anatomy.ties)
-    output = _through_stages(module, anatomy, spine, arguments, held, bounds, slope)
+    call = functools.partial(_as_payload, anatomy=anatomy, arguments=arguments, objective=objective)
+    output = _through_stages(module, spine, call, held, bounds, slope)
     _compare("its output", output, whole)
     size = max((float(item.abs().max()) for item in wanted.values() if item is not None), default=1.0)
     for name, item in module.named_parameters():
@@ -68,9 +80,8 @@ def rehearse(module: nn.Module, anatomy: Anatomy, spine: Spine, arguments: Token
 
 def _through_stages(
     module: nn.Module,
-    anatomy: Anatomy,
     spine: Spine,
-    arguments: Tokens,
+    call: Callable[[nn.Module], tuple[torch.Tensor, ...]],
     held: list[frozenset[str]],
     bounds: tuple[int, ...],
     slope: torch.Tensor,
@@ -81,7 +92,7 @@ def _through_stages(
     for kept, first, stop in zip(held, bounds, bounds[1:]):
         stage = Stage(copied(module, share=True), spine, first, stop, kept)
         stage.arm(torch.float64, torch.device("cpu"))
-        given = stage.run(functools.partial(_as_payload, stage.module, anatomy, arguments), received)
+        given = stage.run(functools.partial(call, stage.module), received)
         trail.append((received, given))
         received = tuple(item.detach().requires_grad_(item.requires_grad) for item in given)
     gradients: tuple[torch.Tensor | None, ...] = (slope,)
@@ -92,8 +103,10 @@ def _through_stages(
     return trail[-1][1][0]
 
 
-def _as_payload(module: nn.Module, anatomy: Anatomy, arguments: Tokens) -> tuple[torch.Tensor, ...]:
-    return (output_of(module, anatomy, arguments),)
+def _as_payload(
+    module: nn.Module, anatomy: Anatomy, arguments: Tokens, objective: Objective | None
+) -> tuple[torch.Tensor, ...]:
+    return (output_of(module, anatomy, arguments, objective),)
 
 
 def _compare(what: str, found: torch.Tensor, wanted: torch.Tensor, size: float = 0.0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from meshwright.models.forward import model_output
 from meshwright.models.groups import find_groups
 from meshwright.models.growth import grown_group
 from meshwright.models.numbers import find_numbers
+from meshwright.models.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.trace import LayerTrace, trace
 from meshwright.models.trial import rehearse_layer, rehearse_model
 
@@ -48,6 +49,8 @@ class Clone:
     vocab: int
     same: bool
     """Whether its sizes are the model's own."""
+    objective: Objective = field(default_factory=Objective)
+    """The model's own loss, where it is more than the cross-entropy of the logits."""
 
     def run(
         self, rows: int = ROWS, module: nn.Module | None = None, documents: bool = False, unit: int = 1
@@ -65,6 +68,9 @@ class Clone:
         positions = None
         if documents and self.anatomy.takes_positions and self.anatomy.transformers:
             positions = (torch.arange(length) % (length // 2 + 1)).expand(rows, length)
+        if not self.objective.plain:
+            with Wide(), nothing_dropped():
+                return trial_output(module or self.module, self.anatomy, self.objective, tokens, tokens, positions)
         with Wide():
             output = model_output(module or self.module, self.anatomy, tokens, tokens, positions, positions is not None)
         found = output.logits if output.logits is not None else output.loss
@@ -125,18 +131,26 @@ def narrowed(built: BuiltModel) -> ModelConfig:
     return ModelConfig.from_dict(values)
 
 
+def with_objective(clone: Clone, objective: Objective | None) -> Clone:
+    """Returns a clone whose output has the terms of the model's own loss in it, in training mode: some are of it."""
+    if objective is None or objective.plain:
+        return clone
+    return dataclasses.replace(clone, module=clone.module.train(), objective=objective)
+
+
 @computed_by_helper
-def sharding_table(built: BuiltModel, degree: int = 2) -> ShardingTable:
+def sharding_table(built: BuiltModel, degree: int = 2, objective: Objective | None = None) -> ShardingTable:
     """Reads the sharding table of a model.
 
     Args:
         built: on meta; it stays as it is.
         degree: the groups are rehearsed for this many ranks (2 where one has fewer units).
+        objective: the model's own loss, which is rehearsed too.
 
     Raises:
         ConfigError: when the model doesn't run on a small clone.
     """
-    clone = clone_of(built)
+    clone = with_objective(clone_of(built), objective)
     names = clone.anatomy.layers
     modules = {name: clone.module.get_submodule(name) for name in names}
 

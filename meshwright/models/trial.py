@@ -282,7 +282,9 @@ class _Model(Protocol):
     def run(self, rows: int = 4, module: nn.Module | None = None) -> torch.Tensor: ...
 
 
-def rehearse_model(clone: _Model, table: ShardingTable, degree: int, rows: int = 4) -> str:
+def rehearse_model(
+    clone: _Model, table: ShardingTable, degree: int, rows: int = 4, sequence: bool = False
+) -> str:
     """Returns why a whole model, split by a table, isn't the whole model; "" when it is.
 
     Args:
@@ -290,6 +292,7 @@ def rehearse_model(clone: _Model, table: ShardingTable, degree: int, rows: int =
         table: for it.
         degree: of the axis.
         rows: batch.
+        sequence: whether tokens are split between the groups.
     """
     named = {name: item for name, item in clone.module.named_parameters() if item.requires_grad}
     out = clone.run(rows)
@@ -303,7 +306,7 @@ def rehearse_model(clone: _Model, table: ShardingTable, degree: int, rows: int =
 
     def part(wire: Any) -> Any:
         module = duplicate(clone.module)
-        done = tp.wrap_model(module, table, wire, wire.size)
+        done = tp.wrap_model(module, table, wire, wire.size, sequence)
         mine = clone.run(rows, module)
         cotangent = upstream
         if split and mine.shape[-1] != out.shape[-1]:

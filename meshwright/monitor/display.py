@@ -79,6 +79,8 @@ class Course:
 def step_line(record: StepRecord, course: Course) -> str:
     """Returns the line for one step: ``step 100/2000  loss 2.4123  ...``."""
     parts = [f"step {record.step}/{course.header.steps}", f"loss {record.loss:.4f}"]
+    if record.terms:
+        parts[-1] += f" ({', '.join(f'{name} {value:.4f}' for name, value in record.terms.items())})"
     loss = course.evaluation.get("loss")
     if isinstance(loss, float):
         parts.append(f"val {loss:.4f}")

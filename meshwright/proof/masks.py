@@ -29,13 +29,14 @@ class Masks(TorchFunctionMode):
     Args:
         module: the whole model, on one device.
         layers: names of its repeated blocks.
-        rows: of the global batch.
+        rows: of the batch.
         name: seed and step, ``"0,3"``.
+        first: place of the first row in the global batch.
     """
 
-    def __init__(self, module: nn.Module, layers: Collection[str], rows: int, name: str) -> None:
+    def __init__(self, module: nn.Module, layers: Collection[str], rows: int, name: str, first: int = 0) -> None:
         super().__init__()
-        self._rows, self._name = rows, name
+        self._rows, self._name, self._first = rows, name, first
         self._stack: list[list[Any]] = [["", 0, 0]]
         self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
@@ -116,7 +117,7 @@ class Masks(TorchFunctionMode):
         width = shape[-1] if len(shape) > 1 else 1
         line, last = np.divmod(np.arange(size, dtype=np.uint64), np.uint64(width))
         found = []
-        for row in range(each):
+        for row in range(self._first, self._first + each):
             key = _splitmix(int.from_bytes(base, "little") + (row + 1 if shape else 0) * 0x9E3779B97F4A7C15)
             u = _mixed(_product(line, 0x9E3779B9) + np.uint64(key % 2**32))
             v = _mixed(_product(line, 0x85EBCA6B) + np.uint64(key >> 32))

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 Forward = Callable[[nn.Module, Any], torch.Tensor]
 """(module, batch) to logits (B, S, V)."""
+AuthorCall = Callable[[nn.Module, Any], "tuple[torch.Tensor | None, torch.Tensor | None]"]
+"""(module, batch) to (logits, loss), as the model's author calls it with its targets; one of both may be None."""
 SEEDS = 8
 """Random states under which a forward is run that draws numbers: what they decide may seldom matter."""
 
@@ -42,14 +44,14 @@ class Recipe:
 
 
 def train_plainly(
-    module: nn.Module, forward: Forward, batches: Sequence[Any], recipe: Recipe, training: bool = True
+    module: nn.Module, call: AuthorCall, batches: Sequence[Sequence[Any]], recipe: Recipe, training: bool = True
 ) -> Trace:
-    """Trains ``module`` on one device, a whole global batch at a time.
+    """Trains ``module`` on one device, on the loss that it returns, or else the cross-entropy of its logits.
 
     Args:
         module: materialised, in the dtype of the proof.
-        forward: of the model.
-        batches: global batches with ``.targets``, one a step.
+        call: of the model.
+        batches: global batches, one a step, each in the parts with ``.targets`` that are handed to the model at once.
         recipe: optimizer.
         training: whether the module is in training mode.
 
@@ -66,10 +68,9 @@ def train_plainly(
         [group for group in groups if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, foreach=False
     )
     module.train(training)
-    for batch in batches:
+    for parts in batches:
         optimizer.zero_grad(set_to_none=True)
-        logits = forward(module, batch)
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+        loss = own_loss(module, call, parts)
         loss.backward()
         for _, item in named:
             if item.grad is None:
@@ -82,6 +83,36 @@ def train_plainly(
         trace.norms.append(float(norm))
     trace.weights = {name: item.detach().clone() for name, item in named}
     return trace
+
+
+def own_loss(module: nn.Module, call: AuthorCall, parts: Sequence[Any]) -> torch.Tensor:
+    """Returns the loss of a global batch, a scalar.
+
+    In one part it is what the model returns. In several the cross-entropies are weighted by their targets, and what the
+    model adds to them by rows.
+    """
+    if len(parts) == 1:
+        logits, loss = call(module, parts[0])
+        return loss if loss is not None else _entropy(logits, parts[0].targets)
+    targets, rows = (sum(sizes) for sizes in zip(*(_sizes(part) for part in parts)))
+    total = torch.zeros(())
+    for part in parts:
+        logits, loss = call(module, part)
+        entropy = _entropy(logits, part.targets)
+        count, share = _sizes(part)
+        total = total + entropy * (count / targets)
+        total = total + (loss - entropy) * (share / rows) if loss is not None else total
+    return total
+
+
+def _sizes(part: Any) -> tuple[int, int]:
+    return int((part.targets != -100).sum()), len(part.targets)
+
+
+def _entropy(logits: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+    if logits is None:
+        raise ValueError("a loss without logits can't be taken apart: hand the batch over whole")
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
 def spread(module: nn.Module, forward: Forward, batch: Any, training: bool = True) -> float:

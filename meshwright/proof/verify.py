@@ -24,11 +24,13 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import BuiltModel, use_float64
 from meshwright.models.deferred import retie
-from meshwright.models.forward import model_forward
+from meshwright.models.forward import author_output, model_output
+from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict, Worst, largest, merged, part_error, relative, scales
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import Forward, Recipe, drawing, spread, train_plainly
+from meshwright.runtime.buffers import MovingBuffers
 from meshwright.runtime.build import check
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.facts import Facts, check_shapes, read_facts
@@ -42,6 +44,8 @@ from meshwright.train.step import Stepper
 BOUNDS = {"float64": 1e-9, "float32": 2e-3, "bf16": 0.1}
 """Largest relative error that passes, by precision; only float64 leaves no room for a wrong gradient to hide."""
 GROUP_S = 60.0
+Span = tuple[int, int]
+"""First row, and one more than the last."""
 SEED = 0
 """Of the random numbers in forward: dropout's."""
 
@@ -75,17 +79,55 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
     """
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
-        path = Path(folder) / "reference.pt"
-        precision = layouts[0].precision
-        with contextlib.suppress(MeshwrightError):
-            case.build()  # imports the model's code, which every rank then finds in memory
-        why = _launcher(1, None).run(_reference, case, path, precision, timeout_s=case.timeout_s)[0]
+        trial, unread = ForwardTrial(), ""
+        try:
+            trial = try_forward(case.build())  # imports the model's code, which every rank then finds in memory
+        except MeshwrightError as error:
+            unread = str(error)
+        reference = _References(case, Path(folder), layouts[0].precision, trial)
         known: dict[Any, Facts] = {}
         for layout in layouts:
+            path, why = (Path(), unread) if unread else reference.of(layout)
+            known.setdefault((layout.degree("tp"), layout.degree("cp")), Facts(trial=trial))
             verdicts.append(_refusal(layout, why) if why else _prove(case, layout, path, known))
             if done:
                 done(verdicts[-1])
     return verdicts
+
+
+class _References:
+    """What one device gives, worked out once for each way in which layouts part the rows.
+
+    A model whose loss depends on which rows lie in one call is called with the same rows as under the layout; any other
+    with the whole batch.
+    """
+
+    def __init__(self, case: Case, folder: Path, precision: str, trial: ForwardTrial) -> None:
+        self._case, self._folder, self._precision, self._trial = case, folder, precision, trial
+        self._known: dict[tuple[Span, ...], tuple[Path, str]] = {}
+
+    def of(self, layout: Layout) -> tuple[Path, str]:
+        """Returns the file of the reference for a layout, and why there is none."""
+        rows = len(self._case.batches[0].tokens)
+        spans: tuple[Span, ...] = ((0, rows),)
+        if not self._trial.objective.exact:
+            try:
+                layout.check_batch(rows)
+            except PlanError as error:
+                return Path(), str(error)
+            readers = sorted({layout.span(rank, rows) for rank in range(layout.world)})
+            sizes = [(first, (last - first) // layout.microbatches) for first, last in readers]
+            spans = tuple(
+                (first + number * size, first + (number + 1) * size)
+                for first, size in sizes
+                for number in range(layout.microbatches)
+            )
+        if spans not in self._known:
+            path = self._folder / f"reference-{len(self._known)}.pt"
+            arguments = (self._case, path, self._precision, self._trial, spans)
+            why = _launcher(1, None).run(_reference, *arguments, timeout_s=self._case.timeout_s)[0]
+            self._known[spans] = path, why
+        return self._known[spans]
 
 
 def _launcher(ranks: int, layout: Layout | None) -> ForkLauncher:
@@ -123,7 +165,9 @@ def _refusal(layout: Layout, why: str) -> Verdict:
     )
 
 
-def _reference(context: RankContext, case: Case, path: Path, precision: str) -> str:
+def _reference(
+    context: RankContext, case: Case, path: Path, precision: str, trial: ForwardTrial, spans: Sequence[Span]
+) -> str:
     """Trains plainly on this one rank and writes what it gave; returns why nothing can be compared with it."""
     wide = precision == "float64"
     dtype, device = torch.float64 if wide else torch.float32, torch.device(context.device)
@@ -137,21 +181,34 @@ def _reference(context: RankContext, case: Case, path: Path, precision: str) -> 
         for name, parameter in module.named_parameters():
             # Buffers keep their type, as under a layout: tables of angles are float32 in either.
             parameter.data = built.tensor(name).to(device=device, dtype=dtype)
+    if wide:
+        MovingBuffers([module], [buffer.name for buffer in trial.moving]).widen()
+    batches = [[_rows_of(_moved(batch, device), span) for span in spans] for batch in case.batches]
+    places = {id(part): (step, span[0]) for step, parts in enumerate(batches) for part, span in zip(parts, spans)}
+    labels = trial.objective.labels if trial.objective.terms or trial.objective.labels != "shifted" else ""
 
-    batches = [_moved(batch, device) for batch in case.batches]
-    steps = {id(batch): step for step, batch in enumerate(batches)}
-
-    def forward(part: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    def call(part: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         with contextlib.ExitStack() as stack:
             if part.training:
-                name = f"{SEED},{steps[id(batch)]}"
-                stack.enter_context(Masks(part, built.anatomy.layers, len(batch.tokens), name))
+                step, first = places[id(batch)]
+                stack.enter_context(Masks(part, built.anatomy.layers, len(batch.tokens), f"{SEED},{step}", first))
             stack.enter_context(Wide() if wide else contextlib.nullcontext())
-            return model_forward(part, built.anatomy, batch.tokens, batch.positions, batch.positions is not None)
+            arguments = (part, built.anatomy, batch.tokens, batch.targets)
+            if labels:
+                output = author_output(*arguments, labels, batch.positions, batch.positions is not None)
+            else:
+                output = model_output(*arguments, batch.positions, batch.positions is not None)
+            return output.logits, output.loss
 
-    if why := _draws(module, forward, batches[0], case.training, BOUNDS[precision]):
+    def forward(part: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+        logits, loss = call(part, batch)
+        found = logits if logits is not None else loss
+        assert found is not None
+        return found
+
+    if why := _draws(module, forward, batches[0][0], case.training, BOUNDS[precision]):
         return why
-    trace = train_plainly(module, forward, batches, case.recipe, case.training)
+    trace = train_plainly(module, call, batches, case.recipe, case.training)
     found = {"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients, "weights": trace.weights}
     torch.save(found, path)
     return ""
@@ -171,6 +228,12 @@ def _draws(module: torch.nn.Module, forward: Forward, batch: MicroBatch, trainin
         f"its forward draws random numbers in {'training' if training else 'evaluation'}, in {where}: two runs of it "
         f"on one device differ by {apart:.1e}, and a proof needs {bound:g}; {cure}"
     )
+
+
+def _rows_of(batch: MicroBatch, span: Span) -> MicroBatch:
+    rows = slice(*span)
+    places = None if batch.positions is None else batch.positions[rows]
+    return MicroBatch(batch.tokens[rows], batch.targets[rows], places)
 
 
 def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -20,6 +20,7 @@ from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.runtime import chance, pipeline, recompute, tensor
+from meshwright.runtime.buffers import MovingBuffers
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.load import ExpertMeter
 from meshwright.runtime.materialise import Fill, materialise
@@ -61,6 +62,12 @@ class Source:
     """How ``cp`` computes attention: ``heads`` or ``gather``."""
     experts: Sequence[ExpertRows] = ()
     """Its experts modules; needed by layouts with ``ep``."""
+    weigh: Callable[[Any], torch.Tensor] | None = None
+    """What a micro-batch counts for in each term of the model's own loss, where it has any."""
+    terms: Sequence[str] = ()
+    """Names of the terms that ``compute`` reports beside the cross-entropy."""
+    moving: Sequence[str] = ()
+    """Names of the buffers that forward changes while it trains."""
 
 
 @dataclass(slots=True)
@@ -136,9 +143,21 @@ def _recompute(work: Work) -> None:
     names = work.source.layers
     wanted = {names[place] for place in recompute.chosen(len(names), work.layout.recompute)}
     for part in work.parts:
-        held = [child for name, child in part.module.named_modules() if name in wanted]
-        again = work.chance.again if work.chance is not None else None
-        recompute.apply([layer for layer in held if layer in part.layers], work.layout.recompute, again)
+        held = [(name, child) for name, child in part.module.named_modules() if name in wanted]
+        for name, layer in held:
+            if layer in part.layers:
+                recompute.apply([layer], work.layout.recompute, _repeated(work, name, layer))
+
+
+def _repeated(work: Work, name: str, layer: nn.Module) -> Callable[[recompute.Forward], recompute.Forward] | None:
+    """What makes a layer's forward repeat itself: its random numbers, and the buffers that it changes."""
+    chance, moving = work.chance, MovingBuffers([layer], work.source.moving, name)
+    if not moving:
+        return chance.again if chance is not None else None
+    if chance is None:
+        return moving.again
+    again = chance.again
+    return lambda plain: moving.again(again(plain))
 
 
 def _compile(work: Work) -> None:
@@ -272,6 +291,8 @@ def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.devic
     for part in work.parts:
         materialise(part.module, part.places, host, master, source.fill)
         source.fill_buffers(part.module, device)
+        if layout.precision == "float64":
+            MovingBuffers([part.module], source.moving).widen()
         settle(part.module)
         part.module.train()
     program: Program
@@ -282,6 +303,8 @@ def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.devic
     if source.experts and not layout.compile:
         program.experts = ExpertMeter(work.parts, source.experts)
     program.chance = work.chance
+    program.weigh, program.terms = source.weigh, tuple(source.terms)
+    program.moving = MovingBuffers([part.module for part in work.parts], source.moving)
     for part in work.parts:
         # Outside of what is compiled or run again for backward, inside of what gathers.
         program.passage.watch(part.layers, part.first)

@@ -143,7 +143,7 @@ class PipelineProgram(Program):
     def _total(self) -> torch.Tensor:
         if self._sums:
             return torch.stack(self._sums).sum(dim=0)
-        return torch.zeros(3, dtype=torch.float64, device=self._line.device)
+        return torch.zeros(3 + 2 * len(self.terms), dtype=torch.float64, device=self._line.device)
 
     def _ready(self) -> ScheduleRun:
         """The schedule for micro-batches of the present shape; a new shape is tried out by one forward."""

@@ -15,6 +15,7 @@ from meshwright.axes.comm.chance import Chance
 from meshwright.axes.comm.random import seed_all
 from meshwright.axes.comm.vocabulary import VocabShard
 from meshwright.axes.placement import Place
+from meshwright.runtime.buffers import MovingBuffers
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.memory import StateMeter
 from meshwright.runtime.mesh import Mesh
@@ -30,11 +31,15 @@ class LossView:
     """The run of the vocabulary whose logits this rank has; None for all."""
     tokens: tuple[int, int, bool] = (0, 1, False)
     """(index, count, balanced): which of each row's tokens this rank has logits of; see `axes.cp.own_tokens`."""
+    totals: torch.Tensor | None = None
+    """(1 + terms,) float64: targets of the global batch, and what it counts for in each term of the model's own loss;
+    None where the cross-entropy is all there is."""
 
 
 Compute = Callable[[nn.Module, Any, float, LossView], tuple[torch.Tensor, torch.Tensor]]
 """(module, micro-batch, scale, view) to (loss to differentiate, sums): the loss is scale x the sum over target tokens,
-the sums are a float64 vector (loss sum, target tokens, right predictions), detached."""
+the sums are a float64 vector (loss sum, target tokens, right predictions), detached. Each term of a model's own loss
+adds two: the term times what the micro-batch counts for in it, and what it counts for."""
 
 
 class Sync(Protocol):
@@ -116,6 +121,12 @@ class Program:
         """Random numbers of forwards that may draw some."""
         self.experts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""
+        self.weigh: Callable[[Any], torch.Tensor] | None = None
+        """What a micro-batch counts for in each term of the model's own loss, (1 + terms,) float64."""
+        self.terms: tuple[str, ...] = ()
+        """Names of the terms that the sums have beside the cross-entropy."""
+        self.moving = MovingBuffers([part.module for part in self.parts], ())
+        """Buffers that forward changes."""
         self.meter: StateMeter | None = StateMeter([part.module for part in self.parts], self.weights)
         """Looks at the state's bytes while set; the trainer unsets it after the first steps."""
 
@@ -125,20 +136,27 @@ class Program:
         return self.parts[0].module
 
     @property
-    def reporters(self) -> int:
-        """Number of ranks that report the same loss sums: those along the axes that read the same data."""
+    def readers_alike(self) -> int:
+        """Number of ranks that read the same rows and tokens."""
         if self.mesh is None:
             return 1
         shape = self.mesh.layout.shape()
         return math.prod(size for name, size in shape.items() if name not in self.mesh.loss_axes)
 
+    @property
+    def reporters(self) -> int:
+        """Number of ranks that report the same loss sums: those along the axes that read the same data."""
+        return self.readers_alike
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, buffer) of the buffers that the model itself saves."""
+        """Yields (name, buffer) of the buffers that the model itself saves, and of those that forward changes."""
         for part in self.parts:
             for prefix, child in part.module.named_modules():
                 for name, buffer in child._buffers.items():
-                    if buffer is not None and name not in child._non_persistent_buffers_set:
-                        yield f"{prefix}.{name}" if prefix else name, buffer
+                    path = f"{prefix}.{name}" if prefix else name
+                    kept = name not in child._non_persistent_buffers_set or path in self.moving.names
+                    if buffer is not None and kept:
+                        yield path, buffer
 
     def forward_backward(
         self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
@@ -156,7 +174,10 @@ class Program:
         """
         total: torch.Tensor | None = None
         fresh = all(weight.parameter.grad is None for weight in self.weights)
+        before = self.moving.copy() if len(batches) > 1 else None
         for number, batch in enumerate(batches):
+            if number and before:
+                self.moving.put(before)  # a step is one call of the model, in however many micro-batches
             for sync in self.parts[0].sync:
                 sync.begin(number == len(batches) - 1, fresh and number == 0)
             if stamp:
@@ -205,12 +226,13 @@ class Program:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch, without gradients."""
-        training = self.module.training
+        training, before = self.module.training, self.moving.copy()
         self.module.eval()
         try:
             return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
             self.module.train(training)
+            self.moving.put(before)
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""

@@ -16,6 +16,7 @@ from meshwright.axes.table import Block, Cutting, Group, LayerRows, Number, Shar
 from meshwright.errors import MeshwrightError, error_of
 from meshwright.models.anatomy import Anatomy
 from meshwright.models.build import BuiltModel
+from meshwright.models.objective_trial import ForwardTrial
 from meshwright.plan import Layout
 from meshwright.records import RecordCodec, RecordError
 from meshwright.strategy.own import tried_on
@@ -72,7 +73,10 @@ def shared_facts(
 def _read(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> Facts | Refusal:
     needs_trial = layout.degree("pp") > 1 or layout.degree("tp") > 1
     try:
-        facts = read_facts(tried_on(built, example) if needs_trial else built, layout)
+        # The loop computes the loss, not the model: nothing of it is tried, nor told.
+        known = Facts(trial=ForwardTrial())
+        facts = read_facts(tried_on(built, example) if needs_trial else built, layout, known)
+        facts = dataclasses.replace(facts, trial=None)
         CODEC.dumps(facts)
     except MeshwrightError as error:
         return Refusal(type(error).__name__, str(error))

@@ -14,6 +14,7 @@ from meshwright.models.build import BuiltModel
 from meshwright.models.chance import drawing_parts
 from meshwright.models.context import read_context
 from meshwright.models.experts import require_experts
+from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.spine import read_spine
 from meshwright.models.table import sharding_table
 from meshwright.plan import Layout
@@ -34,6 +35,35 @@ class Facts:
     """How ``cp`` computes attention."""
     rows: int = 1
     """Of how many rows a micro-batch must be a multiple under ``cp``."""
+    trial: ForwardTrial | None = None
+    """Its own loss, and the buffers that forward changes; None for a loop of the user's own."""
+
+
+def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
+    """Refuses a layout under which the model's loss or buffers would be others than on one device.
+
+    Raises:
+        PlanError: with the term or buffer, and the nearest layout that works.
+    """
+    objective, parts = trial.objective, sum(layout.shares()) * layout.microbatches
+    names = ", ".join(term.name for term in objective.terms)
+    if not objective.plain and (degree := layout.degree("cp")) > 1:
+        raise PlanError(
+            f"cp={degree} gives each rank some tokens of a row, and the model's own loss has terms ({names}) that it "
+            f"computes from whole rows; use shard={degree}"
+        )
+    if not objective.logits and parts > 1 and objective.terms[0].mean != "targets":
+        raise PlanError(
+            f"the model gives a loss and no logits, and its loss isn't a mean over targets, so {parts} micro-batches "
+            "can't be added up; return logits (B, S, V) beside the loss, or use one reader and microbatches=1"
+        )
+    fixed = [buffer.name for buffer in trial.moving if buffer.data]
+    if fixed and (layout.world > 1 or layout.microbatches > 1):
+        raise PlanError(
+            f"its forward changes the buffer '{fixed[0]}' by the rows that it sees (running statistics), so what it "
+            f"computes depends on which rows lie in one call, and {layout} has several; use one rank and "
+            "microbatches=1, or a norm without statistics of the batch"
+        )
 
 
 def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None) -> Facts:
@@ -53,24 +83,26 @@ def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None) ->
             "compile out, or set the model's dropout to 0"
         )
     known = known or Facts()
+    trial = known.trial or try_forward(model)
+    _check_trial(trial, layout)
     table, spine, experts = known.table, known.spine, known.experts
     split = layout.degree("tp") * layout.degree("cp")  # heads are split by both
     if split > 1 and table is None:
-        table = sharding_table(model, split)
+        table = sharding_table(model, split, objective=trial.objective)
         if model.config.sharding:
             names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
             table = overridden(table, model.config.sharding, names)
     if model.config.sharding and split == 1:
         raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
     if layout.degree("pp") > 1:
-        spine = spine or read_spine(model)
+        spine = spine or read_spine(model, trial.objective)
         _check_stages(model, spine, layout)
     experts = experts or require_experts(model.module, layout.degree("ep"))
     tensor.check(table, layout)
     rows, attention = known.rows, known.attention
     if layout.degree("cp") > 1 and table is not None and (not attention or layout.attention not in ("", attention)):
         rows, attention = _context(model, layout, table)
-    return Facts(table=table, spine=spine, experts=experts, rows=rows, attention=attention)
+    return Facts(table=table, spine=spine, experts=experts, rows=rows, attention=attention, trial=trial)
 
 
 def _check_stages(model: BuiltModel, spine: Spine, layout: Layout) -> None:

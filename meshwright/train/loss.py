@@ -9,6 +9,8 @@ import torch
 
 from meshwright.axes.comm.vocabulary import VocabShard
 
+Scale = float | torch.Tensor
+"""A factor on a loss; a tensor is a scalar on the loss's device."""
 IGNORED = -100
 """Target that counts for nothing."""
 
@@ -21,7 +23,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: float, reuse: bool, vocab: VocabShard | None
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: Scale, reuse: bool, vocab: VocabShard | None
     ) -> Any:
         wants_gradient = ctx.needs_input_grad[0]
         gradient = (logits if reuse else torch.empty_like(logits)) if wants_gradient else None
@@ -50,7 +52,7 @@ def _chunks(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _whole(
-    logits: torch.Tensor, targets: torch.Tensor, scale: float, gradient: torch.Tensor | None, _: VocabShard | None
+    logits: torch.Tensor, targets: torch.Tensor, scale: Scale, gradient: torch.Tensor | None, _: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (loss sum, hits) of logits (N, V) and fills their gradient, in one pass."""
     kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -75,7 +77,7 @@ def _whole(
 
 
 def _split(
-    logits: torch.Tensor, targets: torch.Tensor, scale: float, gradient: torch.Tensor | None, vocab: VocabShard | None
+    logits: torch.Tensor, targets: torch.Tensor, scale: Scale, gradient: torch.Tensor | None, vocab: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_whole`, for logits (N, stop - start) of a run of the vocabulary; every rank gets the same sums.
 
@@ -110,7 +112,11 @@ def _split(
 
 
 def cross_entropy_sums(
-    logits: torch.Tensor, targets: torch.Tensor, scale: float, vocab: VocabShard | None = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: Scale,
+    vocab: VocabShard | None = None,
+    spare: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (scale x summed cross-entropy, sums) of next-token predictions.
 
@@ -119,6 +125,7 @@ def cross_entropy_sums(
         targets: (B, S) int64; -100 where nothing is to be predicted.
         scale: factor on the loss, part of its gradient.
         vocab: the run of the vocabulary that the logits are of, (B, S, stop - start); None for all of it.
+        spare: whether nobody else reads the logits in backward, so that their memory may become their gradient.
 
     Returns:
         The loss to differentiate, a scalar, float32 (float64 for float64 logits); and a detached float64 vector (loss
@@ -126,6 +133,6 @@ def cross_entropy_sums(
     """
     producer = type(logits.grad_fn).__name__ if logits.grad_fn is not None else ""
     flat = logits.reshape(-1, logits.shape[-1])
-    reuse = producer in _IN_PLACE and flat.is_contiguous() and flat.data_ptr() == logits.data_ptr()
+    reuse = spare and producer in _IN_PLACE and flat.is_contiguous() and flat.data_ptr() == logits.data_ptr()
     loss, sums = _CrossEntropy.apply(flat, targets.reshape(-1), scale, reuse, vocab)
     return loss, sums

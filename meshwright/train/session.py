@@ -21,13 +21,15 @@ from meshwright.axes.placement import Box
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
-from meshwright.errors import RankError
+from meshwright.errors import ConfigError, RankError
 from meshwright.events import Event
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import BuiltModel, use_float64
 from meshwright.models.chance import may_draw
 from meshwright.models.forward import model_output
+from meshwright.models.objective import Objective
+from meshwright.models.objective_trial import ForwardTrial
 from meshwright.monitor.display import RunHeader
 from meshwright.monitor.flight import find_recorder
 from meshwright.monitor.monitor import Monitor
@@ -42,9 +44,10 @@ from meshwright.train.facts import Facts, read_facts
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook
-from meshwright.train.loss import IGNORED, cross_entropy_sums
+from meshwright.train.loss import cross_entropy_sums
 from meshwright.train.memory import Memory, RankMemory
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
 from meshwright.train.shortage import is_shortage, report
@@ -76,12 +79,15 @@ class Job:
     """Where ranks leave their state for those that come after them; None when nobody starts others."""
 
 
-def model_compute(model: BuiltModel) -> Compute:
+def model_compute(model: BuiltModel, objective: Objective | None = None) -> Compute:
     """Returns the computation of one micro-batch: forward, and cross-entropy summed over target tokens.
 
-    A module that gives nothing but its own loss is taken at its word: a mean over its targets, of which no hits are
-    known.
+    Args:
+        model: on meta.
+        objective: its own loss, where that is more than the cross-entropy of its logits.
     """
+    if objective is not None and not objective.plain:
+        return own_loss_compute(model.anatomy, objective)
 
     def compute(
         module: nn.Module, batch: MicroBatch, scale: float, view: LossView
@@ -90,17 +96,18 @@ def model_compute(model: BuiltModel) -> Compute:
         output = model_output(
             module, model.anatomy, batch.tokens, batch.targets, batch.positions, batch.positions is not None
         )
-        if output.logits is not None:
-            # Some models shape their output as whole rows, of which this rank has a part: the order is the same.
-            logits = output.logits.reshape(*targets.shape, output.logits.shape[-1])
-            return cross_entropy_sums(logits, targets, scale, view.vocab)
-        assert output.loss is not None
-        count = (batch.targets != IGNORED).sum()
-        loss_sum = output.loss.detach().to(torch.float64) * count
-        sums = torch.stack([loss_sum, count.to(torch.float64), torch.zeros_like(loss_sum)])
-        return output.loss * (count * scale), sums
+        if output.logits is None:
+            raise ConfigError("the model's forward gives only a loss, which no trial has read")
+        # Some models shape their output as whole rows, of which this rank has a part: the order is the same.
+        logits = output.logits.reshape(*targets.shape, output.logits.shape[-1])
+        return cross_entropy_sums(logits, targets, scale, view.vocab)
 
     return compute
+
+
+def _weights(objective: Objective, batch: MicroBatch) -> torch.Tensor:
+    """Returns what a micro-batch counts for in each term, `Objective.weights`."""
+    return objective.weights(batch.targets)
 
 
 def _no_values(name: str, box: Box) -> torch.Tensor:
@@ -122,12 +129,16 @@ def build_program(
     """
     layout = plan.layout
     facts = facts or read_facts(model, layout)
+    trial = facts.trial or ForwardTrial()
     if layout.precision == "float64":
         use_float64(model.module)
     source = Source(
         module=model.module,
         layers=model.anatomy.layers,
-        compute=model_compute(model),
+        compute=model_compute(model, trial.objective),
+        weigh=None if trial.objective.plain else partial(_weights, trial.objective),
+        terms=tuple(term.name for term in trial.objective.reported),
+        moving=tuple(buffer.name for buffer in trial.moving),
         fill=model.tensor if filled else _no_values,
         fill_buffers=model.fill_buffers,
         random=may_draw(model) and not layout.compile,

@@ -14,7 +14,8 @@ from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 
 FIELDS = ("loss_sum", "targets", "hits", "norm_squared", "stop")
-"""What the step's all-reduce carries, each a sum over all ranks; a mixture's counts by expert follow."""
+"""What the step's all-reduce carries, each a sum over all ranks; two numbers for each term of a model's own loss
+follow (`runtime.program.Compute`), then a mixture's counts by expert."""
 
 
 @dataclass(slots=True)
@@ -24,25 +25,46 @@ class Outcome:
     sums: torch.Tensor
     norm: torch.Tensor
     lr: float
+    names: tuple[str, ...] = ()
+    """Terms of the model's own loss."""
 
     @property
     def experts(self) -> tuple[float, ...]:
         """Share of the choices that went to each expert, over all layers; none for a model without experts."""
-        counts = self.sums[len(FIELDS) :]
+        counts = self.sums[len(FIELDS) + 2 * len(self.names) :]
         return tuple((counts / counts.sum().clamp(min=1.0)).tolist())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The mean of the cross-entropy and of each other term of the model's own loss; none where that is all."""
+        return mean_terms(torch.cat([self.sums[:3], self.sums[len(FIELDS) :]]), self.names)
 
     def read(self) -> dict[str, float]:
         """Returns loss, targets, accuracy, grad_norm, stop (number of ranks that were asked to) and finite."""
         loss_sum, targets, hits, _, stop = self.sums[: len(FIELDS)].tolist()
         norm = float(self.norm)
         return {
-            "loss": loss_sum / max(1.0, targets),
+            "loss": sum(self.terms.values()) if self.names else loss_sum / max(1.0, targets),
             "targets": targets,
             "accuracy": hits / max(1.0, targets),
             "grad_norm": norm,
             "stop": stop,
             "finite": float(norm - norm == 0.0),
         }
+
+
+def mean_terms(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Returns the mean of each term of a model's own loss, whose sum is the loss.
+
+    Args:
+        sums: (3 + 2 terms, ...) float64, summed over all ranks, as `runtime.program.Compute` gives them.
+        names: of the terms; none where the cross-entropy is the loss.
+    """
+    if not names:
+        return {}
+    loss_sum, targets, _, *rest = sums[: 3 + 2 * len(names)].tolist()
+    means = {name: rest[2 * place] / max(1.0, rest[2 * place + 1]) for place, name in enumerate(names)}
+    return {"cross_entropy": loss_sum / max(1.0, targets)} | means
 
 
 def local_norm_squared(program: Program) -> torch.Tensor:
@@ -130,6 +152,9 @@ class Stepper:
         program = self.program
         self._targets = max(1, targets)
         scale = self.scaler.scale / self._targets
+        if program.weigh is not None:
+            own = torch.stack([program.weigh(batch) for batch in batches]).sum(dim=0)
+            program.view.totals = self.world_sum(own / program.readers_alike)
         sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
         fill_missing(program)
         if stamp:
@@ -141,30 +166,37 @@ class Stepper:
         if stamp:
             stamp.phase("optimizer", 0)
         if limits is not None:
-            sane = (vector[0] <= limits[0] * vector[1].clamp(min=1.0)) & (norm <= limits[1])
+            sane = (self._mean_loss(vector) <= limits[0]) & (norm <= limits[1])
             factor = torch.where(sane, factor, torch.nan)
         if self._clip:
             factor = factor * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         self.optimizer.step(lr, factor)
         program.clear_gradients()
         program.clock.lap("optimizer")
-        return Outcome(vector, norm, lr)
+        return Outcome(vector, norm, lr, program.terms)
+
+    def _mean_loss(self, vector: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of a step from its summed vector, float64 on the device."""
+        loss = vector[0] / vector[1].clamp(min=1.0)
+        for place in range(len(FIELDS), len(FIELDS) + 2 * len(self.program.terms), 2):
+            loss = loss + vector[place] / vector[place + 1].clamp(min=1.0)
+        return loss
 
     def globals(self, sums: torch.Tensor, stop: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns (true norm, summed vector of `FIELDS`, factor from held to true gradients), all on the device."""
         program = self.program
         squared = local_norm_squared(program)
-        parts = [*sums.to(squared.device).unbind(), squared, squared.new_tensor(stop)]
-        vector = torch.stack(parts)
+        sums = sums.to(squared.device)
+        sums = sums / self._copies
+        vector = torch.cat([sums[:3], torch.stack([squared, squared.new_tensor(stop)]), sums[3:]])
         if program.experts is not None:
             vector = torch.cat([vector, program.experts.drain(vector.device)])
-        vector[:3] /= self._copies
         self.world_sum(vector)
         factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)
         return vector[3].sqrt() * factor, vector, factor
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's (loss sum, targets, hits), float64, summed over all ranks that read other data."""
+        """Returns this rank's sums of `runtime.program.Compute`, summed over all ranks that read other data."""
         return self.world_sum(sums.to(torch.float64) / self._copies)
 
     def world_sum(self, values: torch.Tensor) -> torch.Tensor:

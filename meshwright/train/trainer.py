@@ -30,7 +30,7 @@ from meshwright.train.run_config import RunConfig
 from meshwright.train.shortage import peak_bytes
 from meshwright.train.standing import Standing
 from meshwright.train.state import load_state, save_state
-from meshwright.train.step import Outcome, Stepper
+from meshwright.train.step import Outcome, Stepper, mean_terms
 
 SICK_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
@@ -286,6 +286,7 @@ class Trainer:
             mfu=used,
             skipped=skipped,
             experts=outcome.experts,
+            terms=outcome.terms,
             comm=parts.program.mesh.log.drain() if parts.program.mesh is not None else (),
             epoch=parts.feed.epoch(self.step + self.passed_over + 1),
         )
@@ -334,7 +335,8 @@ class Trainer:
         """Measures the validation loss over ``rows`` rows of the held-out text, or all of it.
 
         Returns:
-            ``validation_loss`` (nats per token), ``accuracy`` and, over all of the text, ``bits_per_byte``.
+            ``validation_loss`` (the model's own loss; nats per token where that is the cross-entropy), ``accuracy``
+            and, over all of the text, ``bits_per_byte``.
         """
         parts, began = self._parts, time.perf_counter()
         self._phase("evaluate", 0)
@@ -345,14 +347,18 @@ class Trainer:
             total = sums if total is None else total + sums
         if total is None:
             return {}
-        sums_all = parts.stepper.total(total).tolist()
-        loss = sums_all[0] / max(1.0, sums_all[1])
+        summed = parts.stepper.total(total)
+        sums_all, terms = summed.tolist(), mean_terms(summed, parts.program.terms)
+        entropy = sums_all[0] / max(1.0, sums_all[1])
+        loss = sum(terms.values()) if terms else entropy
         found = {"validation_loss": loss, "accuracy": sums_all[2] / max(1.0, sums_all[1])}
         if rows is None:
-            found["bits_per_byte"] = parts.feed.bits_per_byte(loss)
+            found["bits_per_byte"] = parts.feed.bits_per_byte(entropy)
         self.validation_loss = loss
         seconds = time.perf_counter() - began
-        told = {key.removeprefix("validation_"): value for key, value in found.items()}
+        told: dict[str, Any] = {key.removeprefix("validation_"): value for key, value in found.items()}
+        if terms:
+            told["terms"] = terms
         self._event("evaluated", step=self.step, targets=int(sums_all[1]), seconds=seconds, **told)
         parts.program.clock.drain()
         if parts.program.mesh is not None:

@@ -1,0 +1,166 @@
+"""What a model's own loss is made of: the cross-entropy of its logits, and terms that are means over something else.
+
+A term of a global batch is defined by the author's call on one micro-batch: the mean of its values over all
+micro-batches of all readers, each weighted by what the term is a mean over. A term that is a mean over targets, tokens
+or rows has the same value however the rows are split. One that isn't, such as the balancing loss of a mixture, depends
+on which rows lie in one micro-batch; layouts with the same micro-batches agree, and it is weighted by rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from meshwright.axes.comm.drawing import Drawing
+from meshwright.models.anatomy import Anatomy
+from meshwright.models.forward import IGNORED, ModelOutput, author_output
+
+OFFSETS = 4
+"""Tokens ahead up to which the targets of a term are looked for: heads that predict several tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossTerm:
+    """One term of a model's own loss."""
+
+    name: str
+    """As forward names it; ``rest`` for what forward doesn't name."""
+    coefficient: float
+    """Factor of the scalar that forward returns by this name; 1 for ``rest``."""
+    mean: str
+    """What it is a mean over: ``targets``, ``targets+K`` (those K tokens further) or ``rows``."""
+    exact: bool
+    """False for a term whose value depends on which rows lie in one micro-batch."""
+
+    def weight(self, targets: torch.Tensor) -> torch.Tensor:
+        """Returns what a micro-batch counts for: float64, scalar.
+
+        Args:
+            targets: (B, S) int64, `IGNORED` where there is none.
+        """
+        if self.mean == "rows":
+            return torch.tensor(float(len(targets)), dtype=torch.float64, device=targets.device)
+        offset = int(self.mean.partition("+")[2] or 0)
+        return (targets[:, offset:] != IGNORED).sum().to(torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """The loss that a model returns, as it was found by trial."""
+
+    labels: str = ""
+    """How forward takes targets, one of `forward.LABELS`; "" where it takes none, or gives no loss for them."""
+    logits: bool = True
+    """Whether it gives logits; a model that doesn't has its loss as its only term."""
+    terms: tuple[LossTerm, ...] = ()
+    """Beside the cross-entropy of the logits; the value of the last is what the others leave of the loss."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the cross-entropy of the logits is the whole loss."""
+        return not self.terms
+
+    @property
+    def exact(self) -> bool:
+        """Whether the loss of a batch doesn't depend on its micro-batches."""
+        return all(term.exact for term in self.terms)
+
+    @property
+    def reported(self) -> tuple[LossTerm, ...]:
+        """Terms that are reported beside the cross-entropy."""
+        return self.terms if self.logits else ()
+
+    def counted(self, targets: torch.Tensor) -> torch.Tensor:
+        """Returns ``targets: (B, S)`` as the model counts them: without the last of a row where its code shifts."""
+        if self.labels != "shifted" or self.plain:
+            return targets
+        return torch.cat([targets[:, :-1], torch.full_like(targets[:, :1], IGNORED)], dim=1)
+
+    def weights(self, targets: torch.Tensor) -> torch.Tensor:
+        """Returns (1 + terms,) float64: targets, and what the micro-batch counts for in each term.
+
+        Args:
+            targets: (B, S) int64 of a micro-batch.
+        """
+        targets = self.counted(targets)
+        count = (targets != IGNORED).sum().to(torch.float64)
+        return torch.stack([count, *(term.weight(targets) for term in self.terms)])
+
+    def values(self, output: ModelOutput, cross_entropy: torch.Tensor | float) -> list[torch.Tensor]:
+        """Returns the value of each term, scalars, from one output and the mean cross-entropy of its logits."""
+        assert output.loss is not None
+        zero = torch.zeros_like(output.loss)  # some terms are there in training alone
+        named = [term.coefficient * output.scalars.get(term.name, zero) for term in self.terms[:-1]]
+        rest = output.loss - cross_entropy
+        for value in named:
+            rest = rest - value
+        return [*named, rest]
+
+
+def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the mean over targets of the cross-entropy of ``logits: (B, S, V)`` with ``targets: (B, S)``."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def trial_output(
+    module: nn.Module,
+    anatomy: Anatomy,
+    objective: Objective,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns what a rehearsal compares: logits (B, S, V), to each of which the model's own terms are added.
+
+    Args:
+        module: the model, or a stage or part of it.
+        anatomy: its parts.
+        objective: its loss.
+        tokens: (B, S) int64.
+        targets: (B, S) int64.
+        positions: (B, S) int64 where documents are masked.
+    """
+    output = author_output(module, anatomy, tokens, targets, objective.labels, positions, positions is not None)
+    if output.logits is None:
+        assert output.loss is not None
+        return output.loss
+    counted = objective.counted(targets)
+    rest = sum(objective.values(output, mean_cross_entropy(output.logits, counted)))
+    return output.logits + rest
+
+
+class _Kept:
+    """Random numbers that drop nothing, so that one row gives the same in any batch."""
+
+    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+        """As `axes.comm.drawing.Numbers.kept`."""
+        return torch.ones(tuple(shape), dtype=torch.bool, device=device)
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """As `axes.comm.drawing.Numbers.uniform`."""
+        return torch.full(tuple(shape), 0.5, dtype=torch.float64, device=device)
+
+    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+        """As `axes.comm.drawing.Numbers.kept_scores`."""
+        return self.kept((*query.shape[:3], keys), p, query.device)
+
+
+class _Calm(Drawing):
+    """Leaves generators of others alone: those are hooks' of a trial, not forward's."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if kwargs and kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def nothing_dropped() -> Drawing:
+    """Returns a mode in which forward draws nothing that differs from row to row."""
+    return _Calm(_Kept())

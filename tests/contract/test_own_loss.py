@@ -1,0 +1,78 @@
+"""A model's own loss is trained as its author would: layouts equal a plain loop that calls the model with targets."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.config import ModelConfig
+from meshwright.models.objective_trial import try_forward
+from meshwright.plan import Layout
+from meshwright.proof.compare import Verdict
+from meshwright.proof.reference import Recipe
+from meshwright.proof.verify import Case, made_up_batches, verify
+
+VOCAB, SEQUENCE, ROWS = 61, 12, 8
+MIXTURE = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+DATA = ("replicate=2", "shard=2,zero=3,microbatches=2", "microbatches=4,recompute=full", "replicate=2,rows=3-1")
+LAYOUTS = (*DATA, "tp=2")
+OWN = ("logit_penalty", "two_heads", "balanced", "balanced_dropout", "loss_alone", "shifted_alone")
+
+
+def build(config: ModelConfig) -> BuiltModel:
+    return build_meta(config, vocab=VOCAB, context=SEQUENCE)
+
+
+def own(name: str) -> ModelConfig:
+    return ModelConfig(name=f"tests.objectives:{name}")
+
+
+def mixture(name: str) -> ModelConfig:
+    return shrink(ModelConfig(name=name, overrides=dict(MIXTURE)), layers=2, width=32)
+
+
+def prove(config: ModelConfig, *texts: str) -> list[Verdict]:
+    batches = made_up_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
+    case = Case(build=partial(build, config), batches=batches, recipe=Recipe(), timeout_s=50)
+    return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
+
+
+def refusals(config: ModelConfig, *texts: str) -> list[str]:
+    found = [verdict.refused for verdict in prove(config, *texts)]
+    assert all(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, terms",
+    [
+        ("plain", {}),
+        ("logit_penalty", {"z": ("rows", True)}),
+        ("two_heads", {"rest": ("targets+1", True)}),
+        ("balanced", {"balance": ("rows", False), "z": ("rows", True)}),
+        ("loss_alone", {"loss": ("targets", True)}),
+        ("shifted_alone", {"loss": ("targets", True)}),
+    ],
+)
+def test_what_a_loss_is_made_of_is_found(name: str, terms: dict[str, tuple[str, bool]]) -> None:
+    objective = try_forward(build(own(name))).objective
+    assert {term.name: (term.mean, term.exact) for term in objective.terms} == terms
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_terms_of_a_model_of_one_s_own(name: str) -> None:
+    assert [(v.layout, v.refused, v.worst) for v in prove(own(name), *LAYOUTS) if not v.passed] == []
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_balancing_loss_of_a_mixture(name: str) -> None:
+    texts = (*DATA[:3], "tp=2", "replicate=2,ep=2")
+    assert [(v.layout, v.refused, v.worst) for v in prove(mixture(name), *texts) if not v.passed] == []
+
+
+def test_a_scalar_that_nothing_weighs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing says how the scalar enters the loss"):
+        try_forward(build(own("loose")))

@@ -1,0 +1,198 @@
+"""Small models whose forward returns a loss with more in it than the cross-entropy of the logits, or changes buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.plain_model import Block
+
+VOCAB, WIDTH = 61, 12
+
+
+class Spine(nn.Module):
+    """Embedding, blocks and head; what its loss is, others say."""
+
+    def __init__(self, vocab: int, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, WIDTH)
+        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(layers)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Plain(Spine):
+    """Its loss is the cross-entropy of its logits."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        return logits, None if targets is None else entropy(logits, targets)
+
+
+class LogitPenalty(Spine):
+    """z-loss: the squared log of the partition sum, over all tokens."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        z = logits.logsumexp(-1).square().mean()
+        return {"logits": logits, "loss": entropy(logits, targets) + 0.01 * z, "z": z}
+
+
+class TwoHeads(Spine):
+    """Predicts the token after the next one too."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        x = self.hidden(tokens)
+        logits = self.head(x)
+        further = self.head(self.second(x)[:, :-1])
+        return logits, entropy(logits, targets) + 0.3 * entropy(further, targets[:, 1:])
+
+
+class Balanced(Spine):
+    """A balancing loss over all tokens of the batch, as mixtures have it: a product of two means."""
+
+    def __init__(self, vocab: int, dropout: float = 0.0) -> None:
+        super().__init__(vocab)
+        self.gates = nn.ModuleList([nn.Linear(WIDTH, 4) for _ in self.blocks])
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        x, balance = self.embedding(tokens), torch.zeros((), dtype=self.head.weight.dtype)
+        for block, gate in zip(self.blocks, self.gates):
+            x = block(x)
+            shares = gate(self.dropout(x)).softmax(-1).flatten(0, 1)
+            chosen = functional.one_hot(shares.argmax(-1), 4).to(shares.dtype)
+            balance = balance + 4 * (shares.mean(0) * chosen.mean(0)).sum()
+        logits = self.head(self.norm(x))
+        z = logits.logsumexp(-1).square().mean()
+        return {"logits": logits, "loss": entropy(logits, targets) + 0.1 * balance + 0.01 * z, "balance": balance, "z": z}
+
+
+class LossAlone(Spine):
+    """Gives no logits."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return entropy(self.head(self.hidden(tokens)), targets)
+
+
+class ShiftedAlone(Spine):
+    """Shifts its labels itself, as its author calls it: model(tokens, labels=tokens)."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return entropy(self.head(self.hidden(tokens))[:, :-1], labels[:, 1:])
+
+
+class Loose(Spine):
+    """Gives a term of which nobody says how it enters the loss."""
+
+    def forward(self, tokens: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        return logits, logits.square().mean()
+
+
+class RunningNorm(Spine):
+    """Keeps running statistics of its batches."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        self.batch = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.hidden(tokens)
+        return self.head(self.batch(x.transpose(1, 2)).transpose(1, 2))
+
+
+class CountingBlock(Block):
+    """Counts its calls, which scale what it does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+class AverageBlock(Block):
+    """Subtracts a moving average of what it has seen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("average", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)).to(self.average.dtype))
+        return super().forward(x - self.average)
+
+
+class Moving(Spine):
+    """Blocks that change buffers."""
+
+    def __init__(self, vocab: int, kind: type[Block]) -> None:
+        super().__init__(vocab)
+        self.blocks = nn.ModuleList([kind(WIDTH) for _ in range(2)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(tokens))
+
+
+def plain(vocab: int = VOCAB) -> nn.Module:
+    return Plain(vocab)
+
+
+def logit_penalty(vocab: int = VOCAB) -> nn.Module:
+    return LogitPenalty(vocab)
+
+
+def two_heads(vocab: int = VOCAB) -> nn.Module:
+    return TwoHeads(vocab)
+
+
+def balanced(vocab: int = VOCAB) -> nn.Module:
+    return Balanced(vocab)
+
+
+def balanced_dropout(vocab: int = VOCAB) -> nn.Module:
+    return Balanced(vocab, 0.3)
+
+
+def loss_alone(vocab: int = VOCAB) -> nn.Module:
+    return LossAlone(vocab)
+
+
+def shifted_alone(vocab: int = VOCAB) -> nn.Module:
+    return ShiftedAlone(vocab)
+
+
+def loose(vocab: int = VOCAB) -> nn.Module:
+    return Loose(vocab)
+
+
+def running_norm(vocab: int = VOCAB) -> nn.Module:
+    return RunningNorm(vocab)
+
+
+def counting(vocab: int = VOCAB) -> nn.Module:
+    return Moving(vocab, CountingBlock)
+
+
+def averaging(vocab: int = VOCAB) -> nn.Module:
+    return Moving(vocab, AverageBlock)
