@@ -159,8 +159,13 @@ class PipelineProgram(Program):
     def _forward(self, part: Part, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
         if self._stamp:
             self._stamp.phase("forward", number)
-        with self.drawing(self._batches, number, self._key):
-            given = self._compute_stage(part, number, taken)
+        reported = len(self._sums)
+
+        def forward() -> Any:
+            del self._sums[reported:]
+            return self._compute_stage(part, number, taken)
+
+        given = self.drawn(forward, self._batches, number, self._key)
         if self.meter is not None:
             self.meter.sample()
         return given

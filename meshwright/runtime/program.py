@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -182,8 +182,8 @@ class Program:
                 sync.begin(number == len(batches) - 1, fresh and number == 0)
             if stamp:
                 stamp.phase("forward", number)
-            with self.drawing(batches, number, key):
-                loss, sums = self._compute(self.module, batch, scale, self.view)
+            forward = functools.partial(self._compute, self.module, batch, scale, self.view)
+            loss, sums = self.drawn(forward, batches, number, key)
             self.clock.lap("forward")
             if self.meter is not None:
                 self.meter.sample()
@@ -202,9 +202,8 @@ class Program:
         assert total is not None
         return total
 
-    @contextlib.contextmanager
-    def drawing(self, batches: Sequence[Any], number: int, key: tuple[int, int]) -> Iterator[None]:
-        """Around the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
+    def drawn(self, forward: Callable[[], Any], batches: Sequence[Any], number: int, key: tuple[int, int]) -> Any:
+        """Runs the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
         rows = [len(batch.tokens) for batch in batches]
         first = 0
         if self.mesh is not None:
@@ -215,13 +214,9 @@ class Program:
         # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
         seed_all(hash((*key, first)) % 2**63)
         if self.chance is None:
-            yield
-            return
-        self.chance.begin(key, first, batches[number].tokens.shape)
-        try:
-            yield
-        finally:
-            self.chance.end()
+            return forward()
+        undo = functools.partial(self.moving.put, self.moving.copy())
+        return self.chance.run(key, first, batches[number].tokens.shape, forward, undo)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:

@@ -52,6 +52,11 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"cp={degree} gives each rank some tokens of a row, and the model's own loss has terms ({names}) that it "
             f"computes from whole rows; use shard={degree}"
         )
+    if not objective.plain and layout.sequence:
+        raise PlanError(
+            f"sequence=true splits the tokens between the groups of a layer, and the model's own loss has terms "
+            f"({names}) that may be computed from them there; drop sequence"
+        )
     if not objective.logits and parts > 1 and objective.terms[0].mean != "targets":
         raise PlanError(
             f"the model gives a loss and no logits, and its loss isn't a mean over targets, so {parts} micro-batches "

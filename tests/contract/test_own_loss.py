@@ -69,8 +69,19 @@ def test_terms_of_a_model_of_one_s_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_the_balancing_loss_of_a_mixture(name: str) -> None:
-    texts = (*DATA[:3], "tp=2", "replicate=2,ep=2")
+    texts = (*DATA[:3], "tp=2", "shard=2,ep=2")
     assert [(v.layout, v.refused, v.worst) for v in prove(mixture(name), *texts) if not v.passed] == []
+
+
+def test_a_layout_that_a_term_does_not_allow_is_refused_by_name() -> None:
+    stages, context = refusals(own("balanced"), "pp=2,microbatches=2", "cp=2")
+    assert "reads what layer 0 made, past the layers between" in stages
+    assert "terms (balance, z) that it computes from whole rows; use shard=2" in context
+
+
+def test_a_term_of_the_last_stage_goes_through_a_pipeline() -> None:
+    texts = ("pp=2,microbatches=2", "pp=2,microbatches=2,schedule=zbv")
+    assert [(v.layout, v.refused, v.worst) for v in prove(own("two_heads"), *texts) if not v.passed] == []
 
 
 def test_a_scalar_that_nothing_weighs_is_refused() -> None:

@@ -21,18 +21,23 @@ from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel, build_meta, shrink
 from meshwright.models.chance import may_draw
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
+from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import Recipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.train.facts import read_facts
-from tests.plain_model import PlainModel
+from meshwright.train.feed import MicroBatch
+from meshwright.train.session import build_program
+from meshwright.train.step import local_norm_squared
+from tests.plain_model import Block, PlainModel
+from tests.ranks.group import run_ranks
 
 MODELS = {
     "gpt2": shrink(ModelConfig(name="gpt2", dropout=0.3), layers=2, width=32),
     "opt": shrink(ModelConfig(name="opt", dropout=0.3), layers=2, width=32),
     "dropped": ModelConfig(name=f"{__name__}:dropped"),
+    "deeper": ModelConfig(name=f"{__name__}:deeper"),
 }
 SEQUENCE, VOCAB, ROWS = 16, 61, 8
 CPU = torch.device("cpu")
@@ -65,9 +70,29 @@ def dropped() -> nn.Module:
     return module
 
 
+class Deep(Block):
+    """Skipped for some rows: stochastic depth."""
+
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__(width)
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (self.p and self.training):
+            return super().forward(x)
+        return x + (super().forward(x) - x) * x.new_empty((len(x), 1, 1)).bernoulli_(1 - self.p)
+
+
+def deeper() -> nn.Module:
+    """The first layers never draw, the last ones often: nobody may conclude from the first forward of a rank."""
+    module: nn.Module = PlainModel(VOCAB, 8, 4)
+    module.blocks = nn.ModuleList([Deep(8, p) for p in (0.0, 0.0, 0.3, 0.6)])
+    return module
+
+
 def proven(model: str, *texts: str) -> list[Verdict]:
     def build() -> BuiltModel:
-        return build_meta(MODELS[model], vocab=None if model == "dropped" else VOCAB, context=SEQUENCE)
+        return build_meta(MODELS[model], vocab=VOCAB if model in ("gpt2", "opt") else None, context=SEQUENCE)
 
     batches = made_up_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
     case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250)
@@ -101,6 +126,35 @@ def test_layouts_of_four_ranks_drop_what_one_device_drops() -> None:
 @pytest.mark.parametrize("model", ["opt", "dropped"])
 def test_functions_that_draw_are_found_in_any_model(model: str) -> None:
     all_pass(proven(model, "tp=2" if model == "opt" else "replicate=2,microbatches=2,recompute=full"))
+
+
+def test_layers_that_draw_after_others_that_never_do() -> None:
+    schedules = ("zbv", "interleaved,stages=2")
+    all_pass(proven("deeper", *(f"pp=2,microbatches=4,schedule={schedule}" for schedule in schedules)))
+
+
+def test_a_probability_that_grows_from_zero() -> None:
+    """From the very step in which something is drawn, what is recomputed draws the same, in any micro-batches."""
+
+    def norms(_rank: int, text: str) -> list[tuple[float, float]]:
+        built = build_meta(MODELS["deeper"], context=SEQUENCE)
+        plan = Plan(layout=Layout.parse(text), prediction=Prediction(memory={}), ranks=1, reason="")
+        program = build_program(built, plan, CPU)
+        blocks: Any = program.module.blocks
+        found = []
+        for step, batch in enumerate(made_up_batches(3, ROWS, SEQUENCE, VOCAB, documents=False)):
+            for block in blocks:
+                block.p = 0.4 * step
+            count = program.mesh.layout.microbatches if program.mesh else 1
+            parts = [MicroBatch(*pair, None) for pair in zip(batch.tokens.chunk(count), batch.targets.chunk(count))]
+            sums = program.forward_backward(parts, 1.0, (0, step))
+            found.append((float(sums[0]), float(local_norm_squared(program))))
+            program.clear_gradients()
+        return found
+
+    wanted = run_ranks(1, norms, "precision=float64")[0]
+    for text in ("recompute=full,precision=float64", "microbatches=4,recompute=full,precision=float64"):
+        assert run_ranks(1, norms, text)[0] == [pytest.approx(step, rel=1e-12) for step in wanted]
 
 
 def _by_reader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from meshwright.axes.comm.boxes import TokenSplit, Units, Unplaced, box_of, lines_of
 from meshwright.axes.comm.drawing import Drawing
-from meshwright.axes.comm.random import Box, Words, kept, row_keys, uniform
+from meshwright.axes.comm.random import Box, Words, generator_states, kept, row_keys, uniform
 from meshwright.errors import PlanError
 
 Call = Callable[..., Any]
@@ -63,7 +63,8 @@ class Chance:
         self._split = split
         self.moment: Moment | None = None
         self._on = False
-        self._seen, self._begun = False, 0
+        self._drawn: bool | None = None
+        """Whether some forward drew a number; None before the first."""
         self._boxes: dict[Any, Box] = {}
 
     def begin(self, key: tuple[int, int], first: int, shape: Sequence[int]) -> None:
@@ -74,14 +75,40 @@ class Chance:
             first: place of the first row in the global batch.
             shape: of the micro-batch: (B, S) or (B, ...).
         """
-        self._begun += 1
-        # A model that drew nothing at first pays nothing from then on.
-        if self._seen or self._begun == 1:
-            self.moment = Moment(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
+        self._drawn = self._drawn or False
+        self.moment = Moment(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
 
     def end(self) -> None:
         """Called after it: what follows, such as an evaluation, draws from torch."""
         self.moment = None
+
+    def run(
+        self, key: tuple[int, int], first: int, shape: Sequence[int], forward: Call, undo: Callable[[], None]
+    ) -> Any:
+        """Runs a forward that trains, and returns what it gives.
+
+        A model that drew nothing at first runs without the numbers, until a draw moves torch's generator: a
+        probability that grows from zero. That forward is then done again with them, before anything came of it.
+
+        Args:
+            key: as `begin`.
+            first: as `begin`.
+            shape: as `begin`.
+            forward: may be called twice.
+            undo: puts back what a forward changes in the model.
+        """
+        if self._drawn is False:
+            before = generator_states()
+            given = forward()
+            if all(map(torch.equal, before, generator_states())):
+                return given
+            del given
+            undo()
+        self.begin(key, first, shape)
+        try:
+            return forward()
+        finally:
+            self.end()
 
     def own(self, module: Any, name: str) -> None:
         """Makes draws inside the calls of a module its own."""
@@ -203,7 +230,7 @@ class Chance:
 
     def _asked(self) -> Moment:
         assert self.moment is not None
-        self._seen = True
+        self._drawn = True
         if self.moment.lost:
             raise self._unplaced(self.moment, (), self.moment.lost)
         return self.moment

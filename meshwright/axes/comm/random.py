@@ -40,6 +40,14 @@ def seed_all(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def generator_states() -> list[torch.Tensor]:
+    """Returns the states of the generators that `seed_all` seeds: they move when something draws from torch."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """Which elements of each row's tensor a rank has: all lines x all places."""

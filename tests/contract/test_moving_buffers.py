@@ -1,0 +1,93 @@
+"""Buffers that forward changes move once a step, by the forward that trains; where that can't be, a layout is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.axes.wide import Wide
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import materialise
+from meshwright.models.objective_trial import try_forward
+from meshwright.plan import Layout, Plan, Prediction
+from meshwright.proof.compare import Verdict
+from meshwright.proof.reference import Recipe
+from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.train.feed import MicroBatch
+from meshwright.train.session import build_program
+from tests.ranks.group import run_ranks
+
+VOCAB, SEQUENCE, ROWS = 61, 12, 8
+CPU = torch.device("cpu")
+BATCHES = made_up_batches(3, ROWS, SEQUENCE, VOCAB, documents=False)
+
+
+def build(name: str) -> BuiltModel:
+    return build_meta(ModelConfig(name=f"tests.objectives:{name}"), vocab=VOCAB, context=SEQUENCE)
+
+
+def prove(name: str, *texts: str) -> list[Verdict]:
+    case = Case(build=partial(build, name), batches=BATCHES[:2], recipe=Recipe(), timeout_s=50)
+    return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
+
+
+@pytest.mark.parametrize(
+    "name, moving",
+    [
+        ("running_norm", {"batch.running_mean": True, "batch.running_var": True, "batch.num_batches_tracked": False}),
+        ("counting", {"blocks.0.calls": False, "blocks.1.calls": False}),
+        ("averaging", {"blocks.0.average": True, "blocks.1.average": True}),
+        ("plain", {}),
+    ],
+)
+def test_buffers_that_forward_changes_are_found(name: str, moving: dict[str, bool]) -> None:
+    assert {buffer.name: buffer.data for buffer in try_forward(build(name)).moving} == moving
+
+
+@pytest.mark.parametrize(
+    "name, texts",
+    [
+        ("running_norm", ("recompute=none", "recompute=full")),
+        ("averaging", ("recompute=none", "recompute=full")),
+        ("counting", ("microbatches=4,recompute=full", "replicate=2,microbatches=2", "shard=2,zero=3,recompute=full")),
+    ],
+)
+def test_layouts_equal_one_device(name: str, texts: tuple[str, ...]) -> None:
+    assert [(v.layout, v.refused, v.worst) for v in prove(name, *texts) if not v.passed] == []
+
+
+@pytest.mark.parametrize("name", ["running_norm", "averaging"])
+def test_statistics_of_several_calls_are_refused_by_name(name: str) -> None:
+    buffer = {"running_norm": "batch.running_mean", "averaging": "blocks.0.average"}[name]
+    for verdict in prove(name, "replicate=2", "microbatches=2"):
+        assert f"its forward changes the buffer '{buffer}' by the rows that it sees" in verdict.refused
+
+
+@pytest.mark.parametrize("name, text", [("averaging", "recompute=full"), ("counting", "microbatches=4,recompute=full")])
+def test_buffers_hold_what_a_plain_loop_leaves(name: str, text: str) -> None:
+    built = build(name)
+    module = materialise(built.module, built.recipe, built.config.seed).double().train()
+    with Wide():
+        for batch in BATCHES:
+            module(batch.tokens)
+    wanted = dict(module.named_buffers())
+
+    def left(_rank: int) -> dict[str, torch.Tensor]:
+        plan = Plan(layout=Layout.parse(f"{text},precision=float64"), prediction=Prediction(memory={}), ranks=1, reason="")
+        program = build_program(build(name), plan, CPU)
+        count = plan.layout.microbatches
+        for step, batch in enumerate(BATCHES):
+            pieces: Any = zip(batch.tokens.chunk(count), batch.targets.chunk(count))
+            program.forward_backward([MicroBatch(*pair, None) for pair in pieces], 1.0, (0, step))
+            program.evaluate(BATCHES[0])
+            program.clear_gradients()
+        return {key: item.clone() for key, item in program.buffers()}
+
+    found = run_ranks(1, left)[0]
+    assert found.keys() == wanted.keys()
+    for key, item in found.items():
+        torch.testing.assert_close(item, wanted[key], rtol=1e-12, atol=1e-12)
