@@ -1,4 +1,4 @@
-"""Small models whose forward returns a loss with more in it than the cross-entropy of the logits, or changes buffers."""
+"""Small models whose loss has more in it than the cross-entropy of the logits, or that change buffers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class Balanced(Spine):
             balance = balance + 4 * (shares.mean(0) * chosen.mean(0)).sum()
         logits = self.head(self.norm(x))
         z = logits.logsumexp(-1).square().mean()
-        return {"logits": logits, "loss": entropy(logits, targets) + 0.1 * balance + 0.01 * z, "balance": balance, "z": z}
+        loss = entropy(logits, targets) + 0.1 * balance + 0.01 * z
+        return {"logits": logits, "loss": loss, "balance": balance, "z": z}
 
 
 class LossAlone(Spine):

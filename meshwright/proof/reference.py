@@ -135,13 +135,13 @@ def spread(module: nn.Module, forward: Forward, batch: Any, training: bool = Tru
             torch.manual_seed(seed)
             before = random_state(device)
             logits = forward(module, batch)
+            for name, item in module.named_buffers():  # those that forward changes would make runs differ
+                if name in buffers and buffers[name].shape == item.shape:
+                    item.copy_(buffers[name])
             first = logits if seed == 0 else first
             apart = max(apart, float((logits - first).abs().max()) / max(float(first.abs().max()), 1e-30))
             if seed and not apart and torch.equal(before, random_state(device)):
                 break
-        for name, item in module.named_buffers():
-            if name in buffers and buffers[name].shape == item.shape:
-                item.copy_(buffers[name])
     return apart
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from meshwright.axes.comm.vocabulary import VocabShard
 
-Scale = float | torch.Tensor
+Scale: TypeAlias = float | torch.Tensor
 """A factor on a loss; a tensor is a scalar on the loss's device."""
 IGNORED = -100
 """Target that counts for nothing."""

@@ -1,4 +1,4 @@
-"""Buffers that forward changes move once a step, by the forward that trains; where that can't be, a layout is refused."""
+"""Buffers that forward changes move once a step, by the forward that trains, or a layout is refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_buffers_hold_what_a_plain_loop_leaves(name: str, text: str) -> None:
     wanted = dict(module.named_buffers())
 
     def left(_rank: int) -> dict[str, torch.Tensor]:
-        plan = Plan(layout=Layout.parse(f"{text},precision=float64"), prediction=Prediction(memory={}), ranks=1, reason="")
+        layout = Layout.parse(f"{text},precision=float64")
+        plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=1, reason="")
         program = build_program(build(name), plan, CPU)
         count = plan.layout.microbatches
         for step, batch in enumerate(BATCHES):
