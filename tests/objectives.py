@@ -49,6 +49,15 @@ class LogitPenalty(Spine):
         return {"logits": logits, "loss": entropy(logits, targets) + 0.01 * z, "z": z}
 
 
+class StraightThrough(Spine):
+    """Its penalty has a gradient and no value."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        z = logits.logsumexp(-1).square().mean()
+        return logits, entropy(logits, targets) + z - z.detach()
+
+
 class TwoHeads(Spine):
     """Predicts the token after the next one too."""
 
@@ -161,6 +170,10 @@ def plain(vocab: int = VOCAB) -> nn.Module:
 
 def logit_penalty(vocab: int = VOCAB) -> nn.Module:
     return LogitPenalty(vocab)
+
+
+def straight_through(vocab: int = VOCAB) -> nn.Module:
+    return StraightThrough(vocab)
 
 
 def two_heads(vocab: int = VOCAB) -> nn.Module:

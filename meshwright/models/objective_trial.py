@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes.wide import Wide
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.build import BuiltModel
@@ -47,6 +48,7 @@ class ForwardTrial:
     moving: tuple[MovingBuffer, ...] = ()
 
 
+@computed_by_helper
 def try_forward(built: BuiltModel) -> ForwardTrial:
     """Runs a model's forward as its author does, on a small clone in training mode.
 
@@ -106,7 +108,7 @@ class _Trial:
         if first.logits is None:
             return self._loss_alone(labels, samples)
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
-        if abs(_rest(as_counted, samples[0], first)) <= TOLERANCE * abs(_number(first.loss)):
+        if self._is_cross_entropy(as_counted, samples[0], first):
             return Objective(labels=labels)
         outputs = [first, *(self._call(sample, labels) for sample in samples[1:])]
         rests = [_rest(as_counted, sample, output) for sample, output in zip(samples, outputs)]
@@ -158,7 +160,7 @@ class _Trial:
         return _Sample(tokens, targets)
 
     def _call(self, sample: _Sample, labels: str, keep: bool = False) -> ModelOutput:
-        """Runs forward; its graph is never run backward, so that no engine starts here."""
+        """Runs forward in float64, with nothing dropped."""
         before = {} if keep else _buffers(self._clone.module)
         torch.manual_seed(0)
         with Wide(), nothing_dropped():
@@ -206,6 +208,24 @@ class _Trial:
             )
         return "shifted"
 
+    def _is_cross_entropy(self, objective: Objective, sample: _Sample, output: ModelOutput) -> bool:
+        """Whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
+        assert output.logits is not None and output.loss is not None
+        named = [item for item in self._clone.module.parameters() if item.requires_grad]
+        with Wide():
+            entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
+        if abs(_number(output.loss) - _number(entropy)) > TOLERANCE * abs(_number(entropy)):
+            return False
+        wanted = torch.autograd.grad(entropy, named, allow_unused=True, retain_graph=True)
+        found = torch.autograd.grad(output.loss, named, allow_unused=True, retain_graph=True)
+        sizes = [float(item.abs().max()) for item in wanted if item is not None and item.numel()]
+        for one, other in zip(found, wanted):
+            apart = torch.zeros(()) if one is None else one
+            apart = apart if other is None else apart - other
+            if float(apart.abs().sum()) and float(apart.abs().max()) > TOLERANCE * max(sizes, default=1.0):
+                return False
+        return True
+
     def _loss_alone(self, labels: str, samples: Sequence[_Sample]) -> Objective:
         term = LossTerm(name="loss", coefficient=1.0, mean="", exact=False)
         objective = Objective(labels=labels, logits=False, terms=(term,))
@@ -223,6 +243,9 @@ class _Trial:
         terms = []
         for place, term in enumerate(objective.terms):
             found = dataclasses.replace(term, mean="rows")
+            if not any(abs(value[place]) > TOLERANCE * scale for triple in values for value in triple):
+                terms.append(found)  # a gradient without a value doesn't say what it is a mean over
+                continue
             for mean in ("targets", "rows", *(f"targets+{offset}" for offset in range(1, OFFSETS + 1))):
                 candidate = dataclasses.replace(term, mean=mean, exact=True)
 

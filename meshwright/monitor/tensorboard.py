@@ -98,6 +98,7 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "speed/tokens_per_s": record.tokens_per_s,
         "speed/step_s": record.step_s,
     }
+    values |= {f"train/{name}": value for name, value in record.terms.items()}
     if record.experts:
         values["experts/fullest_over_mean"] = max(record.experts) * len(record.experts)
         values["experts/idle"] = float(sum(share == 0 for share in record.experts))

@@ -19,7 +19,7 @@ VOCAB, SEQUENCE, ROWS = 61, 12, 8
 MIXTURE = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 DATA = ("replicate=2", "shard=2,zero=3,microbatches=2", "microbatches=4,recompute=full", "replicate=2,rows=3-1")
 LAYOUTS = (*DATA, "tp=2")
-OWN = ("logit_penalty", "two_heads", "balanced", "balanced_dropout", "loss_alone", "shifted_alone")
+OWN = ("logit_penalty", "straight_through", "two_heads", "balanced", "balanced_dropout", "loss_alone", "shifted_alone")
 
 
 def build(config: ModelConfig) -> BuiltModel:
@@ -51,6 +51,7 @@ def refusals(config: ModelConfig, *texts: str) -> list[str]:
     [
         ("plain", {}),
         ("logit_penalty", {"z": ("rows", True)}),
+        ("straight_through", {"rest": ("rows", False)}),
         ("two_heads", {"rest": ("targets+1", True)}),
         ("balanced", {"balance": ("rows", False), "z": ("rows", True)}),
         ("loss_alone", {"loss": ("targets", True)}),
