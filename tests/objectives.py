@@ -62,7 +62,7 @@ class TwoHeads(Spine):
     """Predicts the token after the next one too."""
 
     def __init__(self, vocab: int) -> None:
-        super().__init__(vocab)
+        super().__init__(vocab, layers=4)
         self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -123,7 +123,7 @@ class RunningNorm(Spine):
         self.batch = nn.BatchNorm1d(WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.hidden(tokens)
+        x = functional.gelu(self.hidden(tokens))  # a bias in front of the norm would have no gradient
         return self.head(self.batch(x.transpose(1, 2)).transpose(1, 2))
 
 
