@@ -164,7 +164,7 @@ class ScheduleRun:
         runtime: Any = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
         load = next((n for n in ("_prepare_schedule_with_comms", "_load_actions") if hasattr(runtime, n)), None)
         if action is None or load is None:
-            raise PlanError(f"pp: torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.13 do")
+            raise PlanError(f"pp: torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.15 do")
         # What fails is raised; torch would print the whole schedule beside it, from every rank.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         self._run = runtime(self._stages, n_microbatches=self._count, loss_fn=_identity, scale_grads=False)

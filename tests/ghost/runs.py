@@ -19,10 +19,12 @@ from tests.runs import call, warm, write_corpus
 
 COUNTERS = ("launches", "syncs", "to_device", "to_host")
 LIMIT_S = 150.0
+SIZES = ("--model.width", "64", "--model.heads", "4")
 MODELS = {
-    "llama": ("--model", "llama", "--model.layers", "4", "--model.kv-heads", "2", "--model.ffn", "128"),
-    "mixtral": ("--model", "mixtral", "--model.layers", "2", "--model.kv-heads", "2", "--model.ffn", "128"),
-    "gpt2": ("--model", "gpt2", "--model.layers", "2"),
+    "llama": ("--model", "llama", *SIZES, "--model.layers", "4", "--model.kv-heads", "2", "--model.ffn", "128"),
+    "mixtral": ("--model", "mixtral", *SIZES, "--model.layers", "2", "--model.kv-heads", "2", "--model.ffn", "128"),
+    "gpt2": ("--model", "gpt2", *SIZES, "--model.layers", "2"),
+    "own": (),
 }
 
 
@@ -63,14 +65,14 @@ def train(root: Path, name: str, model: str, devices: int, *more: str, layout: s
     Args:
         root: holds the text; the run goes below it.
         name: of the run.
-        model: one of `MODELS`.
+        model: one of `MODELS`; "own" is named in ``more``.
         devices: simulated GPUs, a rank each.
         more: further words of the command; they win.
         layout: named, or empty for the planner's choice.
         steps: optimizer steps.
     """
     argv = [
-        *("train", *MODELS[model], "--model.width", "64", "--model.heads", "4", "--data", str(root / "corpus.txt")),
+        *("train", *MODELS[model], "--data", str(root / "corpus.txt")),
         *("--data.tokenizer", "chars", "--data.sequence", "64", "--data.cache", str(root / "prepared")),
         *("--data.workers", "1", "--train.batch", "8", "--train.steps", str(steps), "--train.sample-tokens", "0"),
         *("--schedule.warmup", "1", "--evaluation.every", "0", "--checkpoint.every", "2"),

@@ -38,10 +38,13 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 2, "tp=2,compile=true"),
     ("llama", 2, "cp=2"),
     ("llama", 2, "cp=2,attention=heads"),
+    ("llama", 2, "cp=2,attention=heads,compile=true"),
     ("llama", 2, "pp=2,microbatches=4,schedule=gpipe"),
     ("llama", 2, "pp=2,microbatches=4,schedule=1f1b"),
     ("llama", 2, "pp=2,microbatches=4,schedule=interleaved,stages=4"),
     ("llama", 2, "pp=2,microbatches=4,schedule=zbv"),
+    ("llama", 2, "pp=2,microbatches=4,schedule=zerobubble"),
+    ("llama", 2, "pp=2,microbatches=4,schedule=dualpipev"),
     ("gpt2", 2, "pp=2,microbatches=2,recompute=full"),
     ("llama", 4, "pp=2,tp=2,microbatches=2"),
     ("llama", 4, "pp=2,shard=2,zero=2,microbatches=2"),
@@ -103,3 +106,18 @@ def test_recovery_goes_on_on_gpus(root: Path) -> None:
     happened = [row["kind"] for row in events(run.folder, "rank_lost") + events(run.folder, "recovered")]
     assert happened == ["rank_lost", "recovered"], run.text
     assert {row["device"] for row in events(run.folder, "rank_started")} == {"cuda:0", "cuda:1"}
+
+
+def test_recovery_plans_for_fewer_gpus(root: Path) -> None:
+    """A GPU whose rank dies twice is left out; the supervisor plans for the other, and its rank can run backward."""
+    faults = "kill:rank=1,step=3,generation=0;kill:rank=1,step=3,generation=1"
+    run = train(root, "fewer", "llama", 2, "--recovery.faults", faults, layout="tp=2", steps=6)
+    assert run.status == 0, run.text
+    assert [row["ranks"] for row in events(run.folder, "planned")] == [2, 1], run.text
+
+
+def test_buffers_stay_on_gpus_where_parameters_do_not(root: Path) -> None:
+    """A snapshot copies them beside the next update, whose weights lie in host memory."""
+    words = ("--model", "tests.plain_model:build_buffered", "--recovery.snapshot-every", "1")
+    run = train(root, "buffers", "own", 2, *words, layout="shard=2,zero=3,offload=parameters")
+    holds(run, 2)
