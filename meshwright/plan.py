@@ -336,7 +336,7 @@ class Prediction:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Parts of step_s in seconds."""
     traffic: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that each rank sends per step, by axis."""
+    """Bytes that rank 0, whose records a run keeps, sends per step, by axis as the runtime books them."""
     host: int = 0
     """Bytes of the host's memory that the rank takes which has most there, where the layout offloads."""
     learned: float = 1.0

@@ -46,6 +46,20 @@ def describe_rank(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis
     return f"rank {rank}" + (": " + ", ".join(places) if places else "")
 
 
+def members(rank: int, names: Sequence[str], degrees: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the ranks that differ from one along some axes of the mesh alone, itself among them, in order."""
+    shape, place = mesh_shape(degrees), coordinates(rank, degrees)
+    strides, step = dict[str, int](), 1
+    for name in reversed(shape):
+        strides[name] = step
+        step *= shape[name]
+    first = rank - sum(place[name] * strides[name] for name in names)
+    found = [first]
+    for name in names:
+        found = [base + index * strides[name] for base in found for index in range(shape[name])]
+    return tuple(sorted(found))
+
+
 def reader(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> tuple[int, int]:
     """Returns (index, count) of a rank among those that read other rows: what the loader is asked for."""
     axes = known_axes() if axes is None else axes

@@ -130,7 +130,7 @@ def model_parts(built: BuiltModel, facts: Facts) -> ModelParts:
     """Returns what prices every axis: the model's weights by name, and what a layout knows of them."""
     named = built.module.named_parameters(remove_duplicate=False)
     anatomy = built.anatomy
-    return ModelParts.of(named, anatomy.layers, anatomy.ties, facts.table, facts.spine, facts.experts)
+    return ModelParts.of(named, anatomy.layers, anatomy.ties, facts.table, facts.spine, facts.experts, facts.attention)
 
 
 def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:

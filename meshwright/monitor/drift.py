@@ -33,6 +33,8 @@ class Drift:
 def compare(plan: Mapping[str, Any], measured: Mapping[str, Any], bound: float) -> list[Drift]:
     """Compares a plan's prediction with what was measured; what only one of them knows is left out.
 
+    Traffic is whole on both sides: an axis that one of them lacks carried, or was to carry, nothing.
+
     Args:
         plan: a plan as in plan.json, or its prediction alone.
         measured: ``{"memory": {part: bytes}, "step_s": s, "parts": {part: s}, "traffic": {axis: bytes}}``, as
@@ -46,6 +48,10 @@ def compare(plan: Mapping[str, Any], measured: Mapping[str, Any], bound: float) 
     pairs: list[tuple[str, Any, Any]] = [("step_s", prediction.get("step_s"), measured.get("step_s"))]
     for group in GROUPS:
         planned, found = prediction.get(group) or {}, measured.get(group) or {}
+        if group == "traffic" and planned and found:
+            names = dict.fromkeys((*planned, *found))
+            pairs += [(f"{group}.{name}", planned.get(name, 0), found.get(name, 0)) for name in names]
+            continue
         pairs += [(f"{group}.{name}", planned[name], found[name]) for name in planned if name in found]
     pairs.sort(key=lambda pair: ("memory", "step_s", "parts", "traffic").index(pair[0].partition(".")[0]))
     return [

@@ -57,6 +57,8 @@ class ModelParts:
     """Needed by layouts with ``pp``."""
     experts: tuple[ExpertRows, ...] = ()
     """Needed by layouts with ``ep``."""
+    attention: str = "heads"
+    """How ``cp`` computes attention where the layout doesn't say."""
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class ModelParts:
         table: ShardingTable | None = None,
         spine: Spine | None = None,
         experts: Sequence[ExpertRows] = (),
+        attention: str = "",
     ) -> Self:
         """Reads names and shapes off a module.
 
@@ -77,6 +80,7 @@ class ModelParts:
             table: likewise.
             spine: likewise.
             experts: likewise.
+            attention: likewise.
         """
         named = dict(parameters)
         return cls(
@@ -87,6 +91,7 @@ class ModelParts:
             table=table,
             spine=spine,
             experts=tuple(experts),
+            attention=attention or "heads",
         )
 
     @property
@@ -170,6 +175,18 @@ class Places:
             expert_shards=carved_shards("ep", layout.degrees, layout.zero),
             twins=tuple(twins),
         )
+
+    def stages(self, pp: int) -> list[list[str]]:
+        """Returns the names that each stage trains of those at one place along ``pp``."""
+        return self._by_stage[pp]
+
+    def shapes(self, tp: int, ep: int) -> Mapping[str, Shape]:
+        """Returns the shapes of what one place along ``tp`` and ``ep`` holds of each weight."""
+        return self._shapes(tp, ep)
+
+    def held_stage(self, names: Sequence[str], tp: int, ep: int) -> HeldStage:
+        """Returns some weights of one stage as what a rank holds of them."""
+        return self._stage(names, self._shapes(tp, ep))
 
     def _divided(self) -> list[list[list[str]]]:
         """For each place along ``pp``, for each stage that it runs, the names that the stage trains."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.planner.choose import AFTER, Candidate, Choice, Question, candidate
+from meshwright.planner.collectives import step_collectives
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured import Measure, corrected
 from meshwright.planner.memory import ModelParts, StateSizes
@@ -38,10 +39,17 @@ def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelPart
         formula=state.formula,
         step_s=price.step_s * factor,
         parts={name: seconds * factor for name, seconds in parts.items()},
-        traffic={axis: int(size) for axis, size in price.sent.items() if size},
+        traffic=_traffic(question, one.layout, sizes),
         host=int(price.host),
         learned=factor,
     )
+
+
+def _traffic(question: Question, layout: Layout, sizes: StateSizes | ModelParts) -> dict[str, int]:
+    """Bytes that rank 0 sends in a step, by axis; none where only numbers of weights are known."""
+    if not isinstance(sizes, ModelParts):
+        return {}
+    return step_collectives(question.job, layout, sizes).sent()
 
 
 def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelParts, measure: Measure) -> Plan:

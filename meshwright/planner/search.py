@@ -171,7 +171,7 @@ class _Look:
 
     def _offer(self, degrees: Degrees) -> Prices:
         job, machine, engine, kept = self._job, self._machine, self._engine, self._kept
-        prices = price_many(job, degrees, machine, engine, self._fits, sent=False)
+        prices = price_many(job, degrees, machine, engine, self._fits)
         prices = adjusted(prices, degrees, kept, engine)
         self._pool.take(degrees, prices, self._first)
         return prices

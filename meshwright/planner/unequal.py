@@ -123,7 +123,7 @@ def _shared_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layou
         plain = [dataclasses.replace(layouts[at], rows="") for at in index]
         degrees = Degrees.from_layouts(plain, len(question.job.shape.blocks))
         degrees = dataclasses.replace(degrees, rows=rows.astype(float))
-        prices = price_many(question.job, degrees, machine, question.runtime.for_layout(question.base), sent=False)
+        prices = price_many(question.job, degrees, machine, question.runtime.for_layout(question.base))
         fits = prices.peak <= question.usable * device.memory_bytes
         np.maximum.at(seconds, index, np.where(fits, prices.step_s, np.inf))
     return seconds
@@ -252,7 +252,6 @@ def _summed(parts: dict[str, float], stages: Sequence[StagePrice], like: Price) 
         "fullest": fullest,
         "memory": stages[fullest].memory,
         "peak": stages[fullest].peak,
-        "sent": like.sent,
         "host": max(stage.host for stage in stages),
     }
     return Price(**values)

@@ -159,7 +159,7 @@ def test_what_is_copied_hides_as_the_runtime_hides_it() -> None:
     assert long["offload"] < copy_s  # three copies, of which next to nothing is seen
     adds = priced("shard=8,zero=3,microbatches=8,precision=bf16,offload=parameters", rows=512).parts
     assert adds["offload"] > 7 * copy_s  # the host waits for all but the first, and adds them up
-    slow, text = Cluster.parse("16xh100@ethernet-25g"), "shard=16,zero=3,microbatches=4,precision=bf16"
+    slow, text = Cluster.parse("16xh100@ethernet-25g"), "shard=16,zero=2,microbatches=4,precision=bf16"
     assert priced(f"{text},offload=parameters", slow).parts["reduce"] > priced(text, slow).parts["reduce"] > 0
     alone = Cluster.parse("1xh200")
     single = priced("offload=parameters,precision=bf16", alone, rows=8).parts

@@ -43,7 +43,6 @@ def embedding(model: Model, timed: bool = True) -> LayerCost:
     cost.forward = Pass(elementwise=look, tp=wire)
     cost.backward = Pass(elementwise=back, tp=scatter * (model.degrees.sequence > 0))
     model.awaited(cost.forward, cost.backward)
-    cost.sent = {"tp": 2.0 * size * (model.degrees.tp - 1) / model.degrees.tp}
     return cost
 
 
@@ -75,7 +74,6 @@ def head(model: Model, timed: bool = True) -> LayerCost:
     back = slower * model.product_s(product, None, parts)
     cost.backward = Pass(matmul=back, elementwise=_loss_s(model, logits, 1), tp=gather + reduce)
     model.awaited(cost.forward, cost.backward)
-    cost.sent = {"tp": 3.0 * size * (tp - 1) / tp}
     return cost
 
 

@@ -75,7 +75,11 @@ class Groups:
         self.shard_cp = span(degrees.tp, degrees.shard * degrees.cp, devices, world)
         self.replicate = span(block * degrees.shard, degrees.replicate, devices, world)
         self.readers = span(degrees.tp, degrees.readers, devices, world)
-        self.expert_readers = span(degrees.ep, np.maximum(1, degrees.readers * degrees.tp / degrees.ep), devices, world)
+        # Experts that ``ep`` spreads lie on every ep-th rank of shard x cp x tp; others like any weight.
+        spread, carved = degrees.ep > 1, degrees.shard * degrees.cp * degrees.tp / degrees.ep
+        apart, holders = np.where(spread, degrees.ep, degrees.tp), np.where(spread, carved, degrees.shard * degrees.cp)
+        self.expert_shard = span(apart, holders, devices, world)
+        self.expert_readers = span(apart, holders * degrees.replicate, devices, world)
         self.pp = span(block * degrees.data, degrees.pp, devices, world)
 
     def take(self, index: Any, degrees: Degrees) -> Groups:

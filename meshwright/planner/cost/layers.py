@@ -61,8 +61,6 @@ class LayerCost:
     """Parameters of a rank, experts left out, before the data axes shard them."""
     experts: Any = 0.0
     """Parameters of routed experts of a rank."""
-    sent: dict[str, Any] = field(default_factory=dict)
-    """Bytes that a rank sends on each axis for a forward and a backward."""
 
 
 class Model:
@@ -132,7 +130,6 @@ class Model:
         self._met(forward, backward)
         cost = self.sizes(layer)
         cost.forward, cost.backward = forward, backward
-        self._sent(layer, cost)
         return cost
 
     def sizes(self, layer: LayerShape) -> LayerCost:
@@ -274,8 +271,9 @@ class Model:
         backward.tp = (blocks * each + again) * exposed
         if layer.heads:
             part = self.tokens * 2.0 * (layer.key_width + layer.value_width) / 2 * self.element * d.cp / d.tp
-            ring = groups.seconds(traffic.all_gather_s, part, groups.cp) * (1.0 - runtime.cp_overlap)
-            forward.cp, backward.cp = ring, 2.0 * ring
+            ring, shown = groups.seconds(traffic.all_gather_s, part, groups.cp), 1.0 - runtime.cp_overlap
+            forward.cp = np.maximum(shown * ring, ring - forward.attention)
+            backward.cp = np.maximum(shown * 2.0 * ring, 2.0 * ring - backward.attention)
         if layer.experts:
             routed = self.tokens / d.tp * layer.active_experts * layer.width * self.element
             exchange = groups.seconds(traffic.all_to_all_s, routed, groups.ep) * (1.0 - runtime.ep_overlap)
@@ -333,10 +331,3 @@ class Model:
         own = saved.expert_copies * layer.width + layer.expert_ffn * (w * (3.0 if layer.gated else 2.0))
         own += layer.expert_ffn * saved.gate_extra
         return between + 4.0 * layer.experts, inside + layer.active_experts * saved.expert_imbalance * own
-
-    def _sent(self, layer: LayerShape, cost: LayerCost) -> None:
-        d, size = self.degrees, self.tokens * layer.width * self.element
-        cost.sent = {"tp": 8.0 * size * (d.tp - 1) / d.tp}
-        cost.sent["cp"] = 3.0 * self.tokens * (layer.key_width + layer.value_width) * self.element * (d.cp - 1) / d.tp
-        routed = size / d.tp * layer.active_experts * (d.ep - 1) / d.ep
-        cost.sent["ep"] = 4.0 * routed * (layer.experts > 0)

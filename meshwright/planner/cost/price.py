@@ -14,7 +14,7 @@ from meshwright.planner.cost.engine import Engine
 from meshwright.planner.cost.engines import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.job import Array, Degrees, Job
-from meshwright.planner.cost.prices import MEMORY, PARTS, SENT, Price, Prices, StagePrice
+from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
 from meshwright.planner.cost.ranks import Costs, Ranks
 
 Holds = Callable[[Degrees, Mapping[str, Array]], Array]
@@ -43,7 +43,6 @@ def price(job: Job, layout: Layout, cluster: Cluster | Machine, engine: Engine =
         fullest=fullest,
         memory=stages[fullest].memory,
         peak=stages[fullest].peak,
-        sent={name: float(values[0]) for name, values in ranks.wires.sent(ranks).items()},
         host=max(stage.host for stage in stages),
     )
 
@@ -77,7 +76,6 @@ def price_many(
     cluster: Cluster | Machine,
     engine: Engine = MESHWRIGHT,
     holds: Holds | None = None,
-    sent: bool = True,
 ) -> Prices:
     """Returns what every layout takes; those with equally long pipelines are priced together.
 
@@ -87,7 +85,6 @@ def price_many(
         cluster: what they run on.
         engine: how they are run.
         holds: which may be, by their memory; the time of the others isn't priced and stands at 0.
-        sent: whether the bytes that cross wires are counted too; else they stand at 0.
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
     order = np.argsort(degrees.pp, kind="stable")
@@ -103,8 +100,6 @@ def price_many(
     at = np.flatnonzero(may)
     for where, ranks in _runs(costs) if len(at) else ():
         columns.put(columns.parts, at[where], _parts(ranks))
-        if sent:
-            columns.put(columns.sent, at[where], ranks.wires.sent(ranks))
     return columns.prices(np.argsort(order))
 
 
@@ -169,7 +164,6 @@ class _Columns:
 
     def __init__(self, count: int) -> None:
         self.parts = {name: np.zeros(count) for name in PARTS}
-        self.sent = {name: np.zeros(count) for name in SENT}
         names = ("allocated", "reserved", "peak", "first_allocated", "first_reserved", "fullest", "host", "whole")
         self.memory = {name: np.zeros(count) for name in (*MEMORY, *names)}
 
@@ -197,6 +191,5 @@ class _Columns:
             step_s=np.asarray(step),
             parts=parts,
             memory={name: self.memory[name][order] for name in MEMORY},
-            sent={name: values[order] for name, values in self.sent.items()},
             **rest,
         )

@@ -16,8 +16,6 @@ PARTS = (
 """Parts of a step's time; they sum to it. ``host``: the device waits for launches; ``engine``: the pipeline engine's
 own; ``send``: between stages; ``gather``: ZeRO-3's parameters; ``reduce``: gradients; ``offload``: copies to and from
 host memory; ``step``: once a step."""
-SENT = ("tp", "cp", "ep", "pp", "shard", "replicate")
-"""Axes that carry traffic."""
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 """Parts of a rank's memory."""
 
@@ -48,8 +46,6 @@ class Prices:
     """`reserved` of them."""
     fullest: Array
     """Index along pp of the fullest rank."""
-    sent: Mapping[str, Array]
-    """Bytes that each rank sends in a step by axis."""
 
     def part(self, index: Array) -> Prices:
         """Returns the prices of some of the layouts, by mask or index."""
@@ -101,7 +97,5 @@ class Price:
     """Bytes of the fullest by part."""
     peak: float
     """Bytes that the fullest takes of its device."""
-    sent: Mapping[str, float]
-    """Bytes that each rank sends in a step by axis."""
     host: float = 0.0
     """Bytes in host memory of the rank that has most there."""

@@ -39,16 +39,41 @@ class Wires:
 
     def gather_s(self, group: Any) -> Array:
         """Returns exposed seconds of ZeRO-3's gathers in a step, (N,): forward and backward, each micro-batch."""
-        model, runtime, d = self._model, self._model.engine.runtime, self._model.degrees
-        own, experts = group.parameters()
-        times = d.microbatches[:, None] if runtime.gather_each else 1.0
-        seconds = self._columns(traffic.all_gather_s, own * self._gather_bytes, model.groups.shard_cp)
-        seconds += self._columns(traffic.all_gather_s, experts * self._gather_bytes, model.groups.expert_readers)
-        hidden = runtime.gather_overlap
-        exposed = np.maximum(seconds - hidden * group.forward_busy, (1 - hidden) * seconds)
-        exposed += np.maximum(seconds - hidden * group.backward_busy, (1 - hidden) * seconds)
-        exposed += 2 * runtime.interference * (2 * seconds - exposed) / 2
+        runtime, d = self._model.engine.runtime, self._model.degrees
+        times = np.where(self._once, 1.0, d.microbatches[:, None] if runtime.gather_each else 1.0)
+        seconds = self._gathers_s(group)
+        exposed = self._exposed(seconds, group.forward_busy)
+        # A pipeline that keeps stages gathered gathers them before their first forward alone.
+        exposed += np.where(self._once, 0.0, self._exposed(seconds, group.backward_busy))
+        exposed += runtime.interference * (np.where(self._once, 1.0, 2.0) * seconds - exposed)
         return np.asarray((exposed * times * (d.zero[:, None] == 3)).max(axis=1))
+
+    @property
+    def _once(self) -> Array:
+        """Whether a pipeline gathers parameters and scatters gradients once a step, (N, 1)."""
+        model = self._model
+        return np.asarray((model.degrees.pp[:, None] > 1) & model.engine.states.whole_in_pipeline)
+
+    def _gathers_s(self, group: Any, pieces: Any = None) -> Array:
+        """Returns seconds in which a rank's parameters are gathered once, (N, P)."""
+        groups, (own, experts) = self._model.groups, group.parameters()
+        seconds = self._columns(traffic.all_gather_s, own * self._gather_bytes, groups.shard_cp, pieces)
+        return seconds + self._columns(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
+
+    def _exposed(self, seconds: Array, busy: Array) -> Array:
+        """Returns what compute doesn't hide of gathers that go ahead of it, (N, P)."""
+        hidden = self._model.engine.runtime.gather_overlap
+        return np.asarray(np.maximum(seconds - hidden * busy, (1 - hidden) * seconds))
+
+    def _left(self, group: Any, cover: Array) -> Array:
+        """Returns what of a backward's cover ZeRO-3's gathers leave to the sums: the wire carries one at a time."""
+        runtime, d = self._model.engine.runtime, self._model.degrees
+        each = (d.zero[:, None] == 3) & ~self._once & (runtime.gather_each | (d.microbatches[:, None] == 1))
+        if not each.any():
+            return cover
+        seconds = self._gathers_s(group)
+        taken = seconds - self._exposed(seconds, group.backward_busy)
+        return np.asarray(np.where(each, np.maximum(cover - taken, 0.0), cover))
 
     def reduce_s(self, group: Any, own: Array, experts: Array) -> Array:
         """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's gather after it, (N, P)."""
@@ -60,14 +85,12 @@ class Wires:
         whole = self._columns(traffic.all_reduce_s, own * wire, groups.readers, buckets)
         whole += self._columns(traffic.all_reduce_s, experts * wire, groups.expert_readers)
         scatter = self._columns(traffic.reduce_scatter_s, own * wire, groups.shard_cp, pieces)
-        scatter += self._columns(traffic.reduce_scatter_s, experts * wire, groups.expert_readers)
-        shard = np.maximum(1.0, d.shard * d.cp)[:, None]
-        scatter += self._columns(traffic.all_reduce_s, own * wire / shard, groups.replicate)
-        pieces = np.maximum(1.0, runtime.gather_pieces * group.layers)
-        gather = self._columns(traffic.all_gather_s, own * self._gather_bytes, groups.shard_cp, pieces)
-        gather += self._columns(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_readers)
+        scatter += self._columns(traffic.reduce_scatter_s, experts * wire, groups.expert_shard)
+        part = own / d.state_shards[:, None] + experts / d.expert_shards[:, None]
+        scatter += self._columns(traffic.all_reduce_s, part * wire, groups.replicate)
+        gather = self._gathers_s(group, np.maximum(1.0, runtime.gather_pieces * group.layers))
         seconds = np.where(zero > 0, scatter / runtime.scatter_share, whole)
-        once = (d.pp[:, None] > 1) & model.engine.states.whole_in_pipeline
+        once = self._once
         each = runtime.reduce_each & (zero >= 2) & ~once
         times = np.where(each, d.microbatches[:, None], 1.0)
         sharded = runtime.dp_overlap if runtime.scatter_overlap is None else runtime.scatter_overlap
@@ -76,6 +99,7 @@ class Wires:
         if d.offload.any():
             # Only the first micro-batch's goes on beside backward where the host waits for the others to add them.
             cover = np.where(added(d)[:, None], cover / d.microbatches[:, None], cover)
+        cover = self._left(group, cover)
         exposed = np.maximum(seconds - cover, 0.0) + runtime.interference * np.minimum(seconds, cover)
         late = np.where((zero == 1) | (zero == 2), gather / runtime.scatter_share, 0.0)
         cover = sharded * group.forward_busy * window
@@ -95,22 +119,3 @@ class Wires:
             return np.zeros_like(size)
         count = 1.0 if pieces is None else np.broadcast_to(pieces, size.shape)
         return np.asarray(count * self._model.groups.seconds(kind, size / count, span))
-
-    def sent(self, group: Any) -> dict[str, Array]:
-        """Returns bytes that the rank which sends most sends in a step, by axis."""
-        runtime, d = self._model.engine.runtime, self._model.degrees
-        m = d.microbatches
-        found = {
-            axis: group.summed(lambda cost, axis=axis: cost.sent.get(axis, 0.0)).max(axis=1) * m
-            for axis in ("tp", "cp", "ep")
-        }
-        found["pp"] = 2.0 * self.send_bytes() * m * d.stages * (d.pp > 1)
-        own, experts = group.parameters()
-        total = (own + experts).max(axis=1)
-        shards = d.shard * d.cp
-        gathers = np.where(d.zero == 3, 2 * m if runtime.gather_each else 2, (d.zero > 0) * 1.0)
-        found["shard"] = total * (self._reduce_bytes + self._gather_bytes * gathers) * (shards - 1) / shards
-        found["shard"] = found["shard"] * (d.zero > 0)
-        copies = np.where(d.zero > 0, d.replicate, d.readers)
-        found["replicate"] = 2 * total * self._reduce_bytes / np.where(d.zero > 0, shards, 1) * (copies - 1) / copies
-        return found

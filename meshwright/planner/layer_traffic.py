@@ -1,0 +1,260 @@
+"""Lists what one rank sends inside forward and backward: activations over ``tp``, ``cp``, ``ep`` and ``pp``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.axes.cp import local_group
+from meshwright.axes.experts import ExpertRows
+from meshwright.axes.groups import coordinates
+from meshwright.axes.table import Group as TableGroup
+from meshwright.axes.table import LayerRows, Split
+from meshwright.plan import Layout
+from meshwright.planner.collectives import Bytes, Collectives, Group, RankGroups
+from meshwright.planner.cost.job import Job
+from meshwright.planner.parts import ModelParts, stage_bounds
+
+INDEX = 8
+"""Bytes of an expert's number and of a count of tokens: int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective of a layer on one micro-batch."""
+
+    group: Group
+    kind: str
+    size: float
+    """Bytes, as `Collectives` counts them."""
+    back: bool = False
+    """Whether backward sends it, not forward."""
+    tail: bool = False
+    """Whether nothing that backward reads follows: recompute ends before it."""
+
+
+class LayerTraffic:
+    """Collectives of a rank on activations.
+
+    Args:
+        job: model and batch.
+        layout: how it is run.
+        model: as names and sizes.
+        rank: which rank.
+    """
+
+    def __init__(self, job: Job, layout: Layout, model: ModelParts, rank: int) -> None:
+        self._job, self._layout, self._model = job, layout, model
+        self._place, self._bytes = coordinates(rank, layout.degrees), Bytes.of(layout)
+        groups = RankGroups(layout, rank)
+        self._tp, self._cp, self._pp = (groups.across((name,)) for name in ("tp", "cp", "pp"))
+        self._ep = groups.carved("ep")
+        self._at = self._ep.ranks.index(rank)
+        share = layout.shares()[layout.reader(rank)[0]]
+        self._rows = job.rows * share / (sum(layout.shares()) * layout.microbatches)
+        self._tokens = self._rows * job.sequence / layout.degree("cp")
+        self._width = job.shape.width
+
+    def list(self, found: Collectives) -> None:
+        """Adds all of them."""
+        for first, stop, stage, last in self._stages():
+            for sent in self._stage(first, stop, stage, last):
+                found.add(sent.group, sent.kind, sent.size * self._layout.microbatches)
+
+    def _stages(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields (first layer, layer after the last, number, number of stages) of this rank's stages."""
+        if self._layout.degree("pp") == 1:
+            yield 0, len(self._model.layers), 0, 1
+            return
+        bounds, schedule = stage_bounds(self._model, self._layout), self._layout.pipeline()
+        for number in schedule.rank_stages(self._place["pp"]):
+            yield bounds[number], bounds[number + 1], number, schedule.stages
+
+    def _stage(self, first: int, stop: int, number: int, stages: int) -> Iterator[Sent]:
+        yield from self._ends(number == 0, number == stages - 1)
+        again = self._recomputed()
+        for at in range(first, stop):
+            listed = list(self._layer(at))
+            yield from listed
+            if at in again:
+                yield from (sent for sent in listed if not sent.back and not sent.tail)
+        if stages > 1:
+            yield from self._sends(first, stop, number, stages)
+
+    def _recomputed(self) -> frozenset[int]:
+        mode, _, some = self._layout.recompute.partition(":")
+        layers = len(self._model.layers)
+        count = 0 if mode == "none" else int(some) if some else layers
+        return frozenset(at * layers // count for at in range(count))
+
+    def _sends(self, first: int, stop: int, number: int, stages: int) -> Iterator[Sent]:
+        """Activations to the next stage and gradients to the one before, where these are on other ranks."""
+        spine, schedule, line = self._model.spine, self._layout.pipeline(), self._pp.ranks
+        assert spine is not None
+        split = self._layout.degree("tp") if self._layout.sequence else 1
+        size = self._tokens / split * self._width * self._bytes.compute
+        mine = self._place["pp"]
+        for other, cut, back in ((number + 1, stop, False), (number - 1, first, True)):
+            if 0 <= other < stages and schedule.stage_rank(other) != mine:
+                pair = tuple(sorted((line[mine], line[schedule.stage_rank(other)])))
+                yield Sent(Group("pp", pair), "send", size * len(spine.payload[cut]), back)
+
+    # -------------------------------------------------------- the ends
+
+    def _ends(self, is_first: bool, is_last: bool) -> Iterator[Sent]:
+        """The split vocabulary: rows of the embedding summed, the head's input, and two vectors of the loss."""
+        table, loss = self._model.table, 8 if self._layout.precision == "float64" else 4
+        if self._layout.degree("tp") == 1 or table is None:
+            return
+        size = self._tokens * self._width * self._bytes.compute
+        if table.vocabulary and is_first:  # of whole rows: the first layer takes this rank's tokens of them
+            yield Sent(self._tp, "all_reduce", size * self._layout.degree("cp"))
+        if table.vocabulary and is_last and not table.headless:
+            yield Sent(self._tp, "all_reduce", size, back=True)
+            yield Sent(self._tp, "all_reduce", self._tokens * loss * 3)
+        part = size / self._layout.degree("tp")
+        if self._layout.sequence and is_first:
+            yield Sent(self._tp, "all_gather", part, back=True)
+        if self._layout.sequence and is_last:
+            yield Sent(self._tp, "all_gather", part)
+
+    # -------------------------------------------------------- layers
+
+    def _layer(self, at: int) -> Iterator[Sent]:
+        """What a layer sends on a micro-batch, in the order of its forward."""
+        name, table, spread = self._model.layers[at], self._model.table, self._layout.degree("ep") > 1
+        rows = table.layers.get(name, LayerRows(groups=())) if table is not None else LayerRows(groups=())
+        degree = self._layout.degree("tp")
+        splits = [group for group in rows.groups if group.shares(degree) and (group.columns or not spread)]
+        for group in rows.groups:
+            if self._layout.degree("cp") > 1 and group.heads and self._attention == "heads":
+                yield from self._exchanged(name, local_group(group, self._place["tp"], degree))
+            if degree > 1 and group in splits:
+                yield from self._summed(name, group, at, group is splits[-1])
+        if self._layout.degree("cp") > 1 and self._attention == "gather":
+            yield from self._gathered(at)
+        for experts in self._model.experts if spread else ():
+            if experts.module.startswith(f"{name}."):
+                yield from self._dispatched(experts, at)
+
+    @property
+    def _attention(self) -> str:
+        return self._layout.attention or self._model.attention
+
+    def _summed(self, layer: str, group: TableGroup, at: int, is_last: bool) -> Iterator[Sent]:
+        """A group of matrices over ``tp``: what enters it and what leaves it. Source: Shoeybi et al. (2019)."""
+        size, split, tp = self._tokens * self._bytes.compute, self._layout.degree("tp"), self._tp
+        entering = list(self._entering(layer, group, at))
+        leaving = self._features(layer, group, group.row)
+        if not self._layout.sequence:
+            for features in entering:
+                yield Sent(tp, "all_reduce", size * features, back=True)
+            yield Sent(tp, "all_reduce", size * leaving, tail=is_last)
+            for name in group.inner:
+                for back in (False, True):
+                    yield Sent(tp, "all_reduce", size * self._features(layer, group, name), back)
+            return
+        if group.inlets == (group.row,):  # experts: the numbers of their choices travel too
+            yield Sent(tp, "all_gather", self._tokens / split * INDEX * self._active(at))
+        for features in entering:
+            yield Sent(tp, "all_gather", size / split * features)
+            yield Sent(tp, "reduce_scatter", size / split * features, back=True)
+        yield Sent(tp, "reduce_scatter", size / split * leaving, tail=is_last)
+        yield Sent(tp, "all_gather", size / split * leaving, back=True)
+
+    def _entering(self, layer: str, group: TableGroup, at: int) -> Iterator[int]:
+        """Features of each tensor that enters a group."""
+        if self._layout.sequence and group.heads:
+            yield self._width
+            return
+        if group.inlets == (group.row,):
+            yield self._width
+            yield self._active(at)
+            return
+        # Columns that read the hidden state read the same tensor; one that reads a latent has its own.
+        inputs = [self._inputs(layer, group, name) for name in group.inlets]
+        if self._width in inputs:
+            yield self._width
+        yield from (features for features in inputs if features != self._width)
+        if not self._layout.sequence:
+            yield from (self._outputs(layer, name) for name in group.entries)
+
+    def _exchanged(self, layer: str, group: TableGroup) -> Iterator[Sent]:
+        """Tokens for heads and back. Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3."""
+        shares = group.shares(len(self._cp.ranks))
+        if shares is None:
+            return
+        size, mine = self._tokens * self._bytes.compute, self._place["cp"]
+        by_name = {split.name: split for split in group.splits}
+
+        def widths(split: Split) -> list[int]:
+            return [sum(stop - start for start, stop in split.spans(*units, group.units)) for units in shares]
+
+        for name in group.inlets:
+            held = widths(by_name[f"{name}.weight"])
+            away, own = sum(held) - held[mine], held[mine] * (len(held) - 1)
+            yield Sent(self._cp, "all_to_all", size * away)
+            yield Sent(self._cp, "all_to_all", size * own, back=True)
+        for name in group.entries:
+            features = self._outputs(layer, name)
+            yield Sent(self._cp, "all_gather", size * features)
+            yield Sent(self._cp, "reduce_scatter", size * features, back=True)
+        held = widths(by_name[f"{group.row}.weight"])
+        away, own = sum(held) - held[mine], held[mine] * (len(held) - 1)
+        yield Sent(self._cp, "all_to_all", size * own)
+        yield Sent(self._cp, "all_to_all", size * away, back=True)
+
+    def _gathered(self, at: int) -> Iterator[Sent]:
+        """Keys and values of all tokens; under a mask key heads come repeated, as many as query heads."""
+        block = self._job.shape.blocks[at]
+        if not block.heads:
+            return
+        heads = block.heads if block.window else block.kv_heads
+        features = heads * (block.head_size + block.value_size) / self._layout.degree("tp")
+        size = self._tokens * features * self._bytes.compute
+        yield Sent(self._cp, "all_gather", size)
+        yield Sent(self._cp, "reduce_scatter", size, back=True)
+
+    def _dispatched(self, rows: ExpertRows, at: int) -> Iterator[Sent]:
+        """Tokens to their experts and back, where each expert is chosen as often. Source: GShard (2021), 3.2."""
+        degree, active, split = self._layout.degree("ep"), self._active(at), self._layout.degree("tp")
+        tokens, compute = self._tokens, self._bytes.compute
+        if split > 1:
+            tokens = -(-tokens // split)
+            if not self._layout.sequence:  # each rank of tp sends its share of equal tokens
+                yield Sent(self._tp, "all_gather", tokens * self._width * compute)
+                for features in (self._width, active):
+                    yield Sent(self._tp, "all_gather", tokens * features * compute, back=True)
+        held = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
+        away = (rows.experts - held[self._at]) / rows.experts
+        yield Sent(self._ep, "all_to_all", INDEX * (rows.experts - held[self._at]))
+        slots = tokens * active * self._width * compute
+        there, back = slots * away, slots * (degree - 1) * held[self._at] / rows.experts
+        for size, backward in ((there, False), (back, False), (back, True), (there, True)):
+            yield Sent(self._ep, "all_to_all", size, back=backward)
+
+    # -------------------------------------------------------- sizes
+
+    def _active(self, at: int) -> int:
+        """Experts that a token visits in a layer."""
+        return self._job.shape.blocks[at].active_experts
+
+    def _split_dim(self, group: TableGroup, name: str) -> int:
+        return next((split.dim for split in group.splits if split.name == f"{name}.weight"), 0)
+
+    def _features(self, layer: str, group: TableGroup, name: str) -> int:
+        """Features that a module gives whose input is split."""
+        if group.inlets == (group.row,) and name == group.row:
+            return self._width
+        shape = self._model.shapes[f"{layer}.{name}.weight"]
+        return shape[1 - self._split_dim(group, name)]
+
+    def _inputs(self, layer: str, group: TableGroup, name: str) -> int:
+        """Features that a module reads whose output is split."""
+        shape = self._model.shapes[f"{layer}.{name}.weight"]
+        return shape[1 - self._split_dim(group, name)] if len(shape) > 1 else self._width
+
+    def _outputs(self, layer: str, name: str) -> int:
+        """Features that a module gives which is held whole."""
+        return self._model.shapes[f"{layer}.{name}.weight"][0]
+

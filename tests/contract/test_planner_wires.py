@@ -1,0 +1,68 @@
+"""No step is shorter than what one wire carries: time that hides traffic hides it once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshwright.cluster import traffic
+from meshwright.cluster.cluster import Cluster
+from meshwright.plan import Layout
+from meshwright.planner.choose import Question
+from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.cost.groups import Machine, span
+from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.cost.price import price_many
+from meshwright.planner.space import cores, expand
+
+DENSE = shape_from_sizes(Sizes(name="dense", layers=8, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
+MIXTURE = shape_from_sizes(
+    Sizes(name="mixture", layers=4, width=2048, heads=16, vocab=32000, experts=16, active_experts=2, expert_ffn=4096)
+)
+LAYERS = {"dense": 8, "mixture": 4}
+
+
+def _weights(name: str, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters in the layers of the mean rank along pp: without experts, and of experts; by hand."""
+    shape = DENSE if name == "dense" else MIXTURE
+    block = shape.blocks[0]
+    rest = (block.parameters - block.expert_parameters) / degrees.tp
+    experts = block.expert_parameters / np.where(degrees.ep > 1, degrees.ep, degrees.tp)
+    return LAYERS[name] * rest / degrees.pp, LAYERS[name] * experts / degrees.pp
+
+
+def _seconds(kind: object, size: np.ndarray, before: np.ndarray, ranks: np.ndarray, machine: Machine, world: int):
+    """Seconds of a collective over each layout's group."""
+    group = span(before, ranks, machine.fabric.devices, np.full(len(ranks), float(world)))
+    took = kind(size, group.inside, group.nodes, machine.fabric, group.sharing)  # type: ignore[operator]
+    return np.where(ranks > 1, took, 0.0)
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+@pytest.mark.parametrize("cluster", ["16xh100", "16xa100-40@ethernet-100g", "64xrtx3090@ethernet-10g"])
+def test_no_step_is_shorter_than_what_a_wire_carries(name: str, cluster: str) -> None:
+    shape = DENSE if name == "dense" else MIXTURE
+    job = Job(shape=shape, sequence=4096, rows=64)
+    asked = Question(job=job, cluster=Cluster.parse(cluster), base=Layout(precision="bf16"))
+    machine, world = asked.machine, asked.cluster.devices
+    every = expand(job, asked.space, cores(job, asked.space))
+    degrees = every.take(np.arange(0, every.count, max(1, every.count // 20000)))
+    took = price_many(job, degrees, machine, asked.runtime).step_s
+    own, experts = _weights(name, degrees)
+    # Of the wire that ZeRO's state crosses: gathers in 2 bytes, scatters in 4, as often as the runtime makes them.
+    shards = degrees.shard * degrees.cp
+    holders = np.where(degrees.ep > 1, shards * degrees.tp / degrees.ep, shards)
+    gathers = np.where((degrees.zero == 3) & (degrees.pp == 1), 2 * degrees.microbatches, 1.0)
+    scatters = np.where((degrees.zero >= 2) & (degrees.pp == 1), degrees.microbatches, 1.0)
+    state = np.zeros(degrees.count)
+    for count, before, ranks in ((own, degrees.tp, shards), (experts, np.maximum(degrees.ep, 1), holders)):
+        state += gathers * _seconds(traffic.all_gather_s, 2.0 * count, before, ranks, machine, world)
+        state += scatters * _seconds(traffic.reduce_scatter_s, 4.0 * count, before, ranks, machine, world)
+    assert (took >= np.where(degrees.zero > 0, state, 0.0) * (1 - 1e-9)).all()
+    assert (degrees.zero == 3).any()
+    # Of the wires of tp: two sums a group of matrices, forward and backward.
+    size = 2.0 * shape.width * 64 * 4096 / (degrees.data * degrees.microbatches * degrees.cp)
+    each = _seconds(traffic.all_reduce_s, size, np.ones(degrees.count), degrees.tp, machine, world)
+    whole = (degrees.sequence == 0) & (degrees.ep == 1)
+    inside = 4 * each * degrees.microbatches * LAYERS[name] / degrees.pp
+    assert (took[whole] >= inside[whole] * (1 - 1e-9)).all()

@@ -1,0 +1,195 @@
+"""The planner's list of collectives and its bytes of state are those of the real program, over the planner's space.
+
+    python -m tests.fake.test_collectives [MODEL ...] [--devices 2,4,64] [--every N] [--ranks N]
+
+runs as much of the space as is asked for (``--every 1``: all of it, hours) and prints what differs; the suite runs a
+sample of each stratum: axes used, ZeRO level, schedule, recompute, split tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.cli.inputs import model_parts
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import MeshwrightError
+from meshwright.launch.contract import RankContext
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.measure import measure_shape
+from meshwright.models.table import sharding_table
+from meshwright.plan import Layout
+from meshwright.planner.choose import Question
+from meshwright.planner.collectives import step_collectives
+from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.price import price
+from meshwright.planner.memory import position_memory, rest_bytes
+from meshwright.planner.space import cores, expand, layout_of
+from meshwright.train.facts import Facts, check_shapes, read_facts
+from tests.fake.recorder import build_rank, fake_rank, step_of
+from tests.ranks.group import run_contexts
+
+VOCAB, TOKENS, ROWS, WIDTH = 128, 64, 64, 64
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"kv_heads": 4, "ffn": 128, "tie": False},
+    "tied": {"name": "llama", "kv_heads": 2, "ffn": 128, "tie": True},
+    "gpt2": {},
+    "unequal": {"name": "llama", "heads": 8, "kv_heads": 8, "ffn": 100, "tie": False},
+    "mixtral": {"layers": 4, "kv_heads": 4, "ffn": 64, "experts": 8},
+    "deepseek_v3": {"layers": 4, "ffn": 64, "experts": 8},
+}
+"""Dense, tied, fused, with a width that no degree divides, a mixture, and a mixture with latent attention."""
+DEVICES = (2, 4, 8, 16, 32, 64)
+
+
+def config(name: str) -> ModelConfig:
+    return ModelConfig(**({"name": name, "layers": 8, "width": WIDTH, "heads": 8} | SIZES[name]))
+
+
+class Model:
+    """One model, with what layouts need to know of it, each read once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.built: BuiltModel = build_meta(config(name), vocab=VOCAB, context=TOKENS)
+        self.shape = measure_shape(self.built)
+        self._facts: dict[Any, Facts] = {}
+        self._table = functools.cache(lambda degree: sharding_table(self.built, degree))
+
+    def job(self, precision: str = "float32") -> Job:
+        return Job(shape=self.shape, sequence=TOKENS, rows=ROWS, precision=precision)
+
+    def facts(self, layout: Layout) -> Facts:
+        """What a layout needs; refused as `meshwright train` refuses it."""
+        tp, cp = layout.degree("tp"), layout.degree("cp")
+        key = tp, cp, layout.attention
+        known = self._facts.get(key) or Facts(table=self._table(tp * cp) if tp * cp > 1 else None)
+        self._facts[key] = found = read_facts(self.built, layout, known)
+        check_shapes(found, layout, ROWS, TOKENS)
+        return found
+
+    def layouts(self, devices: int) -> list[Layout]:
+        """All of the planner's space on so many devices."""
+        question = Question(job=self.job(), cluster=Cluster.parse(f"{devices}xh100"), base=Layout())
+        degrees = expand(question.job, question.space, cores(question.job, question.space))
+        layers = len(self.shape.blocks)
+        return [layout_of(degrees, at, Layout(), layers) for at in range(degrees.count)]
+
+
+def stratum(layout: Layout) -> tuple[Any, ...]:
+    """What of a layout decides which collectives there are."""
+    return (*layout.degrees, layout.zero, layout.schedule, layout.recompute, layout.sequence, layout.microbatches > 1)
+
+
+def sample(model: Model, devices: tuple[int, ...], count: int, seed: int = 0) -> list[Layout]:
+    """Some layouts, each of another stratum."""
+    draw = random.Random(seed)
+    every = [layout for number in devices for layout in model.layouts(number)]
+    draw.shuffle(every)
+    strata = {stratum(layout): layout for layout in every}
+    return draw.sample(list(strata.values()), min(count, len(strata)))
+
+
+def compared(model: Model, layout: Layout, rank: int) -> str:
+    """Returns what differs between plan and program on one rank; "" where nothing does."""
+    facts = model.facts(layout)
+    parts = model_parts(model.built, facts)
+    with fake_rank(rank, layout.world):
+        program = build_rank(model.built, layout, facts)
+        held = sum(weight.local.nbytes for weight in program.weights)
+        recorded = step_of(program, layout, rank, (ROWS, TOKENS, VOCAB, WIDTH))
+    priced = rest_bytes(layout, parts, rank)
+    told = [] if held == priced else [f"holds {held}, priced {priced}"]
+    listed: dict[tuple[str, tuple[int, ...]], float] = {}
+    for (group, kind), size in step_collectives(model.job(layout.precision), layout, parts, rank).bytes.items():
+        if group.axis != "world":  # the trainer's, after the step
+            key = kind, tuple(sorted(group.ranks))
+            listed[key] = listed.get(key, 0.0) + size
+    for key in sorted({*listed, *recorded}):
+        planned, sent = listed.get(key, 0.0), recorded.get(key, 0)
+        if abs(planned - sent) > 1e-6 * max(planned, sent):
+            told.append(f"{key[0]} over {key[1]}: {sent} bytes, planned {planned:.0f}")
+    return "; ".join(told)
+
+
+def differences(model: Model, layouts: list[Layout], ranks: int, seed: int = 0) -> Iterator[tuple[str, int, str]]:
+    """Yields (layout, rank, what differs or why it's refused) of some ranks of each layout; "" where all is equal."""
+    draw = random.Random(seed)
+    for layout in layouts:
+        for rank in draw.sample(range(layout.world), min(ranks, layout.world)):
+            try:
+                yield str(layout), rank, compared(model, layout, rank)
+            except MeshwrightError as error:
+                yield str(layout), rank, f"refused: {error}"
+
+
+def work(context: RankContext, name: str, count: int) -> str:
+    """Runs a sample in a process of its own."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    model = Model(name)
+    return json.dumps(list(differences(model, sample(model, DEVICES, count), ranks=1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_the_program_sends_and_holds_what_was_planned(name: str) -> None:
+    (text,) = run_contexts(1, work, name, 12, timeout=250)
+    found = json.loads(text)
+    assert [row for row in found if row[2] and not row[2].startswith("refused")] == []
+    assert sum(not row[2] for row in found) >= 6, found
+
+
+@pytest.mark.slow
+def test_state_of_every_layout_of_a_mixture_is_priced_as_it_is_held() -> None:
+    model = Model("mixtral")
+    table, off = sharding_table(model.built, 8), []
+    layouts = [layout for layout in model.layouts(16) if layout.degree("pp") == 1 and layout.recompute == "none"]
+    firsts = {(tuple(layout.degrees.items()), layout.zero, layout.microbatches > 1): layout for layout in layouts}
+    assert len(firsts) > 100
+    for layout in firsts.values():
+        facts = Facts(table=table, experts=read_facts(model.built, Layout.parse("shard=2,ep=2"), Facts()).experts)
+        places = position_memory(layout, model_parts(model.built, facts))
+        fullest = max(places, key=lambda place: place.total_bytes)
+        one = price(model.job(), layout, Cluster.parse("16xh100"))
+        if abs(one.memory["optimizer"] / fullest.memory["optimizer"] - 1) > 0.05:  # norms' few rows are rounded up
+            off.append((str(layout), one.memory["optimizer"], fullest.memory["optimizer"]))
+    assert off == []
+
+
+def main() -> int:
+    """Compares a part of the space and prints what differs; exit status 1 where something does."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("models", nargs="*", default=list(SIZES))
+    parser.add_argument("--devices", default=",".join(map(str, DEVICES)))
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=1)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    status = 0
+    for name in given.models:
+        model, counts = Model(name), {"equal": 0, "refused": 0, "differ": 0}
+        for devices in map(int, given.devices.split(",")):
+            for layout, rank, told in differences(model, model.layouts(devices)[:: given.every], given.ranks):
+                kind = "equal" if not told else "refused" if told.startswith("refused") else "differ"
+                counts[kind] += 1
+                if kind == "differ":
+                    status = 1
+                    sys.stdout.write(f"{name} {layout} rank {rank}: {told}\n")
+        sys.stdout.write(f"{name}: {counts}\n")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
