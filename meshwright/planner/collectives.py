@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from meshwright.axes.axis import known_axes
 from meshwright.axes.groups import carved_groups, coordinates, gradient_axes, members, state_index
 from meshwright.plan import Layout
-from meshwright.planner.cost.job import Job
 from meshwright.planner.held import HeldStage, Tensors, elements, shard_elements
 from meshwright.planner.parts import ModelParts, Places
 
@@ -120,7 +119,7 @@ class StateTraffic:
         self._expert = self._groups.carved("ep").ranks.index(rank)
         self._sharded = bool(layout.zero) or layout.mixed or layout.offload == "parameters"
 
-    def list(self, found: Collectives) -> None:
+    def add_to(self, found: Collectives) -> None:
         """Adds all of them."""
         for number, names in enumerate(self._places.stages(self._place["pp"])):
             stage = self._places.held_stage(names, self._place["tp"], self._expert)
@@ -257,23 +256,3 @@ def _columns(shape: tuple[int, ...]) -> int:
     for count in shape[1:]:
         size *= count
     return size
-
-
-def step_collectives(job: Job, layout: Layout, model: ModelParts, rank: int = 0) -> Collectives:
-    """Returns what one rank sends in a step, from the first forward to the sums that all ranks report.
-
-    Args:
-        job: model and batch.
-        layout: how it is run.
-        model: as names and sizes.
-        rank: which rank; the runs' own records are of rank 0.
-    """
-    from meshwright.planner.layer_traffic import LayerTraffic
-
-    found = Collectives()
-    # Loss, targets, hits, squared norm, stop, and the tokens of each expert, in float64.
-    counts = 5 + (model.experts[0].experts if model.experts and not layout.compile else 0)
-    found.add(Group("world", tuple(range(layout.world))), "all_reduce", 8 * counts)
-    StateTraffic(model, layout, rank).list(found)
-    LayerTraffic(job, layout, model, rank).list(found)
-    return found

@@ -55,7 +55,7 @@ class LayerTraffic:
         self._tokens = self._rows * job.sequence / layout.degree("cp")
         self._width = job.shape.width
 
-    def list(self, found: Collectives) -> None:
+    def add_to(self, found: Collectives) -> None:
         """Adds all of them."""
         for first, stop, stage, last in self._stages():
             for sent in self._stage(first, stop, stage, last):

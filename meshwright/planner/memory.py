@@ -62,7 +62,7 @@ def position_memory(layout: Layout, sizes: StateSizes | ModelParts) -> list[Posi
 def state_memory(layout: Layout, sizes: StateSizes | ModelParts) -> tuple[dict[str, int], dict[str, str]]:
     """Returns (bytes of the fullest rank, formula) for parameters, gradients and optimizer state.
 
-    N is the number of parameters, n those that a rank holds before the data axes shard them, d the degree of ``shard``,
+    N is the number of parameters, n those that a rank holds before the data axes shard them, d the ranks that share their state (``shard`` x ``cp``),
     c the bytes of a compute element, w those of a master weight (and of a reduced gradient). Where ``ep`` spreads
     experts, x of the n are experts and e ranks share their shards. Uneven dims add at most one row a weight, which the
     bytes count and the formula doesn't.

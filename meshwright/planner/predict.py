@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.planner.choose import AFTER, Candidate, Choice, Question, candidate
-from meshwright.planner.collectives import step_collectives
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured import Measure, corrected
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.planner.rule import predict
+from meshwright.planner.traffic import step_collectives
 
 
 def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelParts) -> Prediction:

@@ -30,11 +30,11 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question
-from meshwright.planner.collectives import step_collectives
 from meshwright.planner.cost.job import Job
 from meshwright.planner.cost.price import price
 from meshwright.planner.memory import position_memory, rest_bytes
 from meshwright.planner.space import cores, expand, layout_of
+from meshwright.planner.traffic import step_collectives
 from meshwright.train.facts import Facts, check_shapes, read_facts
 from tests.fake.recorder import build_rank, fake_rank, step_of
 from tests.ranks.group import run_contexts

@@ -14,8 +14,8 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.monitor.drift import compare
 from meshwright.plan import Layout
-from meshwright.planner.collectives import step_collectives
 from meshwright.planner.cost.job import Job
+from meshwright.planner.traffic import step_collectives
 from meshwright.proof.verify import made_up_batches
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.facts import Facts, read_facts

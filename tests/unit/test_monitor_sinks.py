@@ -155,7 +155,8 @@ def test_drift_compares_what_both_know():
     measured = measure(steps)
     assert measured["memory"] == {"peak": 1000, "parameters": 400} and measured["traffic"] == {"replicate": 800}
     found = {drift.part: drift for drift in compare(plan, measured, 0.25)}
-    assert list(found) == ["memory.parameters", "step_s", "parts.forward", "traffic.replicate"]
+    assert list(found) == ["memory.parameters", "step_s", "parts.forward", "traffic.replicate", "traffic.shard"]
+    assert found["traffic.shard"].measured == 0.0 and found["traffic.shard"].beyond, "planned, and never sent"
     assert found["traffic.replicate"].relative == 1.0 and found["traffic.replicate"].beyond
     assert found["parts.forward"].relative == pytest.approx(-0.2) and not found["parts.forward"].beyond
     (nothing,) = compare({"traffic": {"shard": 0}}, {"traffic": {"shard": 5}}, 0.25)
