@@ -62,10 +62,10 @@ def position_memory(layout: Layout, sizes: StateSizes | ModelParts) -> list[Posi
 def state_memory(layout: Layout, sizes: StateSizes | ModelParts) -> tuple[dict[str, int], dict[str, str]]:
     """Returns (bytes of the fullest rank, formula) for parameters, gradients and optimizer state.
 
-    N is the number of parameters, n those that a rank holds before the data axes shard them, d the ranks that share their state (``shard`` x ``cp``),
-    c the bytes of a compute element, w those of a master weight (and of a reduced gradient). Where ``ep`` spreads
-    experts, x of the n are experts and e ranks share their shards. Uneven dims add at most one row a weight, which the
-    bytes count and the formula doesn't.
+    N is the number of parameters, n those that a rank holds before the data axes shard them, d the ranks that share
+    their state (``shard`` x ``cp``), c the bytes of a compute element, w those of a master weight (and of a reduced
+    gradient). Where ``ep`` spreads experts, x of the n are experts and e ranks share their shards. Uneven dims add at
+    most one row a weight, which the bytes count and the formula doesn't.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 3.1 (K = 12 bytes of optimizer state with float32 masters) and
     figure 1; that FSDP2 keeps no low-precision shard at rest, and that level 3 holds the layer at work, the one
