@@ -167,7 +167,7 @@ class StateTraffic:
         """Yields this rank's stages in the order in which the schedule gathers them."""
         schedule = self._layout.pipeline()
         numbers = schedule.rank_stages(self._place["pp"])
-        order = [action.stage for action in schedule.actions[self._place["pp"]] if action is not None]
+        order = [part.stage for action in schedule.actions[self._place["pp"]] for part in action.parts]
         active: set[int] = set()
         for at in range(len(order)):
             ahead = list(dict.fromkeys(order[at:]))[:ACTIVE_STAGES]
