@@ -57,7 +57,9 @@ def model_forward(
     Raises:
         ConfigError: for a model that gives only a loss, or that takes no positions though documents are masked.
     """
-    output = model_output(module, anatomy, tokens, None, positions, mask_documents)
+    # A forward may insist on targets, or without them give the logits of the last token alone.
+    none = torch.full_like(tokens, IGNORED) if anatomy.target_argument and not anatomy.transformers else None
+    output = model_output(module, anatomy, tokens, none, positions, mask_documents)
     if output.logits is None:
         raise ConfigError("the model's forward gives only a loss; return logits (B, S, V) to use it here")
     return output.logits

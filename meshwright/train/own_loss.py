@@ -48,7 +48,11 @@ def own_loss_compute(anatomy: Anatomy, objective: Objective) -> Compute:
         loss = last * output.loss + entropy
         for share, value in zip(shares[:-1], values[:-1]):
             loss = loss + (share - last) * value
-        told = [item for value, w in zip(values, weights[1:]) for item in (value.detach().to(torch.float64) * w, w)]
+        told = []
+        for value, weight in zip(values, weights[1:]):
+            # Rows that fill up an evaluation have no targets, and a mean over none is no number.
+            counted = torch.where(weights[0] > 0, weight, 0.0)
+            told += [torch.where(counted > 0, value.detach().to(torch.float64) * counted, 0.0), counted]
         return loss, torch.cat([sums, torch.stack(told)])
 
     return compute
@@ -56,5 +60,5 @@ def own_loss_compute(anatomy: Anatomy, objective: Objective) -> Compute:
 
 def _loss_alone(loss: torch.Tensor, targets: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """A mean over targets, of which no hits are known."""
-    loss_sum = loss.detach().to(torch.float64) * targets
+    loss_sum = torch.where(targets > 0, loss.detach().to(torch.float64) * targets, 0.0)
     return loss * (targets * scale), torch.stack([loss_sum, targets, torch.zeros_like(loss_sum)])

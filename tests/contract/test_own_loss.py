@@ -5,15 +5,21 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel, build_meta, shrink
 from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import materialise
+from meshwright.models.forward import model_forward
 from meshwright.models.objective_trial import try_forward
-from meshwright.plan import Layout
+from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import Recipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.train.feed import MicroBatch
+from meshwright.train.session import build_program
+from tests.ranks.group import run_ranks
 
 VOCAB, SEQUENCE, ROWS = 61, 12, 8
 MIXTURE = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -83,6 +89,27 @@ def test_a_layout_that_a_term_does_not_allow_is_refused_by_name() -> None:
 def test_a_term_of_the_last_stage_goes_through_a_pipeline() -> None:
     texts = ("pp=2,microbatches=2", "pp=2,microbatches=2,schedule=zbv")
     assert [(v.layout, v.refused, v.worst) for v in prove(own("two_heads"), *texts) if not v.passed] == []
+
+
+@pytest.mark.parametrize("name", ["balanced", "loss_alone"])
+def test_rows_without_targets_count_for_nothing_in_an_evaluation(name: str) -> None:
+    batch = made_up_batches(1, 2, SEQUENCE, VOCAB, documents=False)[0]
+    empty = MicroBatch(batch.tokens, torch.full_like(batch.targets, -100), None)
+
+    def sums(_rank: int) -> list[torch.Tensor]:
+        plan = Plan(layout=Layout(), prediction=Prediction(memory={}), ranks=1, reason="")
+        program = build_program(build(own(name)), plan, torch.device("cpu"))
+        return [program.evaluate(item) for item in (batch, empty)]
+
+    some, none = run_ranks(1, sums)[0]
+    assert some.isfinite().all() and some[0] > 0
+    assert (none == 0).all()
+
+
+def test_logits_of_a_forward_that_insists_on_targets() -> None:
+    built = build(own("balanced"))
+    module = materialise(built.module, built.recipe, built.config.seed).eval()
+    assert model_forward(module, built.anatomy, torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, VOCAB)
 
 
 def test_a_scalar_that_nothing_weighs_is_refused() -> None:
