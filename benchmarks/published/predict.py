@@ -123,7 +123,7 @@ def _degrees(cases: Sequence[Case]) -> Degrees:
 
 def _bunch(cases: Sequence[Case], holds: Holds | None = None) -> list[Predicted]:
     job, machine, engine = cases[0].job, cases[0].machine, cases[0].engine
-    prices = price_many(job, _degrees(cases), machine, engine, holds, sent=False)
+    prices = price_many(job, _degrees(cases), machine, engine, holds)
     kinds = {
         "first": prices.first_reserved,
         "reserved": prices.reserved,
