@@ -144,7 +144,8 @@ def leaner(config: RunConfig, model: ReadModel, machines: Machines, plan: Plan) 
         question = _question(config, model, machines.fewer(plan.ranks), precision)
         if plan.layout.offload != "none":  # of what it was planned to take, a part lies in host memory
             planned = candidate(question, plan.layout).price.peak
-        front = choose(question).front
+        measure = measure_of(model.built, config.data.sequence, precision)
+        front = recosted(question, choose(question), measure).front
     except (ClusterError, PlanError):
         front = ()
     fits = [(step_s, size, text) for step_s, size, text in front if size <= LEANER * planned]

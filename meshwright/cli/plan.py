@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,8 @@ from meshwright.schedules.spec import find_schedule
 if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
     from meshwright.models.build import BuiltModel
-    from meshwright.planner.choose import Choice, Question
+    from meshwright.planner.choose import Candidate, Choice, Question
+    from meshwright.planner.measured import Measure
     from meshwright.planner.scaling import Point
     from meshwright.shape import ModelShape
 
@@ -99,14 +100,15 @@ def run(argv: Sequence[str]) -> int:
         return _curve(config, question, as_json)
     from meshwright.cli.planned import show_plan, to_json
     from meshwright.planner.choose import choose
+    from meshwright.planner.measured import recosted
     from meshwright.planner.unequal import choose_unequal
 
     search = choose if question.cluster.uniform else choose_unequal
-    if built is None:
-        choice = search(question, config.show)
-    else:
-        question, choice = _measured(built, question, search, config)
-    compared = _compared(config, question, choice)
+    question, measure = _measured(built, question, config)
+    choice = search(question, config.show)
+    if question.cluster.uniform:
+        choice = recosted(question, choice, measure)
+    choice, compared = _compared(config, question, choice, measure)
     if config.html:
         from meshwright.cli.plan_page import write_page
 
@@ -131,18 +133,16 @@ def _left(question: Question, lost: int) -> Question:
 
 
 def _measured(
-    built: BuiltModel, question: Question, search: Callable[[Question, int], Choice], config: PlanConfig
-) -> tuple[Question, Choice]:
-    """Plans with what the model's own modules keep and compute; returns the question with it, and the plan."""
+    built: BuiltModel | None, question: Question, config: PlanConfig
+) -> tuple[Question, Measure | None]:
+    """Returns the question with what the model's own modules keep, and what runs these; None without modules."""
+    if built is None:
+        return question, None
     from meshwright.cli.inputs import measure_of
-    from meshwright.planner.measured import informed, recosted
+    from meshwright.planner.measured import informed
 
     measure = measure_of(built, config.sequence, question.job.precision)
-    question = question if measure is None else informed(question, measure)
-    choice = search(question, config.show)
-    if measure is not None and question.cluster.uniform:
-        choice = recosted(question, choice, measure)
-    return question, choice
+    return informed(question, measure), measure
 
 
 def question_of(config: PlanConfig, built: BuiltModel | None) -> Question:
@@ -265,24 +265,38 @@ def _limits(config: PlanConfig) -> dict[str, Any]:
     return limits
 
 
-def _compared(config: PlanConfig, question: Question, choice: Choice) -> dict[str, str]:
-    """For each layout that the user named, why it isn't the plan."""
-    import dataclasses
-
+def _compared(
+    config: PlanConfig, question: Question, choice: Choice, measure: Measure | None
+) -> tuple[Choice, dict[str, str]]:
+    """For each layout that the user named, why it isn't the plan; and the answer, which one of them may change."""
+    from meshwright.planner.choose import joined
     from meshwright.planner.explain import why
+    from meshwright.planner.measured import priced
     from meshwright.planner.unequal import why_unequal
 
-    told = {}
-    for text in config.layout:
-        layout = Layout.parse(text)
-        if "precision" not in text:
-            layout = dataclasses.replace(layout, precision=question.base.precision)
+    layouts = [_named(text, question) for text in config.layout]
+    told: dict[str, str] = {}
+    found: list[Candidate] = []
+    for layout in layouts:
         try:
-            uniform = question.cluster.uniform
-            told[str(layout)] = (why if uniform else why_unequal)(question, layout, choice)
+            if question.cluster.uniform:
+                found.append(priced(question, layout, measure))
+            else:
+                told[str(layout)] = why_unequal(question, layout, choice)
         except MeshwrightError as error:
             told[str(layout)] = f"can't be: {error}"
-    return told
+    choice = joined(question, choice, found)
+    for one in found:
+        told[str(one.layout)] = why(question, one, choice, lambda layout: priced(question, layout, measure))
+    return choice, {str(layout): told[str(layout)] for layout in layouts}
+
+
+def _named(text: str, question: Question) -> Layout:
+    """Reads a layout, in the precision and form that all have unless it says otherwise."""
+    layout = Layout.parse(text)
+    precision = layout.precision if "precision" in text else question.base.precision
+    compiled = layout.compile if "compile" in text else question.base.compile
+    return replace(layout, precision=precision, compile=compiled)
 
 
 def _curve(config: PlanConfig, question: Question, as_json: bool) -> int:

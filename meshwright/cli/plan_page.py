@@ -35,12 +35,12 @@ def write_page(path: Path, question: Question, choice: Choice, compared: dict[st
     told = f"{best.layout}: {reason(question, choice)}"
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="sub">{escape(told)}</p>']
     parts.append(_tiles(question, choice))
-    parts.append("<h2>The best layouts</h2>" + _ranking(choice))
+    parts.append("<h2>The best layouts</h2>" + _ranking(question, choice))
     if compared:
         parts.append("<h2>Your layouts</h2>" + table(("layout", "why"), list(compared.items())))
     rows = [
         (str(one.layout.degrees or "one device"), {NAMES[name]: value for name, value in one.price.parts.items()})
-        for one in choice.best[:6]
+        for one in choice.shown[:6]
     ]
     parts.append("<h2>Parts of a step</h2>" + stacked_bars(_short(rows), "seconds of a step", format_seconds))
     stages = best.price.stages
@@ -74,11 +74,11 @@ def _tiles(question: Question, choice: Choice) -> str:
     return tiles(entries)
 
 
-def _ranking(choice: Choice) -> str:
+def _ranking(question: Question, choice: Choice) -> str:
     best = choice.best[0]
     rows = []
-    for one in choice.best:
-        told = against(one, best) if one is not best else ""
+    for one in choice.shown:
+        told = against(one, best, question.same) if one is not best else ""
         cells = (str(one.layout), format_seconds(one.price.step_s), format_count(one.tokens_per_s))
         rows.append((*cells, format_bytes(one.price.peak), told))
     return table(("layout", "step", "tokens/s", "fullest rank", "against the first"), rows, (1, 2, 3))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.planner.explain import NAMES, against, reason
-from meshwright.planner.scaling import Point, knee
+from meshwright.planner.scaling import KNEE, Point, knee
 from meshwright.planner.timeline import timeline
 from meshwright.schedules import draw
 from meshwright.units import format_bytes, format_count, format_seconds
@@ -36,7 +36,7 @@ def to_json(question: Question, choice: Choice, compared: dict[str, str]) -> dic
         "objective": question.objective,
         "reason": reason(question, choice),
         "plan": str(choice.best[0].layout),
-        "best": [candidate_json(one) for one in choice.best],
+        "best": [candidate_json(one) for one in choice.shown],
         "ties": choice.ties,
         "front": [{"step_s": step, "peak_bytes": peak, "layout": text} for step, peak, text in choice.front],
         "search": {
@@ -104,8 +104,8 @@ def _ranking(question: Question, choice: Choice) -> Table:
         table.add_column("$/Mtoken", justify="right")
     if question.objective == "energy":
         table.add_column("J/token", justify="right")
-    for one in choice.best:
-        told = against(one, choice.best[0]) if one is not choice.best[0] else ""
+    for one in choice.shown:
+        told = against(one, choice.best[0], question.same) if one is not choice.best[0] else ""
         text = str(one.layout).replace(f",precision={question.job.precision}", "")
         cells = [text, format_seconds(one.price.step_s), format_count(one.tokens_per_s)]
         cells += [format_bytes(one.price.peak), told]
@@ -186,9 +186,11 @@ def show_curve(question: Question, points: list[Point]) -> None:
             str(one.layout),
         )
     console.print(table)
-    at = knee(points)
+    at, last = knee(points), points[-1].devices
     if at is not None:
-        console.print(f"knee: {at} devices; beyond it a doubling brings less than 80 % of its part")
+        console.print(f"knee: {at} devices; beyond it a doubling brings less than {KNEE:.0%} of its part")
+    elif sum(point.best is not None for point in points) > 1:
+        console.print(f"no knee up to {last} devices: every growth brought at least {KNEE:.0%} of its part")
 
 
 def curve_json(points: list[Point]) -> dict[str, Any]:

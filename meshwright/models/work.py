@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ def measure_model(
         return found
 
     try:
-        with faked(module, dtype), _whole_rows(), _drawn(built):
+        with _unlogged(), faked(module, dtype), _whole_rows(), _drawn(built):
             tokens = torch.zeros(rows, sequence, dtype=torch.int64)
             kinds.watch()
             rest = measure_work(module, call, [])
@@ -72,6 +73,20 @@ def measure_model(
         raise ConfigError(f"model '{built.config.name}' can't be run on fake tensors: {str(error)[:200]}") from error
     rest.sent = list(wire.sent)
     return ModelWork(rows=rows, layers=tuple(kinds.works), counts=tuple(kinds.counts), rest=rest)
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps torch from printing the traceback of an operator that it can't fake, which is raised as an error too.
+
+    Grouped products of experts are one: their kernels take float32, their rule for fake tensors bf16 alone.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _drawn(built: BuiltModel) -> contextlib.AbstractContextManager[Any]:

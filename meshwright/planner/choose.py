@@ -23,7 +23,7 @@ from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.kept import Kept, adjusted_one
 from meshwright.planner.ledger import Lesson
 from meshwright.planner.search import Found, search
-from meshwright.planner.space import Space, layout_of
+from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s
 from meshwright.schedules.spec import known_schedules
 from meshwright.units import format_bytes
@@ -41,8 +41,12 @@ UNSTEADY = 0.1
 """Spread of a machine's pace while it was calibrated from which a plan says so."""
 MOST_ACTIONS = 8192
 """Forwards and backwards of a step up to which a layout's pipeline is simulated one by one: a tenth of a second."""
+FINALISTS = 10
+"""Layouts that are priced in full, of which the plan is chosen, however many are shown."""
 AFTER = ("gather", "reduce", "offload", "optimizer", "step")
 """Parts of a step that are no part of the pipeline."""
+LEANER = 0.01
+"""Share of memory by which a slower layout must be leaner to be told of."""
 OBJECTIVES = ("time", "cost", "energy")
 """What the best has least of: seconds, dollars or joules of a token."""
 
@@ -66,8 +70,8 @@ class Choice:
     """What a search gives a user."""
 
     best: tuple[Candidate, ...]
-    """The plan, then the others, fastest first, each unlike the others. The plan is the fastest, or, of those that the
-    model can't tell from it, the simplest."""
+    """The finalists: the plan, then the others, fastest first, each unlike the others. The plan is the fastest, or, of
+    those that the model can't tell from it, the simplest."""
     ties: int
     """How many of `best` the model can't tell from the fastest, itself included."""
     front: tuple[tuple[float, float, str], ...]
@@ -82,6 +86,16 @@ class Choice:
     """Seconds of the search."""
     notes: tuple[str, ...] = ()
     """What a user should know besides."""
+    more: tuple[Candidate, ...] = ()
+    """Layouts after the finalists, where more are to be shown."""
+    show: int = FINALISTS
+    """Most layouts to show."""
+
+    @property
+    def shown(self) -> tuple[Candidate, ...]:
+        """The plan and the others that are to be shown, fastest first."""
+        others = sorted((*self.best[1:], *self.more), key=lambda one: one.price.step_s)
+        return (self.best[0], *others)[: self.show]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,12 +213,14 @@ def chosen(question: Question, found: Found, show: int) -> Choice:
         show: most layouts in the answer.
     """
     assert found.best is not None
-    picked = _unlike(question, *found.best, show)
-    best, ties = arranged([candidate(question, layout) for layout in picked], question.same)
+    picked = [candidate(question, layout) for layout in _unlike(question, *found.best, max(show, FINALISTS))]
+    best, ties = arranged(picked[:FINALISTS], question.same)
     return Choice(
         best=best,
         ties=ties,
-        front=_front(question, *found.best),
+        more=tuple(picked[FINALISTS:]),
+        show=show,
+        front=front_of([candidate(question, layout) for layout in _lean(question, *found.best)]),
         considered=found.considered,
         priced=found.priced,
         too_large=found.too_large,
@@ -288,17 +304,52 @@ def _unlike(question: Question, degrees: Degrees, prices: Prices, show: int) -> 
     return chosen
 
 
-def _front(question: Question, degrees: Degrees, prices: Prices) -> tuple[tuple[float, float, str], ...]:
+def _lean(question: Question, degrees: Degrees, prices: Prices) -> list[Layout]:
     """Of the layouts that were kept, those than which none is both faster and leaner."""
     layers = len(question.job.shape.blocks)
-    least, front = np.inf, []
+    least, found = np.inf, []
     for at in np.lexsort((prices.peak, prices.step_s)):
-        peak = float(prices.peak[at])
-        if peak < least * 0.99:
-            least = peak
-            text = str(layout_of(degrees, int(at), question.base, layers))
-            front.append((float(prices.step_s[at]), peak, text))
+        if float(prices.peak[at]) < least * (1 - LEANER):
+            least = float(prices.peak[at])
+            found.append(layout_of(degrees, int(at), question.base, layers))
+    return found
+
+
+def front_of(found: Sequence[Candidate]) -> tuple[tuple[float, float, str], ...]:
+    """Returns (seconds, bytes of the fullest rank, layout) of those than which none is both faster and leaner.
+
+    Args:
+        found: in any order.
+    """
+    least, front = np.inf, []
+    for one in sorted(found, key=lambda one: (one.price.step_s, one.price.peak)):
+        if one.price.peak < least * (1 - LEANER):
+            least = one.price.peak
+            front.append((one.price.step_s, one.price.peak, str(one.layout)))
     return tuple(front)
+
+
+def joined(question: Question, choice: Choice, named: Sequence[Candidate]) -> Choice:
+    """Returns the answer with layouts of the space that turned out faster than all finalists.
+
+    The search orders by closed forms; what is priced in full afterwards may change places.
+
+    Args:
+        question: what was planned.
+        choice: the answer.
+        named: layouts that were priced like the finalists.
+    """
+    limit = min(one.price.step_s for one in choice.best) / (1 + question.same)
+    fitting = [one for one in named if one.price.step_s < limit and one.price.peak <= question.room_bytes]
+    if not fitting:
+        return choice
+    every = cores(question.job, question.space)
+    faster = [one for one in fitting if contains(question.job, question.space, every, question.base, one.layout)]
+    if not faster:
+        return choice
+    best, ties = arranged([*choice.best, *faster], question.same)
+    told = "the plan is a layout that was named: priced in full it is faster than what the search put first"
+    return dataclasses.replace(choice, best=best, ties=ties, notes=(*notes(question, best[0]), told))
 
 
 def notes(question: Question, best: Candidate) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from meshwright.errors import PlanError
-from meshwright.plan import OFFLOADS, Layout
-from meshwright.planner.choose import Candidate, Choice, Question, candidate
+from meshwright.plan import DEFAULT_SCHEDULE, OFFLOADS, Layout
+from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.units import format_bytes, format_seconds
 
 NAMES = {
@@ -38,23 +39,34 @@ def reason(question: Question, choice: Choice) -> str:
     kind = "one of the fastest" if choice.ties > 1 else "the fastest"
     told = f"{kind} that fit, of {choice.considered} layouts: {format_seconds(best.price.step_s)} a step"
     if choice.ties > 1:
-        told += f"; the model can't tell {choice.ties} of the best apart (within {question.same:.0%}), and it is their "
-        told += "simplest"
+        some = "at least " if choice.ties == len(choice.best) < choice.considered else ""
+        told += f"; the model can't tell {some}{choice.ties} of the best apart (within {question.same:.0%}), and it is "
+        told += "their simplest"
     elif len(choice.best) > 1:
         other = choice.best[1]
         told += f"; next is {other.layout}, {other.price.step_s / best.price.step_s - 1:.1%} slower"
     return told
 
 
-def against(one: Candidate, best: Candidate) -> str:
-    """Returns why a layout is slower than the best, in a sentence."""
+def against(one: Candidate, best: Candidate, same: float) -> str:
+    """Returns why a layout is slower than the plan, in a sentence.
+
+    Args:
+        one: the layout.
+        best: the plan.
+        same: relative difference of times that tells nothing.
+    """
+    if _written(one.layout) == _written(best.layout):
+        return "is the plan"
     slower = one.price.step_s / best.price.step_s - 1
     whole = best.price.step_s
     gaps = {name: one.price.parts.get(name, 0.0) - best.price.parts.get(name, 0.0) for name in NAMES}
     worse = sorted((gap, name) for name, gap in gaps.items() if gap > SMALL * whole)[::-1][:3]
     better = sorted((gap, name) for name, gap in gaps.items() if gap < -SMALL * whole)[:2]
     if slower <= 0:
-        return f"{-slower:.1%} faster than the plan"
+        surely = best.price.step_s > one.price.step_s * (1 + same)
+        told = "" if surely else f", which the model can't tell (within {same:.0%})"
+        return f"{-slower:.1%} faster than the plan{told}"
     parts = [f"{NAMES[name]} +{gap / whole:.1%}" for gap, name in worse]
     parts += [f"{NAMES[name]} {gap / whole:.1%}" for gap, name in better]
     return f"{slower:.1%} slower: {', '.join(parts) or 'many small parts'}"
@@ -71,23 +83,31 @@ def memory_sentence(question: Question, one: Candidate) -> str:
     return f"{where} needs {format_bytes(stage.peak)} of {format_bytes(room)}: {format_bytes(size)} are {what}"
 
 
-def why(question: Question, layout: Layout, choice: Choice) -> str:
+def _written(layout: Layout) -> Layout:
+    """The layout with what it leaves to its defaults spelled out, so that equal ones are equal."""
+    if layout.degree("pp") == 1:
+        return layout
+    schedule = layout.schedule or DEFAULT_SCHEDULE
+    return dataclasses.replace(layout, schedule=schedule, stages=layout.stages_per_rank)
+
+
+def why(question: Question, one: Candidate, choice: Choice, price: Callable[[Layout], Candidate]) -> str:
     """Returns why a layout that the user names is worse than the plan, or doesn't fit and what would.
 
-    Raises:
-        PlanError: when the layout can't be on these devices at all.
+    Args:
+        question: what was planned.
+        one: the layout, by ``price``.
+        choice: the answer, by ``price`` too.
+        price: prices a layout.
     """
-    layout.check_ranks(question.cluster.devices)
-    layout.check_batch(question.job.rows)
-    one = candidate(question, layout)
-    best = choice.best[0]
+    layout, best = one.layout, choice.best[0]
     if one.price.peak <= question.room_bytes:
         there = f" with {format_bytes(one.price.host)} of a rank in host memory" if one.price.host else ""
-        return f"fits{there}, {format_seconds(one.price.step_s)} a step: {against(one, best)}"
+        return f"fits{there}, {format_seconds(one.price.step_s)} a step: {against(one, best, question.same)}"
     told = [f"doesn't fit: {memory_sentence(question, one)}"]
     for change in _leaner(layout):
         try:
-            other = candidate(question, change)
+            other = price(change)
         except PlanError:
             continue
         if other.price.peak <= question.room_bytes:

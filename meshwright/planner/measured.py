@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 from meshwright.plan import Layout
-from meshwright.planner.choose import Candidate, Choice, Question, arranged
+from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of
 from meshwright.planner.cost.operators import pieces
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.kept import read_kept
@@ -43,6 +43,30 @@ def corrected(question: Question, one: Candidate, measure: Measure) -> Candidate
     return repriced(question, one, Measured(question, one, work, found, calibration).price())
 
 
+def priced(question: Question, layout: Layout, measure: Measure | None) -> Candidate:
+    """Returns a layout with the one price by which layouts are compared, shown and planned.
+
+    That is the closed form with its pipeline simulated, what the model's operators take where the machine was measured,
+    and what earlier runs here took over that.
+
+    Args:
+        question: what is planned.
+        layout: any.
+        measure: gives the operators; None where the model is known by its sizes alone.
+
+    Raises:
+        PlanError: when the layout can't be on these devices, or can't share the batch.
+    """
+    layout.check_ranks(question.cluster.devices)
+    layout.check_batch(question.job.rows)
+    return _settled(question, candidate(question, layout), measure)
+
+
+def _settled(question: Question, one: Candidate, measure: Measure | None) -> Candidate:
+    found = one if measure is None else corrected(question, one, measure)
+    return _taught(question, found)
+
+
 def informed(question: Question, measure: Measure) -> Question:
     """Returns the question with the activations that the model's own modules keep, where they run on fake tensors."""
     work = measure(Layout(), 1)
@@ -64,16 +88,25 @@ def repriced(question: Question, one: Candidate, price: Price) -> Candidate:
     )
 
 
-def recosted(question: Question, choice: Choice, measure: Measure) -> Choice:
-    """Returns the answer with its best corrected, and put in order again with what runs here taught."""
-    found = {str(one.layout): corrected(question, one, measure) for one in choice.best}
-    taught = [_taught(question, one) for one in found.values()]
-    best, ties = arranged(taught, question.same)
-    return dataclasses.replace(choice, best=tuple(found[str(one.layout)] for one in best), ties=ties)
+def recosted(question: Question, choice: Choice, measure: Measure | None) -> Choice:
+    """Returns the answer with every price as `priced` has it, and put in order again."""
+    settled = [[_settled(question, one, measure) for one in some] for some in (choice.best, choice.more)]
+    best, ties = arranged(settled[0], question.same)
+    front = front_of([priced(question, Layout.parse(text), measure) for _, _, text in choice.front])
+    return dataclasses.replace(choice, best=best, ties=ties, more=tuple(settled[1]), front=front)
 
 
 def _taught(question: Question, one: Candidate) -> Candidate:
-    """The candidate at the time that runs with its axes took here over their price; for an order, not to be shown."""
-    return dataclasses.replace(
-        one, price=dataclasses.replace(one.price, step_s=one.price.step_s * question.lesson.of(one.layout))
+    """The candidate at the time that runs with its axes took here over their price."""
+    factor = question.lesson.of(one.layout)
+    if factor == 1.0:
+        return one
+    price = one.price
+    stages = tuple(
+        dataclasses.replace(stage, forward_s=stage.forward_s * factor, backward_s=stage.backward_s * factor)
+        for stage in price.stages
+    )
+    parts = {name: seconds * factor for name, seconds in price.parts.items()}
+    return repriced(
+        question, one, dataclasses.replace(price, step_s=price.step_s * factor, parts=parts, stages=stages)
     )

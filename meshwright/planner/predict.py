@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright.plan import Layout, Plan, Prediction
-from meshwright.planner.choose import AFTER, Candidate, Choice, Question, candidate
+from meshwright.planner.choose import AFTER, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
-from meshwright.planner.measured import Measure, corrected
+from meshwright.planner.measured import Measure, priced
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.planner.rule import predict
 from meshwright.planner.traffic import step_collectives
@@ -18,7 +18,7 @@ def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelPart
 
     Args:
         question: what was planned.
-        one: the layout with its price.
+        one: the layout with its price, as `priced` has it.
         sizes: of the model's state.
     """
     state = predict(one.layout, sizes)
@@ -33,15 +33,14 @@ def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelPart
     else:
         (stage,) = price.stages
         parts["forward"], parts["backward"] = micro * stage.forward_s, micro * stage.backward_s
-    factor = question.lesson.of(one.layout)
     return Prediction(
         memory={**state.memory, **rest},
         formula=state.formula,
-        step_s=price.step_s * factor,
-        parts={name: seconds * factor for name, seconds in parts.items()},
+        step_s=price.step_s,
+        parts=parts,
         traffic=_traffic(question, one.layout, sizes),
         host=int(price.host),
-        learned=factor,
+        learned=question.lesson.of(one.layout),
     )
 
 
@@ -54,8 +53,7 @@ def _traffic(question: Question, layout: Layout, sizes: StateSizes | ModelParts)
 
 def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelParts, measure: Measure) -> Plan:
     """Returns the plan for a layout that the user named, priced like any other."""
-    layout.check_ranks(question.cluster.devices)
-    one = corrected(question, candidate(question, layout), measure)
+    one = priced(question, layout, measure)
     ranks = question.cluster.devices
     return Plan(layout=layout, prediction=prediction(question, one, sizes), ranks=ranks, reason="named by the user")
 
@@ -70,7 +68,7 @@ def chosen_plan(question: Question, choice: Choice, at: int, sizes: StateSizes |
         sizes: of the model's state.
     """
     one = choice.best[at]
-    others = {str(other.layout): against(other, one) for other in choice.best if other is not one}
+    others = {str(other.layout): against(other, one, question.same) for other in choice.best if other is not one}
     return Plan(
         layout=one.layout,
         prediction=prediction(question, one, sizes),

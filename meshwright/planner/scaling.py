@@ -75,14 +75,12 @@ def curve(question: Question, counts: list[int]) -> list[Point]:
 
 
 def knee(points: list[Point]) -> int | None:
-    """Returns the last number of devices up to which every growth brought `KNEE` of its part; None for one point."""
+    """Returns the last number of devices up to which every growth brought `KNEE` of its part; None where all did."""
     works = [point for point in points if point.best]
-    if len(works) < 2:
-        return None
     for before, after in itertools.pairwise(works):
         if after.efficiency < before.efficiency * KNEE:
             return before.devices
-    return works[-1].devices
+    return None
 
 
 def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:

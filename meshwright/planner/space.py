@@ -284,6 +284,30 @@ def layout_of(degrees: Degrees, at: int, base: Layout, layers: int) -> Layout:
     )
 
 
+def contains(job: Job, space: Space, every: np.ndarray, base: Layout, layout: Layout) -> bool:
+    """Whether a layout is one of the space.
+
+    Args:
+        job: model and batch.
+        space: what may be chosen.
+        every: (n, 7) rows of `cores`.
+        base: what every layout shares.
+        layout: any; how many of its layers recompute is free.
+    """
+    piped, mode = layout.degree("pp") > 1, layout.recompute.partition(":")[0]
+    name = (layout.schedule or schedule_names()[0]) if piped else schedule_names()[0]
+    if name not in schedule_names() or mode not in space.recomputes or layout.offload not in space.offloads:
+        return False
+    core = [layout.degree(axis) for axis in ("pp", "cp", "tp", "ep")]
+    core += [layout.microbatches, schedule_names().index(name), layout.stages_per_rank if piped else 1]
+    variant = (layout.degree("replicate"), layout.degree("shard"), layout.zero, RECOMPUTES.index(mode))
+    if not (every == np.array(core, dtype=float)).all(axis=1).any() or variant not in variants(job, space, core):
+        return False
+    chosen = ("degrees", "zero", "microbatches", "recompute", "schedule", "stages", "offload")
+    free = {name: getattr(layout, name) for name in chosen}
+    return layout == dataclasses.replace(base, sequence=layout.degree("tp") > 1 and space.sequence, **free)
+
+
 def _why_none(job: Job, space: Space) -> str:
     data = [size for size in divisors(space.devices) if job.rows % size == 0]
     if space.fixed:

@@ -153,7 +153,7 @@ def why_unequal(question: Question, layout: Layout, choice: Choice) -> str:
     one = _candidate(question, kinds, layout)
     if one is None:
         return f"doesn't fit the device of some stage or reader ({describe_kinds(question.cluster)})"
-    return f"fits, {format_seconds(one.price.step_s)} a step: {against(one, choice.best[0])}"
+    return f"fits, {format_seconds(one.price.step_s)} a step: {against(one, choice.best[0], question.same)}"
 
 
 def _alone(question: Question, best: Candidate) -> tuple[str, ...]:

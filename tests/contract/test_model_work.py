@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+
 import pytest
 import torch
 
 from meshwright.cluster.calibration import Calibration
+from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.forward import model_forward
@@ -95,3 +99,19 @@ def test_measured_rates_price_operators() -> None:
     assert seconds.backward["matmul"] == pytest.approx(2 * seconds.forward["matmul"], rel=1e-3)
     moved = sum(count * item.bytes for count, item in work.operators() if item.kind != "product")
     assert seconds.forward["elementwise"] == pytest.approx(moved / 8e9, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
+def test_torch_prints_nothing_of_what_it_cannot_fake(name: str) -> None:
+    """A mixture's grouped products have no fake form in float32: the caller is told, and nobody else."""
+    built = build_meta(ModelConfig(name=name, layers=4, width=64, heads=4), vocab=256, context=32)
+    logger, records = logging.getLogger("torch._subclasses.fake_tensor"), []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with contextlib.suppress(ConfigError):
+            measure_model(built, 1, 32, torch.float32)
+    finally:
+        logger.removeHandler(handler)
+    assert records == [] and not logger.disabled

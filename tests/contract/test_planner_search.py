@@ -10,15 +10,16 @@ import pytest
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.plan import OFFLOADS, Layout
-from meshwright.planner.choose import Choice, Question, candidate, choose, searched
+from meshwright.planner.choose import Candidate, Choice, Question, candidate, choose, joined, searched
 from meshwright.planner.closed_form import Sizes, shape_from_sizes
 from meshwright.planner.cost.job import Degrees, Job
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, reason, why
+from meshwright.planner.measured import priced
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
 from meshwright.planner.search import search
-from meshwright.planner.space import cores, divisors, expand, layout_of
+from meshwright.planner.space import contains, cores, divisors, expand, layout_of
 from meshwright.planner.timeline import timeline
 
 LLAMA = shape_from_sizes(Sizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
@@ -33,6 +34,15 @@ SHORT = shape_from_sizes(Sizes(name="short", layers=5, width=4096, heads=32, kv_
 def question(text: str = "16xh100", shape: object = LLAMA, rows: int = 32, **changes: object) -> Question:
     job = Job(shape=shape, sequence=4096, rows=rows)  # type: ignore[arg-type]
     return Question(job=job, cluster=Cluster.parse(text), base=Layout(precision="bf16"), **changes)  # type: ignore[arg-type]
+
+
+def told_of(asked: Question, text: str, choice: Choice) -> str:
+    """Why a layout isn't the plan."""
+
+    def price(layout: Layout) -> Candidate:
+        return priced(asked, layout, None)
+
+    return why(asked, price(Layout.parse(text)), choice, price)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +129,7 @@ def test_degrees_that_are_given_are_kept() -> None:
     assert all(one.layout.degree("pp") == 4 and one.layout.degree("tp") == 2 for one in found.best)
     level = choose(question(limits={"fixed": {"shard": 8}, "levels": (2,)}))
     assert all(one.layout.degree("shard") == 8 and one.layout.zero == 2 for one in level.best)
-    assert "fits" in why(question(), Layout.parse("shard=16,zero=3,recompute=full,precision=bf16"), found)
+    assert "fits" in told_of(question(), "shard=16,zero=3,recompute=full,precision=bf16", found)
 
 
 def test_experts_spread_only_over_ranks_that_there_are() -> None:
@@ -133,14 +143,14 @@ def test_experts_spread_only_over_ranks_that_there_are() -> None:
 
 def test_why_a_layout_loses(choice: Choice) -> None:
     small = question("16xa100-40")
-    told = why(small, Layout.parse("replicate=16,precision=bf16"), choose(small))
+    told = told_of(small, "replicate=16,precision=bf16", choose(small))
     assert told.startswith("doesn't fit: every rank needs ") and "GiB of" in told
-    slow = why(question(), Layout.parse("pp=4,shard=4,zero=1,microbatches=8,precision=bf16"), choice)
+    slow = told_of(question(), "pp=4,shard=4,zero=1,microbatches=8,precision=bf16", choice)
     assert "slower" in slow and "pipeline bubble" in slow
-    told = why(question(), Layout.parse("shard=16,zero=3,offload=optimizer,precision=bf16"), choice)
+    told = told_of(question(), "shard=16,zero=3,offload=optimizer,precision=bf16", choice)
     assert "of a rank in host memory" in told and "slower" in told
     with pytest.raises(PlanError, match="multiply to 8"):
-        why(question(), Layout.parse("replicate=8"), choice)
+        told_of(question(), "replicate=8", choice)
     assert "of the best apart" in reason(question(), choice) or "slower" in reason(question(), choice)
 
 
@@ -177,7 +187,7 @@ def test_more_devices_are_faster_until_they_are_not() -> None:
     points = curve(question("64xh100"), sizes("8..64", 64))
     times = [point.best.price.step_s for point in points if point.best]
     assert [point.devices for point in points] == [8, 16, 32, 64] and times == sorted(times, reverse=True)
-    assert knee(points) in (8, 16, 32, 64)
+    assert knee(points) in (None, 8, 16, 32)
     with pytest.raises(PlanError, match="the cluster has 64"):
         sizes("8..512", 64)
     with pytest.raises(PlanError, match="write a number"):
@@ -189,7 +199,7 @@ def test_the_knee_is_where_growth_stops_paying(choice: Choice) -> None:
         return Point(devices=devices, best=choice.best[0], efficiency=efficiency)
 
     assert knee([point(8, 1.0), point(16, 0.95), point(32, 0.7), point(64, 0.6)]) == 16
-    assert knee([point(8, 1.0), point(16, 0.9), point(32, 0.8)]) == 32
+    assert knee([point(8, 1.0), point(16, 0.9), point(32, 0.8)]) is None
     assert knee([point(8, 1.0)]) is None and knee([point(8, 1.0), Point(devices=16, best=None)]) is None
 
 
@@ -214,3 +224,47 @@ def test_what_is_left_of_a_cluster_is_used_as_far_as_that_is_faster() -> None:
 
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1] and divisors(16384)[-1] == 16384
+
+
+def test_what_is_shown_changes_neither_plan_nor_ties() -> None:
+    found = {show: choose(question(), show) for show in (1, 2, 10, 15)}
+    assert {show: len(one.shown) for show, one in found.items()} == {1: 1, 2: 2, 10: 10, 15: 15}
+    assert len({str(one.best[0].layout) for one in found.values()}) == 1
+    assert len({reason(question(), one) for one in found.values()}) == 1
+    ties = found[15].ties
+    times = [one.price.step_s for one in found[10].best]
+    assert {one.ties for one in found.values()} == {ties} and ties == sum(time <= min(times) * 1.05 for time in times)
+
+
+def test_a_named_layout_that_search_misjudged_becomes_the_plan() -> None:
+    """Priced in full it beats the finalists by more than the model can tell; nothing outside the space does."""
+    asked = question()
+    found = choose(asked, 3)
+    best = found.best[0]
+
+    def at(text: str, share: float) -> Candidate:
+        one = candidate(asked, Layout.parse(text))
+        step_s = min(item.price.step_s for item in found.best) * share
+        return dataclasses.replace(one, price=dataclasses.replace(one.price, step_s=step_s))
+
+    inside = "pp=2,shard=8,zero=1,microbatches=4,precision=bf16,schedule=1f1b"
+    outside = "pp=2,shard=8,zero=1,precision=bf16,split=5-7"
+    assert joined(asked, found, [at(inside, 0.99), at(outside, 0.5)]).best[0] is best
+    better = joined(asked, found, [at(inside, 0.9)])
+    assert str(better.best[0].layout) == inside and better.ties == 1
+    assert any("a layout that was named" in note for note in better.notes)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, MIXTURE], ids=["dense", "mixture"])
+def test_the_space_contains_what_it_is_made_of(shape: object) -> None:
+    asked = question("8xh100", shape)
+    job, space = asked.job, asked.space
+    every = cores(job, space)
+    degrees = expand(job, space, every)
+    layouts = [layout_of(degrees, at, asked.base, len(job.shape.blocks)) for at in range(0, degrees.count, 97)]
+    assert len(layouts) > 40
+    assert all(contains(job, space, every, asked.base, layout) for layout in layouts)
+    for text in ("replicate=8", "replicate=8,precision=bf16,compile=true", "replicate=4,precision=bf16",
+                 "pp=2,replicate=4,schedule=gpipe,precision=bf16", "replicate=8,microbatches=3,precision=bf16",
+                 "cp=2,replicate=4,attention=gather,precision=bf16"):  # fmt: skip
+        assert not contains(job, space, every, asked.base, Layout.parse(text)), text

@@ -51,7 +51,13 @@ def test_what_is_asked_for_is_planned_for(capsys: pytest.CaptureFixture[str]) ->
 def test_the_curve_names_its_knee(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--cluster", "32xh100", "--devices", "8..32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [point["devices"] for point in found["points"]] == [8, 16, 32] and found["knee"] in (8, 16, 32)
+    assert [point["devices"] for point in found["points"]] == [8, 16, 32] and found["knee"] in (None, 8, 16)
+
+
+def test_a_curve_without_a_knee_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*WORDS, "--batch", "4096", "--cluster", "16xh100", "--devices", "8..16"]
+    assert main(rows) == 0
+    assert "no knee up to 16 devices" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

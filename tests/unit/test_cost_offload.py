@@ -221,7 +221,8 @@ def test_a_host_that_is_missing_or_too_small_is_told() -> None:
 
 def test_a_named_layout_that_offloads_is_explained() -> None:
     asked = question(CLUSTER)
-    told = why(asked, Layout.parse("shard=8,zero=3,precision=bf16,recompute=full,offload=parameters"), choose(asked))
+    layout = Layout.parse("shard=8,zero=3,precision=bf16,recompute=full,offload=parameters")
+    told = why(asked, candidate(asked, layout), choose(asked), lambda other: candidate(asked, other))
     assert "of a rank in host memory" in told and "copies to and from host memory" in told
 
 
