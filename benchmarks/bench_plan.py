@@ -31,10 +31,10 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.plan import Layout
-from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.job import Job
 from meshwright.planner.ledger import learn
-from meshwright.planner.measured import Measure, corrected, informed, recosted
+from meshwright.planner.measured import Measure, informed, priced, recosted
 from meshwright.planner.predict import prediction
 from meshwright.proof.layouts import all_layouts
 from meshwright.runtime.build import check
@@ -157,7 +157,7 @@ def _planned(model: str, layout: Layout, question: Question, measure: Measure) -
     check(layout, "cpu", len(built.anatomy.layers))
     facts = read_facts(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
-    one = corrected(question, candidate(question, layout), measure)
+    one = priced(question, layout, measure)
     planned = prediction(question, one, model_parts(built, facts))
     state = sum(planned.memory[name] for name in ("parameters", "gradients", "optimizer"))
     assert planned.step_s is not None

@@ -36,9 +36,9 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.plan import Layout
-from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.job import Job
-from meshwright.planner.measured import corrected, informed, recosted
+from meshwright.planner.measured import informed, priced, recosted
 from meshwright.planner.predict import prediction
 from meshwright.train.facts import check_shapes, read_facts
 
@@ -195,7 +195,7 @@ def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, 
     facts = read_facts(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
     asked = _asked(name, machines)
-    one = corrected(asked, candidate(asked, layout), measure_of(built, TOKENS, "float32"))
+    one = priced(asked, layout, measure_of(built, TOKENS, "float32"))
     planned = prediction(asked, one, model_parts(built, facts)).step_s
     assert planned is not None
     found = launcher.run(practise, MODELS[name], layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S)

@@ -13,9 +13,9 @@ from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
-from meshwright.planner.choose import Question, candidate
+from meshwright.planner.choose import Question
 from meshwright.planner.ledger import record
-from meshwright.planner.measured import corrected, informed
+from meshwright.planner.measured import informed, priced
 from meshwright.planner.predict import prediction
 from meshwright.units import format_seconds
 
@@ -107,7 +107,7 @@ class _Runner:
 
         facts = read_facts(self._built, layout)
         check_shapes(facts, layout, self._rows, self._tokens)
-        one = corrected(self._question, candidate(self._question, layout), self._measure)
+        one = priced(self._question, layout, self._measure)
         planned = prediction(self._question, one, model_parts(self._built, facts)).step_s
         ran = self._launcher.run(practise_paced, MODEL, layout, facts, self._rows, STEPS, LIMIT_S, timeout_s=LIMIT_S)
         calibration = self._question.cluster.calibration
