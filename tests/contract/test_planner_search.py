@@ -262,7 +262,7 @@ def test_the_space_contains_what_it_is_made_of(shape: object) -> None:
     every = cores(job, space)
     degrees = expand(job, space, every)
     layouts = [layout_of(degrees, at, asked.base, len(job.shape.blocks)) for at in range(0, degrees.count, 97)]
-    assert len(layouts) > 40
+    assert len(layouts) > 20
     assert all(contains(job, space, every, asked.base, layout) for layout in layouts)
     for text in ("replicate=8", "replicate=8,precision=bf16,compile=true", "replicate=4,precision=bf16",
                  "pp=2,replicate=4,schedule=gpipe,precision=bf16", "replicate=8,microbatches=3,precision=bf16",
