@@ -278,7 +278,7 @@ def test_chaos_breaks_a_run_under_way_and_tells_its_story(root: Path, capsys: py
     status = main(["chaos", str(run), "--kill", "rank=1", "--at", "step=12,phase=backward", "--json"])
     story = [event["kind"] for event in json.loads(capsys.readouterr().out)]
     assert status == 0 and story == ["rank_lost", "fenced", "planned", "restored", "recovered"]
-    assert main(["chaos", str(run), "--kill", "rank=7"]) == 1
+    assert main(["chaos", str(run), "--kill", "rank=7"]) == 2
     assert "the run has ranks 0 to 1" in capsys.readouterr().err
     running.kill(signal.SIGINT)
     assert running.wait() == 1, running.text()
