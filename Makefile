@@ -66,5 +66,8 @@ mutants: $(READY) ## plant bugs one by one and count who notices; MUTANTS="--sha
 bench: $(READY) ## measure; benchmarks/README.md says what
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
+fuzz: $(READY) ## damaged files and hostile peers against everything that reads or listens
+	@$(BIN)/python -m pytest tests/fuzz
+
 clean: ## forget the environment and the caches; runs stay
 	@rm -rf $(VENV) $(GHOST_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

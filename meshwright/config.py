@@ -144,5 +144,5 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"no such recipe: {path}; give the path of a TOML file") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read ({error.strerror}); give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None

@@ -56,7 +56,7 @@ class RecordCodec:
             RecordError: for anything else.
         """
         try:
-            return self._restored(json.loads(bytes(data)))
+            return self._restored(parse_json(bytes(data)))
         except RecordError:
             raise
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -70,7 +70,7 @@ class RecordCodec:
         """
         value = self.loads(data)
         if not isinstance(value, kind):
-            raise RecordError(f"a {type(value).__name__} came where a {kind.__name__} was due")
+            raise RecordError(f"a {type(value).__name__} came where a {getattr(kind, '__name__', kind)} was due")
         return value
 
     def _plain(self, value: Any) -> Any:
@@ -139,6 +139,18 @@ def _declared(kind: type) -> list[dataclasses.Field[Any]]:
 
 def _fields_of(value: Any) -> list[Any]:
     return [getattr(value, item.name) for item in _declared(type(value))]
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """Returns the value of JSON that a file or another process gave.
+
+    Raises:
+        ValueError: for anything else, also where values are nested so deep that the parser gives up.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("values are nested too deep") from None
 
 
 def matches(hint: Any, value: Any) -> bool:

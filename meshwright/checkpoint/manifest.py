@@ -13,6 +13,7 @@ from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.names import plain_name
 from meshwright.plan import Layout
+from meshwright.records import parse_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -152,7 +153,7 @@ def _sealed(body: Mapping[str, Any]) -> bytes:
 def _opened(raw: bytes) -> dict[str, Any]:
     """Returns the body; sealing it again must give the very same bytes, so that no byte is free to change."""
     try:
-        body = json.loads(raw)["body"]
+        body = parse_json(raw)["body"]
         whole = isinstance(body, dict) and _sealed(body) == raw
     except (ValueError, TypeError, KeyError, RecursionError):
         whole = False

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.checkpoint.copier import Copier
 from meshwright.checkpoint.parts import Part, check_covered, digest, fill, itemsize
 from meshwright.errors import CheckpointError
+from meshwright.records import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +34,7 @@ _HEADER = struct.Struct("<8sqqqqqqI")
 _MAGIC = b"meshsnap"
 _HEADER_BYTES = HEADER_BYTES = 64
 """Bytes of the header, which is written last: what it says of generation and step counts."""
-_META_BYTES = 64 * 1024
-_ALIGN = 64
+_META_BYTES, _ALIGN = 64 * 1024, 64
 
 
 class Segment:
@@ -109,9 +109,9 @@ class Snapshot:
             raise CheckpointError("no whole snapshot")
         if zlib.crc32(memory[_HEADER_BYTES:end], zlib.crc32(memory[: _HEADER.size - 4])) != crc:
             raise CheckpointError("a snapshot whose header is damaged")
-        known = json.loads(bytes(memory[spans[1] : spans[2]]))
+        known = parse_json(bytes(memory[spans[1] : spans[2]]))
         sums = struct.unpack_from(f"<{parts}I", memory, spans[2])
-        self.meta: dict[str, Any] = json.loads(bytes(memory[spans[3] : end]))
+        self.meta: dict[str, Any] = parse_json(bytes(memory[spans[3] : end]))
         """The trainer's own values."""
         self.tensors = str(known["tensors"])
         """Fingerprint of the whole state's tensors (`parts.digest`)."""

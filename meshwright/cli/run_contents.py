@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, DataError
+from meshwright.records import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,9 +51,9 @@ class RunText:
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer."""
-        from tokenizers import Tokenizer
+        from meshwright.data.tokenizer import load_tokenizer
 
-        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        return load_tokenizer(self.folder / "tokenizer.json")
 
 
 def write_contents(run_dir: Path, built: BuiltModel, token_set: TokenSet) -> None:
@@ -97,7 +98,7 @@ def read_text(run_dir: Path) -> RunText:
         DataError: when they are damaged.
     """
     try:
-        facts = json.loads((run_dir / TEXT).read_text(encoding="utf-8"))
+        facts = parse_json((run_dir / TEXT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{run_dir} has no {TEXT}, which a run writes before its first step; the same train command adds it"
@@ -105,6 +106,9 @@ def read_text(run_dir: Path) -> RunText:
     except ValueError as error:
         cure = "delete it, and the same train command adds it"
         raise DataError(f"{run_dir / TEXT} is damaged ({error}); {cure}") from None
+    sizes = (facts.get("vocab_size"), facts.get("eos_id") or 0) if isinstance(facts, dict) else (None,)
+    if not all(type(size) is int and 0 <= size < 1 << 31 for size in sizes):
+        raise DataError(f"{run_dir / TEXT} doesn't give the vocabulary; delete it, and the same train command adds it")
     return RunText(folder=run_dir / TOKENIZER_FOLDER, facts=facts)
 
 

@@ -131,9 +131,7 @@ def open_run(run_dir: Path, trust: bool = False) -> Trained:
 
 def open_directory(folder: Path) -> Trained:
     """Loads a Hugging Face directory with its ``tokenizer.json``."""
-    from tokenizers import Tokenizer
-
-    from meshwright.data.tokenizer import vocabulary_size
+    from meshwright.data.tokenizer import load_tokenizer, vocabulary_size
     from meshwright.models.build import build_meta
     from meshwright.models.config import ModelConfig
 
@@ -144,7 +142,7 @@ def open_directory(folder: Path) -> Trained:
     _materialise(built, {name: built.tensor(name) for name, _ in built.module.named_parameters()})
     config: Any = built.hf_config
     eos = getattr(config, "eos_token_id", None)
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = load_tokenizer(path)
     end, vocab = eos if isinstance(eos, int) else None, vocabulary_size(tokenizer)
     return Trained(built=built, tokenizer=tokenizer, eos=end, vocab=vocab)
 

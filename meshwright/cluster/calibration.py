@@ -22,6 +22,7 @@ import numpy as np
 from meshwright.cluster.device import canonical_dtype
 from meshwright.cluster.tables import RateTable, TimeTable, grouped
 from meshwright.errors import ClusterError, nearest
+from meshwright.records import parse_json
 
 VERSION = 1
 FORMS = ("nt", "nn", "tn")
@@ -263,7 +264,7 @@ class Calibration:
             ClusterError: when it isn't there or can't be read.
         """
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_json(parse_json(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ClusterError(f"the calibration {path} can't be read: {error.strerror}") from None
         except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from meshwright.cluster.link import Link
 from meshwright.cluster.node import Node, named_node, standard_node
 from meshwright.cluster.words import known
 from meshwright.errors import ClusterError, nearest
+from meshwright.records import parse_json
 
 NODE_KEYS = (
     "nodes",
@@ -41,7 +41,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        found = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ClusterError(f"the cluster's file {path} can't be read: {error.strerror}") from None
     except ValueError as error:

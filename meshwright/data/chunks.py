@@ -88,7 +88,7 @@ class ChunkSums:
             if self._checked[chunk]:
                 continue
             first, last = chunk * size, min((chunk + 1) * size, self._size)
-            if zlib.crc32(memoryview(data[first:last])) != int(self._sums[chunk]):
+            if zlib.crc32(data[first:last].tobytes()) != int(self._sums[chunk]):
                 raise DataError(
                     f"{self._path} is damaged: chunk {chunk} (bytes {first} to {last}) doesn't give its checksum; "
                     f"delete {self._path.parent} and prepare again, and look at the disk"

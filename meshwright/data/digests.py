@@ -18,6 +18,7 @@ from typing import Any
 from meshwright.data.files import lone_writer, sha256, whole_file
 from meshwright.data.sources import Source
 from meshwright.errors import DataError
+from meshwright.records import parse_json
 
 DIGESTS = "digests.json"
 LOCK_S = 6 * 3600.0
@@ -103,7 +104,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _read(path: Path) -> Known:
     """Returns what is remembered; a damaged file counts as none, since all of it can be read again."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     rows = found.items() if isinstance(found, dict) else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tokenize
 import unicodedata
 import zlib
@@ -12,6 +11,7 @@ from typing import Any
 
 from meshwright.data.sources import Source
 from meshwright.errors import DataError
+from meshwright.records import parse_json
 
 _CHUNK = 1 << 20
 _BOM = "\ufeff"
@@ -121,7 +121,7 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 def _field(line: str, source: Source, number: int, text_field: str) -> str:
     try:
-        value = json.loads(line.removeprefix(_BOM))
+        value = parse_json(line.removeprefix(_BOM))
     except ValueError as error:
         raise DataError(f"{source.path} line {number} is not JSON: {error}; each line must be one object") from None
     if not isinstance(value, dict) or not isinstance(value.get(text_field), str):

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from meshwright.data.config import TRAINED_TOKENIZERS
 from meshwright.errors import DataError
+from meshwright.records import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
@@ -97,7 +98,7 @@ def given_tokenizer(name: str) -> TokenizerFiles:
 def _read(path: Path) -> TokenizerFiles:
     """Reads a ``tokenizer.json`` with the files beside it that belong to it."""
     beside = path.with_name(SETTINGS)
-    settings = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    settings = parse_json(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
     companions = {name: path.with_name(name) for name in COMPANIONS}
     texts = {name: file.read_text(encoding="utf-8") for name, file in companions.items() if file.is_file()}
     return _without_padding(Tokenizer.from_file(str(path)), settings, texts)
@@ -113,6 +114,18 @@ def _converted(name: str) -> TokenizerFiles:
     with tempfile.TemporaryDirectory() as folder:
         whole.save_pretrained(folder)
         return _read(Path(folder) / TOKENIZER)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Loads a ``tokenizer.json``.
+
+    Raises:
+        DataError: when it is none.
+    """
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise DataError(f"{path} is no tokenizer: {str(error)[:200]}; make it again") from None
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -191,7 +204,7 @@ def splits_at_newlines(text: str) -> bool:
     Args:
         text: contents of ``tokenizer.json``.
     """
-    parts = json.loads(text)
+    parts = parse_json(text)
     rule = parts.get("pre_tokenizer") or {}
     return (
         parts.get("normalizer") is None

@@ -19,6 +19,7 @@ from meshwright.data.chunks import SUMS, ChunkSums
 from meshwright.data.files import sha256
 from meshwright.errors import DataError
 from meshwright.names import plain_name
+from meshwright.records import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -162,9 +163,9 @@ class TokenSet:
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer."""
-        from tokenizers import Tokenizer
+        from meshwright.data.tokenizer import load_tokenizer
 
-        return Tokenizer.from_file(str(self.path / "tokenizer.json"))
+        return load_tokenizer(self.path / "tokenizer.json")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         DataError: when there is none, or it isn't one of this format.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path} is not a prepared set: it has no {MANIFEST}; run meshwright prepare") from None
     except ValueError as error:
@@ -211,9 +212,9 @@ def _is_whole(manifest: Mapping[str, Any]) -> bool:
         sizes = [facts["bytes"] for facts in files.values()] + counts
         known = {*CHECKED, SUMS, "tokenizer.json"} <= files.keys() and set(CHECKED) == set(chunks["files"])
         sums = all(isinstance(facts["sha256"], str) for facts in files.values())
-        plain = all(isinstance(size, int) and size >= 0 for size in sizes) and isinstance(manifest["key"], str)
+        plain = all(type(size) is int and size >= 0 for size in sizes) and isinstance(manifest["key"], str)
         tokens = isinstance(manifest["vocab_size"], int) and isinstance(manifest["eos_id"], int | None)
-        kinds = manifest["dtype"] in DTYPES and chunks["bytes"] > 0
+        kinds = manifest["dtype"] in DTYPES and type(chunks["bytes"]) is int and chunks["bytes"] > 0
         same = manifest["fingerprint"] == fingerprint_of(files, manifest["dtype"])
         return bool(known and sums and plain and tokens and kinds and same)
     except (KeyError, TypeError, AttributeError):

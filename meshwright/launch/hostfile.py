@@ -56,7 +56,7 @@ def read_hostfile(path: Path) -> list[Host]:
         match = _LINE.match(text)
         slots = int(match["slots"] or 1) if match else 0
         if match is None or match["name"].startswith("-") or slots < 1:
-            raise ClusterError(f"{path}:{number}: {line.strip()!r} is not a host; write it as 'host slots=8'")
+            raise ClusterError(f"{path}:{number}: {line.strip()[:80]!r} is not a host; write it as 'host slots=8'")
         if match["name"] in hosts:
             raise ClusterError(f"{path}:{number}: {match['name']} is named twice; give one line with all its slots")
         hosts[match["name"]] = Host(match["name"], slots)

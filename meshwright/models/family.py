@@ -58,8 +58,8 @@ def directory_config(config: ModelConfig, vocab: int | None, context: int | None
     """
     try:
         found = AutoConfig.from_pretrained(config.name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.name = '{config.name}' holds no transformers config: {error}") from error
+    except Exception as error:  # a damaged one meets whatever its class does with it
+        raise ConfigError(f"model.name = '{config.name}' holds no transformers config: {str(error)[:500]}") from error
     if config.fresh:
         return _sized(config, found, vocab, context, preset=False)
     _apply(found.get_text_config(decoder=True), dict.fromkeys(DROPOUTS, config.dropout))

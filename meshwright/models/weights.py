@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from copy import deepcopy
@@ -17,6 +16,7 @@ from torch import nn
 from meshwright.errors import CheckpointError
 from meshwright.models.deferred import Box
 from meshwright.names import plain_name
+from meshwright.records import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _index(directory: Path) -> dict[str, Path]:
     listing = directory / "model.safetensors.index.json"
     if listing.is_file():
         try:
-            named = dict(json.loads(listing.read_text(encoding="utf-8"))["weight_map"])
+            named = dict(parse_json(listing.read_text(encoding="utf-8"))["weight_map"])
             asked = set(named.values())
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{listing} is damaged: {error}; fetch or export it again") from error

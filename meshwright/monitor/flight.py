@@ -8,12 +8,12 @@ Source: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, version 2.10 of th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.records import parse_json
 from meshwright.units import format_bytes
 
 _COMPLETED, _STARTED = "completed", "started"
@@ -105,7 +105,7 @@ def _size_bytes(sizes: Any, types: Any) -> int:
 def read_dump(data: bytes) -> Mapping[str, Any]:
     """Returns a dump in JSON as plain values; empty for what is none."""
     try:
-        found = json.loads(data)
+        found = parse_json(data)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

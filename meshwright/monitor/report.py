@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -25,6 +25,14 @@ from meshwright.units import format_bytes, format_count, format_seconds
 
 REPORT = "report.html"
 _MOST_EVENTS = 300
+
+
+def _drawn(draw: Callable[[], str]) -> str:
+    """Returns a part of the report; one whose files hold values of other kinds says so."""
+    try:
+        return draw()
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        return f"<p>The files that this is drawn from are damaged ({type(error).__name__}).</p>"
 
 
 def write_report(run_dir: Path, bound: float = 0.25) -> Path:
@@ -42,19 +50,20 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
     """
     run = read_run(run_dir)
     measured = measure(run.steps)
-    sections = [
-        ("", _head(run)),
-        ("What ran", _what_ran(run)),
-        ("Course", course(run)),
-        ("Compression of the held-out text", compression(run)),
-        ("Layout", layout_grid(run)),
-        ("Time by part", time(run)),
-        ("Memory by part", memory(run, measured)),
-        ("Traffic", traffic(run)),
-        ("Planned against measured", drift(run, measured, bound)),
-        ("Samples", _samples(run)),
-        ("Events", _events(run)),
+    parts: list[tuple[str, Callable[[], str]]] = [
+        ("", lambda: _head(run)),
+        ("What ran", lambda: _what_ran(run)),
+        ("Course", lambda: course(run)),
+        ("Compression of the held-out text", lambda: compression(run)),
+        ("Layout", lambda: layout_grid(run)),
+        ("Time by part", lambda: time(run)),
+        ("Memory by part", lambda: memory(run, measured)),
+        ("Traffic", lambda: traffic(run)),
+        ("Planned against measured", lambda: drift(run, measured, bound)),
+        ("Samples", lambda: _samples(run)),
+        ("Events", lambda: _events(run)),
     ]
+    sections = [(name, _drawn(draw)) for name, draw in parts]
     body = "".join((f"<h2>{name}</h2>" if name else "") + part for name, part in sections if part)
     path = run_dir / REPORT
     beside = path.with_name(f"{REPORT}.{os.getpid()}.new")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
+from meshwright.records import parse_json
 
 _ENDS = {"run_finished": "finished", "interrupted": "interrupted", "failed": "failed"}
 
@@ -68,10 +68,10 @@ def read_run(run_dir: Path) -> RunFiles:
     text = _text(run_dir / "config.toml")
     try:
         config = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         config = {}
     try:
-        plan = json.loads(_text(run_dir / "plan.json") or "{}")
+        plan = parse_json(_text(run_dir / "plan.json") or "{}")
     except ValueError:
         plan = {}
     steps = {int(line["step"]): line for line in read_lines(run_dir / METRICS) if _whole(line.get("step"))}

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from meshwright.errors import RankError
 from meshwright.events import Event, StepRecord
 from meshwright.monitor.retry import RetryingFile
+from meshwright.records import parse_json
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -118,7 +119,7 @@ class EventTail:
         found = []
         for line in whole.splitlines():
             try:
-                values = json.loads(line)
+                values = parse_json(line)
             except ValueError:
                 continue
             if values.get("rank") == SUPERVISOR:
@@ -196,7 +197,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for line in file:
             try:
-                values = json.loads(line)
+                values = parse_json(line)
             except ValueError:
                 continue
             if isinstance(values, dict):
@@ -205,7 +206,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _step_of(line: bytes) -> float:
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
+from meshwright.records import parse_json
 
 NAME = "runs.jsonl"
 """Of the file, beside the calibrations."""
@@ -72,11 +73,11 @@ def learn(path: Path, machine: str) -> Lesson:
     ratios: list[tuple[str, float, bool]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return Lesson()
     for line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             ratio = float(row["measured_s"]) / float(row["priced_s"])
             layout = Layout.parse(str(row["layout"]))
         except (ValueError, KeyError, TypeError, ZeroDivisionError, PlanError):

@@ -14,11 +14,12 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError, LaunchError
+from meshwright.records import RecordCodec, RecordError
 
 FOLDER = "generations"
 LEASE_S = 4.0
@@ -46,6 +47,9 @@ class Claim:
     """Its port."""
 
 
+_CODEC = RecordCodec((Claim,))
+
+
 class Claims:
     """The files of a run's generations."""
 
@@ -63,14 +67,18 @@ class Claims:
         while self._path(self._newest + 1).exists():
             self._newest += 1
         if self._newest >= 0 and (self._read is None or self._read.generation != self._newest):
-            self._read = Claim(**json.loads(self._path(self._newest).read_text(encoding="utf-8")))
+            path = self._path(self._newest)
+            try:
+                self._read = _CODEC.loads_as(Claim, path.read_bytes())
+            except RecordError as error:
+                raise LaunchError(f"{path} is damaged ({error}); remove it while no node runs") from None
         return self._read
 
     def take(self, claim: Claim) -> bool:
         """Creates a generation's file; returns whether it was this process that did."""
         beside = self._folder / f".{uuid.uuid4().hex}"
         with beside.open("w", encoding="utf-8") as file:
-            json.dump(asdict(claim), file)
+            file.write(_CODEC.dumps(claim).decode())
             file.flush()
             os.fsync(file.fileno())
         try:
@@ -147,7 +155,10 @@ class Claims:
         path = self._path(self._newest, ".ended")
         if self._newest <= after or not path.exists():
             return None
-        result = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            result = _CODEC.loads_as(dict | None, path.read_bytes())  # type: ignore[arg-type]
+        except RecordError as error:
+            raise LaunchError(f"{path} doesn't say how the run ended ({error}); events.jsonl does") from None
         if result is None:
             raise LaunchError("the run was ended by an error on the node that led")
         return dict(result)

@@ -17,6 +17,7 @@ from enum import Enum
 from functools import cached_property
 
 from meshwright.errors import PlanError
+from meshwright.records import parse_json
 
 
 class Kind(Enum):
@@ -77,8 +78,8 @@ class Action:
         if both := _PAIR.fullmatch(bare):
             return overlap(cls.parse(both[1]), cls.parse(both[2]))
         raise PlanError(
-            f"'{bare}' is no action: write stage, F, B, I or W, micro-batch (as 2F0), or (0F1;1B0)OVERLAP_F_B; sends "
-            "and receives are added when the schedule runs, leave them out"
+            f"'{bare[:80]}' is no action: write stage, F, B, I or W, micro-batch (as 2F0), or (0F1;1B0)OVERLAP_F_B; "
+            "sends and receives are added when the schedule runs, leave them out"
         )
 
 
@@ -182,7 +183,7 @@ class Schedule:
             PlanError: the text is no such object.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             return cls._of_text(fields["name"], fields["actions"])
         except (ValueError, KeyError, TypeError, AttributeError) as fault:
             raise PlanError(f"this JSON is no schedule ({fault!r}): it needs a name, and actions per rank") from None

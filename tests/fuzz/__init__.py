@@ -1,0 +1,1 @@
+"""Hostile files and peers: `make fuzz`."""
