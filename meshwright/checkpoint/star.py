@@ -102,9 +102,9 @@ class StarAgreement(Agreement):
                 if time.monotonic() > end:
                     raise
                 time.sleep(_AGAIN_S)
+        self._lines[0] = line
         line.limit(self._limit_s)
         line.send(_HELLO.pack(*self._key, self.rank))
-        self._lines[0] = line
         return line
 
     def _welcome(self) -> None:
@@ -118,6 +118,8 @@ class StarAgreement(Agreement):
                 while gate.notices:
                     *key, rank = _HELLO.unpack(gate.notices.pop(0))
                     if tuple(key) == self._key:
+                        if line is not None:
+                            line.close()
                         raise ConnectionError(f"writer {rank} gave up")
                 if line is None:
                     continue

@@ -218,6 +218,19 @@ def ledger_here(machines: Machines) -> tuple[Path, str]:
     return calibration_folder() / NAME, name
 
 
+def refuse_code(run_dir: Path, config: RunConfig, trust: bool) -> None:
+    """Refuses to run the code that a run directory's config names, unless the user said that it is trusted.
+
+    Raises:
+        ConfigError: names the function.
+    """
+    if config.model.kind == "function" and not trust:
+        raise ConfigError(
+            f"{run_dir / CONFIG} names the function '{config.model.name}' as its model, which would be imported "
+            "and called, and could do anything; add --trust if you trust who wrote that directory"
+        )
+
+
 def run_config(run_dir: Path) -> RunConfig:
     """Reads the config of a run directory.
 

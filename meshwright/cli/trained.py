@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.inputs import CONFIG, run_config
+from meshwright.cli.inputs import CONFIG, refuse_code, run_config
 from meshwright.cli.run_contents import model_folder, read_text
 from meshwright.cli.words import say
 from meshwright.errors import CheckpointError, ConfigError, DataError
@@ -110,11 +110,7 @@ def run_model(run_dir: Path, trust: bool = False) -> BuiltModel:
 
     config, text, folder = run_config(run_dir), read_text(run_dir), model_folder(run_dir)
     if folder is None:
-        if config.model.kind == "function" and not trust:
-            raise ConfigError(
-                f"{run_dir / CONFIG} names the function '{config.model.name}' as its model, which would be imported "
-                "and called, and could do anything; add --trust if you trust who wrote that directory"
-            )
+        refuse_code(run_dir, config, trust)
         return build_meta(config.model, vocab=text.vocab_size, context=config.data.sequence)
     asked = config.model
     kept = ModelConfig(name=str(folder), dropout=asked.dropout, attention=asked.attention, seed=asked.seed)

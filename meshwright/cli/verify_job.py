@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.cli.inputs import CONFIG, PLAN, prepared, run_config, text_config
+from meshwright.cli.inputs import CONFIG, PLAN, prepared, refuse_code, run_config, text_config
 from meshwright.cli.words import answer, read_config, say, take_flag, take_value
 from meshwright.errors import ConfigError
 from meshwright.launch.preload import prepare_environment
@@ -46,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
         answer(USAGE)
         return PASSED
     as_json, full = take_flag(words, "--json"), take_flag(words, "--full")
+    trust = take_flag(words, "--trust")
     steps, limit = take_value(words, "--steps") or "6", take_value(words, "--timeout-s") or "600"
     if not steps.isdigit() or int(steps) < 2 or int(steps) % 2:
         raise ConfigError(f"--steps {steps}: half of them run under each layout; give an even number from 2 on")
@@ -56,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     if not 0 < limit_s < math.inf:
         raise ConfigError(f"--timeout-s {limit}: give seconds above 0")
     named = _take_layouts(words)
-    config, layouts = _job_and_layouts(words, named)
+    config, layouts = _job_and_layouts(words, named, trust)
     prepare_environment()
     from meshwright.proof.job import verify_job
 
@@ -99,7 +100,7 @@ def _take_layouts(words: list[str]) -> list[str]:
     return named
 
 
-def _job_and_layouts(words: list[str], named: Sequence[str]) -> tuple[RunConfig, list[Layout]]:
+def _job_and_layouts(words: list[str], named: Sequence[str], trust: bool) -> tuple[RunConfig, list[Layout]]:
     """Returns the config of the run or recipe and the layouts to prove it under."""
     path = Path(words[0])
     own = ""
@@ -107,6 +108,7 @@ def _job_and_layouts(words: list[str], named: Sequence[str]) -> tuple[RunConfig,
         if len(words) > 1:
             raise ConfigError(f"{words[1]}: a run is proven as it is; flags go with a recipe")
         config = run_config(path)
+        refuse_code(path, config, trust)
         if (path / PLAN).is_file():
             own = str(Plan.from_json(json.loads((path / PLAN).read_text(encoding="utf-8"))).layout)
     elif path.suffix == ".toml":

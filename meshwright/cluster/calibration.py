@@ -217,6 +217,8 @@ class Calibration:
         Raises:
             ClusterError: for another version, or tables that can't be.
         """
+        if not isinstance(values, Mapping):
+            raise ClusterError("the calibration is no table; measure again")
         kept = {key: value for key, value in values.items() if key not in ("version", "key")}
         known = [field.name for field in dataclasses.fields(cls)]
         if values.get("version") != VERSION:
