@@ -45,7 +45,7 @@ from meshwright.monitor.report import write_report
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.planner.ledger import learn, record
 from meshwright.resilience.claims import Claim, Claims
-from meshwright.schedules.file import from_file
+from meshwright.schedules.file import build_schedule
 from meshwright.schedules.spec import find_schedule
 from meshwright.train.run_config import RunConfig
 from meshwright.transport.key import run_key
@@ -257,7 +257,7 @@ def test_reports(run_dir: Path, name: str) -> None:
 def test_schedules(tmp_path: Path) -> None:
     csv = tmp_path / "schedule.csv"
     csv.write_text(find_schedule("1f1b").build(2, 1, 4).to_csv())
-    attack(csv, lambda: from_file(csv, 2, 1, 4))
+    attack(csv, lambda: build_schedule(f"file:{csv}", 2, 1, 4))
 
 
 def test_caches_of_a_machine(tmp_path: Path) -> None:
