@@ -167,7 +167,10 @@ class Schedule:
         Raises:
             PlanError: a cell is no action, or there is none at all.
         """
-        return cls._of_text(name, csv.reader(io.StringIO(text)))
+        try:
+            return cls._of_text(name, csv.reader(io.StringIO(text)))
+        except csv.Error as error:
+            raise PlanError(f"schedule {name} is no CSV of actions: {error}") from None
 
     def to_json(self) -> str:
         """Returns the schedule as a JSON object; `placement` is there for readers, and is derived again on reading."""
