@@ -90,6 +90,21 @@ class ShardedState:
         """Waits for the reductions that the last backward left under way."""
         self._late.finish()
 
+    def forget(self) -> None:
+        """Drops sums over micro-batches that no gradient shows yet, as zero_grad() has dropped those that do."""
+        for copy in self._copies:
+            copy.forget()
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in self._module.modules():
+            if isinstance(part, FSDPModule):
+                # ZeRO 1 keeps them in the gathered weights: FSDP2 has no public way to clear these (torch 2.11-2.13).
+                for group in part._get_fsdp_state()._fsdp_param_groups:
+                    for held in group.fsdp_params:
+                        held.unsharded_accumulated_grad = None
+                        if hasattr(held, "_unsharded_param"):
+                            held._unsharded_param.grad = None
+
 
 class CopySum:
     """Sums one unit's scattered gradients over the copies of the shards, once a step.
@@ -112,6 +127,10 @@ class CopySum:
             part.zero_()
             return
         self._late.sum(lambda: self._whole(part))
+
+    def forget(self) -> None:
+        """Drops what was kept."""
+        self._kept = None
 
     def _whole(self, part: torch.Tensor) -> Transfer:
         if self._kept is not None:

@@ -4,11 +4,14 @@ from meshwright.strategy.hybrid import HybridParallelStrategy
 from meshwright.strategy.layers import TensorParallelLinear, TensorParallelMultiheadAttention
 from meshwright.strategy.mesh import device_mesh
 from meshwright.strategy.pipeline import PipelineEngine
+from meshwright.strategy.spec import PipelineStrategy, ShardingSpec
 from meshwright.strategy.zero import ZeroRedundancyOptimizer
 
 __all__ = [
     "HybridParallelStrategy",
     "PipelineEngine",
+    "PipelineStrategy",
+    "ShardingSpec",
     "TensorParallelLinear",
     "TensorParallelMultiheadAttention",
     "ZeroRedundancyOptimizer",

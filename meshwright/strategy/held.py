@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.axes.pieces import Pieces
-from meshwright.errors import ConfigError, PlanError
+from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.runtime.program import Program
 from meshwright.runtime.weights import Weight
+from meshwright.strategy.agreement import AgreementCheck
+from meshwright.strategy.gradient_sync import GradientSync
+from meshwright.strategy.optimizer_binding import OptimizerBinding, local_parts
 from meshwright.strategy.state import SavedParts
 from meshwright.train.step import local_norm_squared
 
@@ -27,8 +28,8 @@ class HeldModel:
         layout: it was built for.
         rank: this rank.
         ties: groups of names that are one weight.
-        settle: makes gradients whole, called before they are read; may be called again.
-        forget: called before gradients are thrown away.
+        custom: (readers, whether gradients are means over them) of a loop that calls backward itself; None where a
+            schedule does, and sums.
     """
 
     def __init__(
@@ -37,17 +38,26 @@ class HeldModel:
         layout: Layout,
         rank: int,
         ties: Iterable[Iterable[str]],
-        settle: Callable[[], None],
-        forget: Callable[[], None],
+        custom: tuple[int, bool] | None = None,
     ) -> None:
         if layout.rows:
             raise PlanError(f"rows={layout.rows}: your own loader shares the rows out here; drop it from the layout")
         self.program, self.layout = program, layout
         self.reader = layout.reader(rank)
-        self._settle, self._forget = settle, forget
         self._ties = {names[0]: names[1:] for names in map(tuple, ties)}
-        self._parts = [nn.Parameter(weight.local, requires_grad=False) for weight in program.weights]
-        self._starting = False
+        self._parts = local_parts(program.weights)
+        self.agreement = AgreementCheck(program)
+        self.sync = None if custom is None else GradientSync(program, *custom, self._publish)
+        """What makes gradients whole in a custom loop."""
+        self.optimizers = OptimizerBinding(program, self._parts, self.sync, self._after_step)
+        """Makes, rebuilds and checks optimizers over this rank's parts."""
+
+    def _publish(self) -> None:
+        self.optimizers.publish()
+
+    def _after_step(self) -> None:
+        self.release()
+        self.agreement.after_step()
 
     @property
     def bytes(self) -> int:
@@ -63,8 +73,10 @@ class HeldModel:
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
         """Returns the 2-norm of the gradient of the whole model, float64, the same on every rank."""
-        self._settle()
-        squared = local_norm_squared(self.program)
+        if self.sync is not None:
+            self.sync.check_step()
+        with torch._C.DisableTorchFunctionSubclass():
+            squared = local_norm_squared(self.program)
         assert self.program.mesh is not None
         self.program.mesh.world.all_reduce(squared).wait()
         return squared.sqrt()
@@ -75,7 +87,8 @@ class HeldModel:
         norm = self.norm()
         factor = torch.clamp(most / (norm + 1e-6), max=1.0)
         gradients = [weight.gradient for weight in self.program.weights if weight.gradient is not None]
-        torch._foreach_mul_(gradients, float(factor))
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._foreach_mul_(gradients, float(factor))
         return norm
 
     def average(self, value: torch.Tensor | float) -> float:
@@ -84,46 +97,6 @@ class HeldModel:
         total = torch.as_tensor(value, dtype=torch.float64).detach().clone().to(self.program.weights[0].local.device)
         self.program.mesh.world.all_reduce(total).wait()
         return float(total) / self.layout.world
-
-    def optimizer(
-        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None, settings: Mapping[str, Any]
-    ) -> torch.optim.Optimizer:
-        """Returns an optimizer over this rank's parts; see `HybridParallelStrategy.optimizer`."""
-        parts = {id(weight.parameter): part for weight, part in zip(self.program.weights, self._parts)}
-        every = [weight.parameter for weight in self.program.weights]
-        listed: list[Any] = every if groups is None else list(groups)
-        optimizer = make([_with_parts(item, parts) for item in listed], **settings)
-        pairs = [
-            (part, weight)
-            for part, weight in zip(self._parts, self.program.weights)
-            if any(part is item for group in optimizer.param_groups for item in group["params"])
-        ]
-
-        def bring(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if any(item is not None for item in (*args[1:], *kwargs.values())):
-                raise ConfigError("step() takes no closure here: call forward and backward, then step()")
-            if not self._starting:
-                self._settle()
-                for part, weight in pairs:
-                    part.grad = weight.gradient
-
-        def drop(*_: Any) -> None:
-            self.release()
-            for part, _weight in pairs:
-                part.grad = None
-
-        def zero_grad(_: Any, set_to_none: bool = True) -> None:
-            self._forget()
-            for _part, weight in pairs:
-                if not set_to_none and weight.gradient is not None:
-                    weight.gradient.zero_()
-                else:
-                    weight.parameter.grad = None
-
-        optimizer.register_step_pre_hook(bring)
-        optimizer.register_step_post_hook(drop)
-        optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
-        return optimizer
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Returns the state for torch.distributed.checkpoint; see `HybridParallelStrategy.state_dict`."""
@@ -157,11 +130,11 @@ class HeldModel:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         for part in members:
             part.grad = torch.zeros_like(part)
-        self._starting = True
+        self.optimizers.starting = True
         try:
             optimizer.step()
         finally:
-            self._starting = False
+            self.optimizers.starting = False
             for group, rate in zip(groups, rates):
                 group["lr"] = rate
             for part, value in zip(members, held):
@@ -174,17 +147,3 @@ class HeldModel:
 def _as_tensor(saved: Any, weight: Weight) -> torch.Tensor:
     """What a weight saves, a tensor in any case."""
     return SavedParts(saved, weight.local.device) if isinstance(saved, Pieces) else saved
-
-
-def _with_parts(item: Any, parts: Mapping[int, nn.Parameter]) -> Any:
-    """A parameter, or a group of them, with this rank's parts in their places."""
-    if isinstance(item, dict):
-        members = item["params"]
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
-        return {**item, "params": [_with_parts(member, parts) for member in members]}
-    if id(item) not in parts:
-        raise ConfigError(
-            "a parameter isn't one of the sharded model: list parameters after shard(), which replaces them, and only "
-            "those that are trained"
-        )
-    return parts[id(item)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, overload
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from meshwright.axes.comm.wire import TrafficLog
 from meshwright.errors import ConfigError, PlanError
@@ -19,12 +20,16 @@ from meshwright.runtime.clock import Clock
 from meshwright.runtime.materialise import Fill
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.program import Part, Program
+from meshwright.runtime.weights import Weight
 from meshwright.strategy.facts import shared_facts
+from meshwright.strategy.forward_hooks import ForwardHooks
+from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.held import HeldModel
-from meshwright.strategy.mesh import compute_device, ranks_of
+from meshwright.strategy.mesh import Dim, compute_device, given_once, layout_given, ranks_of
+from meshwright.strategy.module_state import named_before, send_weights, settle_module
 from meshwright.strategy.own import Model, as_source, check_equal, precise, read_model
+from meshwright.strategy.pipeline import Loss, PipelineEngine
 from meshwright.train.loss import IGNORED, cross_entropy_sums
-from meshwright.train.step import fill_missing
 
 
 class HybridParallelStrategy:
@@ -47,39 +52,116 @@ class HybridParallelStrategy:
 
     Args:
         layout: degrees of ``replicate``, ``shard`` (with ``zero``), ``tp`` (with ``sequence``) and ``ep``, and
-            ``recompute``, ``precision``, ``compile``, ``offload=parameters``.
+            ``recompute``, ``precision``, ``compile``, ``offload=parameters``; with ``pp`` the strategy runs the model
+            itself, by `step`. Or a mesh whose dims are named as axes.
+        device_mesh: another name of ``layout``, for a mesh; also where dims that are given by name are looked up.
+        data_parallel_dim: instead of a layout: ranks of ``replicate``, a number or a dim of a mesh, as ``mesh["dp"]``.
+        shard_dim: ranks of ``shard``.
+        tensor_parallel_dim: ranks of ``tp``.
+        pipeline_parallel_dim: ranks of ``pp``.
+        pipeline_parallel_size: the same as a number.
+        expert_parallel_dim: ranks of ``ep``, over which experts are dealt out; a dim of a mesh of its own reads rows of
+            its own.
+        zero: level of the dim of ``shard``; 3 when None.
         split_vocabulary: under ``tp``, split the head too: logits are then of a part of the vocabulary, and the loss
             must be `loss`. Without it logits are whole.
         average: whether gradients are means over the readers, not sums.
+        local_batch_norm: let BatchNorm take its statistics of each rank's rows, as DistributedDataParallel does.
 
     Raises:
         PlanError: for a layout that doesn't fit the ranks, or that a loop of one's own can't run.
         ConfigError: when there is no process group.
     """
 
-    def __init__(self, layout: Layout | str, *, split_vocabulary: bool = False, average: bool = True) -> None:
-        self.layout = ranks_of(layout)
+    def __init__(
+        self,
+        layout: Layout | str | DeviceMesh | None = None,
+        *,
+        device_mesh: DeviceMesh | None = None,
+        data_parallel_dim: Dim = None,
+        shard_dim: Dim = None,
+        tensor_parallel_dim: Dim = None,
+        pipeline_parallel_dim: Dim = None,
+        pipeline_parallel_size: int | None = None,
+        expert_parallel_dim: Dim = None,
+        zero: int | None = None,
+        split_vocabulary: bool = False,
+        average: bool = True,
+        local_batch_norm: bool = False,
+    ) -> None:
+        dims = {
+            "replicate": data_parallel_dim,
+            "shard": shard_dim,
+            "tp": tensor_parallel_dim,
+            "pp": given_once(pipeline_parallel_dim, pipeline_parallel_size),
+            "ep": expert_parallel_dim,
+        }
+        self.layout = ranks_of(layout_given(layout, device_mesh, dims, zero))
         _check(self.layout)
+        self._engine: PipelineEngine | None = None
         self._split_vocabulary, self._average = split_vocabulary, average
         self._mesh: Mesh | None = None
         self._held: HeldModel | None = None
-        self._last, self._queued, self._pending, self._saved_up = True, False, False, False
-        self._seed, self._forwards = 1, 0
+        self._local_batch_norm = local_batch_norm
 
+    @overload
     def shard(
         self,
         model: Model,
+        optimizer: None = None,
         *,
+        loss: Loss | None = None,
+        microbatches: int | None = None,
+        clip: float = 0.0,
+        from_rank: int | None = None,
         example: torch.Tensor | None = None,
         device: torch.device | str | None = None,
         fill: Fill | None = None,
         seed: int = 1,
-    ) -> nn.Module:
+    ) -> nn.Module: ...
+
+    @overload
+    def shard(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        *,
+        loss: Loss | None = None,
+        microbatches: int | None = None,
+        clip: float = 0.0,
+        from_rank: int | None = None,
+        example: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        fill: Fill | None = None,
+        seed: int = 1,
+    ) -> tuple[nn.Module, Optimizer]: ...
+
+    def shard(
+        self,
+        model: Model,
+        optimizer: Optimizer | None = None,
+        *,
+        loss: Loss | None = None,
+        microbatches: int | None = None,
+        clip: float = 0.0,
+        from_rank: int | None = None,
+        example: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        fill: Fill | None = None,
+        seed: int = 1,
+    ) -> nn.Module | tuple[nn.Module, Optimizer]:
         """Leaves this rank its parts of a model; every rank calls it together.
 
         Args:
             model: with real weights, the same on all ranks; or a function that builds one, which is run on meta, so
                 that no rank ever holds it whole; or a module on meta, with ``fill``.
+            optimizer: made of the model's parameters before; it is made one of the parts, in place: groups, rates,
+                state and schedulers stay. One that isn't handed in is refused at its next step.
+            loss: (output, targets) to a mean over rows, for `step`; cross-entropy when None. Given, or under ``pp``,
+                the strategy runs forward and backward itself.
+            microbatches: parts that `step` cuts a batch into.
+            clip: largest norm of the whole gradient in `step`; 0 for no clipping.
+            from_rank: take the weights and buffers of this rank's module, where others hold other ones.
             example: one input (B, ...) of a model that doesn't take tokens (B, S); needed by ``tp``.
             device: where to compute; when None, this rank's GPU under nccl, else where the weights are. ``"meta"``
                 shapes the parts without memory.
@@ -88,15 +170,42 @@ class HybridParallelStrategy:
                 the same numbers for the same rows of the global batch under every layout.
 
         Returns:
-            The module itself (or what the function built), whose parameters are now parts, float32 or float64. Where
-            an error is raised instead, the module is left without its weights.
+            The module itself (or what the function built), whose parameters are now parts, float32 or float64; with the
+            optimizer where one was given. Where an error is raised instead, the module is left without its weights.
 
         Raises:
             PlanError: the model doesn't allow the layout.
             ConfigError: the weights can't be had, or aren't equal.
         """
+        if self._held is not None:
+            raise ConfigError("this strategy has sharded a model; make one for each model")
+        if from_rank is not None:
+            send_weights(model, from_rank)
+        if self.layout.degree("pp") > 1 or loss is not None:
+            return self._run_by_engine(model, optimizer, loss, microbatches, clip, example, device, fill)
+        if microbatches is not None or clip:
+            raise ConfigError("microbatches and clip are of step(): give a loss too, or do both in your own loop")
+        before = named_before(model, optimizer)
+        held = self._held = self._hold(model, example, device, fill, seed)
+        held.optimizers.mark_stale(before.parameters)
+        module = held.program.module
+        settle_module(module, held.program)
+        ForwardHooks(held, seed, self.reader, self._local_batch_norm).attach(module)
+        if optimizer is None:
+            return module
+        return module, held.optimizers.rebuild(optimizer, before.names)
+
+    def _hold(
+        self,
+        model: Model,
+        example: torch.Tensor | None,
+        device: torch.device | str | None,
+        fill: Fill | None,
+        seed: int,
+    ) -> HeldModel:
+        """Builds this rank's program."""
         where = compute_device(model if isinstance(model, nn.Module) else None, device)
-        built, self._seed = read_model(model, seed), seed
+        built = read_model(model, seed)
         training = built.module.training
         layout = self.layout = precise(self.layout, built)
         kind = "cpu" if where.type == "meta" else where.type
@@ -114,10 +223,53 @@ class HybridParallelStrategy:
         )
         program.meter = None
         module = program.module.train(training)
-        self._held = HeldModel(program, layout, mesh.rank, built.anatomy.ties, self._settle, self._forget)
-        module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        module.register_forward_hook(self._after_forward)
-        return module
+        if layout.precision == "float64" or not layout.zero:
+            # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as
+            # it is, and compile=true in the layout compiles its layers.
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        return HeldModel(program, layout, mesh.rank, built.anatomy.ties, (self.reader[1], self._average))
+
+    def _run_by_engine(
+        self,
+        model: Model,
+        optimizer: Optimizer | None,
+        loss: Loss | None,
+        microbatches: int | None,
+        clip: float,
+        example: torch.Tensor | None,
+        device: torch.device | str | None,
+        fill: Fill | None,
+    ) -> nn.Module | tuple[nn.Module, Optimizer]:
+        if fill is not None:
+            raise ConfigError("fill= isn't for a strategy that runs the model by step(): give weights, or a function")
+        if not self._average or self._split_vocabulary:
+            raise ConfigError("average=False and split_vocabulary=True belong to a loop of one's own, not to step()")
+        engine = self._engine = PipelineEngine(
+            model, self.layout, loss, optimizer, microbatches, example=example, clip=clip, device=device
+        )
+        stage = engine.modules[0]
+        self._held, self._mesh, self.layout = engine.held, engine.mesh, engine.layout
+        return stage if optimizer is None else (stage, optimizer)
+
+    def step(self, batch: Any) -> float:
+        """Trains on one batch of this rank's reader and returns its loss, the mean over all readers.
+
+        Args:
+            batch: (inputs, targets), or a mapping with ``input_ids`` and ``labels``.
+
+        Raises:
+            ConfigError: nothing says what the loss is, or what updates the weights.
+            DataError: the micro-batches don't divide the batch.
+        """
+        if self._engine is None:
+            raise ConfigError("step() needs a loss: shard(model, optimizer, loss=...); without one, write the loop")
+        return self._engine.step(batch)
+
+    def evaluate(self, loader: Iterable[Any]) -> float:
+        """Returns the mean loss over every row, of a strategy that runs the model by `step`."""
+        if self._engine is None:
+            raise ConfigError("evaluate() needs a loss: shard(model, optimizer, loss=cross_entropy)")
+        return self._engine.evaluate(loader)
 
     @property
     def reader(self) -> tuple[int, int]:
@@ -129,14 +281,20 @@ class HybridParallelStrategy:
         """Bytes of the weights that this rank holds; a gradient or a moment of an optimizer takes as many again."""
         return self._ready().bytes
 
+    @property
+    def weights(self) -> Sequence[Weight]:
+        """Every trained weight of which this rank holds a part."""
+        return self._ready().program.weights
+
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Around forward and backward of all micro-batches of a step but the last: gradients add up, unsent."""
-        self._last = False
+        sync = self._sync()
+        sync.last = False
         try:
             yield
         finally:
-            self._last = True
+            sync.last = True
 
     def clip_grad_norm_(self, most: float) -> torch.Tensor:
         """Clips the gradient of the whole model, wherever its parts are, and returns its norm before."""
@@ -156,7 +314,7 @@ class HybridParallelStrategy:
             groups: parameters of the sharded model or groups of them, as torch takes them; all when None.
             **settings: of ``make``.
         """
-        return self._ready().optimizer(make, groups, settings)
+        return self._ready().optimizers.make(make, groups, settings)
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean cross-entropy over the targets of the global batch; -100 counts for nothing.
@@ -193,78 +351,10 @@ class HybridParallelStrategy:
             raise ConfigError("no model has been sharded yet; call shard(model) first")
         return self._held
 
-    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        program = self._ready().program
-        if program.chance is not None and program.module.training:
-            shape = next(item.shape for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
-            program.chance.begin((self._seed, self._forwards), self.reader[0] * shape[0], shape)
-            self._forwards += 1
-        for sync in program.parts[0].sync:
-            sync.begin(self._last)
-
-    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if (chance := self._ready().program.chance) is not None:
-            chance.end()
-        if not torch.is_grad_enabled():
-            self._ready().release()
-            return
-        found = list(_tensors(output))
-        if not found:
-            raise ConfigError(
-                f"the model gave a {type(output).__name__} without tensors, so its backward can't be followed: return "
-                "tensors, or an object, dict, list or tuple of them"
-            )
-        for item in (item for item in found if item.requires_grad):
-            item.register_hook(self._in_backward)
-
-    def _in_backward(self, _: torch.Tensor) -> None:
-        if not self._last:
-            self._saved_up = True
-        elif self._pending:
-            raise ConfigError(
-                "a second backward before the optimizer's step: the gradients of the first are being summed already; "
-                "put all but the last into `with strategy.accumulate():`, forward and backward both"
-            )
-        elif not self._queued:
-            self._queued = True
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(self._backward_done)
-
-    def _backward_done(self) -> None:
-        self._queued, self._pending = False, True
-
-    def _settle(self) -> None:
-        """Makes gradients those of the whole model's loss, once after each backward."""
-        if not self._pending:
-            if self._saved_up:
-                raise ConfigError("the last backward before a step sums the gradients: leave it out of accumulate()")
-            return
-        program = self._ready().program
-        for sync in program.parts[0].sync:
-            sync.finish()
-        fill_missing(program)
-        count = self.reader[1]
-        if self._average and count > 1:
-            torch._foreach_mul_([weight.gradient for weight in program.weights], 1.0 / count)
-        self._pending = self._saved_up = False
-
-    def _forget(self) -> None:
-        """Ends what is under way for gradients that nobody wants."""
-        if self._pending:
-            for sync in self._ready().program.parts[0].sync:
-                sync.finish()
-        self._pending = self._saved_up = False
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors of what a model returned, in whatever they are nested."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__"):
-            yield from (item for item in tree_leaves(list(vars(leaf).values())) if isinstance(item, torch.Tensor))
+    def _sync(self) -> GradientSync:
+        sync = self._ready().sync
+        assert sync is not None
+        return sync
 
 
 def _no_compute(*_: Any) -> Any:
@@ -283,13 +373,12 @@ def _outline(source: Source, layout: Layout, mesh: Mesh) -> Program:
 def _check(layout: Layout) -> None:
     """Refuses what a loop of the user's own can't do."""
     cures = {
-        "pp": "a pipeline runs its own order of forwards and backwards: use PipelineEngine",
         "cp": "a loop of one's own reads whole rows: use tp with sequence=true, or `meshwright train`",
     }
     for name, cure in cures.items():
         if layout.degree(name) > 1:
             raise PlanError(f"{name}={layout.degree(name)}: {cure}")
-    if layout.microbatches > 1:
+    if layout.microbatches > 1 and layout.degree("pp") == 1:
         raise PlanError(
             f"microbatches={layout.microbatches} has no effect on a loop of one's own: leave it out, and accumulate "
             "with `with strategy.accumulate():`"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,11 @@ def wire_over(ranks: Ranks) -> Wire:
         return ranks
     if not dist.is_initialized():
         raise ConfigError("there is no process group; call torch.distributed.init_process_group() under torchrun")
+    if ranks is not None and not isinstance(ranks, (DeviceMesh, dist.ProcessGroup)):
+        raise ConfigError(
+            f"ranks is a {type(ranks).__name__}: give a mesh of one dim, such as device_mesh('tp=2')['tp'], a process "
+            "group, or None for all ranks"
+        )
     if isinstance(ranks, DeviceMesh):
         if ranks.ndim != 1:
             raise ConfigError(f"the mesh has dims {ranks.mesh_dim_names}; name the one to split over, as mesh['tp']")
@@ -47,8 +52,9 @@ class TensorParallelLinear(nn.Module):
     Args:
         in_features: of the whole layer.
         out_features: likewise.
-        mode: which of them is split.
-        ranks: who shares the layer.
+        mode: which of them is split; or who shares the layer, whose outputs are split then.
+        ranks: who shares the layer; ``mesh`` is the same.
+        mesh: another name of ``ranks``.
         bias: whether it has one.
         gather_output: of ``columns``: whether every rank gets all outputs, or its part.
         input_is_split: of ``rows``: whether a rank is called with its part of the inputs, or with all.
@@ -63,17 +69,20 @@ class TensorParallelLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        mode: Mode = "columns",
+        mode: Mode | Ranks = "columns",
         ranks: Ranks = None,
         *,
+        mesh: Ranks = None,
         bias: bool = True,
         gather_output: bool = True,
         input_is_split: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        whole = seeded_linear(in_features, out_features, bias, seed)
-        self._take(whole, mode, wire_over(ranks), gather_output, input_is_split)
+        if not isinstance(mode, str):
+            mode, mesh = "columns", mesh if mode is None else mode
+        whole, wire = seeded_linear(in_features, out_features, bias, seed), wire_over(mesh if ranks is None else ranks)
+        self._take(whole, cast(Mode, mode), wire, gather_output, input_is_split)
 
     @classmethod
     def from_linear(
@@ -139,32 +148,42 @@ class TensorParallelMultiheadAttention(nn.Module):
     """Self-attention whose heads are split over ranks; one sum forward, one backward.
 
     Args:
-        width: D of the input and output.
-        heads: H query heads of D / H elements each.
-        kv_heads: K key and value heads, each shared by H / K query heads; H when None.
-        ranks: who shares the layer.
+        width: D of the input and output; ``embed_dim`` is the same.
+        heads: H query heads of D / H elements each; ``num_heads`` is the same.
+        kv_heads: K key and value heads, each shared by H / K query heads; H when None; or who shares the layer.
+        ranks: who shares the layer; ``mesh`` is the same.
+        embed_dim: another name of ``width``.
+        num_heads: another name of ``heads``.
+        mesh: another name of ``ranks``.
         causal: whether a token sees only itself and those before it.
         bias: of the four products.
         seed: of the whole weights; no degree changes them.
 
     Raises:
-        ConfigError: when the heads don't divide.
+        ConfigError: when the heads don't divide, or a size is missing or given twice.
     """
 
     def __init__(
         self,
-        width: int,
-        heads: int,
-        kv_heads: int | None = None,
+        width: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | Ranks = None,
         ranks: Ranks = None,
         *,
+        embed_dim: int | None = None,
+        num_heads: int | None = None,
+        mesh: Ranks = None,
         causal: bool = True,
         bias: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        wire, shared = wire_over(ranks), kv_heads or heads
-        if width % heads or heads % shared:
+        width = _given_once("width", width, "embed_dim", embed_dim)
+        heads = _given_once("heads", heads, "num_heads", num_heads)
+        if not isinstance(kv_heads, int):
+            kv_heads, mesh = None, mesh if kv_heads is None else kv_heads
+        wire, shared = wire_over(mesh if ranks is None else ranks), kv_heads or heads
+        if heads < 1 or width % heads or heads % shared:
             raise ConfigError(
                 f"width={width}, heads={heads}, kv_heads={shared}: heads divide the width, and kv_heads the heads"
             )
@@ -197,6 +216,16 @@ class TensorParallelMultiheadAttention(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """(B, S, h E) to (B, h, S, E)."""
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
+def _given_once(name: str, value: int | None, other: str, same: int | None) -> int:
+    """Returns a size that has two names."""
+    if (value is None) == (same is None):
+        raise ConfigError(f"{name} and {other} are one size: give one of them")
+    found = value if value is not None else same
+    if not isinstance(found, int):
+        raise ConfigError(f"{name} is a {type(found).__name__}: give a whole number")
+    return found
 
 
 def seeded_linear(inputs: int, outputs: int, bias: bool, seed: int) -> nn.Linear:

@@ -1,13 +1,39 @@
-"""A layout's text to the ranks it stands for: a torch DeviceMesh, or the project's own with its wires."""
+"""A layout to the ranks it stands for, and back: a torch DeviceMesh, its dims, or degrees by keyword to a layout."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.errors import ConfigError
+from meshwright.axes.axis import known_axes
+from meshwright.errors import ConfigError, PlanError, nearest
 from meshwright.plan import Layout
+
+Dim: TypeAlias = int | str | DeviceMesh | None
+"""Ranks of one axis: how many; a dim of a mesh by name; or that dim itself, ``mesh["tp"]``."""
+AXIS_OF_DIM = {
+    "dp": "replicate",
+    "data": "replicate",
+    "data_parallel": "replicate",
+    "ddp": "replicate",
+    "dp_replicate": "replicate",
+    "fsdp": "shard",
+    "dp_shard": "shard",
+    "model": "tp",
+    "tensor": "tp",
+    "tensor_parallel": "tp",
+    "pipe": "pp",
+    "pipeline": "pp",
+    "pipeline_parallel": "pp",
+    "expert": "ep",
+    "expert_parallel": "ep",
+    "context": "cp",
+}
+"""Other names of axes, as meshes of user code have them."""
 
 
 def device_mesh(layout: Layout | str, device_type: str = "cpu") -> DeviceMesh:
@@ -29,13 +55,20 @@ def device_mesh(layout: Layout | str, device_type: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def ranks_of(layout: Layout | str) -> Layout:
-    """Reads a layout and checks that it fits the default process group.
+def ranks_of(layout: Layout | str | DeviceMesh) -> Layout:
+    """Reads a layout, or a mesh whose dims have names, and checks that it fits the default process group.
 
     Raises:
         PlanError: when it doesn't.
         ConfigError: when there is no process group.
     """
+    if isinstance(layout, DeviceMesh):
+        layout = layout_of_mesh(layout)
+    if not isinstance(layout, (Layout, str)):
+        raise ConfigError(
+            f"layout is a {type(layout).__name__}: give a text such as 'replicate=2,tp=2', a Layout, or a DeviceMesh "
+            "whose dims have names"
+        )
     plan = Layout.parse(layout) if isinstance(layout, str) else layout
     if not dist.is_initialized():
         raise ConfigError(
@@ -43,6 +76,124 @@ def ranks_of(layout: Layout | str) -> Layout:
         )
     plan.check_ranks(dist.get_world_size())
     return plan
+
+
+def layout_of_mesh(mesh: DeviceMesh, zero: int | None = None) -> Layout:
+    """Returns the layout of a mesh whose dims are named as axes, or as `AXIS_OF_DIM` has them.
+
+    An ``ep`` dim becomes ranks that read rows of their own (``shard``), over which experts are dealt out.
+
+    Args:
+        mesh: over all ranks, its dims in the order of a layout: ``pp, replicate, shard, cp, tp``.
+        zero: ZeRO level of the ``shard`` dim; 3 when None.
+
+    Raises:
+        PlanError: a dim has no name, or one that no axis has; or the ranks are in another order.
+    """
+    names = mesh.mesh_dim_names
+    if names is None:
+        dims = ", ".join("?" * mesh.ndim)
+        raise PlanError(
+            f"the mesh has {mesh.ndim} dims without names, so nothing says what each is for: write mesh_dim_names="
+            f"({dims}) with names of {', '.join(known_axes())}"
+        )
+    return layout_of_dims({name: mesh[name] for name in names}, zero)
+
+
+def layout_of_dims(dims: Mapping[str, Dim], zero: int | None = None, mesh: DeviceMesh | None = None) -> Layout:
+    """Returns the layout of axes that are given one by one.
+
+    Args:
+        dims: ranks of each axis, by the axis's name or another of `AXIS_OF_DIM`.
+        zero: ZeRO level of the ``shard`` dim; 3 when None.
+        mesh: where dims that are given by name are looked up.
+
+    Raises:
+        PlanError: see `layout_of_mesh`.
+    """
+    axes = known_axes()
+    degrees: dict[str, int] = {}
+    lines: dict[str, list[int]] = {}
+    for name, dim in dims.items():
+        axis = AXIS_OF_DIM.get(name, name)
+        if axis not in axes:
+            raise PlanError(f"'{name}' is no axis{nearest(name, [*axes, *AXIS_OF_DIM])}")
+        if dim is None:
+            continue
+        if isinstance(dim, str):
+            dim = _dim_by_name(mesh, dim)
+        if isinstance(dim, DeviceMesh):
+            if dim.ndim != 1:
+                raise PlanError(f"{name} is a mesh of dims {dim.mesh_dim_names}: give one of them, as mesh['{name}']")
+            lines[axis], dim = dim.mesh.flatten().tolist(), dim.size()
+        if axis in degrees:
+            raise PlanError(f"'{name}' and another dim are both axis '{axis}': give each axis once")
+        degrees[axis] = dim
+    if degrees.get("ep", 1) > 1 and "shard" not in degrees and "ep" in lines:
+        # Ranks of an expert dim read rows of their own: they are data ranks for all that isn't an expert.
+        degrees["shard"], lines["shard"] = degrees["ep"], lines.pop("ep")
+    lines.pop("ep", None)
+    sharded = degrees.get("shard", 1) > 1
+    layout = Layout(degrees=degrees, zero=(3 if zero is None else zero) if sharded else 0)
+    if dist.is_initialized():
+        _check_order(layout, lines)
+    return layout
+
+
+def _dim_by_name(mesh: DeviceMesh | None, name: str) -> DeviceMesh:
+    if mesh is None or name not in (mesh.mesh_dim_names or ()):
+        known = "no mesh was given" if mesh is None else f"the mesh has {mesh.mesh_dim_names}"
+        raise PlanError(f"'{name}' is no dim: {known}; give device_mesh= a mesh with that dim, or a number of ranks")
+    return mesh[name]
+
+
+def _check_order(layout: Layout, lines: Mapping[str, list[int]]) -> None:
+    """Refuses ranks in another order than a layout puts them."""
+    shape = layout.shape()
+    if layout.world != dist.get_world_size():
+        layout.check_ranks(dist.get_world_size())
+    grid = torch.arange(layout.world).reshape(tuple(shape.values()))
+    place = [int(item) for item in (grid == dist.get_rank()).nonzero()[0]]
+    for axis, ranks in lines.items():
+        if axis not in shape or len(ranks) == 1:
+            continue
+        dim = tuple(shape).index(axis)
+        index: list[int | slice] = [*place]
+        index[dim] = slice(None)
+        wanted = grid[tuple(index)].tolist()
+        if wanted != ranks:
+            raise PlanError(
+                f"the dim of '{axis}' has ranks {ranks}, where the layout {layout} puts {wanted}: order the mesh's "
+                f"dims as ({', '.join(shape)}), or call device_mesh('{layout}')"
+            )
+
+
+def given_once(dim: Dim, size: int | None) -> Dim:
+    """Returns the ranks of a pipeline, which have two names."""
+    if dim is not None and size is not None:
+        raise ConfigError("pipeline_parallel_dim and pipeline_parallel_size are one number of ranks: give one of them")
+    return size if dim is None else dim
+
+
+def layout_given(
+    layout: Layout | str | DeviceMesh | None, mesh: DeviceMesh | None, dims: dict[str, Dim], zero: int | None
+) -> Layout | str | DeviceMesh:
+    """Returns what says how many ranks each axis has."""
+    given = {name: dim for name, dim in dims.items() if dim is not None}
+    if given and layout is None:
+        return layout_of_dims(given, zero, mesh)
+    if given or (layout is None) == (mesh is None):
+        raise ConfigError(
+            "give one of: a layout such as 'replicate=2,tp=2', a DeviceMesh whose dims have names, or dims by keyword "
+            "(data_parallel_dim=2, tensor_parallel_dim=mesh['tp'])"
+        )
+    found = mesh if layout is None else layout
+    if isinstance(found, DeviceMesh):
+        return layout_of_mesh(found, zero)
+    if zero is not None:
+        raise ConfigError(f"zero={zero} belongs into the layout: write shard=N,zero={zero}")
+    assert found is not None
+    return found
 
 
 def compute_device(module: torch.nn.Module | None, asked: torch.device | str | None) -> torch.device:

@@ -159,7 +159,7 @@ def check_equal(built: BuiltModel, world: Wire) -> None:
     if bool(differs):
         raise ConfigError(
             "the ranks hold other weights: seed all alike (torch.manual_seed) before the model is built, load the same "
-            "checkpoint, or hand in a function that builds the model"
+            "checkpoint, take one rank's by shard(model, from_rank=0), or hand in a function that builds the model"
         )
 
 

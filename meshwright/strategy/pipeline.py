@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy
 
 from meshwright.axes.comm.wire import TrafficLog
-from meshwright.errors import DataError, PlanError
-from meshwright.models.anatomy import Anatomy
+from meshwright.errors import ConfigError, DataError, PlanError
+from meshwright.models.anatomy import Anatomy, read_anatomy
 from meshwright.plan import Layout
 from meshwright.runtime.build import build, check
 from meshwright.runtime.clock import Clock
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Compute, LossView
+from meshwright.runtime.program import Compute, LossView, Program
 from meshwright.strategy.facts import shared_facts
 from meshwright.strategy.held import HeldModel
 from meshwright.strategy.mesh import compute_device, ranks_of
+from meshwright.strategy.module_state import named_before
 from meshwright.strategy.own import Model, as_source, check_equal, precise, read_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.step import fill_missing
@@ -46,55 +49,106 @@ class PipelineEngine:
 
     Args:
         model: with real weights, the same on all ranks, or a function that builds one; see `HybridParallelStrategy`.
-        layout: with ``pp``, and perhaps ``schedule``, ``split``, ``replicate``, ``shard``, ``tp``, ``ep``.
-        loss: (output, targets) to a mean over rows; the output of a transformers model is its logits.
-        optimizer: parameters to an optimizer, which is stepped after each batch.
+        layout: with ``pp``, and perhaps ``schedule``, ``split``, ``replicate``, ``shard``, ``tp``, ``ep``; or a mesh.
+        loss: (output, targets) to a mean over rows; the output of a transformers model is its logits. Cross-entropy
+            when None.
+        optimizer: parameters to an optimizer, which is stepped after each batch, or an optimizer of the model's
+            parameters. AdamW at torch's own settings when None.
         microbatches: parts that each batch is cut into; the layout's when None.
-        example: one input (B, ...) of a model that doesn't take tokens (B, S).
+        model_stages: instead of ``model``: modules that run one after another, at least one for each rank of ``pp``.
+        device_mesh: instead of ``layout``: of one dim, which is the pipeline, or of named dims.
+        num_microbatches: another name of ``microbatches``.
+        example: one input (B, ...) of a model that doesn't take tokens (B, S); without it such a model is built at the
+            first batch.
         clip: largest norm of the whole gradient; 0 for no clipping.
         device: where to compute; when None, this rank's GPU under nccl, else where the weights are.
 
     Raises:
         PlanError: the layout fits neither the ranks nor the model.
-        ConfigError: the model needs an example, or its weights differ between ranks.
+        ConfigError: the weights differ between ranks, or something is missing or given twice.
     """
 
     def __init__(
         self,
-        model: Model,
-        layout: Layout | str,
-        loss: Loss,
-        optimizer: Make,
+        model: Model | None = None,
+        layout: Layout | str | DeviceMesh | None = None,
+        loss: Loss | None = None,
+        optimizer: Make | torch.optim.Optimizer | None = None,
         microbatches: int | None = None,
         *,
+        model_stages: Sequence[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        num_microbatches: int | None = None,
         example: torch.Tensor | None = None,
         clip: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
-        plan = _with_microbatches(ranks_of(layout), microbatches)
-        where = compute_device(model if isinstance(model, nn.Module) else None, device)
-        built = read_model(model, seed=1)
-        self.layout = plan = precise(plan, built)
-        check(plan, where.type, len(built.anatomy.layers))
-        self._mesh = Mesh(plan, where.type, TrafficLog())
-        check_equal(built, self._mesh.world)
-        facts = shared_facts(built, plan, example, split_vocabulary=False)
-        source = as_source(built, facts, None, _compute(built.anatomy, loss))
-        self._program = build(source, plan, self._mesh, where, Clock(where.type))
-        self._program.meter = None
-        self._held = HeldModel(self._program, plan, self._mesh.rank, built.anatomy.ties, _nothing, _nothing)
-        self.optimizer = self._held.optimizer(optimizer, None, {})
-        """Over this rank's parts; a scheduler of torch.optim may drive it."""
+        if microbatches is not None and num_microbatches is not None:
+            raise ConfigError("microbatches and num_microbatches are one number: give one of them")
+        plan = ranks_of(_pipeline_of(layout, device_mesh))
+        self.layout = _with_microbatches(plan, num_microbatches if microbatches is None else microbatches)
+        self._model = _module_of(model, model_stages)
+        self._loss, self._make, self._clip = loss or mean_cross_entropy, optimizer, clip
+        self._device = compute_device(self._model if isinstance(self._model, nn.Module) else None, device)
+        self._built: tuple[Program, HeldModel, torch.optim.Optimizer] | None = None
         self.steps = 0
         """Optimizer steps done."""
         self.norm: torch.Tensor | None = None
         """2-norm of the whole gradient in the last step, before it was clipped; None without clipping."""
-        self._device, self._clip = where, clip
+        if example is not None or not isinstance(self._model, nn.Module) or takes_tokens(self._model):
+            self._build(example)
+
+    def _build(self, example: torch.Tensor | None) -> None:
+        before = named_before(self._model, self._make if isinstance(self._make, torch.optim.Optimizer) else None)
+        built = read_model(self._model, seed=1)
+        self.layout = plan = precise(self.layout, built)
+        check(plan, self._device.type, len(built.anatomy.layers))
+        self._mesh = Mesh(plan, self._device.type, TrafficLog())
+        check_equal(built, self._mesh.world)
+        facts = shared_facts(built, plan, example, split_vocabulary=False)
+        source = as_source(built, facts, None, _compute(built.anatomy, self._loss))
+        program = build(source, plan, self._mesh, self._device, Clock(self._device.type))
+        program.meter = None
+        held = HeldModel(program, plan, self._mesh.rank, built.anatomy.ties)
+        held.optimizers.mark_stale(before.parameters)
+        optimizer = self._make or torch.optim.AdamW
+        if isinstance(optimizer, torch.optim.Optimizer):
+            held.optimizers.rebuild(optimizer, before.names)
+        else:
+            optimizer = held.optimizers.make(optimizer, None, {})
+        self._built = program, held, optimizer
+
+    def _ready(self) -> tuple[Program, HeldModel, torch.optim.Optimizer]:
+        if self._built is None:
+            raise ConfigError(
+                "the engine is built at its first batch, since the model takes no tokens: give one input as example= "
+                "to have it built at once"
+            )
+        return self._built
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Over this rank's parts; a scheduler of torch.optim may drive it."""
+        return self._ready()[2]
+
+    @property
+    def _program(self) -> Program:
+        return self._ready()[0]
+
+    @property
+    def held(self) -> HeldModel:
+        """This rank's parts of the model."""
+        return self._ready()[1]
+
+    @property
+    def mesh(self) -> Mesh:
+        """Ranks and wires."""
+        return self._mesh
 
     @property
     def reader(self) -> tuple[int, int]:
         """(index, count) of this rank among those that read other rows: ``rank`` and ``num_replicas`` of a sampler."""
-        return self._held.reader
+        return self.layout.reader(torch.distributed.get_rank())
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -104,7 +158,7 @@ class PipelineEngine:
     @property
     def bytes(self) -> int:
         """Bytes of the weights that this rank holds."""
-        return self._held.bytes
+        return self.held.bytes
 
     def train_epoch(self, loader: Iterable[Any]) -> float:
         """Trains on every batch, a step each, and returns the mean loss.
@@ -118,26 +172,28 @@ class PipelineEngine:
         """
         return self._mean([self._step(*self._taken(batch)) for batch in loader])
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Trains on one batch and returns its loss, the mean over all readers."""
-        return self._mean([self._step(*self._taken((inputs, targets)))])
+    def step(self, inputs: Any, targets: torch.Tensor | None = None) -> float:
+        """Trains on one batch, (inputs, targets) or as `train_epoch` takes it; returns its loss over all readers."""
+        return self._mean([self._step(*self._taken(inputs if targets is None else (inputs, targets)))])
 
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Returns the mean loss over every row, without training on it; batches may be of any size."""
         sums = [self._program.evaluate(MicroBatch(*self._moved(batch), None)) for batch in loader]
-        self._held.release()
+        self.held.release()
         return self._mean(sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and optimizer state for torch.distributed.checkpoint; see `HybridParallelStrategy`."""
-        return self._held.state_dict(self.optimizer)
+        return self.held.state_dict(self.optimizer)
 
     def _moved(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = batch
+        inputs, targets = pair_of(batch)
         return inputs.to(self._device), targets.to(self._device)
 
     def _taken(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = self._moved(batch)
+        if self._built is None:
+            self._build(inputs[:2])
         count = self.layout.microbatches
         if len(inputs) % count or not len(inputs):
             lower = len(inputs) // count * count
@@ -155,7 +211,7 @@ class PipelineEngine:
         sums = self._program.forward_backward(parts, 1.0 / (count * readers), (0, self.steps))
         fill_missing(self._program)
         if self._clip:
-            self.norm = self._held.clip(self._clip)
+            self.norm = self.held.clip(self._clip)
         self.optimizer.step()
         self._program.clear_gradients()
         self.steps += 1
@@ -168,6 +224,59 @@ class PipelineEngine:
         total = torch.stack(sums).sum(dim=0)
         self._mesh.world.all_reduce(total).wait()
         return float(total[0] / total[1])
+
+
+def mean_cross_entropy(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """output: (..., V), targets: (...) int64, to the mean cross-entropy; -100 counts for nothing."""
+    return cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+def pair_of(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (inputs, targets) of a batch: a pair, or the ``input_ids`` and ``labels`` of a language model.
+
+    Labels are shifted here, as transformers' models do: the target of a token is the label of the next.
+
+    Raises:
+        DataError: for anything else.
+    """
+    if isinstance(batch, Mapping):
+        tokens, labels = batch.get("input_ids"), batch.get("labels")
+        mask = batch.get("attention_mask")
+        if tokens is not None and labels is not None:
+            if mask is not None and not bool(mask.all()):
+                raise DataError("the batch is padded (attention_mask has zeros): pack rows to one length instead")
+            return tokens, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise DataError("a batch is a pair (inputs, targets), or a mapping with input_ids and labels")
+
+
+def takes_tokens(model: nn.Module) -> bool:
+    """Whether a model can be tried out on tokens."""
+    return read_anatomy(model).embedding is not None
+
+
+def _pipeline_of(layout: Layout | str | DeviceMesh | None, mesh: DeviceMesh | None) -> Layout | str | DeviceMesh:
+    """Returns the one of two names that was given; a mesh of one dim without a name is the pipeline."""
+    if (layout is None) == (mesh is None):
+        raise ConfigError("give one of layout, as 'pp=4', and device_mesh")
+    found = mesh if layout is None else layout
+    if isinstance(found, DeviceMesh) and found.ndim == 1 and found.mesh_dim_names is None:
+        return f"pp={found.size()}"
+    assert found is not None
+    return found
+
+
+def _module_of(model: Model | None, stages: Sequence[nn.Module] | None) -> Model:
+    if (model is None) == (stages is None):
+        raise ConfigError("give one of model and model_stages, a list of modules that run one after another")
+    if stages is None:
+        assert model is not None
+        return model
+    for place, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):
+            raise ConfigError(f"model_stages[{place}] is a {type(stage).__name__}: give modules")
+    return nn.Sequential(*stages)
 
 
 def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
@@ -197,7 +306,3 @@ def _compute(anatomy: Anatomy, loss: Loss) -> Compute:
         return found * scale, torch.stack([value, rows, torch.zeros_like(value)])
 
     return compute
-
-
-def _nothing() -> None:
-    """Gradients are whole once the schedule has run."""

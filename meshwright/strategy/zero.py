@@ -15,10 +15,10 @@ from meshwright.errors import ConfigError
 with warnings.catch_warnings():
     # Its package compiles optimizers that nobody here uses, by a function that torch itself calls deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import ZeroRedundancyOptimizer as _TorchOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroOptimizer
 
 
-class ZeroRedundancyOptimizer(_TorchOptimizer):
+class ZeroRedundancyOptimizer(TorchZeroOptimizer):
     """torch's own: each rank keeps the optimizer state of some parameters, updates these, and sends them to the others.
 
     This is ZeRO 1, over whole parameters. A layout does it over parts of each, with the gradients' sum and the gather

@@ -15,7 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright.axes.wide import Wide
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.strategy import HybridParallelStrategy
 from tests.own_models import (
@@ -200,7 +202,6 @@ def refused(_rank: int, text: str, make: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("pp=2", "use PipelineEngine"),
         ("cp=2", "use tp with sequence=true"),
         ("replicate=2,microbatches=2", "strategy.accumulate"),
         ("shard=2,precision=fp16", "precision=bf16"),
@@ -225,6 +226,22 @@ def test_models_whose_weights_are_nowhere_or_differ() -> None:
     halves = functools.partial(lambda: plain_model().bfloat16())
     assert all("precision=bf16" in error for error in run_ranks(2, refused, "replicate=2", halves))
     assert all("needs" in error or "example=" in error for error in run_ranks(2, refused, "tp=2", perceptron))
+
+
+def from_one_rank(_rank: int) -> float:
+    torch.manual_seed(dist.get_rank())
+    strategy = HybridParallelStrategy("shard=2")
+    model = strategy.shard(PlainModel(VOCAB, 12, 2).double(), from_rank=1)
+    x, y = rows()[0]
+    with torch.no_grad():
+        return float(mean_loss(model(x), y))
+
+
+def test_weights_of_one_rank_are_sent_to_all() -> None:
+    torch.manual_seed(1)
+    x, y = rows()[0]
+    wanted = float(mean_loss(PlainModel(VOCAB, 12, 2).double()(x), y).detach())
+    assert run_ranks(2, from_one_rank) == pytest.approx([wanted, wanted], rel=1e-12)
 
 
 class Wrapped(nn.Module):
@@ -275,32 +292,108 @@ def test_bf16_computes_over_float32_weights() -> None:
         assert kinds == {"torch.float32"}
 
 
-def careless(_rank: int) -> list[str]:
+def strays(_rank: int) -> str:
     strategy = HybridParallelStrategy("replicate=2")
-    before = plain_model()
-    stray = list(nn.Linear(2, 2).parameters())
-    model = strategy.shard(before)
-    found = []
-    x, y = rows()[0]
-    mean_loss(model(x), y).backward()
-    for act in (lambda: mean_loss(model(x), y).backward(), lambda: strategy.optimizer(torch.optim.SGD, stray, lr=0.1)):
-        try:
-            act()
-        except ConfigError as error:
-            found.append(str(error))
-    optimizer = strategy.optimizer(torch.optim.SGD, lr=0.1)
-    optimizer.zero_grad()
-    with strategy.accumulate():
-        mean_loss(model(x), y).backward()
+    strategy.shard(plain_model())
     try:
-        optimizer.step()
+        strategy.optimizer(torch.optim.SGD, list(nn.Linear(2, 2).parameters()), lr=0.1)
     except ConfigError as error:
-        found.append(str(error))
+        return str(error)
+    return ""
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    assert all("isn't one of the sharded model" in error for error in run_ranks(2, strays))
+
+
+def clipped_by_torch(_rank: int, text: str, make: Callable[[], nn.Module]) -> tuple[list[float], list[float]]:
+    strategy = HybridParallelStrategy(text)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer = strategy.shard(model, optimizer)
+    index, count = strategy.reader
+    losses, norms = [], []
+    for x, y in rows():
+        loss = mean_loss(output(model, x.chunk(count)[index]), y.chunk(count)[index])
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(strategy.mean(loss))
+    return losses, norms
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [(gpt2, "shard=2,tp=2"), (mixtral, "replicate=2,shard=2,zero=2,ep=2"), (mixtral, "shard=2,tp=2,ep=4")],
+)
+def test_torch_clips_parts_of_several_meshes(make: Callable[[], nn.Module], text: str) -> None:
+    """DTensors of two meshes, tensor parallel parts and experts have one norm, that of one device."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    wanted: tuple[list[float], list[float]] = ([], [])
+    for x, y in rows():
+        with Wide():
+            loss = mean_loss(output(model, x), y)
+            loss.backward()
+        wanted[0].append(loss.item())
+        wanted[1].append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    equal(run_ranks(world(text), clipped_by_torch, text, make, timeout=250), wanted)
+
+
+def stepped(_rank: int, text: str, batches: list[Batch]) -> list[float]:
+    strategy = HybridParallelStrategy(text)
+    model = plain_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    strategy.shard(model, optimizer, loss=mean_loss, microbatches=2, clip=CLIP)
+    index, count = strategy.reader
+    return [strategy.step((x.chunk(count)[index], y.chunk(count)[index])) for x, y in batches]
+
+
+@pytest.mark.parametrize("text", ["pp=2", "replicate=2", "pp=2,tp=2"])
+def test_one_object_runs_every_dim(text: str) -> None:
+    wanted = plainly(plain_model, rows())[0]
+    for losses in run_ranks(world(text), stepped, text, rows()):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+
+
+def meshes(_rank: int) -> list[str]:
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    nameless = init_device_mesh("cpu", (2, 2))
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    sharded = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    makers: list[Callable[[], Any]] = [
+        lambda: HybridParallelStrategy(named),
+        lambda: HybridParallelStrategy(device_mesh=sharded, zero=2),
+        lambda: HybridParallelStrategy(data_parallel_dim=named["dp"], tensor_parallel_dim=named["tp"]),
+        lambda: HybridParallelStrategy(device_mesh=named, data_parallel_dim="dp", tensor_parallel_dim="tp"),
+        lambda: HybridParallelStrategy(data_parallel_dim=2, tensor_parallel_dim=2, pipeline_parallel_size=1),
+        lambda: HybridParallelStrategy(nameless),
+        lambda: HybridParallelStrategy(turned),
+        lambda: HybridParallelStrategy(tensor_parallel_dim=named),
+        lambda: HybridParallelStrategy(tensor_parallel_dim="tq", device_mesh=named),
+        lambda: HybridParallelStrategy(),
+        lambda: HybridParallelStrategy("tp=4", data_parallel_dim=2),
+        lambda: HybridParallelStrategy(4),  # type: ignore[arg-type]
+        lambda: HybridParallelStrategy(data_parallel_dim=3),
+    ]
+    found = []
+    for make in makers:
+        try:
+            found.append(str(make().layout))
+        except MeshwrightError as error:
+            found.append(str(error))
     return found
 
 
-def test_careless_loops_are_told() -> None:
-    for second, stray, unsent in run_ranks(2, careless):
-        assert "a second backward" in second
-        assert "isn't one of the sharded model" in stray
-        assert "leave it out of accumulate()" in unsent
+def test_meshes_and_dims_are_layouts_or_refused() -> None:
+    words = [
+        *("replicate=2,tp=2", "shard=2,tp=2,zero=2", "replicate=2,tp=2", "replicate=2,tp=2", "replicate=2,tp=2"),
+        *("dims without names", "order the mesh's dims as (pp, replicate, shard", "give one of them", "'tq' is no dim"),
+        *("give one of: a layout", "give one of: a layout", "layout is a int", "there are 4 ranks"),
+    ]
+    for found in run_ranks(4, meshes):
+        for text, word in zip(found, words, strict=True):
+            assert word in text

@@ -72,7 +72,7 @@ def pipeline_refusals(_rank: int) -> list[str]:
         lambda: engine.step(x, y),
         lambda: engine.train_epoch([]),
         lambda: PipelineEngine(convolutional(), "pp=2,microbatches=2", mean_loss, adam, microbatches=3, example=x),
-        lambda: PipelineEngine(convolutional(), "pp=2", mean_loss, adam),
+        lambda: PipelineEngine(convolutional(), "pp=2", mean_loss, adam).optimizer,
     ):
         try:
             act()

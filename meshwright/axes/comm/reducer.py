@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.axes.comm.layers import spell
 from meshwright.axes.comm.wire import Transfer, Wire
+from meshwright.errors import ConfigError
 
 ALONE_BYTES = 1 << 20
 """Gradients of at least this size travel alone; smaller ones are packed until a bucket holds this much."""
@@ -92,7 +93,13 @@ class GradientReducer:
     def _ready(self, parameter: nn.Parameter) -> None:
         if not self._active:
             return
-        self._bucket_of[parameter].missing -= 1
+        bucket = self._bucket_of[parameter]
+        if bucket.transfer is not None:
+            raise ConfigError(
+                "a weight got its gradient twice in one backward, as one does that several calls of torch.utils."
+                "checkpoint share: write checkpoint(..., use_reentrant=False), or recompute=full in the layout"
+            )
+        bucket.missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
             self._start(self._buckets[self._next])
             self._next += 1

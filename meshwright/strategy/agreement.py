@@ -1,0 +1,101 @@
+"""Looks, at the first steps and ever more rarely after them, whether ranks agree where a layout says that they do.
+
+Copies of a weight part when a loop changes them by what one rank alone knows: a gradient from `torch.autograd.grad`, a
+layer drawn anew, a checkpoint loaded on one rank. Ranks that split layers must be called on the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from meshwright.axes.comm.wire import Wire
+from meshwright.errors import ConfigError
+from meshwright.runtime.program import Program
+from meshwright.runtime.weights import Weight
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_KEPT_BITS = 50
+"""Of a sum, so that float64 carries it exactly."""
+
+
+class AgreementCheck:
+    """Compares copies of weights, and inputs, over ranks: at calls 1, 2, 4, 8 and so on.
+
+    Args:
+        program: built, with a mesh.
+    """
+
+    def __init__(self, program: Program) -> None:
+        assert program.mesh is not None
+        wires, layout = program.mesh.wires, program.mesh.layout
+        held = (*program.weights, *program.frozen)
+        self._copies: list[tuple[Wire, Sequence[Weight]]] = []
+        if layout.degree("replicate") > 1:
+            self._copies.append((wires["replicate"], held))
+        if layout.degree("tp") > 1:
+            self._copies.append((wires["tp"], [weight for weight in held if weight.place.is_whole]))
+        self._same_rows = wires["tp"] if layout.degree("tp") > 1 else None
+        self._steps = self._forwards = 0
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Compares copies of weights.
+
+        Raises:
+            ConfigError: on every rank of a group whose copies differ.
+        """
+        self._steps += 1
+        if not _power_of_two(self._steps):
+            return
+        for wire, weights in self._copies:
+            if not weights:
+                continue
+            differs = _differing([checksum(weight.local) for weight in weights], wire, weights[0].local.device)
+            if differs:
+                raise ConfigError(
+                    f"after {self._steps} steps ranks hold other values of '{weights[differs[0]].name}', of which each "
+                    "has a copy: something changed it by what one rank alone knows, such as torch.autograd.grad, a "
+                    "random draw, or load_state_dict on one rank; change weights alike on all ranks, by whole gradients"
+                )
+
+    def before_forward(self, given: Any) -> None:
+        """Compares inputs of ranks that split layers.
+
+        Raises:
+            ConfigError: on every rank of a group that was called on other rows.
+        """
+        self._forwards += 1
+        if self._same_rows is None or not _power_of_two(self._forwards):
+            return
+        tensors = [item for item in tree_leaves(given) if isinstance(item, torch.Tensor)]
+        if tensors and _differing([sum(map(checksum, tensors))], self._same_rows, tensors[0].device):
+            raise ConfigError(
+                "ranks of one tensor parallel group were called on other rows: they share the work on the same ones; "
+                "give the sampler num_replicas and rank from strategy.reader, not from the world"
+            )
+
+
+def checksum(values: torch.Tensor) -> int | torch.Tensor:
+    """Returns a sum of a tensor's bits, each element weighed by its place, an int64 scalar."""
+    bits = values.detach().contiguous().view(-1).view(_BITS[values.itemsize]) if not values.is_complex() else values
+    places = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64) % 8191
+    return (bits.to(torch.int64) * places).sum() if bits.numel() else torch.zeros((), dtype=torch.int64)
+
+
+def _differing(sums: Iterable[Any], wire: Wire, device: torch.device) -> list[int]:
+    """Returns the places at which ranks have other sums, the same on all of them."""
+    mine = torch.stack([torch.as_tensor(item, device=device) for item in sums]).remainder(1 << _KEPT_BITS)
+    own = torch.cat([mine, -mine]).to(torch.float64)
+    largest = own.clone()
+    wire.all_reduce_max(largest).wait()
+    # Equal exactly where the largest is also the smallest.
+    spread = largest[: len(mine)] + largest[len(mine) :]
+    return [place for place, gap in enumerate(spread.tolist()) if gap]
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

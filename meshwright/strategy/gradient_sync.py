@@ -1,0 +1,343 @@
+"""Makes gradients those of the whole batch by the time `backward()` returns, whatever loop called it.
+
+A backward through the sharded model opens a pass: gradients that an earlier pass left are set aside, collectives are
+announced, and a callback of the autograd engine ends the pass: sums arrive, the mean over readers is taken, and what
+had been set aside is added. So a second backward before the step adds up as it does on one device.
+Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2, for the callback.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.axes.comm.wire import Wire
+from meshwright.errors import ConfigError
+from meshwright.runtime.program import Program
+from meshwright.runtime.weights import Weight, cut
+from meshwright.strategy.sharded_gradient import is_watched, plain_gradient, watched
+
+
+class GradientState(enum.Enum):
+    """What `parameter.grad` holds between two backwards."""
+
+    NONE = "none"
+    """No backward yet."""
+    LOCAL = "local"
+    """Sums over this rank's micro-batches, unsent."""
+    SUMMED = "summed"
+    """The gradient of the whole batch."""
+
+
+class GradientSync:
+    """Steers the gradients of a program through backwards that user code calls.
+
+    Args:
+        program: built, of one part.
+        readers: number of ranks that read other rows.
+        average: whether gradients are means over the readers, not sums.
+        publish: called when gradients are whole, with None where there is none for a weight.
+    """
+
+    def __init__(self, program: Program, readers: int, average: bool, publish: Callable[[], None]) -> None:
+        assert program.mesh is not None
+        self._program, self._readers, self._publish = program, readers, publish
+        self._world: Wire = program.mesh.world
+        self._mean = readers if average else 1
+        self.state = GradientState.NONE
+        self.last = True
+        """Whether the next backward is the last before the step; not so within `accumulate`."""
+        self._open = False
+        self._aside: dict[Weight, torch.Tensor] = {}
+        self._arriving: set[str] = set()
+        self._mark: tuple[Weight, tuple[int, int], bool] | None = None
+        self._changes = 0
+        self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
+        self._order = {weight: number for number, weight in enumerate(program.weights)}
+        self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
+        """Whether this rank has a part alone of some weight."""
+        for weight in program.weights:
+            _ArrivalHooks(self, weight.name, self._mean).attach(weight.parameter)
+        for sync in program.parts[0].sync:
+            sync.begin(self.last)  # reducers attach their hooks after those of this class
+        self._own_hooks = {weight: _hook_counts(weight.parameter) for weight in program.weights}
+
+    def expect(self, name: str) -> None:
+        """Notes that autograd has a gradient for a weight, which may be none of the model's outputs'."""
+        self.begin()
+        self._arriving.add(name)
+
+    def arrived(self, name: str) -> None:
+        """Notes that the gradient was accumulated."""
+        self._arriving.discard(name)
+
+    @property
+    def summed(self) -> bool:
+        """Whether gradients are those of the whole batch."""
+        return self.state is not GradientState.LOCAL
+
+    def begin(self, *_: Any) -> None:
+        """Opens a pass; called within a backward, by each of its first hooks."""
+        if self._open:
+            return
+        self._open = True
+        self._check_parameters()
+        self._set_aside()
+        for sync in self._program.parts[0].sync:
+            sync.begin(self.last)
+        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        # Callbacks run in order, and FSDP2 may queue its own after this one: the second round comes after all.
+        engine.queue_callback(lambda: engine.queue_callback(self._end))
+
+    def recover(self) -> None:
+        """Forgets a pass whose backward ended in an error; called before a forward.
+
+        Raises:
+            ConfigError: shards can't forget it.
+        """
+        if not self._open or torch._C._current_graph_task_id() != -1:
+            return
+        if isinstance(self._program.weights[0].parameter, DTensor):
+            raise ConfigError(
+                "a backward ended in an error and left gathered weights and sums under way: end the process, or catch "
+                "such errors before backward()"
+            )
+        self._open = False
+        self._aside.clear()
+        self._arriving.clear()
+
+    def _check_parameters(self) -> None:
+        """Refuses hooks that would see this rank's gradient alone, and weights that nobody sums."""
+        for weight, own in self._own_hooks.items():
+            if _hook_counts(weight.parameter) != own:
+                raise ConfigError(
+                    f"a hook was registered on '{weight.name}': it would see this rank's gradient before it is summed "
+                    "over ranks; change gradients, or step, after backward(), when they are whole"
+                )
+        for weight in self._program.frozen:
+            if weight.parameter.requires_grad:
+                raise ConfigError(
+                    f"'{weight.name}' was frozen when the model was sharded, so nobody sums its gradient: shard the "
+                    "model with it trained, and call requires_grad_(False) afterwards for as long as it is frozen"
+                )
+
+    def _set_aside(self) -> None:
+        """Takes gradients of an earlier pass out of the way, so that nothing sums them a second time."""
+        self._drop_cleared_sums()
+        for weight in self._program.weights:
+            gradient = weight.parameter.grad
+            if gradient is None:
+                continue
+            plain = plain_gradient(gradient) if is_watched(gradient) else gradient
+            weight.parameter.grad = plain
+            if self.state is not GradientState.SUMMED:
+                continue
+            if self.last:
+                self._aside[weight] = plain
+                weight.parameter.grad = None
+            elif bool(_local(plain).count_nonzero()):
+                raise ConfigError(
+                    "accumulate() begins a new sum, but gradients of a finished backward are there: call zero_grad() "
+                    "after step(), and put all backwards of a step but its last into accumulate()"
+                )
+
+    def _drop_cleared_sums(self) -> None:
+        """Lets shards forget sums over micro-batches that zero_grad() has cleared for all that user code can see."""
+        if self._mark is None:
+            return
+        weight, version, made = self._mark
+        self._mark = None
+        if self._version(weight) != version:
+            for sync in self._program.parts[0].sync:
+                forget = getattr(sync, "forget", None)
+                if forget is not None:
+                    forget()
+        elif made:
+            weight.parameter.grad = None
+
+    def _mark_sums(self) -> None:
+        """Puts a gradient where shards keep theirs out of sight, so that reading and clearing it is noticed."""
+        weight = min(self._program.weights, key=lambda item: item.local.numel() or 1 << 60)
+        if not isinstance(weight.parameter, DTensor):
+            return
+        made = weight.parameter.grad is None
+        if made:
+            weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
+        self._mark = weight, self._version(weight), made
+
+    def _end(self) -> None:
+        """Ends a pass, as the last thing that backward() does."""
+        self._open = False
+        program = self._program
+        if self._arriving:
+            name = min(self._arriving)
+            self._arriving.clear()
+            raise ConfigError(
+                f"torch.autograd.grad gives this rank's gradient of '{name}', which nobody sums: call backward(), "
+                "after which parameter.grad is that of the whole batch"
+            )
+        if not self.last:
+            self.state = GradientState.LOCAL
+            self._norms.clear()
+            self._mark_sums()
+            self._show()
+            return
+        reached = self._reached()
+        for sync in program.parts[0].sync:
+            sync.finish()
+        for weight, seen in zip(program.weights, reached):
+            if not seen:
+                weight.parameter.grad = None
+            elif weight.parameter.grad is None:
+                weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
+        with torch.no_grad():
+            gradients = [grad for weight in program.weights if (grad := weight.gradient) is not None]
+            if self._mean > 1 and gradients:
+                torch._foreach_mul_(gradients, 1.0 / self._mean)
+            for weight, earlier in self._aside.items():
+                if weight.gradient is None:
+                    weight.parameter.grad = earlier  # type: ignore[assignment]
+                else:
+                    weight.gradient.add_(_local(earlier))
+        self._aside.clear()
+        self._norms.clear()
+        self.state = GradientState.SUMMED
+        self._show()
+        self._publish()
+
+    def _reached(self) -> list[bool]:
+        """Tells which weights some rank's backward reached: as on one device, the others get no gradient.
+
+        Shards get theirs from collectives that all ranks run, so that each rank knows by itself.
+        """
+        here = [weight.parameter.grad is not None for weight in self._program.weights]
+        if self._readers == 1 or isinstance(self._program.weights[0].parameter, DTensor):
+            return here
+        flags = torch.tensor(here, dtype=torch.float32, device=self._program.weights[0].local.device)
+        self._world.all_reduce(flags).wait()
+        # Only who lacks one waits for the device to tell.
+        return here if all(here) else [count > 0 for count in flags.tolist()]
+
+    def _show(self) -> None:
+        """Gives user code gradients that know that they are parts, or unsent."""
+        if not self.split and self.state is GradientState.SUMMED:
+            return
+        for weight in self._program.weights:
+            if weight.parameter.grad is not None:
+                weight.parameter.grad = watched(weight.parameter.grad, weight, self)
+
+    def hide(self) -> None:
+        """Gives plain gradients back, for an optimizer to step on."""
+        for weight in self._program.weights:
+            if is_watched(weight.parameter.grad):
+                weight.parameter.grad = plain_gradient(weight.parameter.grad)  # type: ignore[arg-type, assignment]
+
+    def show(self) -> None:
+        """Ends `hide`."""
+        self._show()
+
+    def check_step(self) -> None:
+        """Refuses an optimizer's step on gradients that aren't summed."""
+        if self.state is GradientState.LOCAL:
+            raise ConfigError("the last backward before a step sums the gradients: leave it out of accumulate()")
+
+    @torch.no_grad()
+    def weight_norm(self, weight: Weight, order: float) -> torch.Tensor:
+        """Returns the norm of a whole weight's gradient, a float64 scalar; every rank asks for it together.
+
+        The norms of all weights are summed over ranks at once, and kept until a gradient changes.
+        """
+        if self.state is GradientState.LOCAL:
+            raise ConfigError(
+                "gradients are this rank's alone inside strategy.accumulate(): clip after the last backward of a step"
+            )
+        number = self._order[weight]
+        known = self._norms.get(order)
+        if known is None or known[1][number] != self._version(weight):
+            versions = [self._version(item) for item in self._program.weights]
+            known = self._norms[order] = (self._all_norms(order), versions)
+        return known[0][number]
+
+    def note_change(self) -> None:
+        """Called after user code changed a gradient in place."""
+        self._changes += 1
+        self._norms.clear()
+
+    def _version(self, weight: Weight) -> tuple[int, int]:
+        """Differs once a gradient has been changed or cleared."""
+        gradient = weight.gradient
+        return (-1, 0) if gradient is None else (gradient._version, self._changes)
+
+    def any_rank(self, flag: torch.Tensor) -> None:
+        """Makes a float flag the maximum over all ranks, in place."""
+        wide = flag.to(torch.float64).reshape(1)
+        self._world.all_reduce_max(wide).wait()
+        flag.copy_(wide.reshape(flag.shape))
+
+    def _all_norms(self, order: float) -> torch.Tensor:
+        """(weights,) float64: the norm of each whole gradient."""
+        device = self._program.weights[0].local.device
+        totals = torch.zeros(len(self._program.weights), dtype=torch.float64, device=device)
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, weight in enumerate(self._program.weights):
+                gradient = weight.gradient
+                if gradient is None or not gradient.numel():
+                    continue
+                for piece in weight.pieces:
+                    norm = torch.linalg.vector_norm(cut(gradient, piece.local), order).to(torch.float64)
+                    if order == float("inf"):
+                        totals[number] = torch.maximum(totals[number], norm)
+                    else:
+                        totals[number] += norm**order / piece.copies
+        if order == float("inf"):
+            self._world.all_reduce_max(totals).wait()
+            return totals
+        self._world.all_reduce(totals).wait()
+        return totals ** (1.0 / order)
+
+
+class _ArrivalHooks:
+    """Hooks of one parameter: a submodule that is called alone, or a penalty, opens a pass too.
+
+    Methods, since Dynamo traces no other hooks that run after accumulation.
+    """
+
+    def __init__(self, sync: GradientSync, name: str, mean: int) -> None:
+        self._sync, self._name, self._mean = sync, name, mean
+
+    def attach(self, parameter: nn.Parameter) -> None:
+        """Registers them."""
+        if isinstance(parameter, DTensor):
+            parameter.register_hook(self._scale_direct)
+        else:
+            parameter.register_hook(self._expect)
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _scale_direct(self, gradient: torch.Tensor) -> torch.Tensor:
+        # Shards get the model's gradient from the reduction, a penalty's from autograd: whole already, no sum of the
+        # readers', so that the mean must leave it as it is.
+        self._sync.begin()
+        return gradient * float(self._mean)
+
+    def _expect(self, _: torch.Tensor) -> None:
+        self._sync.expect(self._name)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        self._sync.arrived(self._name)
+
+
+def _hook_counts(parameter: nn.Parameter) -> tuple[int, int]:
+    """(hooks before accumulation, hooks after it)."""
+    return (
+        len(getattr(parameter, "_backward_hooks", None) or ()),
+        len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()),
+    )
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,60 @@
+"""One device with the face of a strategy, in plain torch: what a custom loop is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class OneDevice:
+    """Does with a model what `HybridParallelStrategy` does, where there is nothing to share.
+
+    It has that class's methods and none of its code, so that a loop written for a strategy runs on one device too.
+    """
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        """What was sharded last."""
+
+    reader = (0, 1)
+
+    def shard(self, model: Any, optimizer: torch.optim.Optimizer | None = None, **_: Any) -> Any:
+        """Returns the model, or what the function builds."""
+        self.model = model if isinstance(model, nn.Module) else model()
+        return self.model if optimizer is None else (self.model, optimizer)
+
+    def optimizer(
+        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None = None, **settings: Any
+    ) -> torch.optim.Optimizer:
+        """Makes an optimizer over the model's parameters."""
+        return make(self._parameters() if groups is None else list(groups), **settings)
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Does nothing: gradients add up."""
+        yield
+
+    def clip_grad_norm_(self, most: float) -> torch.Tensor:
+        """Clips by torch's own function."""
+        return nn.utils.clip_grad_norm_(self._parameters(), most)
+
+    def grad_norm(self) -> torch.Tensor:
+        """Returns the 2-norm of the gradient."""
+        return nn.utils.get_total_norm([item.grad for item in self._parameters() if item.grad is not None])
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns the mean cross-entropy over the targets."""
+        return cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+    def mean(self, value: torch.Tensor | float) -> float:
+        """Returns the number."""
+        return float(value)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        assert self.model is not None
+        return list(self.model.parameters())

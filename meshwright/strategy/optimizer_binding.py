@@ -1,0 +1,276 @@
+"""Optimizers over the parts of a sharded model: made by it, rebuilt for it, or the user's own, checked at each step."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from meshwright.errors import ConfigError
+from meshwright.runtime.program import Program
+from meshwright.runtime.weights import Weight
+from meshwright.strategy.gradient_sync import GradientSync
+from meshwright.strategy.sharded_gradient import plain_gradient, watched
+from meshwright.strategy.zero import TorchZeroOptimizer
+
+STALE = (
+    "the optimizer was made before shard(model), which replaces the model's parameters: it would train nothing; write "
+    "model, optimizer = strategy.shard(model, optimizer), or make it afterwards, from model.parameters() or by "
+    "strategy.optimizer"
+)
+
+
+class OptimizerBinding:
+    """Ties optimizers to the weights of a program.
+
+    Args:
+        program: built.
+        parts: this rank's part of each weight, plain tensors that share its memory.
+        sync: what makes gradients whole in a custom loop; None where the caller's schedule has done so.
+        after_step: called after each step of an optimizer that has weights of the program.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parts: list[nn.Parameter],
+        sync: GradientSync | None,
+        after_step: Callable[[], None],
+    ) -> None:
+        self._program, self._sync, self._after_step = program, sync, after_step
+        self._parts = dict(zip(program.weights, parts))
+        self._by_id = {id(weight.parameter): weight for weight in (*program.weights, *program.frozen)}
+        self._bound: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[Weight]]] = {}
+        self._given: dict[Weight, torch.Tensor] = {}
+        self._stale: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.starting = False
+        """Whether a step is run for the sake of the state that it makes."""
+        self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
+        self._shared = program.mesh is not None and program.mesh.world.size > 1
+        self._elementwise: set[type] = set()
+        # Global hooks see optimizers that nobody announced; they hold no strategy that is no longer used.
+        for handle in (
+            register_optimizer_step_pre_hook(_through(weakref.WeakMethod(self._before))),
+            register_optimizer_step_post_hook(_through(weakref.WeakMethod(self._after))),
+        ):
+            weakref.finalize(self, handle.remove)
+
+    def mark_stale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remembers parameters that are no longer the model's: an optimizer that has one is refused at its step."""
+        self._stale = {id(item): weakref.ref(item) for item in parameters if id(item) not in self._by_id}
+
+    def make(
+        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None, settings: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        """Returns a new optimizer over this rank's parts; see `HybridParallelStrategy.optimizer`."""
+        listed: list[Any] = [weight.parameter for weight in self._parts] if groups is None else list(groups)
+        optimizer = make([self._with_parts(item) for item in listed], **settings)
+        self._bind(optimizer)
+        return optimizer
+
+    def rebuild(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> torch.optim.Optimizer:
+        """Makes an optimizer of the model before it was sharded one of its parts; groups, rates and state stay.
+
+        Args:
+            optimizer: changed in place, so that a scheduler goes on with it.
+            names: name of each parameter that the model had, by id.
+        """
+        weights = {weight.name: weight for weight in self._by_id.values()}
+        for group in optimizer.param_groups:
+            parts = []
+            for old in group["params"]:
+                if id(old) not in names:
+                    raise ConfigError(
+                        "the optimizer has a parameter that isn't the model's: give it an optimizer of its own"
+                    )
+                state = optimizer.state.pop(old, None)
+                weight = weights.get(names[id(old)])
+                if weight is None:  # another stage's
+                    continue
+                parts.append(self._parts.get(weight, weight.parameter))
+                if state is not None:
+                    optimizer.state[parts[-1]] = _cut_state(state, weight)
+            group["params"] = parts
+        self._bind(optimizer)
+        return optimizer
+
+    def _bind(self, optimizer: torch.optim.Optimizer) -> None:
+        members = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        weights = [weight for weight, part in self._parts.items() if id(part) in members]
+        self._bound[id(optimizer)] = (weakref.ref(optimizer), weights)
+        zero_grad = types.MethodType(_zero_grad(self, weights), optimizer)
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        if self.split:
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+
+    def publish(self) -> None:
+        """Gives parts the gradients that have just become whole."""
+        for weights in self._bound_weights():
+            for weight in weights:
+                gradient = weight.gradient
+                if gradient is not None:
+                    gradient = plain_gradient(gradient)
+                    assert self._sync is not None
+                    gradient = watched(gradient, weight, self._sync) if self.split else gradient
+                    self._given[weight] = gradient
+                self._parts[weight].grad = gradient
+
+    def _bound_weights(self) -> list[list[Weight]]:
+        alive = {key: entry for key, entry in self._bound.items() if entry[0]() is not None}
+        self._bound = alive
+        return [weights for _, weights in alive.values()]
+
+    def _weights_of(self, optimizer: torch.optim.Optimizer) -> list[Weight] | None:
+        """Weights whose parts an optimizer of this class steps on; None for another optimizer."""
+        entry = self._bound.get(id(optimizer))
+        return entry[1] if entry is not None and entry[0]() is optimizer else None
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        weights = self._weights_of(optimizer)
+        own = weights is not None
+        for item in (item for group in optimizer.param_groups for item in group["params"]):
+            stale = self._stale.get(id(item))
+            if stale is not None and stale() is item:
+                raise ConfigError(STALE)
+            own = own or id(item) in self._by_id
+        if not own or self.starting:
+            return
+        self._check(optimizer, any(item is not None for item in (*args[1:], *kwargs.values())))
+        if self._sync is not None:
+            self._sync.check_step()
+            self._sync.hide()
+        for weight in weights or ():
+            part = self._parts[weight]
+            if part.grad is None or part.grad is self._given.get(weight) or self._sync is None:
+                gradient = weight.gradient
+                part.grad = None if gradient is None else plain_gradient(gradient)
+
+    def _after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self.starting:
+            return
+        weights = self._weights_of(optimizer)
+        members = (item for group in optimizer.param_groups for item in group["params"])
+        if weights is None and not any(id(item) in self._by_id for item in members):
+            return
+        for weight in weights or ():
+            self._parts[weight].grad = None
+            self._given.pop(weight, None)
+        if self._sync is not None:
+            self._sync.show()
+        self._after_step()
+
+    def _check(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Refuses optimizers that aren't right on parts, or decide by what only this rank knows."""
+        kind = type(optimizer)
+        if not self._shared:
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"{kind.__name__} decides by the loss and by products over all weights, of which each rank has its "
+                "own, so ranks would part: use an optimizer that works element by element, such as AdamW"
+            )
+        if not self.split:
+            return
+        if closure:
+            raise ConfigError("step() takes no closure where weights are split: call forward and backward, then step()")
+        if isinstance(optimizer, TorchZeroOptimizer):
+            raise ConfigError(
+                "the parameters are parts already, and ZeroRedundancyOptimizer would send one rank's to others: use "
+                "strategy.optimizer, and shard=N,zero=1 in the layout"
+            )
+        if kind not in self._elementwise:
+            if not steps_elementwise(optimizer):
+                raise ConfigError(
+                    f"{kind.__name__} doesn't work element by element, so on parts of weights it isn't what it is on "
+                    "whole ones: use AdamW or its like, or copies alone (replicate=N in the layout)"
+                )
+            self._elementwise.add(kind)
+
+    def _with_parts(self, item: Any) -> Any:
+        """Returns a parameter, or a group of them, with this rank's parts in their places."""
+        if isinstance(item, dict):
+            members = item["params"]
+            members = [members] if isinstance(members, torch.Tensor) else list(members)
+            return {**item, "params": [self._with_parts(member) for member in members]}
+        if isinstance(item, tuple):  # (name, parameter), as named_parameters() gives
+            return (item[0], self._with_parts(item[1]))
+        weight = self._by_id.get(id(item))
+        if weight is None:
+            raise ConfigError(
+                "a parameter isn't one of the sharded model: list parameters after shard(), which replaces them"
+            )
+        return self._parts.get(weight, weight.parameter)
+
+
+def _through(method: weakref.WeakMethod[Any]) -> Callable[..., None]:
+    def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (bound := method()) is not None:
+            bound(optimizer, args, kwargs)
+
+    return call
+
+
+def _zero_grad(binding: OptimizerBinding, weights: list[Weight]) -> Callable[..., None]:
+    def zero_grad(_: Any, set_to_none: bool = True) -> None:
+        for weight in weights:
+            gradient = weight.gradient
+            if not set_to_none and gradient is not None:
+                plain_gradient(gradient).zero_()
+            else:
+                weight.parameter.grad = None
+                binding._parts[weight].grad = None
+
+    return zero_grad
+
+
+def _refuse_state_dict(_: torch.optim.Optimizer) -> None:
+    raise ConfigError(
+        "the optimizer's state is of this rank's parts, which state_dict() can't say: save "
+        "strategy.state_dict(optimizer) by torch.distributed.checkpoint, which any layout loads"
+    )
+
+
+def _cut_state(state: dict[str, Any], weight: Weight) -> dict[str, Any]:
+    """Returns the optimizer state of a whole weight as that of this rank's part."""
+    cut: dict[str, Any] = {}
+    for key, value in state.items():
+        whole = isinstance(value, torch.Tensor) and tuple(value.shape) == weight.shape and key != "step"
+        cut[key] = weight.part(value).to(weight.local.device) if whole else value
+    return cut
+
+
+def steps_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Tries whether an optimizer of the same kind and settings does to halves of a weight what it does to the whole.
+
+    True where no second one can be made from its defaults: nobody knows then.
+    """
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 6, generator=draw, dtype=torch.float64)
+    slopes = [torch.randn(4, 6, generator=draw, dtype=torch.float64) for _ in range(2)]
+
+    def stepped(cut: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        parameter = nn.Parameter(cut(whole).clone())
+        settings = {key: value for key, value in optimizer.defaults.items() if key not in ("fused", "capturable")}
+        probe = type(optimizer)([parameter], **settings)
+        for slope in slopes:
+            parameter.grad = cut(slope).clone()
+            probe.step()
+        return parameter.detach()
+
+    with contextlib.suppress(Exception):
+        found = stepped(lambda value: value)
+        for cut in (lambda value: value[:2], lambda value: value[:, :3]):
+            if not torch.allclose(stepped(cut), cut(found), rtol=1e-9, atol=1e-12):
+                return False
+    return True
+
+
+def local_parts(weights: Iterable[Weight]) -> list[nn.Parameter]:
+    """Returns this rank's part of each weight as a plain parameter that shares its memory."""
+    return [nn.Parameter(weight.local, requires_grad=False) for weight in weights]

@@ -1,0 +1,797 @@
+"""Custom loops as users of DistributedDataParallel, FSDP2 and single devices write them, one habit each.
+
+Each takes a strategy and returns losses, means over this rank's rows. On one device that is `OneDevice`, plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+from tests.own_models import VOCAB, Batch, mean_loss, rows
+from tests.plain_model import PlainModel
+
+COPIES, SHARDS, SPLIT = "replicate=2", "shard=2", "tp=2"
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+
+
+@dataclass(frozen=True)
+class Careless:
+    """A habit."""
+
+    name: str
+    loop: Callable[[Any], list[torch.Tensor]]
+    refused: dict[str, str] = field(default_factory=dict)
+    """Words of the refusal, by the first axis of a layout; equal to one device under the others."""
+
+
+LOOPS: list[Careless] = []
+EVERY = (COPIES, SHARDS, SPLIT)
+
+
+def careless(refused: str = "", under: tuple[str, ...] = EVERY) -> Callable[[Any], Any]:
+    """Lists a loop; ``refused`` are words of the error that it ends in ``under`` some layouts."""
+
+    def listed(loop: Any) -> Any:
+        LOOPS.append(Careless(loop.__name__, loop, dict.fromkeys(under, refused) if refused else {}))
+        return loop
+
+    return listed
+
+
+def whole(value: Any) -> Any:
+    """A DTensor's values, as users of FSDP2 know to ask for them."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return PlainModel(VOCAB, 12, 2).double()
+
+
+def shares(strategy: Any) -> list[Batch]:
+    """This rank's rows of each batch."""
+    index, count = strategy.reader
+    return [(x.chunk(count)[index], y.chunk(count)[index]) for x, y in rows()]
+
+
+def steps(strategy: Any, module: Any, optimizer: Any, between: Callable[[], Any] = lambda: None) -> list[torch.Tensor]:
+    losses = []
+    for x, y in shares(strategy):
+        optimizer.zero_grad()
+        loss = mean_loss(module(x), y)
+        loss.backward()
+        between()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless("made before shard(model)")
+def optimizer_before_shard(strategy: Any) -> list[torch.Tensor]:
+    module = model()
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    return steps(strategy, strategy.shard(module), optimizer)
+
+
+@careless()
+def optimizer_handed_in(strategy: Any) -> list[torch.Tensor]:
+    module = model()
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    module, optimizer = strategy.shard(module, optimizer)
+    return steps(strategy, module, optimizer, lambda: optimizer.step() or scheduler.step() or optimizer.zero_grad())
+
+
+@careless()
+def trained_optimizer_handed_in(strategy: Any) -> list[torch.Tensor]:
+    module = model()
+    decayed = [item for item in module.parameters() if item.dim() > 1]
+    others = [item for item in module.parameters() if item.dim() < 2]
+    optimizer = AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2)
+    x, y = rows()[0]
+    mean_loss(module(x), y).backward()
+    optimizer.step()
+    return steps(strategy, *strategy.shard(module, optimizer))
+
+
+@careless()
+def torch_optimizer_after_shard(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+@careless()
+def torch_clipping(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.5, momentum=0.9)
+    return steps(strategy, module, optimizer, lambda: clip_grad_norm_(module.parameters(), 0.1))
+
+
+@careless()
+def torch_clipping_of_a_strategy_optimizer(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = strategy.optimizer(SGD, lr=0.5)
+    return steps(strategy, module, optimizer, lambda: clip_grad_norm_(module.parameters(), 0.1))
+
+
+@careless()
+def torch_clipping_of_groups(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = strategy.optimizer(SGD, lr=0.5)
+    return steps(
+        strategy, module, optimizer, lambda: [clip_grad_norm_(g["params"], 0.1) for g in optimizer.param_groups]
+    )
+
+
+@careless()
+def clipping_by_other_norms(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.5)
+
+    def clip() -> None:
+        clip_grad_norm_(module.parameters(), 0.5, norm_type=1.0)
+        clip_grad_norm_(module.parameters(), 0.01, norm_type=float("inf"), foreach=False)
+
+    return steps(strategy, module, optimizer, clip)
+
+
+@careless()
+def clipping_of_values(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.5)
+    return steps(strategy, module, optimizer, lambda: nn.utils.clip_grad_value_(module.parameters(), 1e-3))
+
+
+@careless()
+def clipping_by_hand(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.5)
+
+    def clip() -> None:
+        grads = [item.grad for item in module.parameters()]
+        total = sum(float(grad.norm()) ** 2 for grad in grads) ** 0.5
+        for grad in grads:
+            grad.mul_(min(1.0, 0.1 / total))
+
+    return steps(strategy, module, optimizer, clip)
+
+
+@careless("part", (SPLIT,))
+def largest_gradient_by_hand(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.5)
+
+    def scale() -> None:
+        for item in module.parameters():
+            item.grad.div_(float(whole(item.grad.abs().max())))
+
+    return steps(strategy, module, optimizer, scale)
+
+
+def accumulated(strategy: Any, around: Callable[[int], Any], clip: float = 0.0) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for x, y in shares(strategy):
+        total = torch.zeros((), dtype=torch.float64)
+        for number, (part, wanted) in enumerate(zip(x.chunk(2), y.chunk(2))):
+            with around(number):
+                loss = mean_loss(module(part), wanted) / 2
+                loss.backward()
+                total += loss.detach()
+                if clip:
+                    clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@careless()
+def accumulation_without_a_context(strategy: Any) -> list[torch.Tensor]:
+    return accumulated(strategy, lambda _: contextlib.nullcontext())
+
+
+@careless()
+def accumulation_in_its_context(strategy: Any) -> list[torch.Tensor]:
+    return accumulated(strategy, lambda number: strategy.accumulate() if number == 0 else contextlib.nullcontext())
+
+
+@careless("leave it out of accumulate()")
+def all_of_a_step_in_the_context(strategy: Any) -> list[torch.Tensor]:
+    return accumulated(strategy, lambda _: strategy.accumulate())
+
+
+@careless("inside strategy.accumulate()")
+def clipping_within_accumulation(strategy: Any) -> list[torch.Tensor]:
+    return accumulated(strategy, lambda number: strategy.accumulate() if number == 0 else contextlib.nullcontext(), 0.1)
+
+
+@careless()
+def every_other_batch_steps(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for number, (x, y) in enumerate(shares(strategy) * 2):
+        loss = mean_loss(module(x), y) / 2
+        loss.backward()
+        losses.append(loss.detach())
+        if (number + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@careless()
+def zeros_instead_of_none(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = strategy.optimizer(AdamW, lr=1e-2)
+    losses = steps(strategy, module, optimizer, lambda: optimizer.step() or optimizer.zero_grad(set_to_none=False))
+    other = AdamW(module.parameters(), lr=1e-2)
+    return losses + steps(strategy, module, other, lambda: other.step() or module.zero_grad(set_to_none=False))
+
+
+@careless()
+def zero_grad_between_forward_and_backward(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for x, y in shares(strategy):
+        loss = mean_loss(module(x), y)
+        module.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless()
+def zero_grad_forgotten(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.1)
+    losses = []
+    for x, y in shares(strategy):
+        loss = mean_loss(module(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless()
+def two_forwards_a_backward(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for x, y in shares(strategy):
+        loss = mean_loss(module(x), y) + mean_loss(module(x.flip(1)), y.flip(1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless()
+def two_backwards_a_forward(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for x, y in shares(strategy):
+        logits = module(x)
+        first, second = mean_loss(logits[:, :4], y[:, :4]), mean_loss(logits[:, 4:], y[:, 4:])
+        first.backward(retain_graph=True)
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [first.detach(), second.detach()]
+    return losses
+
+
+@careless()
+def grad_scaler(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    losses = []
+    for number, (x, y) in enumerate(shares(strategy) * 2):
+        loss = mean_loss(module(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if number == 1:  # not a number in one element, which one rank alone may hold
+            next(module.parameters()).grad.mul_(float("nan"))
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(module.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        losses += [loss.detach(), torch.tensor(scaler.get_scale(), dtype=torch.float64)]
+    return losses
+
+
+@careless()
+def grad_scaler_over_a_strategy_optimizer(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = strategy.optimizer(SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    losses = []
+    for x, y in shares(strategy):
+        loss = mean_loss(module(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless()
+def compiled_model(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    with warnings.catch_warnings():  # Dynamo warns of what it traces: autograd functions, .grad of what is no leaf
+        warnings.simplefilter("ignore")
+        return steps(strategy, torch.compile(module, backend="eager"), optimizer)
+
+
+@careless()
+def compiled_model_in_float32(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model().float())
+    optimizer = SGD(module.parameters(), lr=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return steps(strategy, torch.compile(module, backend="eager"), optimizer)
+
+
+@careless()
+def clipping_twice(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.5)
+
+    def clip() -> None:
+        clip_grad_norm_(module.parameters(), 0.5)
+        for item in module.parameters():
+            item.grad.mul_(3.0)
+        clip_grad_norm_(module.parameters(), 0.1)
+
+    return steps(strategy, module, optimizer, clip)
+
+
+@careless()
+def output_changed_in_place(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    return steps(strategy, lambda x: module(x).div_(2.0), AdamW(module.parameters(), lr=1e-2))
+
+
+@careless()
+def schedulers(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = strategy.optimizer(AdamW, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
+    return steps(strategy, module, optimizer, lambda: optimizer.step() or scheduler.step() or optimizer.zero_grad())
+
+
+@careless()
+def evaluation_between_steps(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    held_out = []
+
+    def evaluate() -> None:
+        module.eval()
+        with torch.no_grad():
+            held_out.extend(mean_loss(module(x), y) for x, y in shares(strategy)[:1])
+        module.train()
+
+    losses = steps(strategy, module, optimizer, evaluate)
+    evaluate()
+    return losses + held_out
+
+
+@careless()
+def forward_that_is_thrown_away(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    return steps(strategy, module, optimizer, lambda: module(shares(strategy)[0][0]))
+
+
+@careless("a copy of a sharded model")
+def average_of_weights(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    average = torch.optim.swa_utils.AveragedModel(module)
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = steps(strategy, module, optimizer, lambda: average.update_parameters(module))
+    with torch.no_grad():
+        return [*losses, *(mean_loss(average(x), y) for x, y in shares(strategy))]
+
+
+@careless()
+def average_of_weights_by_hand(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    averages = [item.detach().clone() for item in module.parameters()]
+
+    def update() -> None:
+        for average, item in zip(averages, module.parameters()):
+            average.lerp_(item.detach(), 0.5)
+
+    losses = steps(strategy, module, AdamW(module.parameters(), lr=1e-2), update)
+    with torch.no_grad():
+        for average, item in zip(averages, module.parameters()):
+            item.copy_(average)
+        return [*losses, *(mean_loss(module(x), y) for x, y in shares(strategy))]
+
+
+@careless("a copy of a sharded model")
+def copy_that_is_trained(strategy: Any) -> list[torch.Tensor]:
+    other = copy.deepcopy(strategy.shard(model()))
+    return steps(strategy, other, AdamW(other.parameters(), lr=1e-2))
+
+
+@careless()
+def optimizer_made_after_a_forward(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    module(shares(strategy)[0][0])
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+@careless()
+def accumulation_given_up(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = steps(strategy, module, optimizer)
+    for clear in (optimizer.zero_grad, lambda: module.zero_grad(set_to_none=False)):
+        optimizer.zero_grad()
+        with strategy.accumulate():
+            x, y = shares(strategy)[0]
+            mean_loss(module(x), y).backward()
+        clear()
+        loss = mean_loss(module(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless()
+def weights_loaded_after_shard(strategy: Any) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    other = PlainModel(VOCAB, 12, 2).double().state_dict()
+    module = strategy.shard(model())
+    module.load_state_dict(other)
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+@careless("state_dict() would give this rank's part", (SPLIT,))
+def weights_saved_by_state_dict(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    losses = steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return [*losses, *(whole(value).double().sum() for value in module.state_dict().values())]
+
+
+@careless("state is of this rank's parts", (SHARDS, SPLIT))
+def optimizer_saved_by_state_dict(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = strategy.optimizer(AdamW, lr=1e-2)
+    losses = steps(strategy, module, optimizer)
+    state = optimizer.state_dict()["state"]
+    return [*losses, *(item["exp_avg"].sum() for item in state.values())]
+
+
+@careless()
+def frozen_before_shard(strategy: Any) -> list[torch.Tensor]:
+    module = model()
+    module.blocks[0].requires_grad_(False)
+    module = strategy.shard(module)
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+@careless()
+def frozen_after_shard(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = strategy.optimizer(AdamW, lr=1e-2)
+    losses = steps(strategy, module, optimizer)
+    module.blocks[0].requires_grad_(False)
+    return losses + steps(strategy, module, optimizer)
+
+
+@careless("was frozen when the model was sharded")
+def thawed_after_shard(strategy: Any) -> list[torch.Tensor]:
+    module = model()
+    module.blocks[0].requires_grad_(False)
+    module = strategy.shard(module)
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = steps(strategy, module, optimizer)
+    module.blocks[0].requires_grad_(True)
+    return losses + steps(strategy, module, optimizer)
+
+
+@careless("a hook was registered on")
+def hook_on_a_gradient(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    for item in module.parameters():
+        item.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+@careless("a hook was registered on")
+def hook_on_a_gradient_before_shard(strategy: Any) -> list[torch.Tensor]:
+    module = model()
+    for item in module.parameters():
+        item.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    module = strategy.shard(module)
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+@careless("a hook was registered on")
+def optimizer_within_backward(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizers = {item: AdamW([item], lr=1e-2) for item in module.parameters()}
+    for item in module.parameters():
+        item.register_post_accumulate_grad_hook(lambda item: optimizers[item].step())
+    return [loss for x, y in shares(strategy) if (loss := mean_loss(module(x), y)).backward() is None]
+
+
+@careless()
+def groups_by_name(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    named = dict(module.named_parameters())
+    decayed = [item for name, item in named.items() if "norm" not in name]
+    others = [item for name, item in named.items() if "norm" in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}]
+    return steps(strategy, module, strategy.optimizer(AdamW, groups, lr=1e-2))
+
+
+@careless("LBFGS decides by the loss")
+def lbfgs(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+    losses = []
+    for x, y in shares(strategy):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mean_loss(module(x), y)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).detach())
+    return losses
+
+
+@careless("step() takes no closure", (SHARDS, SPLIT))
+def closures(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for x, y in shares(strategy):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mean_loss(module(x), y)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).detach())
+    return losses
+
+
+@careless("doesn't work element by element", (SHARDS, SPLIT))
+def adafactor(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    matrices = [item for item in module.parameters() if item.dim() > 1]
+    return steps(strategy, module, strategy.optimizer(torch.optim.Adafactor, matrices, lr=1e-2))
+
+
+@careless()
+def fused_optimizer(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    return steps(strategy, module, strategy.optimizer(AdamW, lr=1e-2, fused=True))
+
+
+@careless()
+def foreach_optimizer(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2, foreach=True))
+
+
+@careless()
+def penalty_on_weights(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.1)
+    losses = []
+    for x, y in shares(strategy):
+        loss = mean_loss(module(x), y)
+        penalty = 0.05 * sum(item.square().sum() for item in module.parameters())
+        (loss + whole(penalty)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless("mixed torch.Tensor and DTensor", (SHARDS,))
+def submodule_called_alone(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for x, _ in shares(strategy):
+        try:
+            loss = module.embedding(x).square().mean()
+        except RuntimeError as error:  # torch's own sentence
+            raise SystemError(str(error)) from error
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = PlainModel(VOCAB, 12, 2), nn.Linear(VOCAB, 5), nn.Linear(VOCAB, 5)
+
+    def forward(self, tokens: torch.Tensor, second: bool = False) -> torch.Tensor:
+        found = (self.second if second else self.first)(self.body(tokens))
+        return functional.pad(found, (0, VOCAB - 5))
+
+
+@careless()
+def heads_in_turn(strategy: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    module = strategy.shard(TwoHeads().double())
+    optimizer = AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for number, (x, y) in enumerate(shares(strategy)):
+        loss = mean_loss(module(x, number % 2 == 1), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless()
+def checkpoint_around_the_model(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    return steps(strategy, lambda x: checkpoint(module, x, use_reentrant=False), optimizer)
+
+
+@careless("has a copy", (COPIES,))
+def layer_drawn_anew_on_each_rank(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    with torch.no_grad():  # as on one device for the first rank alone
+        module.scale.add_(0.1 * strategy.reader[0])
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+UNCOMPARED = {("layer_drawn_anew_on_each_rank", SHARDS)}
+"""A shard has no copy: its values are what the loop put there."""
+
+
+@careless("not have been used in the graph", (SHARDS,))
+def gradients_by_autograd_grad(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = SGD(module.parameters(), lr=0.1)
+    losses = []
+    for x, y in shares(strategy):
+        loss = mean_loss(module(x), y)
+        try:
+            grads = torch.autograd.grad(loss, list(module.parameters()))
+        except RuntimeError as error:  # torch's own sentence
+            raise SystemError(str(error)) from error
+        for item, grad in zip(module.parameters(), grads):
+            item.grad = grad
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+LOOPS[-1].refused.update({COPIES: "torch.autograd.grad gives this rank's", SPLIT: "torch.autograd.grad gives this"})
+
+
+@careless()
+def update_by_hand(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    losses = []
+    for x, y in shares(strategy):
+        loss = mean_loss(module(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for item in module.parameters():
+                item.sub_(item.grad, alpha=0.1)
+        module.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless("called on other rows", (SPLIT,))
+def rows_by_global_rank(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    alone = isinstance(strategy.reader, tuple) and not torch.distributed.is_initialized()
+    index, count = (0, 1) if alone else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    losses = []
+    for x, y in rows():
+        loss = mean_loss(module(x.chunk(count)[index]), y.chunk(count)[index])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@careless()
+def same_rows_on_every_rank(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for x, y in rows():
+        loss = mean_loss(module(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = PlainModel(VOCAB, 12, 2), nn.BatchNorm1d(8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(tokens))
+
+
+@careless("BatchNorm", (COPIES, SHARDS))
+def batch_norm(strategy: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    module = strategy.shard(Normed().double())
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+@careless("call strategy.optimizer after shard()")
+def function_and_optimizer(strategy: Any) -> list[torch.Tensor]:
+    module, optimizer = strategy.shard(model, AdamW(model().parameters(), lr=1e-2))
+    return steps(strategy, module, optimizer)
+
+
+@careless("isn't one of the sharded model")
+def parameters_listed_before_shard(strategy: Any) -> list[torch.Tensor]:
+    module = model()
+    listed = list(module.parameters())
+    module = strategy.shard(module)
+    return steps(strategy, module, strategy.optimizer(AdamW, listed, lr=1e-2))
+
+
+@careless("a backward ended in an error", (SHARDS,))
+def error_in_a_backward(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    x, y = shares(strategy)[0]
+    logits = module(x)
+    logits.register_hook(lambda _: 1 // 0)
+    with contextlib.suppress(ZeroDivisionError):
+        mean_loss(logits, y).backward()
+    module.zero_grad()
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+@careless()
+def two_optimizers(strategy: Any) -> list[torch.Tensor]:
+    module = strategy.shard(model())
+    matrices = [item for item in module.parameters() if item.dim() > 1]
+    others = [item for item in module.parameters() if item.dim() < 2]
+    first, second = strategy.optimizer(AdamW, matrices, lr=1e-2), SGD(others, lr=0.1)
+    return steps(strategy, module, first, lambda: second.step() or second.zero_grad())
