@@ -72,6 +72,10 @@ def run(argv: Sequence[str]) -> int:
     words = list(argv)
     if words and not words[0].startswith("-"):
         return verify_job.run(words)
+    if "--loop" in words:
+        from meshwright.cli.verified_loop import run_loop
+
+        return run_loop(words)
     as_json = take_flag(words, "--json")
     config = read_config(VerifyConfig, words, "verify")
     prepare_environment()
