@@ -17,6 +17,10 @@ SCRIPTS = {
     "four_dims_with_experts.py": ([], "losses of one device"),
     "conv_pipeline.py": ([], "epochs equal to one device"),
     "gpt3_on_fake_ranks.py": (["replicate=8,shard=128,zero=3", "1023"], "5454091008 bytes of 174.6 billion weights"),
+    "sketch_hybrid.py": ([], "the loop equals one device"),
+    "sketch_four_dims.py": ([], "losses of one device"),
+    "sketch_pipeline.py": ([], "epochs equal to one device"),
+    "sketch_layers.py": ([], "a linear layer equals the whole one"),
     "tensor_parallel_layers.py": ([], "equal to one device; 23488 of 91648 weights"),
 }
 """Arguments of each script, and what it prints."""
@@ -24,7 +28,7 @@ SCRIPTS = {
 
 def test_all_are_short_and_known() -> None:
     found = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
-    assert set(found) == {*SCRIPTS, "my_model.py"}
+    assert set(found) == {*SCRIPTS, "my_model.py", "my_loop.py", "sketch_ranks.py"}
     assert max(found.values()) <= 80
 
 
@@ -44,3 +48,11 @@ def test_own_model_is_proven(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "PASS" in done.stderr
+
+
+@pytest.mark.slow
+def test_own_loop_is_proven(tmp_path: Path) -> None:
+    words = ["-m", "meshwright", "verify", "--loop", "examples/my_loop.py:loop", "--layout", "replicate=2", "shard=2"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pass ") == 2
