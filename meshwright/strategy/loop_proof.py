@@ -63,16 +63,26 @@ class LoopCase:
     """Limit for one layout."""
 
 
+def loop_file(source: str) -> tuple[Path, str]:
+    """Returns (file, function) of ``FILE:FUNCTION``.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    file, _, name = source.rpartition(":")
+    path = Path(file).resolve()
+    if not file or not name or not path.is_file():
+        raise ConfigError(f"--loop {source}: write FILE:FUNCTION with a Python file that exists, as train.py:loop")
+    return path, name
+
+
 def load_loop(source: str) -> Loop:
     """Returns the function that ``FILE:FUNCTION`` names.
 
     Raises:
         ConfigError: there is no such file, or no such function in it.
     """
-    file, _, name = source.rpartition(":")
-    path = Path(file).resolve()
-    if not file or not path.is_file():
-        raise ConfigError(f"--loop {source}: write FILE:FUNCTION with a Python file that exists, as train.py:loop")
+    path, name = loop_file(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -110,6 +120,7 @@ def verify_loop(
     Raises:
         ConfigError: there is no such loop, or it can't run on one device.
     """
+    loop_file(case.source)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-loop-") as folder:
         path = Path(folder) / "reference.pt"
