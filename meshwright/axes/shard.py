@@ -218,9 +218,12 @@ def _gather_ahead(layers: Sequence[Any], others: Sequence[Any], prefetch: int) -
     units = [[layer, *parts] for layer, parts in zip(layers, inside)]
     forward = [unit for group in units for unit in group]
     backward = [unit for group in reversed(units) for unit in group]
-    for place, unit in enumerate(forward):
+    for unit in forward:
         unit._set_unshard_async_op(True)
-        unit.set_modules_to_forward_prefetch(forward[place + 1 : place + 1 + prefetch])
+    for place, group in enumerate(units):
+        # Not from what is inside: where a layer recomputes, its inner units would gather the next layer for nothing.
+        ahead = [unit for later in units[place + 1 : place + 1 + prefetch] for unit in later[:1]]
+        group[0].set_modules_to_forward_prefetch([*group[1:], *ahead])
     for place, unit in enumerate(backward):
         unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + prefetch])
 
