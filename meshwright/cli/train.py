@@ -37,6 +37,8 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.preload import prepare_environment
 from meshwright.plan import Layout, Plan
 from meshwright.planner.ledger import record
+from meshwright.resilience.owner import FOLDER as OWNER
+from meshwright.resilience.owner import RunLock
 from meshwright.train.hooks import Hook
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count
@@ -86,7 +88,7 @@ def _owned(config: RunConfig) -> RunConfig:
                 f"run directory {folder} belongs to another config: {'; '.join(differing)}; give another --run, or the "
                 "settings that it was made with"
             )
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(path.name != OWNER for path in folder.iterdir()):
         raise ConfigError(f"run directory {folder} holds files but no {CONFIG}; give another --run")
     return config
 
@@ -108,7 +110,11 @@ def train(config: RunConfig, hooks: Sequence[Hook] = (), nodes: NodeWords | None
     prepare_environment()
     if nodes is not None:
         return _train(_owned(config), nodes.place(config), tuple(hooks))
-    return _train(_owned(config), choose_launcher(config.devices, config=config.launch), tuple(hooks))
+    config, launcher = _owned(config), choose_launcher(config.devices, config=config.launch)
+    if not isinstance(launcher, ForkLauncher) and launcher.context.rank:
+        return _train(config, launcher, tuple(hooks))
+    with RunLock(Path(config.run), config.launch.owner_s):
+        return _train(config, launcher, tuple(hooks))
 
 
 def _train(

@@ -16,7 +16,7 @@ from meshwright.errors import LaunchError
 from meshwright.forking import die_with_parent
 from meshwright.launch.contract import Entry, RankContext
 from meshwright.launch.failure import RankFailure, describe_exception
-from meshwright.launch.host_memory import keep_host_memory
+from meshwright.launch.host_memory import RANK_SCORE, keep_host_memory, prefer_for_killing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,8 @@ def _settle(context: RankContext, birth: Birth) -> None:
     """Gives the rank its own process group and ties its life to the launcher's."""
     os.setpgid(0, 0)
     die_with_parent(birth.parent)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher passes on what a rank must know
+    prefer_for_killing(RANK_SCORE)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(name, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)

@@ -20,6 +20,8 @@ class LaunchConfig(Config):
     """Seconds that ranks wait for each other when the process group forms."""
     collective_s: float = 600.0
     """Seconds that one collective may take before the rank that waits for it fails."""
+    owner_s: float = 0.0
+    """Seconds to wait for the end of another command that trains in the same run directory; 0 refuses at once."""
     network: str = ""
     """What is between the nodes, for the plan: a name of the catalogue's, as ``ethernet-25g`` or ``8xinfiniband-ndr``;
     the usual network of such nodes when empty. A calibration over the same nodes measures it instead."""
@@ -28,6 +30,8 @@ class LaunchConfig(Config):
 
     def check(self) -> None:
         """Raises `ConfigError` for a limit that isn't above zero."""
+        if not self.owner_s >= 0:
+            raise ConfigError(f"launch.owner_s = {self.owner_s}: give seconds, or 0 to refuse at once")
         for name in ("grace_s", "stop_s", "group_s", "collective_s"):
             value = getattr(self, name)
             if not value > 0:

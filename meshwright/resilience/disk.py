@@ -104,7 +104,8 @@ class DiskWriter:
         try:
             die_with_parent(parent)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
             os.nice(5)
             held = read_snapshots(segments)
             state = State(self._step, held) if self._share is not None else whole_states(held)[0]

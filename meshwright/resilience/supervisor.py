@@ -21,6 +21,7 @@ from meshwright.data.tokens import TokenSet
 from meshwright.errors import CheckpointError, ClusterError, LaunchError, MeshwrightError, PlanError, RankError
 from meshwright.events import Event
 from meshwright.launch.devices import Devices
+from meshwright.launch.host_memory import SUPERVISOR_SCORE, prefer_for_killing
 from meshwright.launch.signals import interrupts_to
 from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
@@ -85,6 +86,7 @@ class Supervisor:
             MeshwrightError: when the run can't go on; the newest state is on disk then, if there was one.
             KeyboardInterrupt: at the second Ctrl-C.
         """
+        prefer_for_killing(SUPERVISOR_SCORE)
         try:
             with interrupts_to(self._count):
                 while True:

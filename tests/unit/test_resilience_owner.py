@@ -1,0 +1,101 @@
+"""One command at a time trains in a run directory: the second is refused, a dead one's place is taken at once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.resilience import owner
+from meshwright.resilience.owner import FOLDER, Owner, RunLock
+
+FORK = multiprocessing.get_context("fork")
+
+
+def hold(run: Path, held: object) -> None:
+    with RunLock(run):
+        held.set()  # type: ignore[attr-defined]
+        time.sleep(60)
+
+
+def holder(run: Path) -> multiprocessing.Process:
+    held = FORK.Event()
+    process = FORK.Process(target=hold, args=(run, held))
+    process.start()
+    assert held.wait(20)
+    return process  # type: ignore[return-value]
+
+
+def test_a_second_command_is_told_who_trains_there(tmp_path: Path) -> None:
+    process = holder(tmp_path / "run")
+    try:
+        with pytest.raises(ConfigError, match=rf"process {process.pid} on .* trains there since 20.*owner_s"):
+            RunLock(tmp_path / "run")
+    finally:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+    began = time.monotonic()
+    with RunLock(tmp_path / "run"):
+        assert time.monotonic() - began < 2, "killed on this host: taken over at once"
+    assert not (tmp_path / "run").exists(), "nothing is left of a run that wrote nothing"
+
+
+def test_waiting_for_the_end_of_another(tmp_path: Path) -> None:
+    process = holder(tmp_path / "run")
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(process.pid or 0, signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    # The dead holder is reaped by nobody until here: a zombie doesn't train.
+    with RunLock(tmp_path / "run", wait_s=20):
+        pass
+    process.join()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_owner_on_another_host_is_judged_by_its_lease(
+    lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "LEASE_S", 2.5)
+    process = holder(tmp_path)
+    try:
+        (path,) = [path for path in (tmp_path / FOLDER).iterdir() if path.name.isdigit()]
+        told = json.loads(path.read_text()) | {"machine": "another", "host": "elsewhere"}
+        assert Owner(**told).host == "elsewhere"
+        path.write_text(json.dumps(told))
+        if lives:
+            with pytest.raises(ConfigError, match="on elsewhere trains there"):
+                RunLock(tmp_path)
+    finally:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+    if not lives:
+        with RunLock(tmp_path):
+            pass
+
+
+def test_of_many_at_once_one_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
+    process = holder(tmp_path)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    queue = FORK.Queue()
+
+    def race() -> None:
+        try:
+            with RunLock(tmp_path):
+                queue.put("took")
+                time.sleep(3)
+        except ConfigError:
+            queue.put("refused")
+
+    racers = [FORK.Process(target=race) for _ in range(6)]
+    for racer in racers:
+        racer.start()
+    found = sorted(queue.get(timeout=30) for _ in racers)
+    for racer in racers:
+        racer.join()
+    assert found == ["refused"] * 5 + ["took"]
