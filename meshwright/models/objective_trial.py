@@ -65,8 +65,9 @@ def try_forward(built: BuiltModel) -> ForwardTrial:
         clone = clone_of(built)
         for part in clone.module.modules():
             for key, item in part._buffers.items():
-                if item is not None and item.is_floating_point():
-                    part._buffers[key] = item.double()  # running statistics take the type of what they are of
+                if item is not None and item.is_floating_point() and key not in part._non_persistent_buffers_set:
+                    # Running statistics take the type of what they are of; tables of positions keep the model's.
+                    part._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train()))
         return ForwardTrial(objective=trial.objective(), moving=trial.moving())
     except MeshwrightError:
