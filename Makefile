@@ -60,6 +60,9 @@ $(GHOST_READY): pyproject.toml
 	@$(GHOST_VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-input --editable .
 	@touch $(GHOST_READY)
 
+mutants: $(READY) ## plant bugs one by one and count who notices; MUTANTS="--shard 1/8" or "--sample 10"
+	@$(BIN)/python -m tests.mutants $(MUTANTS)
+
 bench: $(READY) ## measure; benchmarks/README.md says what
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 

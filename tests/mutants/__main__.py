@@ -1,0 +1,181 @@
+"""Plants bugs one by one and counts who notices: the proof first, then the tests that a mutant names.
+
+    python -m tests.mutants                       all, one after the other
+    python -m tests.mutants --shard 2/8           every eighth, from the second
+    python -m tests.mutants --sample 10 --seed 3  ten of them, drawn
+    python -m tests.mutants --only 'norm|clip'    by name
+    python -m tests.mutants --json out.json       the outcomes, for a program
+
+Ends with status 1 when a mutant survives that isn't listed as one that computes the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.plant import ROOT, Mutant, load_catalogue, plant
+
+LIMIT_S = 400.0
+"""For one killer of one mutant: a bug may make a run hang, and that is noticed too."""
+WARM = ("torch", "transformers", "pytest", "tyro", "rich", "numpy")
+AROUND_THE_STEP = tuple(
+    f"meshwright/{path}" for path in ("data/", "checkpoint/", "train/trainer", "train/rate", "train/feed")
+)
+FAMILIES = ("llama", "gpt2", "mixtral")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the chosen mutants and prints a line each, and the score."""
+    chosen = parse(argv)
+    mutants = select(load_catalogue(), chosen)
+    warm()
+    outcomes = []
+    for number, mutant in enumerate(mutants, 1):
+        began = time.monotonic()
+        killer, why = outcome_of(mutant, chosen.by)
+        outcomes.append({"name": mutant.name, "file": mutant.file, "killed_by": killer, "why": why})
+        took = time.monotonic() - began
+        print(
+            f"[{number}/{len(mutants)}] {took:5.1f} s  {killer or 'SURVIVED':8}  {mutant.name}: {why[:160]}", flush=True
+        )
+        if chosen.json:
+            chosen.json.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
+    return report(mutants, outcomes)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shard", default="1/1", help="which of how many parts, as 2/8")
+    parser.add_argument("--sample", type=int, default=0, help="so many, drawn; all when 0")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--only", default="", help="a regular expression that the name matches")
+    parser.add_argument("--by", choices=("both", "proof", "tests"), default="both", help="who is asked")
+    parser.add_argument("--json", type=Path, help="where to write the outcomes")
+    return parser.parse_args(argv)
+
+
+def select(mutants: list[Mutant], chosen: argparse.Namespace) -> list[Mutant]:
+    """Returns the mutants that the command line names."""
+    part, parts = map(int, chosen.shard.split("/"))
+    mutants = [mutant for mutant in mutants if re.search(chosen.only, mutant.name)]
+    if chosen.sample:
+        mutants = random.Random(chosen.seed).sample(mutants, min(chosen.sample, len(mutants)))
+    return mutants[part - 1 :: parts]
+
+
+def warm() -> None:
+    """Imports what isn't ours, once: a mutant's process is forked from this one."""
+    sys.path.insert(0, str(ROOT))
+    importlib.import_module("tests.conftest")
+    warnings.simplefilter("ignore")
+    for name in (*WARM, *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES)):
+        importlib.import_module(name)
+
+
+def outcome_of(mutant: Mutant, by: str) -> tuple[str, str]:
+    """Returns who noticed (``proof``, ``tests`` or "" for nobody) and what it said."""
+    if by != "tests":
+        noticed = in_child(mutant, lambda: proof_notices(mutant))
+        if noticed:
+            return "proof", noticed
+    if by != "proof" and mutant.tests:
+        noticed = in_child(mutant, lambda: tests_fail(mutant.tests))
+        if noticed:
+            return "tests", noticed
+    return "", mutant.survives
+
+
+def proof_notices(mutant: Mutant) -> str:
+    """Runs the proofs in this process, which has the mutant."""
+    # Imported here, where the mutant is planted: whatever imports meshwright before would have it whole.
+    battery = importlib.import_module("tests.mutants.battery")
+    return str(battery.proof_fails(job_first=mutant.file.startswith(AROUND_THE_STEP)))
+
+
+def tests_fail(tests: tuple[str, ...]) -> str:
+    """Runs tests in this process and returns which one fails first; "" when all pass."""
+    import pytest
+
+    class FirstFailure:
+        name = ""
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.failed and not self.name:
+                self.name = report.nodeid
+
+        def pytest_collectreport(self, report: Any) -> None:
+            if report.failed and not self.name:
+                self.name = f"{report.nodeid}: not collected"
+
+    first = FirstFailure()
+    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[first])
+    return first.name or (f"pytest ended with status {status}" if status else "")
+
+
+def in_child(mutant: Mutant, killer: Callable[[], str]) -> str:
+    """Runs a killer in a process of its own that has the mutant, and returns what it noticed; "" for nothing."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setsid()
+            os.close(reading)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in (0, 1, 2):
+                os.dup2(nothing, number)
+            plant(mutant)
+            noticed = killer()
+            os.write(writing, noticed.encode()[:4000])
+            status = 0
+        except BaseException as error:
+            text = "".join(traceback.format_exception_only(error)).strip()
+            os.write(writing, f"crashed: {text}".encode()[:4000])
+        finally:
+            os._exit(status)
+    os.close(writing)
+    end, said, done = time.monotonic() + LIMIT_S, b"", False
+    os.set_blocking(reading, False)
+    while not done and time.monotonic() < end:
+        done = os.waitpid(pid, os.WNOHANG)[0] != 0
+        try:
+            said += os.read(reading, 65536)
+        except BlockingIOError:
+            time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # ranks that a bug left behind
+    if not done:
+        os.waitpid(pid, 0)
+        said = said or f"hangs: not over in {LIMIT_S:.0f} s".encode()
+    os.close(reading)
+    return said.decode(errors="replace")
+
+
+def report(mutants: list[Mutant], outcomes: list[dict[str, str]]) -> int:
+    """Prints the score and returns the exit status."""
+    by_proof = sum(outcome["killed_by"] == "proof" for outcome in outcomes)
+    by_tests = sum(outcome["killed_by"] == "tests" for outcome in outcomes)
+    alive = [mutant for mutant, outcome in zip(mutants, outcomes) if not outcome["killed_by"]]
+    print(f"{len(mutants)} mutants: {by_proof} noticed by the proof, {by_tests} more by tests, {len(alive)} alive")
+    for mutant in alive:
+        print(f"  {mutant.name} ({mutant.file}): {mutant.survives or 'nobody notices'}")
+    return 1 if any(not mutant.survives for mutant in alive) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
