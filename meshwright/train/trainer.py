@@ -356,10 +356,8 @@ class Trainer:
             found["bits_per_byte"] = parts.feed.bits_per_byte(entropy)
         self.validation_loss = loss
         seconds = time.perf_counter() - began
-        told: dict[str, Any] = {key.removeprefix("validation_"): value for key, value in found.items()}
-        if terms:
-            told["terms"] = terms
-        self._event("evaluated", step=self.step, targets=int(sums_all[1]), seconds=seconds, **told)
+        told = {key.removeprefix("validation_"): value for key, value in found.items()}
+        self._event("evaluated", step=self.step, targets=int(sums_all[1]), seconds=seconds, terms=terms, **told)
         parts.program.clock.drain()
         if parts.program.mesh is not None:
             parts.program.mesh.log.drain()
