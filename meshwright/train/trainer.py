@@ -105,22 +105,18 @@ class Trainer:
             self._adopt(values)
             parts.store.went_on(self.step)
             self._pass_over()
-            seconds = time.monotonic() - began
-            told = {"tier": parts.memory.state.tier, "bytes": parts.memory.state.size_bytes, "seconds": seconds}
-            self._event("restored", step=self.step, **told)
+            told = {"tier": parts.memory.state.tier, "bytes": parts.memory.state.size_bytes}
+            self._event("restored", step=self.step, seconds=time.monotonic() - began, **told)
             return self.step
         found = load_state(parts.store, parts.program, parts.optimizer, parts.stepper.scaler, parts.origin)
-        if found is None:
-            self._pass_over()
-            return 0
-        self.step = found.step
-        self._adopt(found.meta)
-        self._saved_at = found.step
-        for refused in found.refused:
-            self._event("checkpoint_refused", path=str(refused.path), reason=refused.reason)
-        for asked in found.asked:
-            self._event(**asked)
-        self._event("resumed", step=found.step, path=str(found.path), seconds=found.seconds)
+        if found is not None:
+            self.step = self._saved_at = found.step
+            self._adopt(found.meta)
+            for refused in found.refused:
+                self._event("checkpoint_refused", path=str(refused.path), reason=refused.reason)
+            for asked in found.asked:
+                self._event(**asked)
+            self._event("resumed", step=found.step, path=str(found.path), seconds=found.seconds)
         self._pass_over()
         return self.step
 
