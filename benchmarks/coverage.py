@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -28,7 +29,9 @@ LIMIT_S = 45.0
 """For the reference, and for each layout."""
 TYPE_LIMIT_S = 240.0
 SIZES = {"layers": 4, "width": 64, "heads": 4}
-VOCAB, CONTEXT, ROWS, TOKENS = 64, 32, 4, 16
+VOCAB, CONTEXT, ROWS, TOKENS = 64, 48, 4, 16
+LENGTHS = (CONTEXT, TOKENS)
+"""Tokens a row of the two steps."""
 ROOT = Path(__file__).parent.parent
 
 
@@ -212,7 +215,7 @@ def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
     remember_tables(built, tell)
     mixture = bool(find_experts(built.module))
     tell(mixture=mixture)
-    batches = made_up_batches(1, ROWS, TOKENS, VOCAB, False)
+    batches = made_up_batches(len(LENGTHS), ROWS, LENGTHS, VOCAB, False)
     case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=patience * LIMIT_S)
     todo = [layout for layout in layouts if mixture or "ep=" not in layout]
     for layout in set(layouts) - set(todo):
@@ -222,11 +225,13 @@ def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
 
         def done(verdict: Any, todo: list[str] = todo) -> None:
             nonlocal began
-            outcome = "passed" if verdict.passed else "refused" if verdict.refused else "wrong"
+            outcome = "timeout" if "did not end within" in verdict.crashed else verdict.outcome
+            if verdict.refused and verdict.scope:
+                outcome = "whole"  # it ran, and equals one device, but wasn't split as it was asked to
             error = max(verdict.loss_error, verdict.grad_error, verdict.grad_norm_error, verdict.weight_error)
-            why = _short(verdict.refused) if verdict.refused else "" if verdict.passed else verdict.worst.name
-            cell = {"outcome": outcome, "error": 0.0 if verdict.refused else float(f"{error:.1e}")}
-            cell |= {"why": why} if why else {}
+            why = "" if verdict.passed else _short(verdict.refused or verdict.crashed or verdict.worst.name)
+            cell = {"outcome": outcome, "error": float(f"{error:.1e}") if math.isfinite(error) else 0.0}
+            cell |= {"lengths": list(LENGTHS)} | ({"why": why} if why else {})
             tell(cells={todo.pop(0): cell | {"seconds": round(time.monotonic() - began, 1)}})
             began = time.monotonic()
 

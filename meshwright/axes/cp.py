@@ -152,8 +152,13 @@ def wrap_group(layer: nn.Module, group: Group, wire: Wire) -> None:
     from meshwright.axes.comm.heads import to_tokens, to_units
 
     shares = group.shares(wire.size)
-    if shares is None or not group.module:
+    if shares is None:
         raise ValueError(f"{group.units} heads don't divide over cp={wire.size}")
+    if not group.module:
+        raise ValueError(
+            f"the attention that {group.row} reads is code of the layer itself, and only a module of its own can be "
+            "shown whole rows; the nearest is attention=gather"
+        )
     by_name = {split.name: split for split in group.splits}
     root = layer.get_submodule(group.module)
     _show_whole_rows(root, wire)

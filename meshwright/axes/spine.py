@@ -45,6 +45,8 @@ class Spine:
     """Layers in front of which no cut can be, with the reason."""
     writes: bool = False
     """Whether some layer writes into the tensors that it takes in."""
+    whole_backward: str = ""
+    """Why a stage's backward can't come in two halves, inputs first and weights later; "" where it can."""
 
 
 def held_names(

@@ -133,6 +133,8 @@ class LayerRows:
     groups: tuple[Group, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Matrices that stay whole on every rank, and why."""
+    faults: tuple[str, ...] = ()
+    """Those of them that divide by their structure, but whose trial gave something else."""
     sequence: bool = True
     """Whether everything outside of the groups works token by token."""
     sequence_refused: str = ""
@@ -151,6 +153,8 @@ class ShardingTable:
     """Rows of these."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """What outside of the layers stays whole, and why."""
+    faults: tuple[str, ...] = ()
+    """Those of them that divide by their structure, but whose trial gave something else."""
     headless: bool = False
     """Whether the head, unlike the embedding, stays whole."""
 
@@ -171,7 +175,8 @@ class ShardingTable:
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Builds the table from `to_json`'s values."""
         layers = {name: _layer(rows) for name, rows in values["layers"].items()}
-        kept = dict(values) | {"layers": layers, "vocabulary": tuple(values["vocabulary"])}
+        lists = {key: tuple(values.get(key, ())) for key in ("vocabulary", "faults")}
+        kept = dict(values) | {"layers": layers} | lists
         return cls(**kept)
 
 
@@ -190,7 +195,7 @@ def _layer(rows: Mapping[str, Any]) -> LayerRows:
         lists: dict[str, Any] = {key: tuple(group[key]) for key in ("columns", "inlets", "entries", "shared", "inner")}
         lists |= {"splits": splits, "numbers": numbers, "cuttings": cuttings}
         groups.append(Group(**{**group, **lists}))
-    return LayerRows(**{**rows, "groups": tuple(groups)})
+    return LayerRows(**{**rows, "groups": tuple(groups), "faults": tuple(rows.get("faults", ()))})
 
 
 def vocabulary_span(vocab: int, degree: int, index: int) -> Span:

@@ -62,7 +62,7 @@ def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devic
     from meshwright.train.facts import check_shapes, read_facts
 
     check(layout, devices.kind, len(model.built.anatomy.layers))
-    facts = read_facts(model.built, layout)
+    facts = read_facts(model.built, layout, tokens=config.data.sequence)
     check_shapes(facts, layout, config.train.batch, config.data.sequence)
     return facts
 

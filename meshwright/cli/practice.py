@@ -105,7 +105,7 @@ class _Runner:
         from meshwright.measure.practice import practise_paced
         from meshwright.train.facts import check_shapes, read_facts
 
-        facts = read_facts(self._built, layout)
+        facts = read_facts(self._built, layout, tokens=self._tokens)
         check_shapes(facts, layout, self._rows, self._tokens)
         one = priced(self._question, layout, self._measure)
         planned = prediction(self._question, one, model_parts(self._built, facts)).step_s

@@ -164,7 +164,7 @@ def _case(config: RunConfig, layouts: Sequence[Layout], full: bool, steps: int, 
 
 
 def _clone(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:
-    from meshwright.models.build import shrink
+    from meshwright.models.clone import shrink
     from meshwright.proof.layouts import layers_needed
 
     return shrink(model, layers_needed(layouts))

@@ -154,20 +154,6 @@ def use_float64(module: nn.Module) -> None:
         module.config._experts_implementation = "eager"
 
 
-def shrink(config: ModelConfig, layers: int = 2, width: int = 64) -> ModelConfig:
-    """Returns a config of the same architecture with fewer, narrower layers, for proofs and probes.
-
-    Raises:
-        ConfigError: for a function, whose sizes are its own.
-    """
-    if config.kind == "function":
-        raise ConfigError(f"model '{config.name}' is a function: it can't be shrunk; run it as it is (--full)")
-    values = config.to_dict() | {"layers": layers, "width": width, "fresh": config.kind == "directory"}
-    for key in ("heads", "kv_heads", "ffn", "experts"):
-        values.pop(key, None)
-    return ModelConfig.from_dict(values)
-
-
 def _transformers(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
     from transformers import AutoModelForCausalLM
 

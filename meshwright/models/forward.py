@@ -72,6 +72,7 @@ def model_output(
     targets: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     mask_documents: bool = False,
+    token_parts: int = 1,
 ) -> ModelOutput:
     """Computes logits, or the loss of a model that gives nothing else.
 
@@ -86,6 +87,7 @@ def model_output(
         targets: (B, S) int64, `IGNORED` where there is none.
         positions: as `model_forward`.
         mask_documents: as `model_forward`.
+        token_parts: into so many parts an axis splits the rows inside the module; logits are of one of them.
 
     Raises:
         ConfigError: as `model_forward`, and for an output that is neither logits nor a loss.
@@ -95,7 +97,7 @@ def model_output(
     else:
         labels = {anatomy.target_argument: targets}
     result = _call(module, anatomy, tokens, labels, positions, mask_documents)
-    return ModelOutput(result.logits, None) if anatomy.transformers else _read(result, tokens)
+    return ModelOutput(result.logits, None) if anatomy.transformers else _read(result, tokens, token_parts)
 
 
 def author_output(
@@ -179,11 +181,11 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
             )
         loss = scalars.pop(next(iter(scalars)))
     if not logits and loss is None:
-        _read(result, tokens)  # raises, with what was given
+        _read(result, tokens, 1)  # raises, with what was given
     return ModelOutput(logits[0] if logits else None, loss, scalars)
 
 
-def _read(result: Any, tokens: torch.Tensor) -> ModelOutput:
+def _read(result: Any, tokens: torch.Tensor, token_parts: int) -> ModelOutput:
     """Finds logits or a loss in whatever a user's module returned."""
     if isinstance(result, torch.Tensor):
         parts = [result]
@@ -195,7 +197,7 @@ def _read(result: Any, tokens: torch.Tensor) -> ModelOutput:
         parts = [getattr(result, "logits", None), getattr(result, "loss", None)]
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     for part in tensors:
-        if part.ndim == 3 and part.shape[:2] == tokens.shape:
+        if part.ndim == 3 and part.shape[:2] == (tokens.shape[0], tokens.shape[1] // token_parts):
             return ModelOutput(part, None)
     for part in tensors:
         if part.numel() == 1 and part.is_floating_point():

@@ -36,6 +36,8 @@ EXPERT_FFN = (
 """Feed-forward size of one expert, where it has its own attribute."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 """Experts that one token visits."""
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "local_attention_window", "window_size")
+"""Tokens that a layer of local attention looks back on, or the size of the chunks in which it looks."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
 """Ids of tokens that belong to a tokenizer, not to a preset."""
 

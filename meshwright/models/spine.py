@@ -8,6 +8,7 @@ the layers. What autograd can't tell (integers, values behind a detach) the rehe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from meshwright.axes.spine import Path, Returned, Spine
 from meshwright.axes.stage.cut import copied
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.models.anatomy import Anatomy
-from meshwright.models.build import BuiltModel, build_meta, shrink, use_float64
+from meshwright.models.build import BuiltModel, build_meta, use_float64
+from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.objective import Objective
 from meshwright.models.sizes import layer_count
@@ -57,7 +59,7 @@ def read_spine(built: BuiltModel, objective: Objective | None = None) -> Spine:
         if not torch.equal(first, second):
             module.eval()
         spine = _Probe(copied(module, share=True), anatomy, objective).run(arguments)
-        rehearse(module, anatomy, spine, arguments, objective)
+        spine = dataclasses.replace(spine, whole_backward=rehearse(module, anatomy, spine, arguments, objective))
     except PlanError as error:
         raise PlanError(f"pp: the model '{built.config.name}' can't be cut into stages: {error}") from error
     except MeshwrightError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from meshwright.axes.spine import Spine, held_names
 from meshwright.axes.stage.cut import Stage, copied
@@ -39,7 +40,7 @@ def output_of(
 
 def rehearse(
     module: nn.Module, anatomy: Anatomy, spine: Spine, arguments: Tokens, objective: Objective | None = None
-) -> None:
+) -> str:
     """Cuts a model into stages and compares output and gradients with the whole.
 
     Args:
@@ -48,6 +49,9 @@ def rehearse(
         spine: what is proven.
         arguments: tokens and targets.
         objective: the model's own loss.
+
+    Returns:
+        Why its backward can't come in two halves, as some schedules ask; "" when it can.
 
     Raises:
         PlanError: it can't be cut anywhere, or stages compute something else than the whole.
@@ -70,9 +74,24 @@ def rehearse(
     call = functools.partial(_as_payload, anatomy=anatomy, arguments=arguments, objective=objective)
     output = _through_stages(module, spine, call, held, bounds, slope)
     _compare("its output", output, whole)
+    _compare_gradients(module, wanted)
+    try:
+        _through_stages(module, spine, call, held, bounds, slope, halves=True)
+        _compare_gradients(module, wanted)
+    except (PlanError, RuntimeError, AssertionError) as error:
+        cause = error.__cause__ or error  # torch lists all tensors in front of what went wrong
+        return " ".join(str(cause).split())[:200] or type(cause).__name__
+    finally:
+        module.zero_grad(set_to_none=True)
+    return ""
+
+
+def _compare_gradients(module: nn.Module, wanted: Mapping[str, torch.Tensor | None]) -> None:
+    """Compares a module's gradients with the whole model's, and clears them."""
     size = max((float(item.abs().max()) for item in wanted.values() if item is not None), default=1.0)
     for name, item in module.named_parameters():
-        wish = wanted[name] if wanted[name] is not None else torch.zeros_like(item)
+        whole = wanted[name]
+        wish = whole if whole is not None else torch.zeros_like(item)
         found = item.grad if item.grad is not None else torch.zeros_like(item)
         _compare(f"the gradient of '{name}'", found, wish, size)
     module.zero_grad(set_to_none=True)
@@ -85,22 +104,32 @@ def _through_stages(
     held: list[frozenset[str]],
     bounds: tuple[int, ...],
     slope: torch.Tensor,
+    halves: bool = False,
 ) -> torch.Tensor:
-    """Runs stage after stage and back; gradients add up in the clone's own weights, which the stages share."""
+    """Runs stage after stage and back; gradients add up in the clone's own weights, which the stages share.
+
+    With ``halves`` each stage after the first computes the gradients of its inputs first, then those of its weights.
+    """
     received: tuple[torch.Tensor, ...] = ()
-    trail: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = []
+    trail: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], nn.Module]] = []
     for kept, first, stop in zip(held, bounds, bounds[1:]):
         stage = Stage(copied(module, share=True), spine, first, stop, kept)
         stage.arm(torch.float64, torch.device("cpu"))
         given = stage.run(functools.partial(call, stage.module), received)
-        trail.append((received, given))
+        trail.append((received, given, stage.module))
         received = tuple(item.detach().requires_grad_(item.requires_grad) for item in given)
     gradients: tuple[torch.Tensor | None, ...] = (slope,)
-    for taken, given in reversed(trail):
+    output = trail[-1][1][0].detach()
+    for taken, given, part in reversed(trail):
         pairs = [(item, grad) for item, grad in zip(given, gradients) if item.requires_grad and grad is not None]
-        torch.autograd.backward([item for item, _ in pairs], [grad for _, grad in pairs])
-        gradients = tuple(item.grad for item in taken)
-    return trail[-1][1][0]
+        outputs, slopes = [item for item, _ in pairs], [grad for _, grad in pairs]
+        if halves and taken:
+            gradients, groups = stage_backward_input(outputs, slopes, list(taken), part.parameters())
+            stage_backward_weight(part.parameters(), groups)
+        else:
+            torch.autograd.backward(outputs, slopes)
+            gradients = tuple(item.grad for item in taken)
+    return output
 
 
 def _as_payload(

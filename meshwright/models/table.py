@@ -17,8 +17,8 @@ from meshwright.axes.table import Group, LayerRows, ShardingTable
 from meshwright.axes.wide import Wide
 from meshwright.errors import ConfigError
 from meshwright.models.anatomy import Anatomy
-from meshwright.models.build import BuiltModel, build_meta, shrink, use_float64
-from meshwright.models.config import ModelConfig
+from meshwright.models.build import BuiltModel, build_meta, use_float64
+from meshwright.models.clone import narrowed, with_windows
 from meshwright.models.deferred import retie
 from meshwright.models.forward import model_output
 from meshwright.models.groups import find_groups
@@ -26,18 +26,14 @@ from meshwright.models.growth import grown_group
 from meshwright.models.numbers import find_numbers
 from meshwright.models.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.trace import LayerTrace, trace
-from meshwright.models.trial import rehearse_layer, rehearse_model
+from meshwright.models.trial import TOKENS, rehearse_layer, rehearse_model
 
 SMALL = 1 << 24
 """Parameters up to which a model is its own clone."""
-ROWS, TOKENS = 32, 8
-"""Batch that the clone reads."""
+ROWS = 32
+"""Rows that the clone reads."""
 CONTEXT = 64
 """Most tokens that a smaller clone takes."""
-CLONE_LAYERS = 8
-"""Most layers of a smaller clone; every kind of layer is expected among them."""
-CLONE_EXPERTS = 8
-"""Experts of a smaller clone, unless its tokens visit more than half as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,43 +49,65 @@ class Clone:
     """The model's own loss, where it is more than the cross-entropy of the logits."""
 
     def run(
-        self, rows: int = ROWS, module: nn.Module | None = None, documents: bool = False, unit: int = 1
+        self,
+        rows: int = ROWS,
+        module: nn.Module | None = None,
+        documents: bool = False,
+        tokens: int = TOKENS,
+        parts: int = 1,
     ) -> torch.Tensor:
-        """Returns logits (B, S, V) of made-up tokens, or the loss of a model that gives nothing else.
+        """Returns logits (B, S / parts, V) of made-up tokens, or the loss of a model that gives nothing else.
 
         Args:
             rows: B.
             module: to run instead of the clone itself.
             documents: two in each row where the model can tell, so that attention takes the way with a mask.
-            unit: S is a multiple of this.
+            tokens: S.
+            parts: into so many the rows are split inside ``module``.
         """
-        length = max(1, TOKENS // unit) * unit
-        tokens = torch.randint(self.vocab, (rows, length), generator=torch.Generator().manual_seed(7))
-        positions = None
+        ids = torch.randint(self.vocab, (rows, tokens), generator=torch.Generator().manual_seed(7))
+        places = None
         if documents and self.anatomy.takes_positions and self.anatomy.transformers:
-            positions = (torch.arange(length) % (length // 2 + 1)).expand(rows, length)
+            places = (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens)
         if not self.objective.plain:
             with Wide(), nothing_dropped():
-                return trial_output(module or self.module, self.anatomy, self.objective, tokens, tokens, positions)
+                return trial_output(module or self.module, self.anatomy, self.objective, ids, ids, places)
         with Wide():
-            output = model_output(module or self.module, self.anatomy, tokens, tokens, positions, positions is not None)
+            output = model_output(
+                module or self.module, self.anatomy, ids, ids, places, places is not None, token_parts=parts
+            )
         found = output.logits if output.logits is not None else output.loss
         assert found is not None
         return found
 
 
-def clone_of(built: BuiltModel, context: int = CONTEXT) -> Clone:
+    def refuses(self, tokens: int) -> bool:
+        """Whether its code doesn't run on rows of so many tokens: a position table may be shorter."""
+        try:
+            with torch.no_grad():
+                self.run(1, copy.deepcopy(self.module), tokens=tokens)
+        except Exception:
+            return True
+        return False
+
+
+def clone_of(built: BuiltModel, context: int = CONTEXT, window: int = 0, narrow: int = 0) -> Clone:
     """Makes the clone: the model itself where it is small, else one with as many heads and experts but narrower.
 
     Args:
         built: the model, on meta.
         context: tokens that it takes where it is made anew.
+        window: most tokens of a window of attention, so that it is felt in the rows that the clone reads; 0 for any.
+        narrow: elements of a head of a clone that is narrower than the model even where that is small; 0 for the
+            model itself there.
     """
-    small = sum(item.numel() for item in built.module.parameters()) <= SMALL
+    small = not narrow and sum(item.numel() for item in built.module.parameters()) <= SMALL
     if small or built.config.kind == "function":
-        source, module = built, copy.deepcopy(built.module)
+        windowed = with_windows(built, window)
+        source = built if windowed is None else build_meta(windowed, built.vocab, context)
+        module = copy.deepcopy(built.module) if windowed is None else source.module
     else:
-        source = build_meta(narrowed(built), 128, context)
+        source = build_meta(narrowed(built, narrow) if narrow else narrowed(built), 128, context)
         module = source.module
     use_float64(module)
     module.to_empty(device="cpu")
@@ -104,33 +122,6 @@ def clone_of(built: BuiltModel, context: int = CONTEXT) -> Clone:
     return Clone(module.eval(), source.anatomy, source.vocab or 128, small or built.config.kind == "function")
 
 
-def narrowed(built: BuiltModel) -> ModelConfig:
-    """Returns a config of the same architecture and heads in a small width and few layers.
-
-    Experts that are rows of one weight become fewer too; the names of others tell their number.
-    """
-    from meshwright.models.experts import find_experts
-    from meshwright.models.sizes import ACTIVE_EXPERTS, size_of
-
-    hf = built.hf_config
-    assert hf is not None
-    plain = hf.get_text_config(decoder=True).to_dict()
-    heads = size_of(plain, "heads") or 4
-    values = shrink(built.config, min(len(built.anatomy.layers), CLONE_LAYERS), 8 * heads).to_dict()
-    for key in ("heads", "kv_heads", "experts"):
-        if (size := size_of(plain, key)) is not None:
-            values[key] = size
-    for key in ("vocab", "context"):  # else the user's own would make the clone as large as these
-        values.pop(key, None)
-    if "experts" in values:
-        # Eight layers of all experts in full would outgrow a host; no other size of the clone is five times its heads.
-        values["ffn"] = 5 * heads
-        active = max((value for key in ACTIVE_EXPERTS if isinstance(value := plain.get(key), int)), default=0)
-        if find_experts(built.module):
-            values["experts"] = min(values["experts"], max(CLONE_EXPERTS, 2 * active))
-    return ModelConfig.from_dict(values)
-
-
 def with_objective(clone: Clone, objective: Objective | None) -> Clone:
     """Returns a clone whose output has the terms of the model's own loss in it, in training mode: some are of it."""
     if objective is None or objective.plain:
@@ -139,18 +130,21 @@ def with_objective(clone: Clone, objective: Objective | None) -> Clone:
 
 
 @computed_by_helper
-def sharding_table(built: BuiltModel, degree: int = 2, objective: Objective | None = None) -> ShardingTable:
+def sharding_table(
+    built: BuiltModel, degree: int = 2, objective: Objective | None = None, narrow: int = 0
+) -> ShardingTable:
     """Reads the sharding table of a model.
 
     Args:
         built: on meta; it stays as it is.
         degree: the groups are rehearsed for this many ranks (2 where one has fewer units).
         objective: the model's own loss, which is rehearsed too.
+        narrow: as `clone_of`: reads the table off a narrower clone and lets it grow, as a large model's does.
 
     Raises:
         ConfigError: when the model doesn't run on a small clone.
     """
-    clone = with_objective(clone_of(built), objective)
+    clone = with_objective(clone_of(built, narrow=narrow), objective)
     names = clone.anatomy.layers
     modules = {name: clone.module.get_submodule(name) for name in names}
 
@@ -198,20 +192,26 @@ def _rows(traced: LayerTrace, opened: Callable[[], LayerTrace], degree: int) -> 
     if traced.output is None or not traced.inputs:
         return LayerRows(groups=(), refused={"": "the layer takes or gives no hidden state"}, sequence=False)
     candidates, refused = find_groups(traced, ROWS)
-    accepted = _fitting(traced, candidates, [], refused, degree)
+    faults: set[str] = set()
+    accepted = _fitting(traced, candidates, [], refused, faults, degree)
     if refused:
         others, _ = find_groups(opened(), ROWS)
         meeting = [group for group in others if any(item.kind == "meeting" for item in group.cuttings)]
-        accepted = _fitting(traced, meeting, accepted, refused, degree)
-    rows = LayerRows(groups=tuple(accepted), refused=refused)
+        accepted = _fitting(traced, meeting, accepted, refused, faults, degree)
+    rows = LayerRows(groups=tuple(accepted), refused=refused, faults=tuple(sorted(faults & refused.keys())))
     why = rehearse_layer(traced, rows, 2, sequence=True)
     return dataclasses.replace(rows, sequence=not why, sequence_refused=why)
 
 
 def _fitting(
-    traced: LayerTrace, candidates: Sequence[Group], accepted: list[Group], refused: dict[str, str], degree: int
+    traced: LayerTrace,
+    candidates: Sequence[Group],
+    accepted: list[Group],
+    refused: dict[str, str],
+    faults: set[str],
+    degree: int,
 ) -> list[Group]:
-    """Adds to ``accepted`` the candidates that work, and to ``refused`` why the others don't."""
+    """Adds to ``accepted`` the candidates that work, and to ``refused`` and ``faults`` the others."""
     for group in sorted(candidates, key=lambda group: -_weights(traced, group)):
         held = {name for other in accepted for name in _matrices(other)}
         if held & set(_matrices(group)):
@@ -227,6 +227,7 @@ def _fitting(
         if found is not None:
             accepted = [*accepted, found]
         else:
+            faults |= set(_matrices(group))
             for name in _matrices(group):
                 refused.setdefault(name, _rule(why))
     for group in accepted:
@@ -270,10 +271,10 @@ def _with_vocabulary(clone: Clone, table: ShardingTable, degree: int) -> Shardin
         error = rehearse_model(clone, tried, 2)
         if not error:
             gone = [name for name in names if name not in chosen]
-            return dataclasses.replace(tried, refused=dict.fromkeys(gone, why))
+            return dataclasses.replace(tried, refused=dict.fromkeys(gone, why), faults=tuple(gone))
         why = why or error
-    empty = {name: LayerRows(groups=(), refused={"": why}, sequence=False) for name in table.layers}
-    return ShardingTable(layers=empty, refused={"": f"the model, split, isn't the model: {why}"})
+    empty = {name: LayerRows(groups=(), refused={"": why}, faults=("",), sequence=False) for name in table.layers}
+    return ShardingTable(layers=empty, refused={"": f"the model, split, isn't the model: {why}"}, faults=("",))
 
 
 def _carried(table: ShardingTable, clone: Clone, built: BuiltModel) -> ShardingTable:

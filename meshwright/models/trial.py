@@ -24,8 +24,12 @@ from meshwright.models.trace import LayerTrace, first_tensor
 
 TOLERANCE = 1e-9
 """Largest error, relative to the largest entry: what is computed in float64 alone, `axes.wide`, is off by 1e-13."""
+TOKENS = 8
+"""Tokens of a short row."""
 PATIENCE_S = 20.0
 """How long a thread waits for the others."""
+LONG_PATIENCE_S = 60.0
+"""The same with long rows."""
 
 
 class _Left:
@@ -46,9 +50,9 @@ class ThreadWire(AutogradCalls):
         self._barrier, self._slots = barrier, slots
 
     @classmethod
-    def group(cls, size: int) -> list[ThreadWire]:
-        """Returns the ends of a new group."""
-        barrier, slots = threading.Barrier(size, timeout=PATIENCE_S), [None] * size
+    def group(cls, size: int, patience_s: float = PATIENCE_S) -> list[ThreadWire]:
+        """Returns the ends of a new group, whose threads wait so many seconds for each other."""
+        barrier, slots = threading.Barrier(size, timeout=patience_s), [None] * size
         return [cls(size, index, barrier, slots) for index in range(size)]
 
     def abort(self) -> None:
@@ -101,13 +105,18 @@ class ThreadWire(AutogradCalls):
         return _Done()
 
 
-def in_threads(size: int, work: Callable[[ThreadWire], Any]) -> list[Any]:
+def in_threads(size: int, work: Callable[[ThreadWire], Any], patience_s: float = PATIENCE_S) -> list[Any]:
     """Runs ``work`` on the threads of a group and returns what each gave.
+
+    Args:
+        size: number of threads.
+        work: what each runs, with its end of the group.
+        patience_s: how long a thread waits for the others.
 
     Raises:
         RuntimeError: with the first error of a thread.
     """
-    wires = ThreadWire.group(size)
+    wires = ThreadWire.group(size, patience_s)
     found: list[Any] = [None] * size
     errors: list[BaseException] = []
 
@@ -125,14 +134,22 @@ def in_threads(size: int, work: Callable[[ThreadWire], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S * 2)
+        thread.join(patience_s * 2)
     if not errors and any(item is None for item in found):
         raise RuntimeError("the ranks waited for each other")
     if errors:
-        raise RuntimeError(f"{type(errors[0]).__name__}: {str(errors[0])[:160]}") from errors[0]
+        raise RuntimeError(reason_of(errors[0])[:180]) from errors[0]
     if any(thread.is_alive() for thread in threads):
         raise RuntimeError("the ranks waited for each other")
     return found
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns what an error says, in one line that is never empty."""
+    text = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else f"its code raised {type(error).__name__}"
 
 
 def duplicate(module: nn.Module) -> nn.Module:
@@ -158,7 +175,7 @@ def rehearse_layer(trace: LayerTrace, rows: LayerRows, degree: int, sequence: bo
         found = in_threads(degree, lambda wire: _part(trace, rows, wire, sequence))
         return _difference(trace, wanted, found, degree, sequence)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        return str(error)
+        return reason_of(error)
 
 
 def _call(layer: nn.Module, trace: LayerTrace, inputs: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -279,11 +296,11 @@ class _Model(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def run(self, rows: int = 4, module: nn.Module | None = None) -> torch.Tensor: ...
+    def run(self, rows: int = 4, module: nn.Module | None = None, *, tokens: int = TOKENS) -> torch.Tensor: ...
 
 
 def rehearse_model(
-    clone: _Model, table: ShardingTable, degree: int, rows: int = 4, sequence: bool = False
+    clone: _Model, table: ShardingTable, degree: int, rows: int = 4, tokens: int = TOKENS, sequence: bool = False
 ) -> str:
     """Returns why a whole model, split by a table, isn't the whole model; "" when it is.
 
@@ -291,11 +308,12 @@ def rehearse_model(
         clone: a small real model.
         table: for it.
         degree: of the axis.
-        rows: batch.
+        rows: of the batch.
+        tokens: a row.
         sequence: whether tokens are split between the groups.
     """
     named = {name: item for name, item in clone.module.named_parameters() if item.requires_grad}
-    out = clone.run(rows)
+    out = clone.run(rows, tokens=tokens)
     split = bool(table.vocabulary) and out.dim() == 3
     upstream = _cotangent(out.shape, out.dtype)
     grads = torch.autograd.grad(out, list(named.values()), upstream, allow_unused=True)
@@ -307,7 +325,7 @@ def rehearse_model(
     def part(wire: Any) -> Any:
         module = duplicate(clone.module)
         done = tp.wrap_model(module, table, wire, wire.size, sequence)
-        mine = clone.run(rows, module)
+        mine = clone.run(rows, module, tokens=tokens)
         cotangent = upstream
         if split and mine.shape[-1] != out.shape[-1]:
             start, stop = vocabulary_span(out.shape[-1], wire.size, wire.index)
@@ -321,7 +339,7 @@ def rehearse_model(
         return mine.detach(), [], parts, done.owed
 
     try:
-        found = in_threads(degree, part)
+        found = in_threads(degree, part, PATIENCE_S if tokens == TOKENS else LONG_PATIENCE_S)
         for index, (own, *_rest) in enumerate(found):
             start, stop = vocabulary_span(out.shape[-1], degree, index) if out.dim() == 3 else (0, 0)
             whole = own.shape == out.shape
@@ -329,4 +347,4 @@ def rehearse_model(
                 return f"its logits are off by {error:.1e}"
         return _gradients_apart(wanted, found, degree)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-        return str(error)
+        return reason_of(error)

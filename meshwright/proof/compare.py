@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from meshwright.proof.scope import Scope
+
 TINY_SHARE = 1e-3
 """A weight's error is relative to its own largest entry, but to no less than this share of the model's largest.
 
@@ -36,18 +38,51 @@ class Verdict:
     weight_error: float
     worst: Worst
     refused: str = ""
-    """Why the layout couldn't run, if it couldn't; nothing was compared then."""
+    """Why there is no pass: the layout couldn't run, or left whole what it was asked to split."""
+    crashed: str = ""
+    """What ended the layout's ranks, if something did."""
+    scope: Scope | None = None
+    """What was proven; None where nothing ran."""
+
+    @classmethod
+    def unproven(cls, layout: str, refused: str = "", crashed: str = "", scope: Scope | None = None) -> Verdict:
+        """Returns the verdict on a layout under which nothing was compared."""
+        return cls(
+            layout=layout,
+            passed=False,
+            loss_error=math.inf,
+            grad_error=math.inf,
+            grad_norm_error=math.inf,
+            weight_error=math.inf,
+            worst=Worst(name="", error=math.inf),
+            refused=refused,
+            crashed=crashed,
+            scope=scope,
+        )
+
+    @property
+    def outcome(self) -> str:
+        """``passed``, ``refused``, ``crashed`` or ``wrong``."""
+        if self.passed:
+            return "passed"
+        return "refused" if self.refused else "crashed" if self.crashed else "wrong"
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
-        plain = asdict(self)
-        if not self.refused:
-            del plain["refused"]
+        plain = asdict(self) | {"scope": self.scope.to_json() if self.scope else None}
+        plain = {key: value for key, value in plain.items() if value or key not in ("refused", "crashed", "scope")}
         return {key: _finite(value) for key, value in plain.items()}
 
 
+def one_line(error: BaseException) -> str:
+    """Returns what went wrong in one line that is never empty: the last of a traceback, with the error's type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("then [", "all "))] or lines
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+
+
 def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -86,13 +121,17 @@ def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: max(largest([tensor]), floor) for name, tensor in reference.items()}
 
 
-def merged(layout: str, ranks: list[dict[str, Any]], bound: float) -> Verdict:
+def merged(
+    layout: str, ranks: list[dict[str, Any]], bound: float, scope: Scope | None = None, allow_whole: bool = False
+) -> Verdict:
     """Takes the worst of all ranks.
 
     Args:
         layout: text form.
         ranks: per rank ``loss``, ``norm`` (errors) and ``gradients``, ``weights`` (name to error).
         bound: largest relative error that passes.
+        scope: what was proven.
+        allow_whole: whether a layout passes that left whole what it was asked to split.
     """
     gradients = _by_name(rank["gradients"] for rank in ranks)
     weights = _by_name(rank["weights"] for rank in ranks)
@@ -100,15 +139,28 @@ def merged(layout: str, ranks: list[dict[str, Any]], bound: float) -> Verdict:
     both = [*gradients.items(), *weights.items()]
     name, error = max(both, key=lambda item: item[1], default=("", 0.0))
     grad_error, weight_error = (max(found.values(), default=0.0) for found in (gradients, weights))
-    passed = max(loss, norm, grad_error, weight_error) <= bound
+    equal = max(loss, norm, grad_error, weight_error) <= bound
+    refused = left_whole(scope) if equal and scope and scope.unsplit and not allow_whole else ""
     return Verdict(
         layout=layout,
-        passed=passed,
+        passed=equal and not refused,
         loss_error=loss,
         grad_error=grad_error,
         grad_norm_error=norm,
         weight_error=weight_error,
         worst=Worst(name=name, error=error),
+        refused=refused,
+        scope=scope,
+    )
+
+
+def left_whole(scope: Scope) -> str:
+    """Returns the refusal of a layout that computes the right thing, but didn't split what it was asked to."""
+    named = "; ".join(f"{name}: {why}" for name, why in list(scope.unsplit.items())[:3])
+    more = len(scope.unsplit) - 3
+    return (
+        f"it equals one device, but tp splits {scope.layer_share:.0%} of the layers and leaves whole what it was asked "
+        f"to split: {named}{f'; {more} more' if more > 0 else ''}; --allow-whole accepts it"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ class Trace:
     """Mean loss of each step's global batch, nats per target token."""
     norms: list[float] = field(default_factory=list)
     """Global gradient norm of each step, before clipping."""
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Every weight's gradient of the first step, before clipping."""
+    gradients: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Step to every weight's gradient before clipping, for the steps that are compared."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every weight after the last step."""
 
@@ -44,7 +44,12 @@ class Recipe:
 
 
 def train_plainly(
-    module: nn.Module, call: AuthorCall, batches: Sequence[Sequence[Any]], recipe: Recipe, training: bool = True
+    module: nn.Module,
+    call: AuthorCall,
+    batches: Sequence[Sequence[Any]],
+    recipe: Recipe,
+    training: bool = True,
+    compared: Collection[int] = (0,),
 ) -> Trace:
     """Trains ``module`` on one device, on the loss that it returns, or else the cross-entropy of its logits.
 
@@ -54,9 +59,10 @@ def train_plainly(
         batches: global batches, one a step, each in the parts with ``.targets`` that are handed to the model at once.
         recipe: optimizer.
         training: whether the module is in training mode.
+        compared: steps whose gradients are kept.
 
     Returns:
-        Losses, norms, first gradients and last weights.
+        Losses, norms, gradients of the steps that are compared, and last weights.
     """
     trace = Trace()
     named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
@@ -68,15 +74,15 @@ def train_plainly(
         [group for group in groups if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, foreach=False
     )
     module.train(training)
-    for parts in batches:
+    for step, parts in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
         loss = own_loss(module, call, parts)
         loss.backward()
         for _, item in named:
             if item.grad is None:
                 item.grad = torch.zeros_like(item)
-        if not trace.gradients:
-            trace.gradients = {name: item.grad.clone() for name, item in named if item.grad is not None}
+        if step in compared:
+            trace.gradients[step] = {name: item.grad.clone() for name, item in named if item.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_([item for _, item in named], recipe.clip, foreach=False)
         optimizer.step()
         trace.losses.append(loss.item())

@@ -7,17 +7,19 @@ reference's, so a copy that is wrong on one rank alone is found too.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.axes.wide import Wide
-from meshwright.errors import MeshwrightError, PlanError
+from meshwright.errors import ConfigError, MeshwrightError, PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
@@ -26,10 +28,12 @@ from meshwright.models.build import BuiltModel, use_float64
 from meshwright.models.deferred import retie
 from meshwright.models.forward import author_output, model_output
 from meshwright.models.objective_trial import ForwardTrial, try_forward
+from meshwright.models.table import sharding_table
 from meshwright.plan import Layout, Plan, Prediction
-from meshwright.proof.compare import Verdict, Worst, largest, merged, part_error, relative, scales
+from meshwright.proof.compare import Verdict, largest, merged, one_line, part_error, relative, scales
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import Forward, Recipe, drawing, spread, train_plainly
+from meshwright.proof.scope import expert_use, read_scope, split_shares
 from meshwright.runtime.buffers import MovingBuffers
 from meshwright.runtime.build import check
 from meshwright.train.config import OptimizerConfig
@@ -41,9 +45,11 @@ from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program
 from meshwright.train.step import Stepper
 
-BOUNDS = {"float64": 1e-9, "float32": 2e-3, "bf16": 0.1}
+BOUNDS = {"float64": 1e-9, "float32": 2e-3, "bf16": 0.1, "fp16": 0.1}
 """Largest relative error that passes, by precision; only float64 leaves no room for a wrong gradient to hide."""
 GROUP_S = 60.0
+NARROW = 4
+"""Elements of a head of the clone from which a proof's sharding table grows."""
 Span = tuple[int, int]
 """First row, and one more than the last."""
 SEED = 0
@@ -64,6 +70,20 @@ class Case:
     """Limit for one layout."""
     training: bool = True
     """Whether the model is in training mode, on both sides; without it one that draws random numbers can be proven."""
+    allow_whole: bool = False
+    """Whether a layout passes that left whole what it was asked to split."""
+    grown: bool = False
+    """Whether the sharding table is read off a narrower clone and grown, as it is for a model too large to be tried."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a row, of each batch."""
+        return tuple(batch.tokens.shape[1] for batch in self.batches)
+
+    @property
+    def compared(self) -> tuple[int, ...]:
+        """Steps whose gradients are compared: the first of each length."""
+        return tuple(step for step, length in enumerate(self.lengths) if length not in self.lengths[:step])
 
 
 def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None] | None = None) -> list[Verdict]:
@@ -89,7 +109,7 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
         for layout in layouts:
             path, why = (Path(), unread) if unread else reference.of(layout)
             known.setdefault((layout.degree("tp"), layout.degree("cp")), Facts(trial=trial))
-            verdicts.append(_refusal(layout, why) if why else _prove(case, layout, path, known))
+            verdicts.append(Verdict.unproven(str(layout), refused=why) if why else _prove(case, layout, path, known))
             if done:
                 done(verdicts[-1])
     return verdicts
@@ -135,34 +155,36 @@ def _launcher(ranks: int, layout: Layout | None) -> ForkLauncher:
 
 
 def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, Facts]) -> Verdict:
+    """Returns the verdict on one layout; whatever goes wrong under it is its own, and ends no other proof."""
     try:
         device = found_devices(layout.world).kind
         built = case.build()
         check(layout, device, len(built.anatomy.layers))
         key = (layout.degree("tp"), layout.degree("cp"))
-        facts = read_facts(built, layout, known.get(key))
+        parts = layout.degree("tp") * layout.degree("cp")
+        if case.grown and parts > 1 and known[key].table is None and not built.config.sharding:
+            trial = known[key].trial
+            table = sharding_table(built, parts, trial.objective if trial else None, narrow=NARROW)
+            known[key] = dataclasses.replace(known[key], table=table)
+        facts = read_facts(built, layout, known.get(key), tokens=max(case.lengths))
         known[key] = facts
-        check_shapes(facts, layout, *case.batches[0].tokens.shape)
+        for batch in case.batches:
+            check_shapes(facts, layout, *batch.tokens.shape)
     except MeshwrightError as error:
-        return _refusal(layout, str(error))
+        return Verdict.unproven(str(layout), refused=str(error))
+    except Exception as error:
+        return Verdict.unproven(str(layout), crashed=one_line(error))
+    scope = read_scope(built, layout, facts, case.lengths, case.grown)
     try:
         ranks = _launcher(layout.world, layout).run(_candidate, case, layout, path, facts, timeout_s=case.timeout_s)
-    except PlanError as error:
-        return _refusal(layout, str(error))
-    return merged(str(layout), ranks, BOUNDS[layout.precision])
-
-
-def _refusal(layout: Layout, why: str) -> Verdict:
-    return Verdict(
-        layout=str(layout),
-        passed=False,
-        loss_error=math.inf,
-        grad_error=math.inf,
-        grad_norm_error=math.inf,
-        weight_error=math.inf,
-        worst=Worst(name="", error=math.inf),
-        refused=why,
-    )
+        used, idle = expert_use(built, list(torch.load(path, weights_only=True)["gradients"].values()))
+        split = split_shares(ranks, layout)
+        scope = dataclasses.replace(scope, split=split, experts_used=used, experts_idle=idle)
+    except (ConfigError, PlanError) as error:
+        return Verdict.unproven(str(layout), refused=str(error))
+    except Exception as error:  # a rank that raised, died or hung
+        return Verdict.unproven(str(layout), crashed=one_line(error), scope=scope)
+    return merged(str(layout), ranks, BOUNDS[layout.precision], scope, allow_whole=case.allow_whole)
 
 
 def _reference(
@@ -208,7 +230,7 @@ def _reference(
 
     if why := _draws(module, forward, batches[0][0], case.training, BOUNDS[precision]):
         return why
-    trace = train_plainly(module, call, batches, case.recipe, case.training)
+    trace = train_plainly(module, call, batches, case.recipe, case.training, case.compared)
     found = {"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients, "weights": trace.weights}
     torch.save(found, path)
     return ""
@@ -268,21 +290,23 @@ def _candidate(context: RankContext, case: Case, layout: Layout, path: Path, fac
         clip=recipe.clip,
         seed=SEED,
     )
-    errors: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "gradients": {}, "weights": {}}
-    scale = scales(wanted["gradients"])
+    held = {weight.name: (math.prod(weight.shape), weight.sharded_on) for weight in program.weights}
+    errors: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "gradients": {}, "weights": {}, "held": held}
 
-    def look(factor: torch.Tensor) -> None:
+    def look(factor: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+        scale = scales(gradients)
         for weight in program.weights:
             assert weight.gradient is not None
-            part = weight.part(wanted["gradients"][weight.name])
+            part = weight.part(gradients[weight.name])
             found = weight.gradient.cpu().to(torch.float64) * factor.cpu()
-            errors["gradients"][weight.name] = part_error(found, part, scale[weight.name])
+            error = part_error(found, part, scale[weight.name])
+            errors["gradients"][weight.name] = max(errors["gradients"].get(weight.name, 0.0), error)
 
-    stepper.probe = look
     for step, batch in enumerate(case.batches):
         share, targets = _share(batch, layout, context.rank, device), int((batch.targets != IGNORED).sum())
+        gradients = wanted["gradients"].get(step)
+        stepper.probe = None if gradients is None else partial(look, gradients=gradients)
         outcome = stepper.run(step, share, targets, recipe.lr, False).read()
-        stepper.probe = None
         errors["loss"] = max(errors["loss"], relative(outcome["loss"], wanted["losses"][step]))
         errors["norm"] = max(errors["norm"], relative(outcome["grad_norm"], wanted["norms"][step]))
     floor = recipe.lr * len(case.batches)
@@ -301,28 +325,32 @@ def _share(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -
     return [_moved(MicroBatch(tokens, targets, place), device) for tokens, targets, place in parts]
 
 
-def made_up_batches(steps: int, rows: int, sequence: int, vocab: int, documents: bool) -> list[MicroBatch]:
+def made_up_batches(
+    steps: int, rows: int, sequence: int | Sequence[int], vocab: int, documents: bool
+) -> list[MicroBatch]:
     """Makes global batches whose target counts differ by row, so that a count per rank can't pass for a global one.
 
     Args:
         steps: number of batches.
         rows: rows of each.
-        sequence: tokens a row.
+        sequence: tokens a row; of several lengths the batches take turns.
         vocab: token ids are below this.
         documents: whether documents begin inside rows.
     """
-    made = []
-    for step in range(steps):
-        draw = torch.Generator().manual_seed(1000 + step)
-        stream = torch.randint(0, vocab, (rows, sequence + 1), generator=draw)
-        tokens, targets = stream[:, :-1].contiguous(), stream[:, 1:].clone()
-        share = torch.linspace(0.0, 0.5, rows).unsqueeze(1)
-        targets[torch.rand(rows, sequence, generator=draw) < share] = -100
-        positions = None
-        if documents:
-            begins = torch.rand(rows, sequence, generator=draw) < 2.0 / sequence
-            begins[:, 0] = True
-            places = torch.arange(sequence).expand(rows, sequence)
-            positions = places - torch.where(begins, places, 0).cummax(dim=1).values
-        made.append(MicroBatch(tokens, targets, positions))
-    return made
+    lengths = [sequence] if isinstance(sequence, int) else list(sequence)
+    return [_made_up_batch(step, rows, lengths[step % len(lengths)], vocab, documents) for step in range(steps)]
+
+
+def _made_up_batch(step: int, rows: int, sequence: int, vocab: int, documents: bool) -> MicroBatch:
+    draw = torch.Generator().manual_seed(1000 + step)
+    stream = torch.randint(0, vocab, (rows, sequence + 1), generator=draw)
+    tokens, targets = stream[:, :-1].contiguous(), stream[:, 1:].clone()
+    share = torch.linspace(0.0, 0.5, rows).unsqueeze(1)
+    targets[torch.rand(rows, sequence, generator=draw) < share] = -100
+    positions = None
+    if documents:
+        begins = torch.rand(rows, sequence, generator=draw) < 2.0 / sequence
+        begins[:, 0] = True
+        places = torch.arange(sequence).expand(rows, sequence)
+        positions = places - torch.where(begins, places, 0).cummax(dim=1).values
+    return MicroBatch(tokens, targets, positions)

@@ -100,6 +100,11 @@ class _TorchStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         """Called by torch's runtime to send the gradients for the stage before."""
+        if (gradients := self.bwd_cache.get(bwd_chunk_id)) is not None:
+            # A boundary of several streams may be a permuted view, and so its gradient; the wire takes plain memory.
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                item.contiguous() if isinstance(item, torch.Tensor) else item for item in gradients
+            )
         return self._booked(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _booked(self, operations: list[Any]) -> list[Any]:

@@ -89,6 +89,11 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
         raise PlanError(f"tp={degree}: nothing of this model can be split: {why}; use shard={degree} instead")
     if not layout.sequence:
         return
+    if not table.layers:
+        raise PlanError(
+            f"sequence=true splits the tokens between the layers that tp={degree} splits, but the model has no stack "
+            "of repeated layers; leave sequence out"
+        )
     for name, rows in table.layers.items():
         whole = [group.row for group in rows.groups if group.heads and group.shares(degree) is None]
         if whole or not rows.sequence:

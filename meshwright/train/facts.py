@@ -12,7 +12,7 @@ from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel
 from meshwright.models.chance import drawing_parts
-from meshwright.models.context import read_context
+from meshwright.models.context import Context, read_context, read_sequence
 from meshwright.models.experts import require_experts
 from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.spine import read_spine
@@ -35,6 +35,8 @@ class Facts:
     """How ``cp`` computes attention."""
     rows: int = 1
     """Of how many rows a micro-batch must be a multiple under ``cp``."""
+    tried: str = ""
+    """Rows on which ``cp`` was tried, and why none longer."""
     trial: ForwardTrial | None = None
     """Its own loss, and the buffers that forward changes; None for a loop of the user's own."""
 
@@ -71,13 +73,14 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
         )
 
 
-def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None) -> Facts:
+def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None, tokens: int = 0) -> Facts:
     """Reads what a layout needs of a model, and refuses a layout that the model doesn't allow.
 
     Args:
         model: on meta; it stays as it is.
         layout: to be run.
         known: facts that were read for a layout with the same degrees of ``tp`` and ``cp``; they are kept.
+        tokens: in the run's rows, on which splits of tokens are tried; 0 where no run is known.
 
     Raises:
         PlanError: with the rule, what was found, and the nearest layout that works.
@@ -104,28 +107,46 @@ def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None) ->
         _check_stages(model, spine, layout)
     experts = experts or require_experts(model.module, layout.degree("ep"))
     tensor.check(table, layout)
-    rows, attention = known.rows, known.attention
+    if layout.sequence and table is not None:
+        _check_sequence(model, layout, table, tokens)
+    rows, attention, tried = known.rows, known.attention, known.tried
     if layout.degree("cp") > 1 and table is not None and (not attention or layout.attention not in ("", attention)):
-        rows, attention = _context(model, layout, table)
-    return Facts(table=table, spine=spine, experts=experts, rows=rows, attention=attention, trial=trial)
+        found = _context(model, layout, table, tokens)
+        rows, attention, tried = found.rows, found.attention, found.tried
+    return Facts(
+        table=table, spine=spine, experts=experts, rows=rows, attention=attention, tried=tried, trial=trial
+    )
 
 
 def _check_stages(model: BuiltModel, spine: Spine, layout: Layout) -> None:
     """Refuses stages where the model can't be cut so; the ranks divide it by the same rule."""
+    if spine.whole_backward and layout.pipeline().splits_backward:
+        raise PlanError(
+            f"schedule={layout.schedule} computes a stage's backward in two halves, which this model's graph doesn't "
+            f"allow: {spine.whole_backward}; use schedule=1f1b or interleaved"
+        )
     sizes = {name: item.numel() for name, item in model.module.named_parameters(remove_duplicate=False)}
     divide(spine, sizes, model.anatomy.ties, layout.pipeline().stages, layout.split)
 
 
-def _context(model: BuiltModel, layout: Layout, table: ShardingTable) -> tuple[int, str]:
+def _check_sequence(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> None:
+    degree = layout.degree("tp")
+    if why := read_sequence(model, table, degree, tokens):
+        raise PlanError(
+            f"sequence=true splits the tokens between the parts that tp={degree} splits, but {why}; leave sequence out"
+        )
+
+
+def _context(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> Context:
     degree = layout.degree("cp")
-    found = read_context(model, table, degree, layout.degree("tp"), layout.attention)
+    found = read_context(model, table, degree, layout.degree("tp"), layout.attention, tokens)
     if found.refused:
         raise PlanError(
             f"cp={degree} splits each row's tokens, but the model doesn't allow it: {found.refused}; use shard={degree}"
         )
     if found.attention == "gather" and layout.compile:
         raise PlanError("attention=gather looks for attention in the model's calls, which compile=true hides; drop one")
-    return found.rows, found.attention
+    return found
 
 
 def check_shapes(facts: Facts, layout: Layout, rows: int, sequence: int) -> None:

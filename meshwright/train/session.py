@@ -94,7 +94,13 @@ def model_compute(model: BuiltModel, objective: Objective | None = None) -> Comp
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = own_tokens(batch.targets, *view.tokens)
         output = model_output(
-            module, model.anatomy, batch.tokens, batch.targets, batch.positions, batch.positions is not None
+            module,
+            model.anatomy,
+            batch.tokens,
+            batch.targets,
+            batch.positions,
+            batch.positions is not None,
+            token_parts=batch.tokens.shape[1] // targets.shape[1],
         )
         if output.logits is None:
             raise ConfigError("the model's forward gives only a loss, which no trial has read")

@@ -13,7 +13,8 @@ from torch import nn
 from meshwright.axes import ep
 from meshwright.axes.comm import exchange
 from meshwright.axes.comm.wire import TrafficLog, Wire
-from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.experts import find_experts
 from meshwright.plan import Layout

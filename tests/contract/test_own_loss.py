@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward

@@ -10,7 +10,8 @@ from torch import nn
 
 from meshwright.axes.stage.cut import Stage
 from meshwright.errors import PlanError
-from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.spine import read_spine
 from meshwright.plan import Layout

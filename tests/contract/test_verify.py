@@ -14,7 +14,8 @@ from torch import nn
 from meshwright.axes.comm.reducer import GradientReducer
 from meshwright.axes.comm.wire import Wire
 from meshwright.cli.main import main
-from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
@@ -193,7 +194,7 @@ def test_command_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] is True
     assert set(report["layouts"][0]) == {
-        "layout", "passed", "loss_error", "grad_error", "grad_norm_error", "weight_error", "worst",
+        "layout", "passed", "loss_error", "grad_error", "grad_norm_error", "weight_error", "worst", "scope",
     }  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from meshwright.axes.comm.boxes import TokenSplit, Units, Unplaced, box_of
 from meshwright.axes.comm.chance import Chance
 from meshwright.axes.comm.random import Box, _bits_on, kept, row_keys, uniform
 from meshwright.errors import PlanError
-from meshwright.models.build import BuiltModel, build_meta, shrink
+from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.chance import may_draw
+from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict

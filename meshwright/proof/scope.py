@@ -1,0 +1,204 @@
+"""What a proof covered: which share of the weights each axis really split, and on which layers, sizes and rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.axes.table import ShardingTable
+from meshwright.models.build import BuiltModel
+from meshwright.models.experts import find_experts
+from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
+from meshwright.plan import Layout
+from meshwright.train.facts import Facts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """What was proven, so that a pass can't be read as more than it is."""
+
+    lengths: tuple[int, ...]
+    """Tokens of the rows that were trained on."""
+    layers: Mapping[str, int]
+    """Kind of layer to the number of such layers."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the model that was run, by the names of `ModelConfig`; empty for a function."""
+    windows: Mapping[str, bool] = field(default_factory=dict)
+    """Window of attention as ``name=tokens`` to whether a row was longer than it."""
+    split: Mapping[str, float] = field(default_factory=dict)
+    """Axis to the share of the model's elements that it splits, as the ranks held them."""
+    layer_share: float = 1.0
+    """Share of the layers' elements that ``tp`` splits; 1 without ``tp``."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Matrices that every rank of ``tp`` holds whole, and why: their structure doesn't divide."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """What the layout asked to split and wasn't, and why: a trial found a fault, or nothing of a layer is split."""
+    attention: str = ""
+    """How ``cp`` computes attention."""
+    grown: bool = False
+    """Whether the table of ``tp`` and ``cp`` was read off a narrower clone and grown to these sizes."""
+    tried: str = ""
+    """Rows on which token splits were tried, and why none longer."""
+    experts_used: int = 0
+    """Experts that changed the loss of some batch."""
+    experts_idle: int = 0
+    """Experts that no token visited: nothing is proven of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return asdict(self)
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        shares = ", ".join(f"{axis} {share:.0%}" for axis, share in self.split.items())
+        parts = [f"split {shares}" if shares else "no weight split"]
+        if "tp" in self.split:
+            grown = " with a table grown from a narrower clone" if self.grown else ""
+            parts.append(f"{self.layer_share:.0%} of the layers by tp{grown}")
+        parts.append("rows of " + " and ".join(map(str, self.lengths)))
+        parts.append("layers " + " + ".join(f"{count} {kind}" for kind, count in self.layers.items()))
+        if "heads" in self.sizes:
+            parts.append(f"{self.sizes['heads']} heads, {self.sizes.get('kv_heads', self.sizes['heads'])} of keys")
+        parts += [f"{name} {'bit' if bit else 'never bit'}" for name, bit in self.windows.items()]
+        if self.attention:
+            parts.append(f"tokens split by attention={self.attention}, tried on {self.tried}")
+        if self.experts_used or self.experts_idle:
+            parts.append(f"experts {self.experts_used} used, {self.experts_idle} idle")
+        if self.whole:
+            parts.append(f"whole: {', '.join(self.whole)}")
+        return "; ".join(parts)
+
+
+def read_scope(
+    built: BuiltModel, layout: Layout, facts: Facts, lengths: Sequence[int], grown: bool = False
+) -> Scope:
+    """Returns what is known of a proof before its ranks run.
+
+    Args:
+        built: the model that is proven, on meta.
+        layout: to be proven.
+        facts: of the model.
+        lengths: tokens of its rows.
+        grown: whether its sharding table grew from a narrower clone.
+    """
+    module, config = built.module, built.hf_config
+    plain = config.get_text_config(decoder=True).to_dict() if config is not None else {}
+    kinds = Counter(layer_label(module, name, plain, place) for place, name in enumerate(built.anatomy.layers))
+    sizes = {key: size for key in SYNONYMS if (size := size_of(plain, key)) is not None}
+    windows = {key: size for key in WINDOWS if isinstance(size := plain.get(key), int) and size > 0}
+    scope = Scope(
+        lengths=tuple(dict.fromkeys(lengths)),
+        layers=dict(kinds),
+        sizes=sizes,
+        windows={f"{key}={size}": max(lengths) > size for key, size in windows.items()},
+        attention=facts.attention if layout.degree("cp") > 1 else "",
+        tried=facts.tried if layout.degree("cp") > 1 else "",
+        grown=grown and layout.degree("tp") * layout.degree("cp") > 1,
+    )
+    degree = layout.degree("tp")
+    if degree == 1 or facts.table is None:
+        return scope
+    whole, unsplit = whole_matrices(module, facts.table, degree)
+    return replace(scope, layer_share=layer_share(module, facts.table, degree), whole=whole, unsplit=unsplit)
+
+
+def layer_label(module: nn.Module, name: str, plain: Mapping[str, Any], place: int) -> str:
+    """Returns a layer's class, with the kind that the config gives the layer at its place."""
+    kinds = plain.get("layer_types")
+    label = type(module.get_submodule(name)).__name__
+    return f"{label} ({kinds[place]})" if isinstance(kinds, list) and place < len(kinds) else label
+
+
+def layer_share(module: nn.Module, table: ShardingTable, degree: int) -> float:
+    """Returns the share of the called layers' elements that a degree of ``tp`` splits."""
+    sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
+    inside = tuple(f"{name}." for name in _called(table))
+    every = sum(size for name, size in sizes.items() if name.startswith(inside)) if inside else 0
+    split = {f"{layer}.{item.name}" for layer, item, _, _ in table.splits(degree)}
+    return sum(sizes[name] for name in split) / max(1, every)
+
+
+def whole_matrices(module: nn.Module, table: ShardingTable, degree: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the matrices that stay whole: by their structure, and against what the layout asked for.
+
+    Args:
+        module: the model.
+        table: of the model.
+        degree: of ``tp``.
+
+    Returns:
+        (name to reason, name to reason); a name stands for all layers of its kind.
+    """
+    split: dict[str, set[str]] = {}
+    for layer, item, _, _ in table.splits(degree):
+        split.setdefault(layer, set()).add(item.name)
+    whole: dict[str, str] = {}
+    unsplit = {name: table.refused[name] for name in table.faults if name in table.refused}
+    for layer in _called(table):
+        rows = table.layers[layer]
+        held = module.get_submodule(layer)
+        matrices = [name for name, item in held.named_parameters() if item.dim() > 1 and item.requires_grad]
+        for name, why in rows.refused.items():
+            (unsplit if name in rows.faults else whole).setdefault(name or "the layer", why)
+        for group in rows.groups:
+            if group.shares(degree) is None:
+                unsplit.setdefault(group.row, f"its {group.units} heads or channels don't divide over tp={degree}")
+        if matrices and not split.get(layer):
+            why = next(iter(rows.refused.values()), "no group of its matrices divides")
+            unsplit.setdefault(layer, f"nothing of the layer is split: {why}")
+    return whole, unsplit
+
+
+def _called(table: ShardingTable) -> list[str]:
+    return [name for name, rows in table.layers.items() if rows.refused.get("") != "the layer isn't called"]
+
+
+def split_shares(ranks: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str, float]:
+    """Returns for each axis that splits weights the share of the model's elements that it splits.
+
+    Args:
+        ranks: per rank ``held``: weight to (elements of the whole weight, axes that split it there).
+        layout: of these ranks.
+    """
+    sizes: dict[str, int] = {}
+    axes: dict[str, set[str]] = {}
+    for rank in ranks:
+        for name, (size, names) in rank["held"].items():
+            sizes[name] = size
+            axes.setdefault(name, set()).update(names)
+    if layout.degree("pp") > 1:
+        for name in sizes:
+            if not all(name in rank["held"] for rank in ranks):
+                axes[name].add("pp")
+    total = max(1, sum(sizes.values()))
+    asked = ("pp", "shard", "tp", "ep")
+    return {
+        axis: sum(size for name, size in sizes.items() if axis in axes[name]) / total
+        for axis in asked
+        if layout.degree(axis) > 1
+    }
+
+
+def expert_use(built: BuiltModel, gradients: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, int]:
+    """Returns how many experts took part in some batch, and how many in none, read off their gradients.
+
+    Args:
+        built: the model.
+        gradients: of some steps; weight to its gradient.
+    """
+    used = idle = 0
+    for rows in find_experts(built.module):
+        took_part = torch.zeros(rows.experts, dtype=torch.bool)
+        for step in gradients:
+            for name in rows.parameters:
+                if (grad := step.get(f"{rows.module}.{name}")) is not None:
+                    took_part |= grad.reshape(rows.experts, -1).ne(0).any(1).cpu()
+        used += int(took_part.sum())
+        idle += rows.experts - int(took_part.sum())
+    return used, idle

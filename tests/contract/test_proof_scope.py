@@ -1,0 +1,191 @@
+"""A pass says what it proved: rows long enough, heads in their ratio, every kind of layer, and what was split."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+
+from meshwright.axes.table import Block, Group
+from meshwright.cli.main import main
+from meshwright.errors import PlanError
+from meshwright.models import context, table
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.clone import kinds_of, pairs, shrink, walk, with_every_kind
+from meshwright.models.config import ModelConfig
+from meshwright.models.context import trial_tokens
+from meshwright.models.growth import grown_group
+from meshwright.plan import Layout
+from meshwright.proof.reference import Recipe
+from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.train.facts import read_facts
+from tests.odd_models import VOCAB
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+
+
+def chunked(span: int) -> ModelConfig:
+    return ModelConfig(name="tests.odd_models:chunks", overrides={"span": span})
+
+
+def case(config: ModelConfig, lengths: tuple[int, ...], rows: int = 4, allow_whole: bool = False) -> Case:
+    def build() -> BuiltModel:
+        return build_meta(config, vocab=VOCAB, context=max(lengths))
+
+    batches = made_up_batches(len(lengths), rows, lengths, VOCAB, documents=False)
+    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250, allow_whole=allow_whole)
+
+
+@pytest.mark.parametrize("span", [16, 32, 64, 100])
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"])
+def test_tokens_that_meet_far_apart_are_seen_in_the_rows_of_the_run(span: int, layout: str) -> None:
+    with pytest.raises(PlanError, match="with rows of 240 tokens"):
+        read_facts(build_meta(chunked(span)), Layout.parse(layout), tokens=240)
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"])
+def test_rows_too_short_for_tokens_to_meet_are_split(layout: str) -> None:
+    facts = read_facts(build_meta(chunked(64)), Layout.parse(layout), tokens=48)
+    assert facts.table is not None
+    read_facts(build_meta(chunked(0)), Layout.parse(layout), tokens=240)
+
+
+@pytest.mark.parametrize("span", [32, 100])
+def test_the_proof_sees_what_a_blind_trial_let_pass(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "trial_tokens", lambda tokens, elements: (8, ""))
+    (verdict,) = verify(case(chunked(span), (120, 24)), [Layout.parse("cp=2,precision=float64")])
+    assert verdict.outcome == "wrong" and verdict.loss_error > 1e-9
+    assert verdict.scope is not None and verdict.scope.lengths == (120, 24)
+
+
+def test_a_trial_says_why_its_rows_are_shorter_than_the_run_s() -> None:
+    assert trial_tokens(200, 1000) == (200, "")
+    length, why = trial_tokens(8192, 1 << 24)
+    assert length == 256 and "8192" in why
+    facts = read_facts(build_meta(chunked(0)), Layout.parse("cp=2"), tokens=4096)
+    assert "512" in facts.tried and "4096" in facts.tried
+
+
+def test_what_was_not_split_is_refused_by_name_unless_allowed() -> None:
+    config = ModelConfig(name="xlnet", layers=1, width=32, heads=4)
+    layouts = [Layout.parse("tp=2,precision=float64")]
+    (refused,) = verify(case(config, (8,)), layouts)
+    assert refused.outcome == "refused" and "transformer.layer.0" in refused.refused
+    assert "--allow-whole" in refused.refused and refused.grad_error < 1e-9
+    (allowed,) = verify(case(config, (8,), allow_whole=True), layouts)
+    assert allowed.passed and allowed.scope is not None and allowed.scope.layer_share == 0.0
+
+
+def test_a_pass_names_shares_windows_and_experts() -> None:
+    config = ModelConfig(name="mixtral", layers=1, width=32, heads=4, experts=4, overrides={"sliding_window": 5})
+    (verdict,) = verify(case(config, (8,)), [Layout.parse("tp=2,precision=float64")])
+    scope = verdict.scope
+    assert verdict.passed and scope is not None
+    assert scope.split["tp"] > 0.9 and scope.layer_share > 0.9
+    assert scope.windows == {"sliding_window=5": True}
+    assert scope.experts_used + scope.experts_idle == 4 and scope.experts_used >= 2
+    assert json.loads(json.dumps(verdict.to_json()))["scope"]["layers"] == {"MixtralDecoderLayer": 1}
+
+
+def test_a_layout_that_crashes_is_one_verdict_and_the_others_stand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshwright.runtime import program
+
+    plain = program.Program.forward_backward
+
+    def dying(self: program.Program, *args: object, **kwargs: object) -> torch.Tensor:
+        if self.mesh is not None and self.mesh.layout.degree("replicate") == 2:
+            raise KeyError("planted")
+        return plain(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(program.Program, "forward_backward", dying)
+    words = ["verify", "--model", "tests.odd_models:chunks", "--steps", "1", "--json", "--sequence", "16", "--layout"]
+    assert main([*words, "replicate=2", "shard=2"]) == 1
+    first, second = json.loads(capsys.readouterr().out)["layouts"]
+    assert "planted" in first["crashed"] and not first["passed"]
+    assert second["passed"]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "parts"), [(32, 8, 2), (32, 8, 4), (8, 1, 2), (12, 4, 3), (6, 6, 2)])
+def test_a_clone_keeps_the_ratio_of_heads(heads: int, kv_heads: int, parts: int) -> None:
+    config = ModelConfig(name="llama", layers=4, width=64 * heads, heads=heads, kv_heads=kv_heads)
+    small = shrink(config, parts=parts)
+    assert small.heads and small.kv_heads and small.heads * kv_heads == small.kv_heads * heads
+    assert small.kv_heads >= min(kv_heads, parts)
+    assert build_meta(small, 64, 16).hf_config.num_key_value_heads == small.kv_heads
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "cohere2", "qwen3_next", "llama4_text", "jamba"])
+def test_a_clone_has_every_kind_of_layer_beside_its_neighbours(name: str) -> None:
+    built = build_meta(ModelConfig(name=name, layers=16), 64, 32)
+    wanted = pairs(kinds_of(built))
+    assert len(wanted) > 1
+    small = build_meta(with_every_kind(built, shrink(built.config)), 64, 32)
+    assert wanted <= pairs(kinds_of(small))
+    assert len(small.anatomy.layers) < 16
+
+
+def test_few_layers_hold_every_pair() -> None:
+    kinds = "sssssf" * 5
+    chosen = walk(kinds, 2)
+    assert pairs([kinds[place] for place in chosen]) == pairs(kinds) and len(chosen) == 4
+    assert len(walk("aaaaaaaa", 3)) == 3
+    odd = "a" + "b" * 9 + "c" + "b" * 9
+    assert pairs([odd[place] for place in walk(odd, 2)]) == pairs(odd) and len(walk(odd, 2)) < 8
+
+
+def test_streams_that_are_permuted_views_pass_through_a_split_backward() -> None:
+    config = ModelConfig(name="tests.odd_models:streams")
+    (verdict,) = verify(case(config, (8,)), [Layout.parse("pp=2,microbatches=4,schedule=zbv,precision=float64")])
+    assert verdict.passed, verdict
+
+
+def test_a_backward_that_can_t_come_in_halves_is_refused_before_a_rank_starts() -> None:
+    built = build_meta(ModelConfig(name="tests.odd_models:encoder_decoder"))
+    with pytest.raises(PlanError, match=r"two halves, which this model's graph doesn't allow: .+; use schedule=1f1b"):
+        read_facts(built, Layout.parse("pp=2,microbatches=4,stages=1,schedule=zerobubble"))
+    assert read_facts(built, Layout.parse("pp=2,microbatches=4")).spine is not None
+
+
+@pytest.mark.parametrize("layout", ["tp=2,sequence=true", "cp=2"])
+def test_token_splits_of_a_model_without_layers_are_refused(layout: str) -> None:
+    with pytest.raises(PlanError, match="no stack of repeated layers"):
+        read_facts(build_meta(ModelConfig(name="tests.odd_models:no_stack")), Layout.parse(layout))
+
+
+def test_modules_of_one_s_own_split_their_tokens() -> None:
+    (verdict,) = verify(case(chunked(0), (16, 8)), [Layout.parse("cp=2,precision=float64")])
+    assert verdict.passed and verdict.scope is not None and verdict.scope.attention
+
+
+def grown(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> Case:
+    """A proof whose sharding table grows from a narrower clone; with ``wrong`` query rows go to other heads."""
+
+    def interleaved(group: Group, *layers: object) -> Group | None:
+        found = grown_group(group, *layers)  # type: ignore[arg-type]
+        if found is None or not found.heads:
+            return found
+        splits = []
+        for split in found.splits:
+            size = split.blocks[0].size // 2
+            count = split.blocks[0].count
+            halves = (Block(start=size * half * count, size=size, count=count) for half in (0, 1))
+            splits.append(dataclasses.replace(split, blocks=tuple(halves)) if "q_proj" in split.name else split)
+        return dataclasses.replace(found, splits=tuple(splits))
+
+    if wrong:
+        monkeypatch.setattr(table, "grown_group", interleaved)
+    config = ModelConfig(name="llama", layers=1, width=64, heads=8, kv_heads=2)
+    return dataclasses.replace(case(config, (8,)), grown=True)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_table_that_grew_wrongly_is_seen(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (verdict,) = verify(grown(monkeypatch, wrong), [Layout.parse("tp=2,precision=float64")])
+    assert verdict.outcome == ("wrong" if wrong else "passed")
+    assert verdict.scope is not None and verdict.scope.grown
