@@ -125,17 +125,19 @@ class LayerTraffic:
         name, table, spread = self._model.layers[at], self._model.table, self._layout.degree("ep") > 1
         rows = table.layers.get(name, LayerRows(groups=())) if table is not None else LayerRows(groups=())
         degree = self._layout.degree("tp")
+        dispatched = [item for item in self._model.experts if spread and item.module.startswith(f"{name}.")]
         splits = [group for group in rows.groups if group.shares(degree) and (group.columns or not spread)]
         for group in rows.groups:
             if self._layout.degree("cp") > 1 and group.heads and self._attention == "heads":
                 yield from self._exchanged(name, local_group(group, self._place["tp"], degree))
             if degree > 1 and group in splits:
-                yield from self._summed(name, group, at, group is splits[-1])
+                # Routed experts follow attention, so that its sum isn't the layer's last.
+                ends = group is splits[-1] and not (dispatched and group.heads)
+                yield from self._summed(name, group, at, ends)
         if self._layout.degree("cp") > 1 and self._attention == "gather":
             yield from self._gathered(at)
-        for experts in self._model.experts if spread else ():
-            if experts.module.startswith(f"{name}."):
-                yield from self._dispatched(experts, at)
+        for experts in dispatched:
+            yield from self._dispatched(experts, at, all(group.heads for group in splits))
 
     @property
     def _attention(self) -> str:
@@ -215,14 +217,14 @@ class LayerTraffic:
         yield Sent(self._cp, "all_gather", size)
         yield Sent(self._cp, "reduce_scatter", size, back=True)
 
-    def _dispatched(self, rows: ExpertRows, at: int) -> Iterator[Sent]:
+    def _dispatched(self, rows: ExpertRows, at: int, is_last: bool) -> Iterator[Sent]:
         """Tokens to their experts and back, where each expert is chosen as often. Source: GShard (2021), 3.2."""
         degree, active, split = self._layout.degree("ep"), self._active(at), self._layout.degree("tp")
         tokens, compute = self._tokens, self._bytes.compute
         if split > 1:
             tokens = -(-tokens // split)
             if not self._layout.sequence:  # each rank of tp sends its share of equal tokens
-                yield Sent(self._tp, "all_gather", tokens * self._width * compute)
+                yield Sent(self._tp, "all_gather", tokens * self._width * compute, tail=is_last)
                 for features in (self._width, active):
                     yield Sent(self._tp, "all_gather", tokens * features * compute, back=True)
         held = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
