@@ -177,7 +177,9 @@ def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, Facts]) -> V
     scope = read_scope(built, layout, facts, case.lengths, case.grown)
     try:
         ranks = _launcher(layout.world, layout).run(_candidate, case, layout, path, facts, timeout_s=case.timeout_s)
-        used, idle = expert_use(built, list(torch.load(path, weights_only=True)["gradients"].values()))
+        # On the CPU: a launcher in which CUDA is initialised can fork no more ranks.
+        wanted = torch.load(path, map_location="cpu", weights_only=True)
+        used, idle = expert_use(built, list(wanted["gradients"].values()))
         split = split_shares(ranks, layout)
         scope = dataclasses.replace(scope, split=split, experts_used=used, experts_idle=idle)
     except (ConfigError, PlanError) as error:

@@ -41,7 +41,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 2, "cp=2,attention=heads,compile=true"),
     ("llama", 2, "pp=2,microbatches=4,schedule=gpipe"),
     ("llama", 2, "pp=2,microbatches=4,schedule=1f1b"),
-    ("llama", 2, "pp=2,microbatches=4,schedule=interleaved,stages=4"),
+    ("llama", 2, "pp=2,microbatches=4,schedule=interleaved,stages=2"),
     ("llama", 2, "pp=2,microbatches=4,schedule=zbv"),
     ("llama", 2, "pp=2,microbatches=4,schedule=zerobubble"),
     ("llama", 2, "pp=2,microbatches=4,schedule=dualpipev"),
