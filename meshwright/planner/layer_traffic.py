@@ -212,7 +212,8 @@ class LayerTraffic:
         if not block.heads:
             return
         heads = block.heads if block.window else block.kv_heads
-        features = heads * (block.head_size + block.value_size) / self._layout.degree("tp")
+        # Where there are fewer key heads than ranks of tp, each rank has a whole one.
+        features = -(-heads // self._layout.degree("tp")) * (block.head_size + block.value_size)
         size = self._tokens * features * self._bytes.compute
         yield Sent(self._cp, "all_gather", size)
         yield Sent(self._cp, "reduce_scatter", size, back=True)
