@@ -155,8 +155,9 @@ class _Trial:
         draw = torch.Generator().manual_seed(20 + seed)
         shape = (ROWS, self._length)
         tokens, targets = (torch.randint(self._clone.vocab, shape, generator=draw) for _ in range(2))
+        inside = max(0, self._length - 2)  # the first and the last token always have a target
         for row in range(1, ROWS):
-            places = torch.randperm(self._length - 2, generator=draw)[: row * (self._length - 2) // (ROWS + 1)]
+            places = torch.randperm(inside, generator=draw)[: row * inside // (ROWS + 1)]
             targets[row, 1 + places] = IGNORED
         return _Sample(tokens, targets)
 
