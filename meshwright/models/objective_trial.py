@@ -136,7 +136,7 @@ class _Trial:
     def _fitting_length(self) -> int:
         """Tokens of a row that the model takes."""
         anatomy = self._clone.anatomy
-        most = anatomy.positions or anatomy.context
+        most = max(0, anatomy.positions or anatomy.context or 0)  # some configs say -1 where there is no limit
         lengths = [length for length in LENGTHS if not most or length <= most] or [most or LENGTHS[0]]
         error: Exception | None = None
         for self._length in dict.fromkeys([*lengths, *([most] if most and most <= 256 else [])]):

@@ -135,7 +135,8 @@ def _through_stages(
 def _as_payload(
     module: nn.Module, anatomy: Anatomy, arguments: Tokens, objective: Objective | None
 ) -> tuple[torch.Tensor, ...]:
-    return (output_of(module, anatomy, arguments, objective),)
+    # Not a view, which a backward in halves can't detach in place: the last stage of a run ends in a loss, no view.
+    return (output_of(module, anatomy, arguments, objective).clone(),)
 
 
 def _compare(what: str, found: torch.Tensor, wanted: torch.Tensor, size: float = 0.0) -> None:
