@@ -49,13 +49,15 @@ class ForwardTrial:
 
 
 @computed_by_helper
-def try_forward(built: BuiltModel) -> ForwardTrial:
-    """Runs a model's forward as its author does, on a small clone in training mode.
+def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
+    """Runs a model's forward as its author does, on a small clone.
 
     Args:
         built: on meta; it stays as it is.
+        training: in training mode, else in evaluation mode.
 
     Raises:
+        PlanError: for random numbers that can't be placed, in training mode.
         ConfigError: for a loss that can't be told apart from what the model reports, or that no clone gives.
     """
     elements = sum(item.numel() for item in built.module.parameters())
@@ -68,7 +70,7 @@ def try_forward(built: BuiltModel) -> ForwardTrial:
                 if item is not None and item.is_floating_point() and key not in part._non_persistent_buffers_set:
                     # Running statistics take the type of what they are of; tables of positions keep the model's.
                     part._buffers[key] = item.double()
-        trial = _Trial(dataclasses.replace(clone, module=clone.module.train()))
+        trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         return ForwardTrial(objective=trial.objective(), moving=trial.moving())
     except MeshwrightError:
         raise

@@ -101,7 +101,12 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         trial, unread = ForwardTrial(), ""
         try:
-            trial = try_forward(case.build())  # imports the model's code, which every rank then finds in memory
+            # Imports the model's code, which every rank then finds in memory. Random numbers that can't be placed don't
+            # end it: `_draws` says in which part they are drawn, and in evaluation mode there may be none.
+            try:
+                trial = try_forward(case.build())
+            except PlanError:
+                trial = try_forward(case.build(), training=False)
         except MeshwrightError as error:
             unread = str(error)
         reference = _References(case, Path(folder), layouts[0].precision, trial)
