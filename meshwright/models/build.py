@@ -163,7 +163,14 @@ def _transformers(config: ModelConfig, vocab: int | None, context: int | None) -
     hf_config = make(config, vocab, context)
     check_kernels(config.name, hf_config)
     kernel = {} if config.attention == "auto" else {"attn_implementation": config.attention}
-    return lambda: AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **kernel).train()
+
+    def make_model() -> nn.Module:
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **kernel)
+        if getattr(model, "loss_type", "") is None:
+            model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning at each first call
+        return model.train()
+
+    return make_model
 
 
 def _function(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:

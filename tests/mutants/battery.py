@@ -65,7 +65,7 @@ BATTERY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "ep=2,shard=2,zero=1",
             "tp=2",
             "ep=2,shard=4,zero=3",
-            "ep=2,replicate=2,microbatches=2",
+            "ep=2,replicate=2,shard=2,zero=2,microbatches=2",
             "cp=2,shard=2,zero=2",
         ),
     ),
