@@ -33,7 +33,8 @@ LIMIT_S = 400.0
 """For one killer of one mutant: a bug may make a run hang, and that is noticed too."""
 WARM = ("torch", "transformers", "pytest", "tyro", "rich", "numpy")
 AROUND_THE_STEP = tuple(
-    f"meshwright/{path}" for path in ("data/", "checkpoint/", "train/trainer", "train/rate", "train/feed", "train/optimizer")
+    f"meshwright/{path}"
+    for path in ("data/", "checkpoint/", "train/trainer", "train/rate", "train/feed", "train/optimizer")
 )
 FAMILIES = ("llama", "gpt2", "mixtral")
 
