@@ -20,6 +20,7 @@ from meshwright.proof.verify import made_up_batches
 from meshwright.runtime import build
 from meshwright.runtime.program import Program
 from meshwright.train.config import OptimizerConfig
+from meshwright.train.facts import Facts, read_facts
 from meshwright.train.feed import MicroBatch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -54,9 +55,9 @@ def sizes(built: BuiltModel) -> StateSizes:
     return StateSizes(total=sum(item.numel() for _, item in named), layers=tuple(layers))
 
 
-def program_of(built: BuiltModel, layout: Layout) -> Program:
+def program_of(built: BuiltModel, layout: Layout, facts: Facts | None = None) -> Program:
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
-    return build_program(built, plan, torch.device("cpu"))
+    return build_program(built, plan, torch.device("cpu"), facts)
 
 
 def trained(text: str, rank: int, steps: int = 2, name: str = "gpt2") -> dict[str, Any]:
@@ -210,8 +211,10 @@ def test_no_weight_is_ever_whole_on_a_rank_that_holds_a_part() -> None:
         config = ModelConfig(name="llama", layers=2, width=128, heads=4, tie=False)
         built = build_meta(config, vocab=16384, context=8)
         whole = [item.numel() for item in built.module.parameters()]
+        layout = Layout.parse("shard=4,zero=3")
+        facts = read_facts(built, layout)  # as a run has it: read before ranks start, on a clone
         with Allocations() as seen:
-            program = program_of(built, Layout.parse("shard=4,zero=3"))
+            program = program_of(built, layout, facts)
         return seen.largest, max(whole), sum(whole), sum(weight.local.numel() for weight in program.weights)
 
     for largest, widest, total, held in run_ranks(4, work, timeout=250):
