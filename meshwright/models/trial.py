@@ -116,6 +116,9 @@ def in_threads(size: int, work: Callable[[ThreadWire], Any], patience_s: float =
     Raises:
         RuntimeError: with the first error of a thread.
     """
+    # A forked process makes torch's thread pool anew, and threads that meet there before it stands fail: "Invalid
+    # thread pool!". Source: caffe2/utils/threadpool/pthreadpool-cpp.cc.
+    torch.set_num_threads(torch.get_num_threads())
     wires = ThreadWire.group(size, patience_s)
     found: list[Any] = [None] * size
     errors: list[BaseException] = []

@@ -14,6 +14,7 @@ import torch
 from meshwright import forking
 from meshwright.autograd_helper import computed_by_helper, run_in_helper
 from meshwright.errors import ConfigError, PlanError
+from meshwright.models.trial import ThreadWire, in_threads
 
 
 class _Demanding(Exception):
@@ -88,16 +89,36 @@ def test_a_helper_that_dies_and_one_that_takes_too_long() -> None:
     assert time.monotonic() - began < 20
 
 
+def test_threads_of_a_helper_find_torch_s_thread_pool() -> None:
+    product = torch.ones(300, 300)
+
+    def multiply(wire: ThreadWire) -> float:
+        wire.exchange(None)  # so that all begin at once
+        return float((product * wire.index).mean())
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # makes the pool that a fork spoils
+    try:
+        for _ in range(12):
+            assert run_in_helper(lambda: in_threads(8, multiply)) == [float(index) for index in range(8)]
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_an_interrupt_ends_the_helper_too() -> None:
     (receive, send), own = os.pipe(), os.getpid()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
     def ask() -> None:
         os.write(send, os.getpid().to_bytes(8, "little"))
         os.kill(own, signal.SIGINT)
         time.sleep(60)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_in_helper(ask)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_helper(ask)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     pid = int.from_bytes(os.read(receive, 8), "little")
     os.close(receive)
     os.close(send)
