@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --no-input
 READY := $(VENV)/.ready
+# Whole files side by side: tests start few ranks and wait for processes much of their time.
+TWO := -n 2 --dist loadfile
 RECIPE ?= recipes/first.toml
 BENCHMARKS ?= $(wildcard benchmarks/bench_*.py)
 
@@ -19,7 +21,7 @@ GHOST_VENV := .venv-ghost
 GHOST_READY := $(GHOST_VENV)/.ready
 GHOST_PACKAGES := torch==2.11.0 transformers==5.17.0 nvidia-cuda-crt~=13.0.0 pytest pytest-timeout
 
-.PHONY: help venv train test quick check bench ghost fuzz mutants clean
+.PHONY: help venv train test long quick check bench ghost fuzz mutants clean
 
 help: ## what there is to type
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -44,8 +46,11 @@ check: $(READY) ## style, types, import floors, docstrings
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python -m tests.house.source
 
-test: check ## everything; pytest's summary comes last
-	@$(BIN)/python -m pytest
+test: check ## what must hold, in two processes; pytest's summary comes last
+	@$(BIN)/python -m pytest -m "not long" $(TWO)
+
+long: $(READY) ## more cases of what the tests try: other models, layouts and places of a fault
+	@$(BIN)/python -m pytest -m long $(TWO)
 
 quick: $(READY) ## under a minute: unit tests and the house
 	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/house

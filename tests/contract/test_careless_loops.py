@@ -12,6 +12,7 @@ from meshwright.strategy import HybridParallelStrategy
 from meshwright.strategy.one_device import OneDevice
 from tests.contract.careless_loops import LOOPS, UNCOMPARED, Careless
 from tests.ranks.group import run_ranks
+from tests.tiers import cases
 
 LAYOUTS = ("replicate=2", "shard=2,zero=1", "shard=2,zero=2", "shard=2,zero=3", "tp=2")
 BOUND = 1e-9
@@ -52,7 +53,7 @@ def difference(strategy: Any, losses: list[float], wanted: list[float], weights:
     return ""
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", cases(LAYOUTS, (0, 2)))
 def test_careless_loops_equal_one_device_or_are_refused(text: str) -> None:
     wanted = {habit.name: on_one_device(habit) for habit in LOOPS}
     axis = text.partition(",")[0]

@@ -18,6 +18,7 @@ from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import Recipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from tests.tiers import cases
 
 SEQUENCE, VOCAB = 16, 61
 
@@ -68,7 +69,10 @@ def all_pass(verdicts: list[Verdict]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "part"),
-    [("llama", 0), ("llama", 1), ("gpt2", 0), ("qwen3", 1), ("mixtral", 0), ("gemma3_text", 1), ("falcon", 0)],
+    cases(
+        [("llama", 0), ("mixtral", 0), ("llama", 1), ("gpt2", 0), ("qwen3", 1), ("gemma3_text", 1), ("falcon", 0)],
+        (0, 1),
+    ),
 )
 def test_pairs_of_axes(model: str, part: int) -> None:
     all_pass(prove(model, PAIRS[part::2], documents=model in ("llama", "gemma3_text")))
@@ -104,13 +108,16 @@ def test_bloom_whose_heads_come_from_outside() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "text"),
-    [
-        ("llama", "pp=2,shard=2,tp=2,zero=2,microbatches=2,sequence=true"),
-        ("llama", "pp=2,tp=2,cp=2,microbatches=2,schedule=gpipe"),
-        ("gemma3_text", "shard=2,cp=2,tp=2,zero=3,attention=gather"),
-        ("mixtral", "shard=2,tp=2,replicate=2,ep=4,zero=2"),
-        ("llama", "tp=8"),  # more ranks than heads: attention stays whole
-    ],
+    cases(
+        [
+            ("llama", "pp=2,shard=2,tp=2,zero=2,microbatches=2,sequence=true"),
+            ("llama", "pp=2,tp=2,cp=2,microbatches=2,schedule=gpipe"),
+            ("gemma3_text", "shard=2,cp=2,tp=2,zero=3,attention=gather"),
+            ("mixtral", "shard=2,tp=2,replicate=2,ep=4,zero=2"),
+            ("llama", "tp=8"),  # more ranks than heads: attention stays whole
+        ],
+        (0, 4),
+    ),
 )
 def test_eight_ranks(model: str, text: str) -> None:
     all_pass(prove(model, (text,), allow_whole=text == "tp=8"))
@@ -119,19 +126,26 @@ def test_eight_ranks(model: str, text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "texts"),
-    [
-        ("llama", ("shard=2,cp=2,zero=1,microbatches=2", "shard=2,cp=2,zero=2,microbatches=2", "shard=2,cp=2,zero=3")),
-        ("mixtral", ("shard=2,cp=2,zero=3", "shard=2,cp=2,ep=2,zero=3,microbatches=2", "shard=2,cp=2,ep=4,zero=1")),
-        ("llama", ("replicate=2,shard=2,cp=2,zero=2,microbatches=2", "pp=2,shard=2,cp=2,zero=3,microbatches=2")),
-        ("gpt2", ("shard=2,cp=2,tp=2,zero=3,sequence=true",)),
-        ("deep", ("pp=2,shard=2,cp=2,zero=1,microbatches=4,schedule=zbv",)),
-        ("mixtral", ("replicate=2,cp=2,ep=2,tp=2", "shard=2,cp=2,tp=2,ep=2,zero=2")),
-    ],
+    cases(
+        [
+            (
+                "llama",
+                ("shard=2,cp=2,zero=1,microbatches=2", "shard=2,cp=2,zero=2,microbatches=2", "shard=2,cp=2,zero=3"),
+            ),
+            ("mixtral", ("shard=2,cp=2,zero=3", "shard=2,cp=2,ep=2,zero=3,microbatches=2", "shard=2,cp=2,ep=4,zero=1")),
+            ("llama", ("replicate=2,shard=2,cp=2,zero=2,microbatches=2", "pp=2,shard=2,cp=2,zero=3,microbatches=2")),
+            ("gpt2", ("shard=2,cp=2,tp=2,zero=3,sequence=true",)),
+            ("deep", ("pp=2,shard=2,cp=2,zero=1,microbatches=4,schedule=zbv",)),
+            ("mixtral", ("replicate=2,cp=2,ep=2,tp=2", "shard=2,cp=2,tp=2,ep=2,zero=2")),
+        ],
+        (1,),
+    ),
 )
 def test_state_is_shared_by_the_ranks_that_read_other_tokens(model: str, texts: tuple[str, ...]) -> None:
     all_pass(prove(model, texts))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sixteen_ranks_in_four_dims() -> None:
     all_pass(prove("mixtral", ("pp=2,shard=2,cp=2,tp=2,ep=4,zero=1,microbatches=2",), rows=8))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import cases
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "train_from_python.py": (["8"], "steps"),
@@ -33,7 +35,7 @@ def test_all_are_short_and_known() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", cases(SCRIPTS, ("train_from_python.py", "sketch_hybrid.py", "sketch_pipeline.py")))
 def test_script_runs(name: str, tmp_path: Path) -> None:
     arguments, result = SCRIPTS[name]
     words = [sys.executable, str(ROOT / "examples" / name), *arguments]

@@ -21,6 +21,7 @@ from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.train.feed import MicroBatch
 from meshwright.train.session import build_program
 from tests.ranks.group import run_ranks
+from tests.tiers import cases
 
 VOCAB, SEQUENCE, ROWS = 61, 12, 8
 MIXTURE = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -76,7 +77,7 @@ def test_terms_of_a_model_of_one_s_own(name: str) -> None:
     assert [(v.layout, v.refused, v.worst) for v in prove(own(name), *LAYOUTS) if not v.passed] == []
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", cases(["mixtral", "qwen3_moe"]))
 def test_the_balancing_loss_of_a_mixture(name: str) -> None:
     texts = (*DATA[:3], "tp=2", "shard=2,ep=2")
     assert [(v.layout, v.refused, v.worst) for v in prove(mixture(name), *texts) if not v.passed] == []

@@ -25,6 +25,7 @@ from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.train import step
 from meshwright.train.step import Stepper
 from tests.plain_model import PlainModel
+from tests.tiers import cases
 
 MODELS = {
     "gpt2": shrink(ModelConfig(name="gpt2"), layers=3, width=32),
@@ -47,15 +48,16 @@ def all_pass(verdicts: list[Verdict]) -> None:
     assert all(verdict.worst.error < 1e-9 for verdict in verdicts)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    cases([("llama", 2), ("plain", 1), ("gpt2", 1), ("gpt2", 2), ("plain", 2), ("llama", 1)], (0, 1, 2)),
+)
 def test_every_layout_of_few_ranks(model: str, ranks: int) -> None:
     all_pass(verify(case(model, rows=8), data_layouts(ranks, Layout(precision="float64"))))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(("model", "ranks"), cases([(model, ranks) for ranks in (4, 3) for model in MODELS]))
 def test_every_layout_of_more_ranks(model: str, ranks: int) -> None:
     """Each layout by one of the models; fewer ranks have proven every layout for each."""
     layouts = data_layouts(ranks, Layout(precision="float64"))
@@ -93,9 +95,7 @@ def _forgotten_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
 def _local_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm is taken over this rank's shards alone."""
     whole = step.local_norm_squared
-    monkeypatch.setattr(
-        step, "local_norm_squared", lambda program: whole(program) / torch.distributed.get_world_size()
-    )
+    monkeypatch.setattr(step, "local_norm_squared", lambda program: whole(program) / torch.distributed.get_world_size())
 
 
 def _count_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from meshwright.train import feed, session, trainer
 from meshwright.train.feed import TokenFeed
 from meshwright.train.optimizer import LocalAdamW
 from tests.runs import write_corpus
+from tests.tiers import cases
 
 pytestmark = pytest.mark.slow
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -113,14 +114,17 @@ def _dropout_of_another_seed(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "where"),
-    [
-        (_rows_of_another_seed, "loss"),
-        (_rate_a_step_late, "rate"),
-        (_targets_of_another_row, "loss"),
-        (_evaluation_of_the_first_rows_again, "validation"),
-        (_moments_forget_their_steps, "weights"),
-        (_dropout_of_another_seed, "loss"),
-    ],
+    cases(
+        [
+            (_rows_of_another_seed, "loss"),
+            (_rate_a_step_late, "rate"),
+            (_targets_of_another_row, "loss"),
+            (_evaluation_of_the_first_rows_again, "validation"),
+            (_moments_forget_their_steps, "weights"),
+            (_dropout_of_another_seed, "loss"),
+        ],
+        (2, 3, 4),
+    ),
 )
 def test_bugs_around_the_step_are_caught(
     plant: Plant,

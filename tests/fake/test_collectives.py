@@ -39,6 +39,7 @@ from meshwright.schedules.spec import known_schedules
 from meshwright.train.facts import Facts, check_shapes, read_facts
 from tests.fake.recorder import build_rank, fake_rank, step_of
 from tests.ranks.group import run_contexts
+from tests.tiers import cases
 
 VOCAB, TOKENS, ROWS, WIDTH = 128, 64, 64, 64
 SIZES: dict[str, dict[str, Any]] = {
@@ -153,7 +154,7 @@ def work(context: RankContext, name: str, count: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", cases(SIZES, ("llama", "mixtral")))
 def test_the_program_sends_and_holds_what_was_planned(name: str) -> None:
     (text,) = run_contexts(1, work, name, 6, timeout=250)
     found = json.loads(text)

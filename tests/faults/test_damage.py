@@ -11,6 +11,7 @@ import pytest
 from meshwright.train.faults import Fault
 from meshwright.train.spoiler import Spoiler, _flip
 from tests.runs import call, curve, events, words, write_corpus
+from tests.tiers import cases
 
 pytestmark = pytest.mark.slow
 OFTEN = ("--recovery.snapshot-every", "2", "--recovery.back-s", "1e-6")
@@ -78,11 +79,13 @@ def hits(name: str) -> Callable[[], None]:
 
 @pytest.mark.parametrize(
     ("layout", "devices", "name"),
-    [
-        ("tp=2", 2, "ln_1.weight"),
-        ("pp=2,microbatches=2", 2, "wte.weight"),
-        ("shard=2,replicate=2,zero=3", 4, "wte.weight"),
-    ],
+    cases(
+        [
+            ("tp=2", 2, "ln_1.weight"),
+            ("pp=2,microbatches=2", 2, "wte.weight"),
+            ("shard=2,replicate=2,zero=3", 4, "wte.weight"),
+        ]
+    ),
 )
 def test_what_else_is_held_twice(layout: str, devices: int, name: str, root: Path) -> None:
     """Norms under tp, a tied embedding on both of its stages, a shard's replica: flipped on the last rank."""

@@ -15,6 +15,7 @@ import pytest
 
 from meshwright.plan import Layout
 from tests.runs import call, curve, events, words, write_corpus
+from tests.tiers import cases
 
 pytestmark = pytest.mark.slow
 STEPS = 13
@@ -109,7 +110,7 @@ def whole(folder: Path, kind: str, step: int, generation: int) -> dict[str, Any]
     return {name: value for name, (value, _) in tensors.items()}
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", cases(CHAINS))
 def test_each_layout_is_left_and_taken_up(name: str, root: Path) -> None:
     import torch
 

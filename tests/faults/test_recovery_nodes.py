@@ -16,6 +16,7 @@ import pytest
 from meshwright.resilience import wire
 from meshwright.train.faults import WRITER
 from tests.runs import Running, call, curve, events, happened, last_step, wait_until, warm, words, write_corpus
+from tests.tiers import cases
 
 pytestmark = pytest.mark.slow
 STEPS = 24
@@ -160,7 +161,7 @@ def test_a_killed_node_costs_no_step(lost: int, nodes: Callable[..., Nodes], who
     close(curve(run.run), whole)
 
 
-@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize("lost", cases([0, 1]))
 def test_two_of_three_go_on(lost: int, nodes: Callable[..., Nodes], whole: dict) -> None:
     """Ranks read from the other node what theirs doesn't hold."""
     run = nodes(f"three{lost}", 3, THREE, "--checkpoint.every", "0", "--recovery.faults", HELD).start()
@@ -202,7 +203,7 @@ def test_an_interrupt_on_any_node_ends_the_run_on_all(nodes: Callable[..., Nodes
     assert run.told("checkpoint_saved")[-1]["step"] == interrupted["step"] == last_step(run.run)
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", cases([0, 1]))
 def test_a_stopped_node_finds_itself_fenced(stopped: int, nodes: Callable[..., Nodes], whole: dict) -> None:
     """Stopped where its writer is about to write; awake again, it must not, and joins the others."""
     faults = f"stop:rank={WRITER - stopped},step=6,phase={'checkpoint.rename' if stopped == 0 else 'checkpoint.write'}"

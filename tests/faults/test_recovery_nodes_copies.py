@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 root, whole, nodes = over_nodes.root, over_nodes.whole, over_nodes.nodes
 
 
-@pytest.mark.parametrize("lost", [(1, 2), (0, 1)])
+@pytest.mark.parametrize("lost", [(1, 2), pytest.param((0, 1), marks=pytest.mark.long)])
 def test_two_of_three_go_at_once_and_the_third_goes_on(
     lost: tuple[int, int], nodes: Callable[..., Nodes], whole: dict
 ) -> None:

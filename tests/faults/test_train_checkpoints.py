@@ -10,6 +10,7 @@ import pytest
 
 import meshwright.checkpoint.files as files
 from tests.runs import call, curve, events, last_step, rows, words, write_corpus
+from tests.tiers import cases
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def _fill_disk() -> None:
     files.SummedWriter.write = full  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("layout", "devices"), [("replicate=1", 1), ("shard=2,zero=3", 2)])
+@pytest.mark.parametrize(("layout", "devices"), cases([("shard=2,zero=3", 2), ("replicate=1", 1)]))
 def test_a_full_disk_ends_the_run_and_the_last_checkpoint_stands(layout: str, devices: int, root: Path) -> None:
     run, whole = root / f"full-{devices}", root / f"room-{devices}"
     argv = words(root, run.name, layout=layout, devices=devices)

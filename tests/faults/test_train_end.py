@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.train.trainer import Trainer
 from tests.runs import Running, call, curve, events, last_step, wait_until, words, write_corpus
+from tests.tiers import cases
 
 ANY = -1
 """Every rank."""
@@ -46,7 +47,7 @@ def until_asked(trainer: Trainer) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("layout", "devices"), [("replicate=1", 1), ("shard=2,zero=2", 2)])
+@pytest.mark.parametrize(("layout", "devices"), cases([("shard=2,zero=2", 2), ("replicate=1", 1)]))
 def test_one_interrupt_ends_with_a_checkpoint_and_goes_on_to_the_bit(layout: str, devices: int, root: Path) -> None:
     run, whole = root / f"asked-{devices}", root / f"whole-{devices}"
     options = {"layout": layout, "devices": devices}

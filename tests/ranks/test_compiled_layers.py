@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.runs import call, curve, words, write_corpus
+from tests.tiers import cases
 
 pytestmark = pytest.mark.slow
 LAYOUTS = (
@@ -34,7 +35,7 @@ def traced() -> None:
     torch.compile = functools.partial(torch.compile, backend="eager")
 
 
-@pytest.mark.parametrize(("layout", "more"), LAYOUTS, ids=[layout for layout, _ in LAYOUTS])
+@pytest.mark.parametrize(("layout", "more"), cases(LAYOUTS, (1, 4)), ids=[layout for layout, _ in LAYOUTS])
 def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: tuple[str, ...]) -> None:
     write_corpus(tmp_path / "corpus.txt", 60)
     rest = ("--model", "llama", *SIZES, *more, "--checkpoint.every", "0", "--evaluation.every", "2")

@@ -108,6 +108,7 @@ def test_layouts_of_two_ranks_drop_what_one_device_drops() -> None:
     all_pass(proven("gpt2", "replicate=2", "tp=2", "cp=2"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_more_layouts_of_two_ranks_drop_what_one_device_drops() -> None:
     all_pass(proven("gpt2", *TWO))

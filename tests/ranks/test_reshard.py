@@ -24,6 +24,7 @@ from meshwright.train.session import build_program
 from meshwright.train.state import load_state, save_state, state_tensors
 from meshwright.train.step import Stepper
 from tests.ranks.group import run_ranks
+from tests.tiers import cases
 
 VOCAB, CONTEXT, ROWS = 64, 16, 8
 
@@ -73,9 +74,7 @@ def assembled(ranks: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]
     whole: dict[str, torch.Tensor] = {}
     for parts in ranks:
         for (key, box), part in parts.items():
-            full = whole.setdefault(
-                key, torch.full(shapes[key.partition("/")[2]], float("nan"), dtype=torch.float64)
-            )
+            full = whole.setdefault(key, torch.full(shapes[key.partition("/")[2]], float("nan"), dtype=torch.float64))
             at = full[tuple(slice(*span) for span in box)]
             assert bool(torch.isnan(at).all()) or torch.equal(at, part), key
             at.copy_(part)
@@ -86,12 +85,15 @@ def assembled(ranks: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "saved", "loaded"),
-    [
-        ("gpt2", "tp=2", ["shard=3,zero=3", "pp=2,microbatches=2", "replicate=1"]),
-        ("llama", "tp=4,sequence=true", ["tp=3", "cp=2,shard=2,zero=1", "pp=2,tp=2,microbatches=2"]),
-        ("mixtral", "shard=2,ep=2,tp=2,zero=3", ["tp=2", "shard=2,ep=2,zero=1", "replicate=1"]),
-        ("gpt2", "pp=2,shard=2,zero=2,microbatches=2", ["tp=2", "replicate=1"]),
-    ],
+    cases(
+        [
+            ("gpt2", "tp=2", ["shard=3,zero=3", "pp=2,microbatches=2", "replicate=1"]),
+            ("llama", "tp=4,sequence=true", ["tp=3", "cp=2,shard=2,zero=1", "pp=2,tp=2,microbatches=2"]),
+            ("mixtral", "shard=2,ep=2,tp=2,zero=3", ["tp=2", "shard=2,ep=2,zero=1", "replicate=1"]),
+            ("gpt2", "pp=2,shard=2,zero=2,microbatches=2", ["tp=2", "replicate=1"]),
+        ],
+        (1, 3),
+    ),
 )
 def test_any_layout_to_any_layout(name: str, saved: str, loaded: list[str], tmp_path: Path) -> None:
     def run(text: str, save: bool) -> dict[str, torch.Tensor]:

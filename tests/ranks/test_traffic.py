@@ -25,6 +25,7 @@ from meshwright.train.scaler import LossScaler
 from meshwright.train.step import Stepper
 from tests.fake.recorder import build_rank, even_routing
 from tests.ranks.group import run_ranks
+from tests.tiers import cases
 
 ROWS, TOKENS, VOCAB = 8, 16, 64
 CASES = {
@@ -71,7 +72,7 @@ def trained(name: str, layout: Layout, facts: Facts, rank: int) -> dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("mixtral", 4)])
+@pytest.mark.parametrize(("name", "world"), cases([("llama", 2), ("mixtral", 4), ("llama", 4), ("mixtral", 2)], (0, 1)))
 def test_no_axis_drifts_in_bytes(name: str, world: int) -> None:
     texts = [text for text in CASES[name] if Layout.parse(text).world == world]
     table, shape = sharding_table(model(name), 2), measure_shape(model(name))

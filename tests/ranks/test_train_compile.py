@@ -11,6 +11,7 @@ import pytest
 from tests.runs import call, curve, words, write_corpus
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="torch.compile wants a C++ compiler")
 def test_compiled_layers_train_along_the_same_curve(tmp_path: Path) -> None:

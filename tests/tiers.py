@@ -1,0 +1,23 @@
+"""Which cases of a test are run each time, and which in the long round alone (`make long`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def cases(values: Iterable[Any], each_time: Collection[int | str] = (0,)) -> list[Any]:
+    """Returns the values of a parametrised test, with the mark `long` on all but some.
+
+    Args:
+        values: what `pytest.mark.parametrize` takes: tuples where there are several names.
+        each_time: places, or first names, of the values that `make test` tries too.
+    """
+    found = []
+    for place, value in enumerate(values):
+        parts = value if isinstance(value, tuple) else (value,)
+        often = place in each_time or (isinstance(parts[0], str) and parts[0] in each_time)
+        found.append(pytest.param(*parts, marks=() if often else pytest.mark.long))
+    return found
