@@ -24,6 +24,7 @@ from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.plan import Plan
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
+from meshwright.resilience.contact import STEADY_S, Contact
 from meshwright.resilience.leader import Leader
 from meshwright.resilience.local import LocalNode, Orders
 from meshwright.resilience.means import Deposed, Means, Outnumbered
@@ -107,6 +108,7 @@ class Agent:
             local=self._local, hub=self._hub, claims=self._claims, plans=plans, announce=announce, event=self._event
         )
         self._order: Message | None = None
+        self._contact = Contact()
         self._lost_at: float | None = None
         self._yielded_at = -math.inf
         self._looking = time.monotonic()
@@ -144,8 +146,10 @@ class Agent:
         try:
             return self._follow(line, claim)
         except Orders as error:
-            self._lost_at = time.monotonic()
-            self._event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
+            if self._contact.lost(claim.session):
+                self._lost_at = time.monotonic()
+                self._event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
+            self._contact.failed()
             return None
         finally:
             self._hub.drop(line)
@@ -161,7 +165,7 @@ class Agent:
             ended = self._claims.ending(self._began)
             if ended is not None:
                 return ended
-            if newest is not None and age_s < FRESH_S:
+            if newest is not None and age_s < FRESH_S and self._contact.may_call(newest.session):
                 try:
                     line = self._hub.call(newest.host, newest.port)
                 except ConnectionRefusedError:
@@ -170,6 +174,8 @@ class Agent:
                     refused_at = None
                 if line is not None:
                     return line, newest
+                if refused_at is None:
+                    self._contact.failed()
             if self._may_claim(newest, age_s > LEASE_S, refused_at):
                 number = 0 if newest is None else newest.generation + 1
                 own = Claim(
@@ -239,14 +245,18 @@ class Agent:
             Orders: when the leader is lost, or another leads.
         """
         self._say_ready(line)
+        began = time.monotonic()
         while True:
             for message in self._heard(line, claim, 0.1):
+                self._contact.stands()
                 if isinstance(message, End):
                     if message.result is None:
                         raise LaunchError(message.error)
                     return dict(message.result)
                 if isinstance(message, Start):
                     self._serve(line, claim, dict(message.order))
+            if time.monotonic() - began > STEADY_S:
+                self._contact.stands()
             if self._local.interrupts and self._local.last["outcome"] != "finished":
                 raise LaunchError("ended while waiting for the node that leads")
 

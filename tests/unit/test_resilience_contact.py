@@ -1,0 +1,88 @@
+"""A follower whose leader drops it: pauses that grow up to a cap, and one event of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright.errors import LaunchError
+from meshwright.launch.rendezvous import listen_at
+from meshwright.resilience import contact as contact_module
+from meshwright.resilience.agent import Agent, Seat
+from meshwright.resilience.claims import Claim, Claims
+from meshwright.resilience.contact import CAP_S, FIRST_S, Contact
+from meshwright.resilience.wire import Hub
+from meshwright.train.config import RecoveryConfig
+from meshwright.transport.key import RunKey
+from tests.runs import events
+
+
+def test_pauses_grow_to_a_cap_and_end_with_another_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(contact_module.time, "monotonic", lambda: now)
+    contact, pauses = Contact(draw=lambda: 1.0), []
+    for _ in range(12):
+        assert contact.may_call("a")
+        contact.failed()
+        pauses.append(contact._next - now)
+        assert not contact.may_call("a")
+        now += pauses[-1]
+    assert pauses[:3] == pytest.approx([FIRST_S, 2 * FIRST_S, 4 * FIRST_S]) and pauses[-2:] == [CAP_S, CAP_S]
+    contact.failed()
+    assert not contact.may_call("a") and contact.may_call("b")
+    nodes = {Contact() for _ in range(4)}
+    for one in nodes:
+        one.failed()
+    assert len({one._next for one in nodes}) == 4 and all(FIRST_S / 2 <= one._next - now <= FIRST_S for one in nodes)
+
+
+def test_a_loss_is_told_once_until_a_connection_has_stood() -> None:
+    contact = Contact()
+    assert [contact.lost("a"), contact.lost("a"), contact.lost("b")] == [True, False, True]
+    contact.stands()
+    assert contact.lost("b")
+
+
+def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(tmp_path: Path) -> None:
+    """A second of it: without pauses there were thousands of calls and events."""
+    key, listener = RunKey.fresh(), listen_at("127.0.0.1")
+    hub, claims, dropped = Hub(listener, key), Claims(tmp_path), 0
+    claims.take(Claim(generation=0, node=0, session="leads", host="127.0.0.1", port=listener.getsockname()[1]))
+    over = threading.Event()
+
+    def lead() -> None:
+        nonlocal dropped
+        while not over.is_set():
+            claims.renew(0)
+            hub.pump(0.01)
+            dropped += len(hub._lines)
+            hub.drop_all()
+
+    config = SimpleNamespace(
+        recovery=RecoveryConfig(), launch=SimpleNamespace(group_s=60.0), monitor=SimpleNamespace(display="none")
+    )
+    job = SimpleNamespace(run_dir=tmp_path, config=config)
+    devices = SimpleNamespace(count=1, slot=lambda at: at)
+    seat = Seat(node=1, nodes=2, address="127.0.0.1", key=key)
+    agent = Agent(job, devices, seat, None, None, None)  # type: ignore[arg-type]
+    timer = threading.Timer(1.0, lambda: setattr(agent._local, "interrupts", 1))
+    leader = threading.Thread(target=lead)
+    leader.start()
+    timer.start()
+    try:
+        with contextlib.suppress(LaunchError):
+            while not agent._local.interrupts:
+                agent._one_reign()
+    finally:
+        over.set()
+        leader.join()
+        agent._local.clear()
+        agent._hub.close()
+        agent._sink.close()
+        hub.close()
+    assert 1 <= dropped <= 12
+    assert len(events(tmp_path, "leader_lost")) == 1
