@@ -25,6 +25,7 @@ from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.plan import Plan
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.contact import STEADY_S, Contact
+from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.leader import Leader
 from meshwright.resilience.local import LocalNode, Orders
 from meshwright.resilience.means import Deposed, Means, Outnumbered
@@ -84,6 +85,9 @@ class Agent:
         plans: gives a plan for a number of ranks, with what it needs of the model.
         remake: gives the job of another plan.
         announce: told of each later plan before its ranks start, on the leader.
+
+    Raises:
+        ConfigError: when this process may not open as many files as the ranks after a failure need.
     """
 
     def __init__(
@@ -95,6 +99,8 @@ class Agent:
         remake: Callable[[Plan], Job],
         announce: Callable[[Plan], None],
     ) -> None:
+        peers = min(job.config.recovery.copies, seat.nodes - 1)
+        ensure(needed(job.plan.layout, devices.count, seat.nodes, peers, devices.kind == "cuda"))
         self._seat, self._job = seat, job
         self._session = uuid.uuid4().hex[:12]
         self._sink = JsonlSink(job.run_dir, metrics=False)

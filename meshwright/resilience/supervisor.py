@@ -27,6 +27,7 @@ from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.plan import Plan
 from meshwright.resilience.ahead import Ahead
+from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
 from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
@@ -46,6 +47,9 @@ class Supervisor:
         devices: what the ranks run on, as many as the job's plan has ranks.
         plans: gives a plan for fewer ranks, with what it needs of the model; refuses numbers that have no layout.
         announce: given each later generation's job before it starts; returns it with what its display says.
+
+    Raises:
+        ConfigError: when this process may not open as many files as the ranks after a failure need.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Supervisor:
         plans: Callable[[int], tuple[Plan, Facts]],
         announce: Callable[[Job], Job],
     ) -> None:
+        ensure(needed(job.plan.layout, devices.count, cuda=devices.kind == "cuda"))
         self._first, self._announce = job, announce
         self._config = job.config.recovery
         self._devices = devices

@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch.rendezvous import listen_at
+from meshwright.plan import Layout
 from meshwright.resilience import contact as contact_module
 from meshwright.resilience.agent import Agent, Seat
 from meshwright.resilience.claims import Claim, Claims
@@ -65,8 +66,8 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
     config = SimpleNamespace(
         recovery=RecoveryConfig(), launch=SimpleNamespace(group_s=60.0), monitor=SimpleNamespace(display="none")
     )
-    job = SimpleNamespace(run_dir=tmp_path, config=config)
-    devices = SimpleNamespace(count=1, slot=lambda at: at)
+    job = SimpleNamespace(run_dir=tmp_path, config=config, plan=SimpleNamespace(layout=Layout.parse("replicate=2")))
+    devices = SimpleNamespace(count=1, kind="cpu", slot=lambda at: at)
     seat = Seat(node=1, nodes=2, address="127.0.0.1", key=key)
     agent = Agent(job, devices, seat, None, None, None)  # type: ignore[arg-type]
     timer = threading.Timer(1.0, lambda: setattr(agent._local, "interrupts", 1))
