@@ -188,10 +188,26 @@ class Layout:
     def pipeline(self) -> Schedule:
         """Builds the schedule; of one rank and stage without ``pp``.
 
+        Where layers recompute, no backward is split: each group of weights of its second half would run the layer's
+        forward again, about ten times in all, which selective recompute refuses.
+
         Raises:
             PlanError: there is no such schedule, or it doesn't fit.
         """
-        return build_schedule(self.schedule or DEFAULT_SCHEDULE, self.degree("pp"), self.stages, self.microbatches)
+        name = self.schedule or DEFAULT_SCHEDULE
+        found = build_schedule(name, self.degree("pp"), self.stages, self.microbatches)
+        return found if self.recompute == "none" else found.unsplit()
+
+    @property
+    def unsplit(self) -> str:
+        """Why the schedule's backward isn't split though it could be, in a clause; empty where that isn't so."""
+        splits = self.degree("pp") > 1 and find_choice(self.schedule or DEFAULT_SCHEDULE).splits_backward
+        if not splits or self.recompute == "none":
+            return ""
+        return (
+            f"schedule={self.schedule} runs each backward whole under recompute={self.recompute}, since a half would "
+            "run the layers' forward again for each group of weights, so it fills no bubble with weight gradients"
+        )
 
     @property
     def stages_per_rank(self) -> int:

@@ -101,10 +101,11 @@ def why(question: Question, one: Candidate, choice: Choice, price: Callable[[Lay
         price: prices a layout.
     """
     layout, best = one.layout, choice.best[0]
+    whole = f"; {layout.unsplit}" if layout.unsplit else ""
     if one.price.peak <= question.room_bytes:
         there = f" with {format_bytes(one.price.host)} of a rank in host memory" if one.price.host else ""
-        return f"fits{there}, {format_seconds(one.price.step_s)} a step: {against(one, best, question.same)}"
-    told = [f"doesn't fit: {memory_sentence(question, one)}"]
+        return f"fits{there}, {format_seconds(one.price.step_s)} a step: {against(one, best, question.same)}{whole}"
+    told = [f"doesn't fit: {memory_sentence(question, one)}{whole}"]
     for change in _leaner(layout):
         try:
             other = price(change)

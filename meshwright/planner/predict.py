@@ -7,7 +7,7 @@ from meshwright.planner.choose import AFTER, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured import Measure, priced
 from meshwright.planner.memory import ModelParts, StateSizes
-from meshwright.planner.rule import predict
+from meshwright.planner.rule import named, predict
 from meshwright.planner.traffic import step_collectives
 
 
@@ -55,7 +55,7 @@ def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelPart
     """Returns the plan for a layout that the user named, priced like any other."""
     one = priced(question, layout, measure)
     ranks = question.cluster.devices
-    return Plan(layout=layout, prediction=prediction(question, one, sizes), ranks=ranks, reason="named by the user")
+    return Plan(layout=layout, prediction=prediction(question, one, sizes), ranks=ranks, reason=named(layout))
 
 
 def chosen_plan(question: Question, choice: Choice, at: int, sizes: StateSizes | ModelParts) -> Plan:

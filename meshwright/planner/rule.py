@@ -24,7 +24,12 @@ def predict(layout: Layout, sizes: StateSizes | ModelParts) -> Prediction:
 def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts) -> Plan:
     """Returns the plan for a layout that the user named."""
     layout.check_ranks(ranks)
-    return Plan(layout=layout, prediction=predict(layout, sizes), ranks=ranks, reason="named by the user")
+    return Plan(layout=layout, prediction=predict(layout, sizes), ranks=ranks, reason=named(layout))
+
+
+def named(layout: Layout) -> str:
+    """Returns the reason for a layout that the user named, with what of it runs otherwise than its words say."""
+    return f"named by the user; {layout.unsplit}" if layout.unsplit else "named by the user"
 
 
 def choose(ranks: int, rows: int, sizes: StateSizes, memory_bytes: int, precision: str) -> Plan:

@@ -27,7 +27,7 @@ from meshwright.planner.cost.offload import HOST_USABLE, least_seconds, wide_byt
 from meshwright.planner.cost.price import piped_many, price_many
 from meshwright.planner.cost.prices import Prices
 from meshwright.planner.kept import Kept, adjusted, extra_bytes
-from meshwright.planner.space import Space, cores, expand, families, leanest, lightest, variants
+from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, splits, variants
 
 CHECKED = 4000
 """Cores of which it is looked at a time whether anything fits."""
@@ -92,7 +92,7 @@ def search(
         _Look(job, space, machine, engine, memory_bytes, kept, pool, group, first=at == 0).through(every, bounds)
     return Found(
         best=_best(pool.found, keep),
-        considered=_count(job, space, every) * len(modes),
+        considered=count(job, space, every) * len(modes),
         priced=pool.priced,
         too_large=pool.refused,
         leanest=pool.lean or min(pool.forms, key=lambda lean: float(lean[1].peak[0]), default=None),
@@ -237,7 +237,8 @@ class _Look:
         modes, layers = len(space.recomputes), len(self._job.shape.blocks)
         if space.recomputes[0] != "none" or modes < 2:
             return None
-        peak, step = prices.peak.reshape(-1, modes), prices.step_s.reshape(-1, modes)
+        several = np.flatnonzero(~splits(degrees.schedule))
+        peak, step = prices.peak[several].reshape(-1, modes), prices.step_s[several].reshape(-1, modes)
         rows, shares = [], []
         for mode in range(1, modes):
             open_ = (peak[:, 0] > memory_bytes) & (peak[:, mode] <= memory_bytes) & (step[:, 0] <= limit)
@@ -245,10 +246,10 @@ class _Look:
             spared = np.maximum(peak[at, 0] - peak[at, mode], 1.0)
             least = np.ceil((peak[at, 0] - memory_bytes) / spared * layers)
             # What is recomputed at a time is held either way, so in between a little more may be held than on the line.
-            for count in (least, least + 1):
-                some = count < layers
-                rows.append(at[some] * modes + mode)
-                shares.append(count[some] / layers)
+            for number in (least, least + 1):
+                some = number < layers
+                rows.append(several[at[some] * modes + mode])
+                shares.append(number[some] / layers)
         index = np.concatenate(rows)
         if not len(index):
             return None
@@ -326,9 +327,3 @@ def _best(kept: list[tuple[Degrees, Prices]], keep: int) -> tuple[Degrees, Price
     prices = _each([prices for _, prices in kept], np.concatenate)
     order = np.argsort(prices.step_s, kind="stable")[:keep]
     return _picked(Degrees(**arrays), prices, order)
-
-
-def _count(job: Job, space: Space, rows: np.ndarray) -> int:
-    """Number of layouts of the space."""
-    firsts, lengths = families(rows)
-    return sum(len(variants(job, space, core)) * int(length) for core, length in zip(firsts, lengths))

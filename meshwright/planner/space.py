@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.plan import OFFLOADS, Layout
-from meshwright.planner.cost.job import RECOMPUTES, Degrees, Job, schedule_names
+from meshwright.planner.cost.job import RECOMPUTES, Array, Degrees, Job, schedule_names
 from meshwright.schedules.spec import known_schedules, searched_schedules
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
@@ -49,6 +49,15 @@ class Space:
     """Axes that the model allows."""
     offloads: tuple[str, ...] = OFFLOADS
     """What may lie in host memory; looked at are those that could be faster than all without."""
+
+    def recomputes_under(self, schedule: str) -> tuple[str, ...]:
+        """Returns what layers may recompute under a schedule: nothing where it splits the backward.
+
+        Layers that recompute run their backward whole (`Layout.unsplit`), and the schedule would gain nothing.
+        """
+        if known_schedules()[schedule].splits_backward:
+            return tuple(mode for mode in self.recomputes if mode == "none")
+        return self.recomputes
 
 
 def divisors(number: int) -> list[int]:
@@ -127,6 +136,8 @@ def _orders(job: Job, space: Space, pp: int, micro: int) -> Iterator[tuple[int, 
         return
     codes = {name: code for code, name in enumerate(schedule_names())}
     for name in space.schedules:
+        if not space.recomputes_under(name):
+            continue
         spec = known_schedules()[name]
         most = spec.most_stages or space.chunks
         for chunks in range(spec.least_stages, most + 1):
@@ -146,8 +157,19 @@ def variants(job: Job, space: Space, core: Sequence[float]) -> tuple[tuple[int, 
     pp, cp, tp, ep = (int(value) for value in core[:4])
     data = space.devices // (pp * cp * tp)
     given = space.fixed.get("replicate", 0), space.fixed.get("shard", 0 if "shard" in space.axes else 1)
-    modes = tuple(RECOMPUTES.index(mode) for mode in space.recomputes)
+    names = space.recomputes_under(schedule_names()[int(core[5])])
+    modes = tuple(RECOMPUTES.index(mode) for mode in names)
     return _variants(data, cp * tp, ep, job.shape.experts, given, space.levels, modes)
+
+
+def splits(schedules: Array) -> Array:
+    """Returns which layouts split the backward, bool: those recompute nothing in the space.
+
+    Args:
+        schedules: codes of the layouts' schedules.
+    """
+    codes = [code for code, name in enumerate(schedule_names()) if known_schedules()[name].splits_backward]
+    return np.isin(schedules, codes)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -184,13 +206,30 @@ def _experts_shard(experts: int, shard: int, block: int, ep: int) -> bool:
 
 
 def families(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns runs of cores with the same degrees, which have the same variants: a core of each, and their lengths.
+    """Returns runs of cores with the same degrees, whose variants share the state alike: a core of each, their lengths.
 
     Args:
         chosen: (n, 7) rows of `cores`.
     """
     starts = np.flatnonzero(np.append(True, (chosen[1:, :4] != chosen[:-1, :4]).any(axis=1))[: len(chosen)])
     return chosen[starts], np.diff(np.append(starts, len(chosen)))
+
+
+def count(job: Job, space: Space, every: np.ndarray) -> int:
+    """Returns the number of layouts that have one of some cores.
+
+    Args:
+        job: model and batch.
+        space: what may be chosen.
+        every: (n, 7) rows of `cores`.
+    """
+    firsts, lengths = families(every)
+    halved = np.add.reduceat(splits(every[:, CORE.index("schedule")]), np.cumsum(lengths) - lengths, dtype=int)
+    found, nothing = 0, int("none" in space.recomputes)
+    for core, length, some in zip(firsts, lengths.tolist(), halved.tolist()):
+        modes = len(space.recomputes_under(schedule_names()[int(core[CORE.index("schedule")])]))
+        found += len(variants(job, space, core)) // modes * (some * nothing + (length - some) * len(space.recomputes))
+    return found
 
 
 def expand(job: Job, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> Degrees:
@@ -243,7 +282,8 @@ def leanest(job: Job, space: Space, chosen: np.ndarray, offloads: Sequence[str] 
     columns["shard"] = np.where(alone, 1, shard)
     columns["replicate"] = data / columns["shard"]
     columns["zero"] = np.where(alone, 0, level)
-    columns["recompute"] = np.full(len(alone), max(RECOMPUTES.index(mode) for mode in space.recomputes))
+    most = max(RECOMPUTES.index(mode) for mode in space.recomputes)
+    columns["recompute"] = np.where(splits(columns["schedule"]), 0, most)
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     columns["offload"] = np.repeat([float(one) for one, _ in forms], len(chosen))
     return Degrees.of(columns)

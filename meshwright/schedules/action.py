@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -138,6 +138,17 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether some backward comes as two halves."""
         return any(action.kind is Kind.INPUT for row in self.actions for action in row)
+
+    def unsplit(self) -> Schedule:
+        """Returns the schedule with each backward whole, where its INPUT stands; nothing waits for a WEIGHT."""
+        if not self.splits_backward:
+            return self
+        rows = [[item for item in row if item.kind is not Kind.WEIGHT] for row in self.actions]
+        whole = [
+            tuple(backward(item.stage, item.microbatch) if item.kind is Kind.INPUT else item for item in row)
+            for row in rows
+        ]
+        return replace(self, actions=tuple(whole))
 
     def stage_rank(self, stage: int) -> int:
         """Returns the rank that runs a stage."""

@@ -17,6 +17,7 @@ from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, reason, why
 from meshwright.planner.measured import priced
+from meshwright.planner.rule import named
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
 from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
@@ -99,6 +100,32 @@ def test_layouts_of_every_schedule_are_priced_together_as_one_by_one() -> None:
         one = price(asked.job, layout, asked.machine, asked.runtime)
         assert many.take(at) == pytest.approx(dict(one.parts)) and many.step_s[at] == pytest.approx(one.step_s)
         assert many.peak[at] == pytest.approx(one.peak)
+
+
+def test_schedules_that_split_the_backward_are_searched_with_all_layers_kept_alone() -> None:
+    """Layers that recompute run their backward whole: a search offers no such pair, and a named one is priced so."""
+    job = question("8xa100-40", SHORT, 16).job
+    for recomputes in (("none", "selective", "full"), ("full",)):
+        asked = question("8xa100-40", SHORT, 16, limits={"recomputes": recomputes})
+        every = cores(job, asked.space)
+        whole = expand(job, asked.space, every)
+        layouts = [layout_of(whole, at, asked.base, 5) for at in range(whole.count)]
+        kinds = {(layout.schedule, layout.recompute) for layout in layouts}
+        halved = {mode for schedule, mode in kinds if schedule in ("zerobubble", "zbv", "dualpipev")}
+        assert halved == {"none"} & set(recomputes) and ("1f1b", "full") in kinds
+        named = Layout.parse("pp=2,shard=4,zero=1,microbatches=4,schedule=zbv,recompute=full,precision=bf16")
+        assert not contains(job, asked.space, every, asked.base, named)
+
+
+def test_a_split_backward_under_recompute_is_priced_whole(choice: Choice) -> None:
+    asked = question()
+    rest = "pp=2,shard=8,zero=1,microbatches=4,recompute=full,precision=bf16"
+    found = {name: candidate(asked, Layout.parse(f"{rest},schedule={name}")) for name in ("1f1b", "zerobubble")}
+    assert found["zerobubble"].price.step_s == pytest.approx(found["1f1b"].price.step_s, rel=1e-6)
+    told = told_of(asked, f"{rest},schedule=zerobubble", choice)
+    assert "schedule=zerobubble runs each backward whole under recompute=full" in told
+    assert "runs each backward whole" not in told_of(asked, f"{rest},schedule=1f1b", choice)
+    assert "runs each backward whole" in named(Layout.parse(f"{rest},schedule=zerobubble"))
 
 
 def test_layouts_survive_as_text(choice: Choice) -> None:

@@ -108,6 +108,16 @@ def test_states_its_placement_and_its_split(spec: ScheduleSpec) -> None:
 
 
 @every
+def test_unsplit_each_backward_stands_once_where_its_first_half_did(spec: ScheduleSpec) -> None:
+    for size, _ in simulated(spec):
+        split, whole = spec.build(*size), spec.build(*size).unsplit()
+        assert whole.splits_backward is False and (spec.splits_backward or whole == split)
+        kept = [[str(item).replace("I", "B") for item in row if item.kind is not Kind.WEIGHT] for row in split.actions]
+        assert kept == [list(map(str, row)) for row in whole.actions]
+        simulate(whole, Costs.uniform(whole.stages))  # it deadlocks nowhere
+
+
+@every
 def test_text_both_ways(spec: ScheduleSpec) -> None:
     for size, _ in simulated(spec):
         schedule = spec.build(*size)

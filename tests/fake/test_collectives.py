@@ -35,7 +35,6 @@ from meshwright.planner.cost.price import price
 from meshwright.planner.memory import position_memory, rest_bytes
 from meshwright.planner.space import cores, expand, layout_of
 from meshwright.planner.traffic import step_collectives
-from meshwright.schedules.spec import known_schedules
 from meshwright.train.facts import Facts, check_shapes, read_facts
 from tests.fake.recorder import build_rank, fake_rank, step_of
 from tests.ranks.group import run_contexts
@@ -85,17 +84,7 @@ class Model:
         cluster = Cluster.parse(f"{devices}xh100")
         question = Question(job=self.job(), cluster=cluster, base=Layout(), limits=limits or {})
         degrees = expand(question.job, question.space, cores(question.job, question.space))
-        found = [layout_of(degrees, at, Layout(), len(self.shape.blocks)) for at in range(degrees.count)]
-        return [layout for layout in found if not recomputes_in_parts(layout)]
-
-
-def recomputes_in_parts(layout: Layout) -> bool:
-    """Whether torch runs a layer's forward again for each group of weights: a split backward of a recomputed layer.
-
-    How often depends on the graph of the layer, so these layouts send more than is listed, and a run says so.
-    """
-    split = bool(layout.schedule) and known_schedules()[layout.schedule].splits_backward
-    return split and layout.recompute != "none"
+        return [layout_of(degrees, at, Layout(), len(self.shape.blocks)) for at in range(degrees.count)]
 
 
 def stratum(layout: Layout) -> tuple[Any, ...]:
@@ -178,6 +167,33 @@ def test_state_of_every_layout_of_a_mixture_is_priced_as_it_is_held() -> None:
         if abs(one.memory["optimizer"] / fullest.memory["optimizer"] - 1) > 0.05:  # norms' few rows are rounded up
             off.append((str(layout), one.memory["optimizer"], fullest.memory["optimizer"]))
     assert off == []
+
+
+def forwards(context: RankContext, texts: list[str]) -> str:
+    """Returns, for each layout, how often each layer of rank 0 runs forward for a micro-batch."""
+    torch.set_num_threads(1)
+    built, found = build_meta(ModelConfig(name="gpt2", layers=4, width=32, heads=2), vocab=61, context=64), []
+    for layout in map(Layout.parse, texts):
+        with fake_rank(0, layout.world):
+            program = build_rank(built, layout, read_facts(built, layout, Facts()))
+            counts = [_counted(layer) for part in program.parts for layer in part.layers]
+            step_of(program, layout, 0, (4, 8, 61, 32))
+        # Two steps, and one forward that tries shapes out.
+        found.append(sorted({(len(count) - 1) / layout.microbatches / 2 for count in counts}))
+    return json.dumps(found)
+
+
+def _counted(layer: Any) -> list[int]:
+    calls: list[int] = []
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_a_layer_that_recomputes_runs_forward_twice_under_every_schedule() -> None:
+    zbv = "pp=2,microbatches=4,schedule=zbv"
+    texts = [zbv, f"{zbv},recompute=selective:4", "pp=2,microbatches=4,schedule=zerobubble,recompute=full"]
+    (text,) = run_contexts(1, forwards, texts, timeout=120)
+    assert json.loads(text) == [[1.0], [2.0], [2.0]]
 
 
 def main() -> int:

@@ -245,7 +245,8 @@ class Ranks:
     def piped(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of all micro-batches: what the dearest rank does, and its waiting."""
         d = self.degrees
-        weight = self.summed(lambda cost: cost.backward.matmul) / 2
+        halves = (d.recompute == 0)[:, None]  # `Layout.unsplit`
+        weight = self.summed(lambda cost: cost.backward.matmul) / 2 * halves
         whole = makespan(d, self.forward, self.backward, weight)
         parts = self._work(np.argmax(self.forward + self.backward, axis=1))
         parts["bubble"] = np.maximum(whole - sum(parts.values()), 0.0)
