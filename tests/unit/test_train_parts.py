@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meshwright.cli.words import read_config
 from meshwright.runtime.weights import named_weights
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
 from meshwright.train.loss import cross_entropy_sums
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.rate import learning_rate
+from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import GROWTH_STEPS, LARGEST, LossScaler
 
 torch.set_num_threads(1)
@@ -55,6 +57,20 @@ def test_every_shape_rises_then_falls_to_its_floor(shape: str) -> None:
         if steps > warmup + 1:
             assert found[-1] == pytest.approx(0.1)
     assert learning_rate(70, 50, 1.0, ScheduleConfig(shape=shape, warmup=0)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (3, 0), (4, 1), (30, 7), (399, 99), (400, 100), (1000, 100)])
+def test_warmup_is_a_quarter_of_a_short_run_where_none_is_named(steps: int, warmup: int) -> None:
+    usual = ScheduleConfig()
+    assert usual.warmup_steps(steps) == warmup and ScheduleConfig(warmup=7).warmup_steps(steps) == 7
+    found = [learning_rate(step, steps, 2.0, usual) for step in range(steps)]
+    assert found[:warmup] == [2.0 * (step + 1) / (warmup + 1) for step in range(warmup)]
+    assert max(found) == found[warmup] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("steps", [1, 30])
+def test_a_short_run_that_names_no_warmup_is_taken(steps: int) -> None:
+    assert read_config(RunConfig, ("--train.steps", str(steps)), "train").train.steps == steps
 
 
 def test_loss_scale() -> None:
