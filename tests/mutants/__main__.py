@@ -36,9 +36,15 @@ AROUND_THE_STEP = tuple(
     f"meshwright/{path}"
     for path in ("data/", "checkpoint/", "train/trainer", "train/rate", "train/feed", "train/optimizer")
 )
+UNASKED = 3
+"""Status of a process whose tests did not run."""
 PRICES = "meshwright/planner/"
 """What no layout that is proven runs."""
 FAMILIES = ("llama", "gpt2", "mixtral")
+
+
+class NotAsked(Exception):
+    """The tests didn't run, so that nothing is said of a mutant."""
 
 
 def main(argv: list[str]) -> int:
@@ -46,6 +52,9 @@ def main(argv: list[str]) -> int:
     chosen = parse(argv)
     mutants = select(load_catalogue(), chosen)
     warm()
+    if chosen.control and (false_alarm := control(mutants, chosen.by)):
+        print(f"code without a bug is noticed: {false_alarm}", flush=True)
+        return 2
     outcomes = []
     for number, mutant in enumerate(mutants, 1):
         began = time.monotonic()
@@ -68,6 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--only", default="", help="a regular expression that the name matches")
     parser.add_argument("--by", choices=("both", "proof", "tests"), default="both", help="who is asked")
+    parser.add_argument("--control", action="store_true", help="first ask the same of the code without any bug")
     parser.add_argument("--json", type=Path, help="where to write the outcomes")
     return parser.parse_args(argv)
 
@@ -93,7 +103,7 @@ def warm() -> None:
 def outcome_of(mutant: Mutant, by: str) -> tuple[str, str]:
     """Returns who noticed (``proof``, ``tests`` or "" for nobody) and what it said."""
     if by != "tests" and not mutant.file.startswith(PRICES):
-        noticed = in_child(mutant, lambda: proof_notices(mutant))
+        noticed = in_child(mutant, lambda: proof_notices(mutant.file.startswith(AROUND_THE_STEP)))
         if noticed:
             return "proof", noticed
     if by != "proof" and mutant.tests:
@@ -103,11 +113,23 @@ def outcome_of(mutant: Mutant, by: str) -> tuple[str, str]:
     return "", mutant.survives
 
 
-def proof_notices(mutant: Mutant) -> str:
+def control(mutants: list[Mutant], by: str) -> str:
+    """Asks the proof, and the tests that these mutants name, about the code as it is; returns what they noticed."""
+    if by != "tests" and (said := in_child(None, lambda: proof_notices(job_first=False))):
+        return f"proof: {said}"
+    named = sorted({test for mutant in mutants for test in mutant.tests}) if by != "proof" else []
+    for test in named:
+        if said := in_child(None, lambda test=test: tests_fail((test,))):  # type: ignore[misc]
+            return said
+        print(f"control: {test} passes", flush=True)
+    return ""
+
+
+def proof_notices(job_first: bool) -> str:
     """Runs the proofs in this process, which has the mutant."""
     # Imported here, where the mutant is planted: whatever imports meshwright before would have it whole.
     battery = importlib.import_module("tests.mutants.battery")
-    return str(battery.proof_fails(job_first=mutant.file.startswith(AROUND_THE_STEP)))
+    return str(battery.proof_fails(job_first=job_first))
 
 
 def tests_fail(tests: tuple[str, ...]) -> str:
@@ -126,12 +148,19 @@ def tests_fail(tests: tuple[str, ...]) -> str:
                 self.name = f"{report.nodeid}: not collected"
 
     first = FirstFailure()
-    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[first])
-    return first.name or (f"pytest ended with status {status}" if status else "")
+    quiet = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-W", "ignore:Module already imported")
+    status = pytest.main([*quiet, *tests], plugins=[first])
+    if not first.name and status != pytest.ExitCode.OK:
+        raise NotAsked(f"pytest ended with status {status} and no test had failed")
+    return first.name
 
 
-def in_child(mutant: Mutant, killer: Callable[[], str]) -> str:
-    """Runs a killer in a process of its own that has the mutant, and returns what it noticed; "" for nothing."""
+def in_child(mutant: Mutant | None, killer: Callable[[], str]) -> str:
+    """Runs a killer in a process of its own that has the mutant, and returns what it noticed; "" for nothing.
+
+    Raises:
+        NotAsked: when the killer didn't come to ask.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -142,10 +171,14 @@ def in_child(mutant: Mutant, killer: Callable[[], str]) -> str:
             nothing = os.open(os.devnull, os.O_RDWR)
             for number in (0, 1, 2):
                 os.dup2(nothing, number)
-            plant(mutant)
+            if mutant:
+                plant(mutant)
             noticed = killer()
             os.write(writing, noticed.encode()[:4000])
             status = 0
+        except NotAsked as error:
+            status = UNASKED
+            os.write(writing, str(error).encode()[:4000])
         except BaseException as error:
             text = "".join(traceback.format_exception_only(error)).strip()
             os.write(writing, f"crashed: {text}".encode()[:4000])
@@ -155,7 +188,8 @@ def in_child(mutant: Mutant, killer: Callable[[], str]) -> str:
     end, said, done = time.monotonic() + LIMIT_S, b"", False
     os.set_blocking(reading, False)
     while not done and time.monotonic() < end:
-        done = os.waitpid(pid, os.WNOHANG)[0] != 0
+        over, ended = os.waitpid(pid, os.WNOHANG)
+        done = over != 0
         try:
             said += os.read(reading, 65536)
         except BlockingIOError:
@@ -166,6 +200,8 @@ def in_child(mutant: Mutant, killer: Callable[[], str]) -> str:
         os.waitpid(pid, 0)
         said = said or f"hangs: not over in {LIMIT_S:.0f} s".encode()
     os.close(reading)
+    if done and os.waitstatus_to_exitcode(ended) == UNASKED:
+        raise NotAsked(said.decode(errors="replace"))
     return said.decode(errors="replace")
 
 
