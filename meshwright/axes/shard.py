@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.axes.axis import Axis, Holds, Reads
 from meshwright.axes.comm.layers import REST, spell
+from meshwright.axes.scalars import hold_as_rows
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +151,8 @@ def wrap(
     """Shards ``module`` over a mesh of one dimension, layer by layer.
 
     Args:
-        module: the model, on the meta device or materialised; parameters become DTensors, sharded on dim 0.
+        module: the model, on the meta device or materialised; parameters become DTensors, sharded on dim 0 (a number
+            as one row, by `hold_as_rows`).
         layers: its repeated blocks, each a unit of gathering; the rest is one unit that stays gathered in the step.
         mesh: of one dimension: the ranks that share the state.
         options: how.
@@ -174,6 +176,7 @@ def wrap(
         "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
         "reshard_after_forward": options.zero == 3,
     }
+    hold_as_rows(module)
     others: Sequence[Any] = apart.modules if apart else ()
     for inner in others:
         assert apart is not None

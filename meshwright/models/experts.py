@@ -49,7 +49,7 @@ def _rows(name: str, module: nn.Module) -> ExpertRows | str | None:
         return f"{name} is a list of {len(module)} modules, and only experts that are rows of one weight can travel"
     own = dict(module.named_parameters(recurse=False))
     stacked = [key for key, item in own.items() if item.dim() == 3]
-    sizes = {int(item.shape[0]) for item in own.values()}
+    sizes = {int(item.shape[0]) if item.dim() else 1 for item in own.values()}
     counts = {size: found for size in sizes if (found := _counts(module, size))}
     if not stacked or not counts:
         return None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.axes.placement import Box, Place, count
+from meshwright.axes.scalars import whole_shape
 from meshwright.runtime.weights import Weight, cut, owners, placed_like
 
 Fill = Callable[[str, Box], torch.Tensor]
@@ -28,7 +29,7 @@ def materialise(
     """
     with torch.no_grad():
         for name, parameter, holders in list(owners(module)):
-            place = places.get(name) or Place.whole(name, tuple(parameter.shape), 1)
+            place = places.get(name) or Place.whole(name, whole_shape(*holders[0], parameter), 1)
             made = _made(Weight(parameter, place), device, dtype, fill)
             for part, attribute in holders:
                 part._parameters[attribute] = made

@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from meshwright.axes.pieces import Pieces
 from meshwright.axes.placement import Box, Piece, Place
+from meshwright.axes.scalars import whole_shape
 
 
 @dataclass(eq=False)
@@ -86,6 +87,9 @@ class Weight:
             )
             rows = (offset[0], offset[0] + shape[0])
         shards = self.shards
+        if rows is not None and not self.shape:  # a number, which one of the shards holds as its row
+            copies = max(1, self.place.copies // shards)
+            return tuple(Piece(local=((0, 1),), whole=(), copies=copies) for _ in range(*rows))
         return tuple(
             Piece(local=piece.local, whole=piece.whole, copies=max(1, piece.copies // shards))
             for piece in self.place.pieces(rows)
@@ -104,9 +108,12 @@ class Weight:
 
     def saved(self, local: torch.Tensor) -> Any:
         """Returns ``local`` (this rank's part of some state) as a checkpoint takes it: boxes of the whole."""
-        if self.place.is_whole:
+        as_row = not self.shape and local.dim() > 0
+        if self.place.is_whole and not as_row:
             return self.like(local)
         parts = [(piece.whole, cut(local, piece.local)) for piece in self.pieces]
+        if as_row:
+            parts = [(box, view.reshape(())) for box, view in parts]
         return Pieces(self.shape, parts, local.dtype)
 
 
@@ -136,11 +143,11 @@ def named_weights(module: nn.Module, places: Mapping[str, Place], copies: int, f
         copies: ranks of the world that hold a weight which has no entry there.
         frozen: parameters that aren't trained as well.
     """
-    return [
-        Weight(item, places.get(name) or Place.whole(name, tuple(item.shape), copies))
-        for name, item in module.named_parameters()
-        if item.requires_grad or frozen
-    ]
+    found = []
+    for name, item, ((owner, key), *_) in owners(module):
+        if item.requires_grad or frozen:
+            found.append(Weight(item, places.get(name) or Place.whole(name, whole_shape(owner, key, item), copies)))
+    return found
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:

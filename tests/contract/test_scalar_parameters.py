@@ -1,0 +1,45 @@
+"""Parameters of no dimension (gates, temperatures) train in every layout, and are saved as what they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.checkpoint.parts import parts_of
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.plan import Layout, Plan, Prediction
+from meshwright.proof.reference import Recipe
+from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.train.session import build_program
+from tests.odd_models import VOCAB
+from tests.ranks.group import run_ranks
+
+torch.set_num_threads(1)
+
+
+def build() -> BuiltModel:
+    return build_meta(ModelConfig(name="tests.odd_models:gated"), vocab=VOCAB, context=8)
+
+
+@pytest.mark.parametrize("layout", ["shard=2,zero=1", "shard=2", "tp=2", "pp=2,microbatches=2"])
+def test_a_number_trains_as_on_one_device(layout: str) -> None:
+    batches = made_up_batches(2, 4, 8, VOCAB, documents=False)
+    # Under tp the head stays whole: the scale multiplies its logits.
+    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=50, allow_whole=True)
+    (verdict,) = verify(case, [Layout.parse(f"{layout},precision=float64")])
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_sharded_number_is_saved_once_and_without_dimensions(precision: str) -> None:
+    def saved(_rank: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...], float]]:
+        layout = Layout.parse(f"shard=2,zero=3,precision={precision}")
+        plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=2, reason="")
+        weights = build_program(build(), plan, torch.device("cpu")).weights
+        found = parts_of({weight.name: weight.saved(weight.local) for weight in weights if not weight.shape})
+        return [(part.name, part.shape, tuple(view.shape), float(view)) for part, view in found]
+
+    first, second = run_ranks(2, saved)
+    wanted = {"scale": 2.0, "blocks.0.gate": 0.5, "blocks.1.gate": 0.5}
+    assert sorted(first + second) == sorted((name, (), (), value) for name, value in wanted.items())
