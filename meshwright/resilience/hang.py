@@ -26,6 +26,8 @@ START_S = 120.0
 """Least limit of these, and until the first step is done, whatever limit is given."""
 TIMES = 20.0
 """A phase hangs when it takes this many times the longest that was seen."""
+COMPILE_S = UNKNOWN_S
+"""Limit of each phase of a compiled layout's first step, in which any layer may be compiled, and nothing is learned."""
 LEAST_S = 60.0
 """No limit that was learned is shorter: storage that stalls for a while is no hang."""
 _DEVICES = 3
@@ -67,7 +69,9 @@ class HangWatch:
         first: int | None = None,
         idle_s: float = 0.0,
         ask: Callable[[], Mapping[int, str]] | None = None,
+        compiles: bool = False,
     ) -> None:
+        self._compiles, self._first_step = compiles, 0
         self._path, self._generation, self._ranks = path, generation, ranks
         self._first, self._others = first or 0, first is not None
         self._limit, self._describe = limit_s, describe
@@ -86,7 +90,9 @@ class HangWatch:
         now, found = time.monotonic(), self._read()
         for one in found:
             before = self.last.get(one.rank)
-            if before is not None and before.since != one.since:
+            if not self._first_step and one.phase not in ("start", "restore"):
+                self._first_step = one.step
+            if before is not None and before.since != one.since and not self._may_compile(before):
                 self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), one.since - before.since)
             self.last[one.rank] = one
         if found and len(found) == self._ranks and not all(one.phase == "done" for one in found):
@@ -132,10 +138,15 @@ class HangWatch:
         return self._others and all(one.waits_for for one in found)
 
     def _allowed(self, found: list[RankProgress]) -> float:
+        least = COMPILE_S if any(self._may_compile(one) for one in found) else 0.0
         if self._limit is not None:
             slow = any(one.phase in PATIENT or one.step <= 1 for one in found)
-            return max(self._limit, START_S) if slow else self._limit
-        return max(self._learned(one.phase) for one in found)
+            return max(self._limit, least, START_S if slow else 0.0)
+        return max(least, *(self._learned(one.phase) for one in found))
+
+    def _may_compile(self, one: RankProgress) -> bool:
+        """Whether a rank is in the first step of its generation, before which nothing was compiled."""
+        return self._compiles and one.step <= self._first_step
 
     def _learned(self, phase: str) -> float:
         """Returns the limit that the run has taught for a phase, in seconds."""

@@ -122,7 +122,8 @@ class Ranks:
         if place is not None or devices.kind != "cpu" or layout.compile:
             idle_s = 0.0
         ask = self.flight.ask if self.flight is not None else None
-        self.hang = HangWatch(progress, generation, count, limit_s, layout.describe_rank, first, idle_s, ask)
+        names = layout.describe_rank
+        self.hang = HangWatch(progress, generation, count, limit_s, names, first, idle_s, ask, layout.compile)
 
     def memory(
         self,

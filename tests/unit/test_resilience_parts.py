@@ -108,6 +108,30 @@ def test_who_slept_meanwhile_blames_nobody(tmp_path: Path, clock: Clock) -> None
         watch.look()
 
 
+@pytest.mark.parametrize("limit_s", [None, 5.0])
+def test_a_first_step_that_compiles_may_take_longer_than_any_later_one(
+    limit_s: float | None, tmp_path: Path, clock: Clock
+) -> None:
+    """Layer after layer is compiled: that one's forward ended says nothing of the next one's."""
+    path = tmp_path / "progress.bin"
+    reset_progress(path, 1)
+    watch, writer = HangWatch(path, 1, 1, limit_s, compiles=True), ProgressWriter(path, 0, 1)
+    watch._look_closer = lambda found, now: None  # type: ignore[method-assign]
+    first = [(41, "start", 0.1), (41, "forward", 0.1), (41, "backward", 0.1), (41, "forward", 90.0)]
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(60):
+            watch.look()
+            clock.now += seconds / 60
+
+    for step, phase, seconds in [*first, (42, "forward", 0.1), (42, "backward", 0.1)]:
+        writer.stamp(phase, step)
+        pass_time(seconds)
+    writer.stamp("forward", 43)
+    with pytest.raises(HangError, match="forward of step 43"):
+        pass_time(90.0)
+
+
 def test_stamps_of_an_earlier_generation_say_nothing(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "progress.bin"
     reset_progress(path, 1)
