@@ -242,7 +242,7 @@ def _evaluation_batch(split: Split, step: int, row_ids: NDArray[np.int64], windo
         step=step,
         tokens=tokens,
         targets=targets,
-        positions=np.ascontiguousarray(np.broadcast_to(np.arange(sequence), tokens.shape)),
+        positions=np.tile(np.arange(sequence), (len(row_ids), 1)),
         row_ids=np.where(row_ids < windows, row_ids, -1),
         targets_count=counted,
     )

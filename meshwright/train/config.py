@@ -101,7 +101,7 @@ class EvaluationConfig(Config):
     every: int = 250
     """Steps between evaluations; 0 for one at the end alone."""
     rows: int = 512
-    """Rows of held-out text used along the way; the last evaluation takes all of them."""
+    """Rows of held-out text used along the way, the same in every layout; the last evaluation takes all of them."""
 
     def check(self) -> None:
         """Refuses negative counts."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from meshwright.data.loader import Batch, Loader, evaluation_batches
+from meshwright.data.loader import IGNORED, Batch, Loader, evaluation_batches
 from meshwright.data.prefetch import Prefetcher, tensors
 from meshwright.data.tokens import TokenSet
 
@@ -111,7 +111,10 @@ class TokenFeed:
         return self._loader.epoch(step)
 
     def evaluation(self, rows: int | None) -> Iterator[MicroBatch]:
-        """Yields this rank's batches of held-out rows in order, the first ``rows`` of them or all."""
+        """Yields this rank's batches of held-out rows in order, the first ``rows`` of them or all, in any layout.
+
+        Rows beyond those, which fill up the last batch, have no targets.
+        """
         first, last = (row // self._micro for row in self._span)
         share = self._rows // self._micro
         seen = 0
@@ -122,6 +125,8 @@ class TokenFeed:
         ):
             if rows is not None and seen >= rows:
                 return
+            if rows is not None:
+                batch.targets[seen + np.arange(first, last) >= rows] = IGNORED
             seen += share
             moved = tensors(batch, self._device)
             yield MicroBatch(moved.tokens, moved.targets, None)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 from meshwright.data.loader import IGNORED, Loader, evaluation_batches, evaluation_steps
 from meshwright.data.tokens import Split
 from meshwright.errors import DataError
+from meshwright.plan import Layout
+from meshwright.train.feed import TokenFeed
 
 
 def make_split(length: int = 5003, documents: int = 60, fingerprint: str = "f", seed: int = 0) -> Split:
@@ -138,6 +145,31 @@ def test_evaluation_covers_the_split_exactly_once(length: int, count: int) -> No
         assert batch.targets_count == int((batch.targets != IGNORED).sum())
         assert np.array_equal(batch.positions[0], np.arange(16))
         assert np.array_equal(batch.row_ids == -1, (batch.targets == IGNORED).all(axis=1))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 6, 7, 1000])
+def test_every_layout_evaluates_the_same_rows(rows: int) -> None:
+    """As many as are asked for, whatever a layout's micro-batches hold; what fills up a batch has no targets."""
+    token_set: Any = SimpleNamespace(train=make_split(), validation=make_split(161, 2))
+    for text in ("replicate=1", "replicate=2,microbatches=2", "replicate=4,microbatches=2", "replicate=2,rows=3-1"):
+        layout, found, counts = Layout.parse(text), [], set()
+        for rank in range(layout.world):
+            with closing(
+                TokenFeed(
+                    token_set,
+                    rows=8,
+                    sequence=16,
+                    seed=0,
+                    span=layout.span(rank, 8),
+                    micro=layout.microbatches,
+                    mask_documents=True,
+                    device=torch.device("cpu"),
+                )
+            ) as feed:
+                batches = list(feed.evaluation(rows))
+            counts.add(len(batches))
+            found += [token for batch in batches for token in batch.targets[batch.targets != IGNORED].tolist()]
+        assert sorted(found) == list(range(1, 1 + min(rows * 16, 160))) and len(counts) == 1
 
 
 def test_bad_shapes_are_refused_with_numbers() -> None:
