@@ -9,6 +9,7 @@ sample of each stratum: axes used, ZeRO level, schedule, recompute, split tokens
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import random
@@ -50,6 +51,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"layers": 4, "ffn": 64, "experts": 8},
 }
 """Dense, tied, fused, with a width that no degree divides, a mixture, and a mixture with latent attention."""
+PRECISIONS = ("float32", "bf16")
 DEVICES = (2, 4, 8, 16, 32, 64)
 
 
@@ -98,7 +100,10 @@ def sample(model: Model, devices: tuple[int, ...], count: int, seed: int = 0) ->
     every = [layout for number in devices for layout in model.layouts(number)]
     draw.shuffle(every)
     strata = {stratum(layout): layout for layout in every}
-    return draw.sample(list(strata.values()), min(count, len(strata)))
+    found = draw.sample(list(strata.values()), min(count, len(strata)))
+    # A router's weights travel in the precision that the model's code gives them, which no plan knows.
+    precisions = PRECISIONS[:1] if "experts" in SIZES[model.name] else PRECISIONS
+    return [dataclasses.replace(item, precision=precisions[at % len(precisions)]) for at, item in enumerate(found)]
 
 
 def compared(model: Model, layout: Layout, rank: int) -> str:
@@ -143,7 +148,7 @@ def work(context: RankContext, name: str, count: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(SIZES, ("llama", "mixtral")))
+@pytest.mark.parametrize("name", cases(SIZES, ("tied", "mixtral")))
 def test_the_program_sends_and_holds_what_was_planned(name: str) -> None:
     (text,) = run_contexts(1, work, name, 6, timeout=250)
     found = json.loads(text)
