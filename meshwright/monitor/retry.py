@@ -24,7 +24,8 @@ class RetryingFile:
     Args:
         path: of the file, made where it isn't there.
         shared: whether other processes append lines to it too. What was cut short is taken back; where another process
-            has appended to it meanwhile, the line is ended instead.
+            has appended to it meanwhile, the line is ended instead. A line that another process is writing as the file
+            is opened looks cut short too: the end leaves an empty line, which readers of lines pass over.
 
     Raises:
         OSError: when the file can't be opened for another reason than a full or failing disk.
