@@ -68,7 +68,7 @@ def test_four_processes_that_append_at_once_garble_no_line(tmp_path):
             os._exit(0)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
-    # A file that is opened while another process is inside a write looks cut short; the line that then is ended is empty.
+    # A file that is opened while another process is inside a write looks cut short; the line ended then is empty.
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
     events = [json.loads(line) for line in lines if line]
     assert len(events) == 800 and len(lines) <= 803
