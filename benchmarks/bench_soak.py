@@ -159,6 +159,7 @@ def _words(folder: Path, run: Path, options: argparse.Namespace) -> list[str]:
         *("--data.cache", str(folder / "prepared"), "--train.steps", "1000000", "--train.sample-tokens", "0"),
         *("--evaluation.every", "0", "--checkpoint.every", "200", "--monitor.display", "none"),
         *("--monitor.no-tensorboard", "--monitor.no-report", "--layout", options.layout, "--run", str(run)),
+        "--train.no-prove",
         *("--devices", str(options.ranks), "--recovery.back-s", "5", "--recovery.attempts", "10"),
         *(("--recovery.hang-s", str(options.hang)) if options.hang else ()),
     ]

@@ -196,7 +196,7 @@ def _run_meshwright(one: Contender, rows: int, sequence: int, steps: int) -> Sam
         words = [word for key, value in recipe.items() for word in (f"--{key}", str(value))]
         words += [word.replace("--", "--data.") for word in DATA]
         words += GPT2 if one.model == "gpt2" else model_words()
-        command = [sys.executable, "-m", "meshwright", "train", *words, "--data.no-mask-documents"]
+        command = [sys.executable, "-m", "meshwright", "train", *words, "--data.no-mask-documents", "--train.no-prove"]
         started = time.time()
         watch = CpuWatch(run, (WARM_UP, steps))
         watch.start()

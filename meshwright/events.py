@@ -82,7 +82,8 @@ class Event:
 
     kind: str
     """``rank_started``, ``run_started``, ``resumed``, ``checkpoint_saved``, ``checkpoint_refused``, ``evaluated``,
-    ``sampled``, ``step_skipped``, ``interrupted``, ``failed``, ``run_finished`` and what later floors add."""
+    ``sampled``, ``step_skipped``, ``interrupted``, ``failed``, ``run_finished`` and what later floors add; from
+    the command ``proved``, ``not_proved``."""
     rank: int
     """Global rank; -1 for the launcher."""
     data: Mapping[str, Any] = field(default_factory=dict)

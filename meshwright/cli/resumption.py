@@ -10,7 +10,7 @@ from meshwright.train.run_config import RunConfig
 
 FREE_TO_CHANGE = {
     *("layout", "trials", "model.sharding", "devices", "run", "launch", "monitor", "checkpoint", "evaluation"),
-    "recovery",
+    *("recovery", "train.prove", "train.prove_s"),
 }
 """What a resumed run may set anew, since the curve doesn't depend on it; ``train.steps`` too, to go on longer."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli import trials
+from meshwright.cli import proven, trials
 from meshwright.cli.hosts import run_on_hosts, show_commands
 from meshwright.cli.inputs import (
     CONFIG,
@@ -166,6 +166,8 @@ def _train(
         job = dataclasses.replace(job, plan=plan, facts=facts, header=header)
         trials.written(run_dir, rows)
     _begin(job, first, isinstance(launcher, Nodes), token_set)
+    if first and config.train.prove:
+        proven.before(job, token_set, forks=context is None)
     if isinstance(launcher, Nodes):
         result, first = _nodes_result(config, model, job, launcher, machines)
     else:

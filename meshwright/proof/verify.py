@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -74,6 +74,8 @@ class Case:
     """Whether a layout passes that left whole what it was asked to split."""
     grown: bool = False
     """Whether the sharding table is read off a narrower clone and grown, as it is for a model too large to be tried."""
+    device: Literal["cpu", "cuda"] | None = None
+    """What the ranks run on; GPUs when there are any, when None."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -150,19 +152,19 @@ class _References:
         if spans not in self._known:
             path = self._folder / f"reference-{len(self._known)}.pt"
             arguments = (self._case, path, self._precision, self._trial, spans)
-            why = _launcher(1, None).run(_reference, *arguments, timeout_s=self._case.timeout_s)[0]
+            why = _launcher(1, None, self._case.device).run(_reference, *arguments, timeout_s=self._case.timeout_s)[0]
             self._known[spans] = path, why
         return self._known[spans]
 
 
-def _launcher(ranks: int, layout: Layout | None) -> ForkLauncher:
-    return ForkLauncher(ranks, devices=found_devices(ranks), label=layout.place if layout else None)
+def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | None) -> ForkLauncher:
+    return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.place if layout else None)
 
 
 def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, Facts]) -> Verdict:
     """Returns the verdict on one layout; whatever goes wrong under it is its own, and ends no other proof."""
     try:
-        device = found_devices(layout.world).kind
+        device = found_devices(layout.world, case.device).kind
         built = case.build()
         check(layout, device, len(built.anatomy.layers))
         key = (layout.degree("tp"), layout.degree("cp"))
@@ -181,7 +183,8 @@ def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, Facts]) -> V
         return Verdict.unproven(str(layout), crashed=one_line(error))
     scope = read_scope(built, layout, facts, case.lengths, case.grown)
     try:
-        ranks = _launcher(layout.world, layout).run(_candidate, case, layout, path, facts, timeout_s=case.timeout_s)
+        launcher = _launcher(layout.world, layout, case.device)
+        ranks = launcher.run(_candidate, case, layout, path, facts, timeout_s=case.timeout_s)
         # On the CPU: a launcher in which CUDA is initialised can fork no more ranks.
         wanted = torch.load(path, map_location="cpu", weights_only=True)
         used, idle = expert_use(built, list(wanted["gradients"].values()))

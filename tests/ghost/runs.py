@@ -76,7 +76,7 @@ def train(root: Path, name: str, model: str, devices: int, *more: str, layout: s
         *("--data.tokenizer", "chars", "--data.sequence", "64", "--data.cache", str(root / "prepared")),
         *("--data.workers", "1", "--train.batch", "8", "--train.steps", str(steps), "--train.sample-tokens", "0"),
         *("--schedule.warmup", "1", "--evaluation.every", "0", "--checkpoint.every", "2"),
-        *("--monitor.display", "none", "--monitor.no-tensorboard", "--monitor.no-report"),
+        *("--monitor.display", "none", "--monitor.no-tensorboard", "--monitor.no-report", "--train.no-prove"),
         *("--devices", str(devices), "--run", str(root / name), *(("--layout", layout) if layout else ()), *more),
     ]
     return command(root, name, argv, devices)

@@ -85,6 +85,12 @@ def test_training_under_a_named_layout(root: Path, layout: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_proof_before_training(root: Path) -> None:
+    text = run(root, words(root, "proved", "--train.prove", "--train.steps", "4", *TINY, layout="tp=2", devices=2))
+    assert "proved: " in text
+
+
+@pytest.mark.slow
 def test_training_with_experts(root: Path) -> None:
     more = ("--model", "mixtral", "--model.experts", "4", "--train.steps", "4", *TINY)
     run(root, words(root, "experts", *more, layout="shard=2,ep=2", devices=2))

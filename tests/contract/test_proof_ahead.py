@@ -1,0 +1,111 @@
+"""Before a run of several ranks trains, its layout is proven on a small clone; where that fails nothing trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.axes.comm.wire import Wire
+from meshwright.plan import Layout
+from meshwright.proof.ahead import few_ranks
+from tests.runs import call, events, words, write_corpus
+
+TINY = (
+    "--train.prove",
+    "--train.prove-s",
+    "200",
+    "--train.steps",
+    "4",
+    "--model.heads",
+    "4",
+    "--checkpoint.every",
+    "0",
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_corpus(tmp_path / "corpus.txt", 60)
+    return tmp_path
+
+
+def proof(root: Path, run: str) -> dict:
+    return json.loads((root / run / "proof.json").read_text())
+
+
+def halve() -> None:
+    """Plants a bug: gradients are averaged over the copies once more, which every rank does alike."""
+    reduce = Wire.all_reduce
+
+    def halved(self: Wire, tensor: torch.Tensor, of: str = "") -> Any:
+        if self.axis == "replicate":
+            tensor.div_(self.size)
+        return reduce(self, tensor, of)
+
+    Wire.all_reduce = halved  # type: ignore[method-assign]
+
+
+def test_a_layout_that_equals_one_device_is_proven_and_trains(root: Path) -> None:
+    status, text = call(words(root, "good", *TINY, layout="shard=2,zero=2", devices=2), root / "log")
+    assert status == 0, text
+    assert "proved: shard=2,zero=2 equals one device, gradient off by at most" in text
+    found = proof(root, "good")
+    assert found["passed"] and found["layout"] == found["proven"] == "shard=2,zero=2"
+    assert found["verdict"]["grad_error"] < 1e-9
+    kinds = [row["kind"] for row in map(json.loads, (root / "good" / "events.jsonl").read_text().splitlines())]
+    assert kinds[0] == "proved" and "run_finished" in kinds
+
+
+def test_a_planted_bug_is_refused_before_a_rank_trains(root: Path) -> None:
+    argv = words(root, "bad", *TINY, layout="replicate=2", devices=2)
+    status, text = call(argv, root / "log", before=halve)
+    assert status == 2, text
+    assert "layout replicate=2 failed the proof before training" in text and "--train.no-prove" in text
+    assert proof(root, "bad")["outcome"] == "wrong"
+    assert [row["outcome"] for row in events(root / "bad", "not_proved")] == ["wrong"]
+    assert not events(root / "bad", "rank_started") and not events(root / "bad", "run_started")
+    # The switch turns it off, for the same directory too.
+    status, text = call([*argv, "--train.no-prove"], root / "log", before=halve)
+    assert status == 0 and "proved" not in text, text
+    assert events(root / "bad", "run_started")
+
+
+def test_one_rank_needs_no_proof(root: Path) -> None:
+    status, text = call(words(root, "one", *TINY), root / "log")
+    assert status == 0 and "proved" not in text, text
+    assert not (root / "one" / "proof.json").exists()
+
+
+def test_a_proof_that_takes_too_long_is_ended_and_the_run_trains(root: Path) -> None:
+    argv = words(root, "late", *TINY, "--train.prove-s", "0.01", layout="replicate=2", devices=2)
+    status, text = call(argv, root / "log")
+    assert status == 0, text
+    assert "not proved: replicate=2: it wasn't finished within train.prove_s = 0.01 s" in text
+    assert proof(root, "late")["outcome"] == "unfinished"
+    assert events(root / "late", "run_finished")
+
+
+@pytest.mark.parametrize(
+    ("text", "few"),
+    [
+        ("replicate=2", "replicate=2"),
+        ("tp=8,shard=8,pp=4,microbatches=32", "shard=2,tp=2,zero=3,microbatches=2"),
+        ("replicate=64,microbatches=8,compile=true", "replicate=4,microbatches=2"),
+        ("tp=7", "tp=2"),
+        ("shard=8,ep=8,zero=1,offload=optimizer,precision=bf16", "shard=4,ep=4,zero=1"),
+        ("replicate=2,rows=3-1", "replicate=2,rows=3-1"),
+        ("replicate=16,rows=5x8-3x8", "replicate=4"),
+        ("pp=4,microbatches=64,schedule=dualpipev,recompute=full:7", "pp=4,microbatches=8,schedule=dualpipev"),
+    ],
+)
+def test_many_ranks_are_proven_over_few(text: str, few: str) -> None:
+    found = few_ranks(Layout.parse(text), 4, None)
+    assert found.precision == "float64" and found.world <= 4
+    wanted = Layout.parse(few + ",precision=float64")
+    assert found.degrees == wanted.degrees and found.rows == wanted.rows, str(found)
+    assert (found.microbatches, found.schedule) == (wanted.microbatches, wanted.schedule), str(found)
