@@ -54,12 +54,7 @@ class OptimizerBinding:
         self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
         self._shared = program.mesh is not None and program.mesh.world.size > 1
         self._elementwise: set[type] = set()
-        # Global hooks see optimizers that nobody announced; they hold no strategy that is no longer used.
-        for handle in (
-            register_optimizer_step_pre_hook(_through(weakref.WeakMethod(self._before))),
-            register_optimizer_step_post_hook(_through(weakref.WeakMethod(self._after))),
-        ):
-            weakref.finalize(self, handle.remove)
+        _watch(self)
 
     def mark_stale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remembers parameters that are no longer the model's: an optimizer that has one is refused at its step."""
@@ -208,12 +203,35 @@ class OptimizerBinding:
         return self._parts.get(weight, weight.parameter)
 
 
-def _through(method: weakref.WeakMethod[Any]) -> Callable[..., None]:
-    def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (bound := method()) is not None:
-            bound(optimizer, args, kwargs)
+_bindings: weakref.WeakSet[OptimizerBinding] = weakref.WeakSet()
+"""Those in use: torch's hooks of every optimizer see also one that nobody announced."""
 
-    return call
+
+def _watch(binding: OptimizerBinding) -> None:
+    """Shows a binding every optimizer's steps for as long as somebody holds it.
+
+    torch's hooks are installed once and stay: one that is removed as its binding is collected may be removed while
+    torch goes over its hooks, which is an error in a step that has nothing to do with it.
+    """
+    if not _State.installed:
+        _State.installed = True
+        register_optimizer_step_pre_hook(_before_each)
+        register_optimizer_step_post_hook(_after_each)
+    _bindings.add(binding)
+
+
+class _State:
+    installed = False
+
+
+def _before_each(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for binding in list(_bindings):
+        binding._before(optimizer, args, kwargs)
+
+
+def _after_each(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for binding in list(_bindings):
+        binding._after(optimizer, args, kwargs)
 
 
 def _zero_grad(binding: OptimizerBinding, weights: list[Weight]) -> Callable[..., None]:
