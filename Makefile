@@ -53,7 +53,7 @@ long: $(READY) ## more cases of what the tests try: other models, layouts and pl
 	@$(BIN)/python -m pytest -m long $(TWO)
 
 quick: $(READY) ## under a minute: unit tests and the house
-	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/house
+	@$(BIN)/python -m pytest -m "not slow" $(TWO) tests/unit tests/house
 
 ghost: $(GHOST_READY) ## run every layout on simulated GPUs; installs a CUDA build of torch
 	@$(GHOST_VENV)/bin/python -m tests.ghost

@@ -9,6 +9,8 @@ from benchmarks.published.models import Unpriced
 from benchmarks.published.predict import predict
 from benchmarks.published.rows import read_case, read_file
 
+pytestmark = pytest.mark.slow
+
 TRUTH = Path(__file__).parents[2] / "benchmarks" / "truth"
 SUSTAINED = "rates/ampere/sustained"
 WIDTH = "megatron-2020/runtime/pass_width"

@@ -17,6 +17,8 @@ from meshwright.errors import ConfigError
 from meshwright.models.config import ModelConfig
 from tests.runs import call, words, write_corpus
 
+pytestmark = pytest.mark.slow
+
 TINY = ("--train.steps", "2", "--schedule.warmup", "0", "--checkpoint.every", "2")
 
 
