@@ -123,10 +123,10 @@ class Reader(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, encoders: int) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.encoder = nn.ModuleList([ChunkBlock(WIDTH, 0) for _ in range(2)])
+        self.encoder = nn.ModuleList([ChunkBlock(WIDTH, 0) for _ in range(encoders)])
         self.decoder = nn.ModuleList([Reader(WIDTH) for _ in range(4)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -138,8 +138,8 @@ class EncoderDecoder(nn.Module):
         return self.head(x)
 
 
-def encoder_decoder() -> nn.Module:
-    return EncoderDecoder()
+def encoder_decoder(encoders: int = 2) -> nn.Module:
+    return EncoderDecoder(encoders)
 
 
 class GatedBlock(ChunkBlock):
@@ -169,3 +169,30 @@ class GatedModel(ChunkModel):
 
 def gated() -> nn.Module:
     return GatedModel()
+
+
+class SpareModel(ChunkModel):
+    """Has a second head that nothing calls, as models do that are trained without it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.second = nn.Linear(self.head.in_features, 7)
+
+
+def spare() -> nn.Module:
+    return SpareModel()
+
+
+class LossModel(ChunkModel):
+    """Gives the cross-entropy of its logits alone."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def loss_alone() -> nn.Module:
+    return LossModel()

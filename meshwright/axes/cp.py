@@ -52,26 +52,41 @@ def wrap_model(
         attention: ``heads`` or ``gather``.
         splits: number of parts into which ``tp`` splits the tokens between the groups.
     """
-    from meshwright.axes.comm import gates
+    from meshwright.axes.comm import gates, gathering
     from meshwright.axes.stage.cut import held_layer
 
-    names = list(table.layers)
-    if attention == "gather":
-        from meshwright.axes.comm.gathering import wrap_layer
-
-        for place, name in enumerate(names):
-            if (layer := held_layer(module, name)) is not None:
-                wrap_layer(layer, wire, place == 0, splits)
-        return
     for name, rows in table.layers.items():
         layer = held_layer(module, name)
         if layer is None:
             continue
+        if attention == "gather":
+            gathering.wrap_layer(layer, wire, splits)
+            continue
         for group in rows.groups:
             if group.heads:
                 wrap_group(layer, local_group(group, *tensor), wire)
-        if name == names[0]:
-            gates.on_hidden(layer, lambda x: own_tokens(x, wire.index, wire.size), before=True)
+    first = held_layer(module, next(iter(table.layers)))
+    if first is not None:
+        take = partial(own_tokens, index=wire.index, size=wire.size, balanced=attention == "gather")
+        gates.on_hidden(first, _once_a_row(module, wire.size, take), before=True)
+
+
+def _once_a_row(module: nn.Module, size: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns ``take`` for hidden states (B, S, D) of whole rows alone: a shared layer meets parts of them later on.
+
+    Args:
+        module: called with tokens (B, S).
+        size: into so many parts ``take`` cuts a row.
+        take: a rank's tokens of a hidden state.
+    """
+    rows = [0]
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point") and x.dim() > 1]
+        rows[0] = next((x.shape[1] for x in given if not x.is_floating_point()), 0)
+
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    return lambda x: x if x.shape[1] * size == rows[0] else take(x)
 
 
 def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:

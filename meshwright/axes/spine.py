@@ -46,7 +46,8 @@ class Spine:
     writes: bool = False
     """Whether some layer writes into the tensors that it takes in."""
     whole_backward: str = ""
-    """Why a stage's backward can't come in two halves, inputs first and weights later; "" where it can."""
+    """Why a stage's backward can't come in two halves, inputs first and weights later: a schedule that asks for halves
+    then computes all of it in the first; "" where it can."""
 
 
 def held_names(
@@ -143,7 +144,9 @@ def check_split(split: str, stages: int, layers: int) -> None:
         PlanError: names the numbers and the nearest that works.
     """
     if stages > layers:
-        raise PlanError(f"{stages} stages need a layer each, but the model has {layers}; take {layers} stages or fewer")
+        cure = f"take {layers} stages or fewer" if layers > 1 else "nearest that works: tp, cp or shard in place of pp"
+        shared = ", of which all calls share the weights" if layers == 1 else ""
+        raise PlanError(f"{stages} stages need a layer each, but the model has {layers}{shared}; {cure}")
     if not split:
         return
     sizes = [int(size) for size in split.split("-")]

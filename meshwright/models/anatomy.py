@@ -59,11 +59,12 @@ def read_anatomy(module: nn.Module) -> Anatomy:
     """Reads the parts of a model, on any device.
 
     Args:
-        module: a transformers model, or any nn.Module; blocks are the items of the `nn.ModuleList` or the repeated
-            items of the `nn.Sequential` that lie outermost.
+        module: a transformers model, or any nn.Module; blocks are the items of the `nn.ModuleList`, or the repeated
+            items of the `nn.Sequential` or `nn.ModuleDict`, that lie outermost. A model of tokens without any of these
+            has its outermost modules with parts of their own as blocks, however often forward applies each.
     """
     names = {id(child): name for name, child in module.named_modules()}
-    stacks = tuple(_stacks(module, ""))
+    stacks = tuple(_stacks(module))
     inside = tuple(f"{name}." for stack in stacks for name in stack)
     outside = {
         name: child
@@ -104,20 +105,28 @@ _TARGETS = ("targets", "target", "labels", "label", "y")
 _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context", "block_size")
 
 
-def _stacks(module: nn.Module, path: str) -> list[tuple[str, ...]]:
-    """Outermost runs of repeated blocks below a module, in order."""
-    found: list[tuple[str, ...]] = []
-    for key, child in module.named_children():
-        name = f"{path}.{key}" if path else key
-        blocks = _blocks(child)
-        if blocks and all(isinstance(child.get_submodule(block), nn.ModuleList) for block in blocks):
-            found += [tuple(f"{name}.{b}.{i}" for i, _ in child.get_submodule(b).named_children()) for b in blocks]
-        elif blocks:
-            found.append(tuple(f"{name}.{block}" for block in blocks))
-        else:
-            found += _stacks(child, name)
-    if not path and not found and (blocks := _blocks(module)):
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _stacks(module: nn.Module) -> list[tuple[str, ...]]:
+    """Outermost runs of repeated blocks of a model, in order; else its lone blocks, each applied once or more."""
+    found = [stack for key, child in module.named_children() for stack in _stacks_below(child, key)]
+    if not found and (blocks := _blocks(module) or _lone_blocks(module, "", _token_table(module))):
         return [tuple(blocks)]
+    return found
+
+
+def _stacks_below(child: nn.Module, name: str) -> list[tuple[str, ...]]:
+    """The stacks of a child; containers inside a container are stacks of their own."""
+    blocks = _blocks(child)
+    if not blocks:
+        return [stack for key, part in child.named_children() for stack in _stacks_below(part, f"{name}.{key}")]
+    if not all(isinstance(child.get_submodule(block), _CONTAINERS) for block in blocks):
+        return [tuple(f"{name}.{block}" for block in blocks)]
+    found = []
+    for block in blocks:
+        part, path = child.get_submodule(block), f"{name}.{block}"
+        found += _stacks_below(part, path) or [tuple(f"{path}.{key}" for key, _ in part.named_children())]
     return found
 
 
@@ -126,10 +135,37 @@ def _blocks(child: nn.Module) -> list[str]:
     items = [(key, item) for key, item in child.named_children() if any(True for _ in item.parameters())]
     if isinstance(child, nn.ModuleList):
         return [key for key, item in items if any(True for _ in item.children())]
-    if isinstance(child, nn.Sequential):
+    if isinstance(child, (nn.Sequential, nn.ModuleDict)):
         counts = Counter(type(item) for _, item in items)
         return [key for key, item in items if counts[type(item)] > 1 and any(True for _ in item.children())]
     return []
+
+
+def _lone_blocks(module: nn.Module, path: str, table: nn.Module | None) -> list[str]:
+    """Outermost modules with parts of their own, in a model without a stack: one block may be applied several times.
+
+    Args:
+        module: the model, or a part that is no block itself.
+        path: its name.
+        table: the token embedding; what holds it, or a projection to its vocabulary, is no block.
+    """
+    found: list[str] = []
+    vocab = getattr(table, "num_embeddings", None)
+    for key, child in module.named_children():
+        name, parts = f"{path}.{key}" if path else key, list(child.modules())
+        if len(parts) == 1 or not any(True for _ in child.parameters()):
+            continue
+        heads = any(isinstance(part, nn.Linear) and part.out_features == vocab for part in parts)
+        if table is None or heads or any(part is table for part in parts) or isinstance(child, _CONTAINERS):
+            found += _lone_blocks(child, name, table) if table is not None else []
+        else:
+            found.append(name)
+    return found
+
+
+def _token_table(module: nn.Module) -> nn.Module | None:
+    name = _first_embedding(dict(module.named_modules()))
+    return module.get_submodule(name) if name else None
 
 
 def _accessor(module: nn.Module, name: str, names: dict[int, str]) -> str | None:

@@ -142,11 +142,19 @@ def _rehearse(clone: Clone, table: ShardingTable, degree: int, rows: int, way: s
         for index, (mine, _) in enumerate(found):
             wanted = cp.own_tokens(out.detach(), index, degree, way == "gather")
             if mine.shape != wanted.shape or _apart(mine, wanted, 0.0):
-                return f"with rows of {tokens} tokens, of which each rank has some, its logits are others"
+                return (
+                    f"with rows of {tokens} tokens, of which each rank has some, its logits are off by "
+                    f"{_error(mine, wanted, 0.0):.1e}, so some layer looks at tokens, or at their number, elsewhere "
+                    "than in attention"
+                )
         scale = max(float(item.abs().max()) for item in whole.values())
         for name, wanted in whole.items():
-            if _apart(torch.stack([grads[name] for _, grads in found]).sum(0), wanted, scale):
-                return f"with rows of {tokens} tokens, of which each rank has some, the gradient of {name} is another"
+            total = torch.stack([grads[name] for _, grads in found]).sum(0)
+            if _apart(total, wanted, scale):
+                return (
+                    f"with rows of {tokens} tokens, of which each rank has some, the gradient of '{name}' is off by "
+                    f"{_error(total, wanted, scale):.1e}, though the logits agree"
+                )
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
         return f"its code needs all tokens of a row elsewhere ({reason_of(error)[:120]})"
     return ""
@@ -158,5 +166,10 @@ def _gradients(out: torch.Tensor, named: dict[str, Any], upstream: torch.Tensor)
 
 
 def _apart(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> bool:
-    error = float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3 * scale, 1e-12)
-    return not error <= TOLERANCE
+    return not _error(found, wanted, scale) <= TOLERANCE
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> float:
+    if found.shape != wanted.shape:
+        return float("inf")
+    return float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3 * scale, 1e-12)

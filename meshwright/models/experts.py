@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.axes.experts import ExpertRows
@@ -85,3 +88,34 @@ def _arguments(module: nn.Module) -> tuple[str, str, str] | None:
     if len(names) != 3 or names[0] not in HIDDEN or names[1] not in CHOSEN or names[2] not in WEIGHTS:
         return None
     return names[0], names[1], names[2]
+
+
+def routes_wide(module: nn.Module) -> bool:
+    """Returns whether a mixture's router weighs experts in float32 while the model computes in bfloat16.
+
+    The module around the first experts is run on meta up to them; one that can't be run so counts as narrow.
+
+    Args:
+        module: a model on meta; it isn't changed.
+    """
+    found = find_experts(module)
+    if not found or "." not in found[0].module:
+        return False
+    path, _, own = found[0].module.rpartition(".")
+    block = copy.deepcopy(module.get_submodule(path)).to(torch.bfloat16)
+    rows, seen = found[0], list[torch.dtype]()
+
+    class Reached(Exception):
+        """The experts are called; nothing after that is of interest."""
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((dict(zip(rows.arguments, args)) | kwargs)[rows.arguments[2]].dtype)
+        raise Reached
+
+    block.get_submodule(own).register_forward_pre_hook(stop, with_kwargs=True)
+    width = next((item.shape[1] for _, item in block.named_parameters(recurse=True) if item.dim() == 2), 0)
+    try:
+        block(torch.empty(1, 2, width, dtype=torch.bfloat16, device="meta"))
+    except Exception:  # its code is the author's: whatever it raises, nothing is known
+        return bool(seen) and seen[0] == torch.float32
+    return False

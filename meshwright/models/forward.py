@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.axes.comm.checkpoints import repeated
 from meshwright.errors import ConfigError
 from meshwright.models.anatomy import Anatomy
 
@@ -150,7 +151,8 @@ def _call(
         arguments["position_ids"] = positions
     if anatomy.transformers and "use_cache" in anatomy.arguments:
         arguments["use_cache"] = False
-    return module(**arguments)
+    with repeated():
+        return module(**arguments)
 
 
 def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
 from meshwright.autograd_helper import computed_by_helper
+from meshwright.axes.comm.checkpoints import inlined
 from meshwright.axes.spine import Path, Returned, Spine
 from meshwright.axes.stage.cut import copied
 from meshwright.errors import MeshwrightError, PlanError
@@ -150,6 +151,7 @@ class _Probe:
         """Runs the clone and returns what it saw."""
         before = {name: item.clone() for name, item in self._module.named_buffers()}
         with contextlib.ExitStack() as stack:
+            stack.enter_context(inlined())
             for name in self._anatomy.layers:
                 layer = self._module.get_submodule(name)
                 for hook in (
@@ -165,9 +167,13 @@ class _Probe:
         return self._spine(self._marks(output))
 
     def _check_calls(self) -> None:
-        twice = [name for name, count in Counter(self._calls).items() if count > 1]
+        twice = [(name, count) for name, count in Counter(self._calls).items() if count > 1]
         if twice:
-            raise PlanError(f"its forward calls the layer '{twice[0]}' more than once")
+            name, count = twice[0]
+            raise PlanError(
+                f"its forward calls the layer '{name}' more than once ({count} times), so several stages would need "
+                "its weights; nearest that works: tp, cp or shard in place of pp"
+            )
         if len(self._calls) < 2:
             raise PlanError(f"its forward calls {len(self._calls)} repeated layers, and a stage needs one")
 

@@ -187,8 +187,6 @@ def _kind(layer: nn.Module) -> Any:
 
 def _rows(traced: LayerTrace, opened: Callable[[], LayerTrace], degree: int) -> LayerRows:
     """Finds, adapts and rehearses the groups of one kind of layer; ``opened`` gives the layer with its norms open."""
-    if traced.calls > 1:
-        return LayerRows(groups=(), refused={"": "the layer is called several times"}, sequence=False)
     if traced.output is None or not traced.inputs:
         return LayerRows(groups=(), refused={"": "the layer takes or gives no hidden state"}, sequence=False)
     candidates, refused = find_groups(traced, ROWS)
@@ -273,8 +271,33 @@ def _with_vocabulary(clone: Clone, table: ShardingTable, degree: int) -> Shardin
             gone = [name for name in names if name not in chosen]
             return dataclasses.replace(tried, refused=dict.fromkeys(gone, why), faults=tuple(gone))
         why = why or error
-    empty = {name: LayerRows(groups=(), refused={"": why}, faults=("",), sequence=False) for name in table.layers}
-    return ShardingTable(layers=empty, refused={"": f"the model, split, isn't the model: {why}"}, faults=("",))
+    return _fitting_layers(clone, table, why)
+
+
+def _fitting_layers(clone: Clone, table: ShardingTable, why: str) -> ShardingTable:
+    """Keeps the kinds of layers with which the whole model, split, is the whole model; others are refused by name.
+
+    Args:
+        clone: of the model.
+        table: that doesn't fit, without a vocabulary.
+        why: what was off with all layers split.
+    """
+    layers = {
+        name: LayerRows(groups=(), refused={"": why}, faults=("",), sequence=False) for name in table.layers
+    }
+    faults: list[str] = []
+    for names in layer_kinds(table).values():
+        tried = ShardingTable(layers=layers | {name: table.layers[name] for name in names})
+        if not any(rows.groups for rows in (table.layers[name] for name in names)):
+            continue
+        if error := rehearse_model(clone, tried, 2):
+            faults.append(f"with {names[0]} split over 2 ranks {error}")
+            refused = dataclasses.replace(layers[names[0]], refused={"": faults[-1]})
+            layers |= dict.fromkeys(names, refused)
+        else:
+            layers = dict(tried.layers)
+    reason = f"the model, split, isn't the model: {'; '.join(faults[:3]) or why}"
+    return ShardingTable(layers=layers, refused={"": reason}, faults=("",))
 
 
 def _carried(table: ShardingTable, clone: Clone, built: BuiltModel) -> ShardingTable:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from meshwright.axes.comm.checkpoints import inlined
+
 
 @dataclass(slots=True)
 class Cut:
@@ -85,7 +87,7 @@ def trace(layers: dict[str, nn.Module], run: Callable[[], Any], opened: bool = F
         opened: let norms over all features of a token pass what they get, so that features don't meet in them.
     """
     found: dict[str, LayerTrace] = {}
-    with _hooked(layers, found, opened):
+    with _hooked(layers, found, opened), inlined():
         run()
     return found
 
@@ -125,11 +127,12 @@ def _entering(name: str, found: dict[str, LayerTrace]) -> Callable[..., Any]:
             leaves.append(value.detach().clone().requires_grad_())
             return leaves[-1]
 
-        args, kwargs = tree_map_only(torch.Tensor, leaf, (args, kwargs))
         if name in found:
+            # A shared layer is read off its first call; the whole model's rehearsal sees all of them.
             found[name].calls += 1
-        else:
-            found[name] = LayerTrace(name, layer, args, kwargs, leaves)
+            return None
+        args, kwargs = tree_map_only(torch.Tensor, leaf, (args, kwargs))
+        found[name] = LayerTrace(name, layer, args, kwargs, leaves)
         # The code may write into what it gets, but not into a leaf.
         return tree_map_only(torch.Tensor, lambda item: item.clone() if item.requires_grad else item, (args, kwargs))
 
@@ -138,14 +141,15 @@ def _entering(name: str, found: dict[str, LayerTrace]) -> Callable[..., Any]:
 
 def _leaving(name: str, found: dict[str, LayerTrace]) -> Callable[..., Any]:
     def hook(_layer: nn.Module, _args: Any, out: Any) -> None:
-        found[name].output = first_tensor(out)
+        if found[name].calls == 1:
+            found[name].output = first_tensor(out)
 
     return hook
 
 
 def _cutting(layer: str, name: str, found: dict[str, LayerTrace], draw: torch.Generator) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        if layer not in found or not isinstance(out, torch.Tensor):
+        if layer not in found or found[layer].calls > 1 or not isinstance(out, torch.Tensor):
             return None
         cuts = found[layer].cuts
         # Any values of that size do; these leave no feature on the flat side of an activation for all tokens.
@@ -164,6 +168,8 @@ def _opening(layer: str, name: str, found: dict[str, LayerTrace]) -> Callable[..
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         if layer not in found or not isinstance(out, torch.Tensor) or not found[layer].inputs:
             return None
+        if found[layer].calls > 1:
+            return None
         every = [*args, *kwargs.values()]
         alike = [item for item in every if isinstance(item, torch.Tensor) and item.shape == out.shape]
         first = found[layer].inputs[0]
@@ -179,7 +185,7 @@ def _opening(layer: str, name: str, found: dict[str, LayerTrace]) -> Callable[..
 
 def _noting(layer: str, name: str, found: dict[str, LayerTrace]) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if layer in found:
+        if layer in found and found[layer].calls == 1:
             given = {str(place): item for place, item in enumerate(args)} | kwargs
             found[layer].arguments[name] = {key: item for key, item in given.items() if isinstance(item, torch.Tensor)}
 

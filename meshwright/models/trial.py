@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshwright.axes import tp
+from meshwright.axes.comm.checkpoints import repeated
 from meshwright.axes.comm.wire import AutogradCalls
 from meshwright.axes.placement import Place
 from meshwright.axes.table import LayerRows, ShardingTable, vocabulary_span
@@ -187,7 +188,7 @@ def _call(layer: nn.Module, trace: LayerTrace, inputs: dict[int, torch.Tensor]) 
         return inputs[id(item)].clone() if id(item) in inputs else item
 
     args, kwargs = tree_map_only(torch.Tensor, given, (trace.args, trace.kwargs))
-    with Wide():
+    with Wide(), repeated():
         out = first_tensor(layer(*args, **kwargs))
     if out is None:
         raise RuntimeError("the layer returns no tensor")
@@ -347,7 +348,7 @@ def rehearse_model(
             start, stop = vocabulary_span(out.shape[-1], degree, index) if out.dim() == 3 else (0, 0)
             whole = own.shape == out.shape
             if error := _apart(own, out if whole else out[..., start:stop]):
-                return f"its logits are off by {error:.1e}"
+                return f"its logits are off by {error:.1e} where {degree} ranks split layers and vocabulary"
         return _gradients_apart(wanted, found, degree)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         return reason_of(error)

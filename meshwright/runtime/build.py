@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.axes import cp, ep, replicate, shard, wide
 from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.checkpoints import repeat_in
 from meshwright.axes.comm.layers import layer_of
 from meshwright.axes.comm.wire import Wire
 from meshwright.axes.experts import ExpertRows
@@ -289,6 +290,7 @@ def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.devic
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
     for part in work.parts:
+        repeat_in(part.module, *([work.chance.snapshot] if work.chance is not None else []))
         materialise(part.module, part.places, host, master, source.fill)
         source.fill_buffers(part.module, device)
         if layout.precision == "float64":

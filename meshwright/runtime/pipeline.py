@@ -153,7 +153,9 @@ class PipelineProgram(Program):
                 kinds = chain(self.parts, self._line, lambda part, taken: self._compute_stage(part, 0, taken))
             for part in self.parts:
                 _release(part.module)
-            self._run = shape, ScheduleRun(self.parts, self._line, kinds, self._forward, self._before_backward)
+            cut = self._stages[0].cut
+            whole = cut is not None and bool(cut.spine.whole_backward)
+            self._run = shape, ScheduleRun(self.parts, self._line, kinds, self._forward, self._before_backward, whole)
         return self._run[1]
 
     def _forward(self, part: Part, number: int, taken: tuple[torch.Tensor, ...]) -> Any:

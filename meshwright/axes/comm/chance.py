@@ -8,9 +8,11 @@ change of the layout moves a number, and a layer that is computed again draws th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +171,24 @@ class Chance:
                 self.moment = held
 
         return call
+
+    def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns what brings back the present place in the forward, for a checkpoint of the model's own."""
+        moment, on = self.moment, self._on
+        if moment is None:
+            return contextlib.nullcontext
+        then = dataclasses.replace(moment, calls=dict(moment.calls))
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            held = self.moment, self._on
+            self.moment, self._on = dataclasses.replace(then, calls=dict(then.calls)), on
+            try:
+                yield
+            finally:
+                self.moment, self._on = held
+
+        return again
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns what dropout keeps of a tensor, bool."""

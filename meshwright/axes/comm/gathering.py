@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from meshwright.axes.comm.flow import gathered
-from meshwright.axes.comm.gates import is_hidden, on_hidden
+from meshwright.axes.comm.gates import is_hidden
 from meshwright.axes.comm.wire import Wire
 from meshwright.axes.placement import Span
 
@@ -75,14 +75,12 @@ def own_runs(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], wire.index, wire.size)], dim=1)
 
 
-def wrap_layer(layer: Any, wire: Wire, first: bool, splits: int) -> None:
+def wrap_layer(layer: Any, wire: Wire, splits: int) -> None:
     """Makes a layer compute this rank's runs of the tokens.
 
     Args:
-        layer: takes a hidden state (B, S / (size splits), D), the ``first`` one all tokens; what else it takes counts
-            all tokens.
+        layer: takes a hidden state (B, S / (size splits), D); what else it takes counts all tokens.
         wire: the axis.
-        first: whether it is the model's first layer.
         splits: number of parts into which another axis splits this rank's tokens between the layers.
     """
     plain = layer.forward
@@ -100,5 +98,3 @@ def wrap_layer(layer: Any, wire: Wire, first: bool, splits: int) -> None:
             return plain(*args, **kwargs)
 
     layer.forward = forward
-    if first:
-        on_hidden(layer, lambda x: own_runs(x, wire), before=True)

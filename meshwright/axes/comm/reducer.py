@@ -19,6 +19,8 @@ from meshwright.errors import ConfigError
 
 ALONE_BYTES = 1 << 20
 """Gradients of at least this size travel alone; smaller ones are packed until a bucket holds this much."""
+ALONE_SHARE = 16
+"""In a model of less than so many times that, a gradient of this part of all travels alone: clones do as models do."""
 
 
 @dataclass
@@ -51,7 +53,10 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         open_buckets: dict[torch.dtype, _Bucket] = {}
-        for parameter in reversed([item for item in parameters if item.requires_grad]):
+        trained = [item for item in parameters if item.requires_grad]
+        every = sum(item.numel() * item.element_size() for item in trained)
+        self._alone = min(ALONE_BYTES, max(1, every // ALONE_SHARE))
+        for parameter in reversed(trained):
             self._place(parameter, open_buckets)
             parameter.register_post_accumulate_grad_hook(self._ready)
         for bucket in self._buckets:
@@ -60,15 +65,15 @@ class GradientReducer:
     def _place(self, parameter: nn.Parameter, open_buckets: dict[torch.dtype, _Bucket]) -> None:
         """Puts a parameter alone or into the bucket of its dtype that is being filled."""
         size = parameter.numel() * parameter.element_size()
-        bucket = None if size >= ALONE_BYTES else open_buckets.get(parameter.dtype)
+        bucket = None if size >= self._alone else open_buckets.get(parameter.dtype)
         if bucket is None:
             bucket = _Bucket()
             self._buckets.append(bucket)
-            if size < ALONE_BYTES:
+            if size < self._alone:
                 open_buckets[parameter.dtype] = bucket
         bucket.parameters.append(parameter)
         bucket.bytes += size
-        if bucket.bytes >= ALONE_BYTES:
+        if bucket.bytes >= self._alone:
             open_buckets.pop(parameter.dtype, None)
         self._bucket_of[parameter] = bucket
 

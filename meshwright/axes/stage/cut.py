@@ -8,16 +8,19 @@ in each stage, since each reads the same tokens.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
+from meshwright.axes.comm.checkpoints import repeated
 from meshwright.axes.spine import Path, Spine
 
 
@@ -91,11 +94,26 @@ class Stage:
         """
         self._received = received
         try:
-            return call()
+            with repeated(self._snapshot, fed=not self.is_first):
+                return call()
         except _Boundary as left:
             return left.payload
         finally:
             self._received = ()
+
+    def _snapshot(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns what gives the stage its present input again, for a checkpoint of the model's own."""
+        received = self._received
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            held, self._received = self._received, received
+            try:
+                yield
+            finally:
+                self._received = held
+
+        return again
 
     def _receive(self, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
         call = (args, kwargs)
