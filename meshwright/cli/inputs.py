@@ -128,9 +128,20 @@ def read_model(config: RunConfig, vocab: int | None, context: int | None) -> Rea
 
 def model_parts(built: BuiltModel, facts: Facts) -> ModelParts:
     """Returns what prices every axis: the model's weights by name, and what a layout knows of them."""
+    from meshwright.models.experts import routes_wide
+
     named = built.module.named_parameters(remove_duplicate=False)
     anatomy = built.anatomy
-    return ModelParts.of(named, anatomy.layers, anatomy.ties, facts.table, facts.spine, facts.experts, facts.attention)
+    return ModelParts.of(
+        named,
+        anatomy.layers,
+        anatomy.ties,
+        facts.table,
+        facts.spine,
+        facts.experts,
+        facts.attention,
+        wide_routing=routes_wide(built.module),
+    )
 
 
 def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from meshwright import __version__
 from meshwright.cli.words import say
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from meshwright.data.tokens import TokenSet
+    from meshwright.proof.ahead import Proof
     from meshwright.train.session import Job
 
 FILE = "proof.json"
 
 
-def before(job: Job, token_set: TokenSet, forks: bool) -> None:
-    """Proves a run's layout on a small clone; says it in a line, an event and `FILE`. One rank needs no proof.
+def before(job: Job, token_set: TokenSet, forks: bool, nodes: bool = False) -> None:
+    """Proves a run's layout on a small clone; says it in a line, an event and `FILE`.
+
+    One rank needs no proof. A run that is resumed needs none either while `FILE` holds that of the same layout, model
+    and code.
 
     Args:
         job: the run; its directory is there.
         token_set: the prepared text.
         forks: whether this process starts ranks of its own.
+        nodes: whether other nodes wait for this one meanwhile.
 
     Raises:
         PlanError: when the layout doesn't compute what one device computes.
     """
-    from meshwright.events import Event
-    from meshwright.monitor.sinks import JsonlSink
     from meshwright.proof.ahead import Proof, prove_ahead
 
     layout, config = job.plan.layout, job.config
     if layout.world == 1:
+        return
+    # The others wait no longer than group_s.
+    limit_s = min(config.train.prove_s, config.launch.group_s / 2) if nodes else config.train.prove_s
+    documents = config.data.mask_documents and len(token_set.train.ends) > 1
+    subject = {
+        "layout": str(layout),
+        "model": job.fingerprint,
+        "code": code_hash(job.model.module),
+        "sequence": config.data.sequence,
+        "documents": documents,
+        "forks": forks,
+    }
+    path = job.run_dir / FILE
+    if is_known(path, subject, limit_s):
         return
     if forks:
         proof = prove_ahead(
@@ -39,14 +63,23 @@ def before(job: Job, token_set: TokenSet, forks: bool) -> None:
             layout,
             vocab=token_set.vocab_size,
             tokens=config.data.sequence,
-            documents=config.data.mask_documents and len(token_set.train.ends) > 1,
-            limit_s=config.train.prove_s,
+            documents=documents,
+            limit_s=limit_s,
         )
     else:
         why = "under torchrun this process is a rank and starts none of its own; meshwright verify proves it"
         proof = Proof(outcome="left out", layout=str(layout), why=why)
-    (job.run_dir / FILE).write_text(json.dumps(proof.to_json(), indent=2), encoding="utf-8")
-    sink = JsonlSink(job.run_dir, metrics=False)
+    report = proof.to_json() | {"subject": subject, "limit_s": limit_s}
+    path.write_text(json.dumps(report, indent=2), encoding="utf-8")
+    _tell(job.run_dir, proof)
+
+
+def _tell(run_dir: Path, proof: Proof) -> None:
+    """Says what came of a proof, in an event and in a line or an error."""
+    from meshwright.events import Event
+    from meshwright.monitor.sinks import JsonlSink
+
+    sink = JsonlSink(run_dir, metrics=False)
     try:
         told = {"layout": proof.layout, "proven": proof.proven, "outcome": proof.outcome, "seconds": proof.seconds}
         sink.event(Event(kind="proved" if proof.passed else "not_proved", rank=-1, data=told | {"why": proof.why}))
@@ -60,6 +93,28 @@ def before(job: Job, token_set: TokenSet, forks: bool) -> None:
             "with --train.no-prove"
         )
     say(str(proof))
+
+
+def code_hash(module: nn.Module) -> str:
+    """Returns a hash of the files that define a model's classes, and of meshwright's version."""
+    digest = hashlib.sha256(__version__.encode())
+    for name in sorted({type(part).__module__ for part in module.modules()}):
+        digest.update(name.encode())
+        file = getattr(sys.modules.get(name), "__file__", None) or ""
+        with contextlib.suppress(OSError):  # a class typed at a prompt has no file
+            digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def is_known(path: Path, subject: dict[str, Any], limit_s: float) -> bool:
+    """Returns whether a run's directory holds the outcome of the same proof, which nothing kept from training."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["subject"] != subject or found["outcome"] in ("wrong", "crashed"):
+            return False
+        return bool(found["outcome"] != "unfinished" or found["limit_s"] >= limit_s)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _on_cpu() -> bool:

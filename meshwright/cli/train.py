@@ -37,6 +37,7 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.preload import prepare_environment
 from meshwright.plan import Layout, Plan
 from meshwright.planner.ledger import record
+from meshwright.resilience.keeper import await_keeper
 from meshwright.resilience.owner import FOLDER as OWNER
 from meshwright.resilience.owner import RunLock
 from meshwright.train.hooks import Hook
@@ -109,7 +110,9 @@ def train(config: RunConfig, hooks: Sequence[Hook] = (), nodes: NodeWords | None
     config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
     prepare_environment()
     if nodes is not None:
-        return _train(_owned(config), nodes.place(config), tuple(hooks))
+        place, config = nodes.place(config), _owned(config)
+        with RunLock(Path(config.run), config.launch.owner_s, nodes.node):
+            return _train(config, place, tuple(hooks))
     config, launcher = _owned(config), choose_launcher(config.devices, config=config.launch)
     if not isinstance(launcher, ForkLauncher) and launcher.context.rank:
         return _train(config, launcher, tuple(hooks))
@@ -167,7 +170,7 @@ def _train(
         trials.written(run_dir, rows)
     _begin(job, first, isinstance(launcher, Nodes), token_set)
     if first and config.train.prove:
-        proven.before(job, token_set, forks=context is None)
+        proven.before(job, token_set, forks=context is None, nodes=isinstance(launcher, Nodes))
     if isinstance(launcher, Nodes):
         result, first = _nodes_result(config, model, job, launcher, machines)
     else:
@@ -187,6 +190,7 @@ def _begin(job: Job, first: bool, nodes: bool, token_set: TokenSet) -> None:
         token_set: the prepared text.
     """
     if first:
+        await_keeper(job.run_dir, job.config.checkpoint.wait_s, say)
         _write_run(job.run_dir, job.config, job.plan)
         fetch(job.config, job.run_dir)
     else:
@@ -342,8 +346,7 @@ def _conclude(
         sink.close()
     if config.monitor.report:
         summary["report"] = str(write_report(run_dir, config.monitor.drift_bound))
-    summary["state"] = _state(run_dir)
-    summary["time"] = _time(run_dir)
+    summary["state"], summary["time"] = _state(run_dir), _time(run_dir)
     if result["finished"] and summary["time"]:
         _remember(plan, summary["time"], machines.fewer(plan.ranks))
     show_result(summary)
@@ -393,7 +396,5 @@ def _sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str,
     from meshwright.cli.trained import open_run
 
     trained = open_run(run_dir, trust=True)  # its config is what this command was given
-    prompt = config.train.sample
-    if not prompt:
-        prompt = token_set.held_out_text(256).decode("utf-8", errors="ignore")[:64]
+    prompt = config.train.sample or token_set.held_out_text(256).decode("utf-8", errors="ignore")[:64]
     return prompt, trained.complete(prompt, max_tokens=config.train.sample_tokens)

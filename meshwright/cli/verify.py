@@ -122,6 +122,8 @@ def show(verdict: Verdict, width: int) -> None:
     errors = (verdict.loss_error, verdict.grad_error, verdict.grad_norm_error, verdict.weight_error)
     numbers = "  ".join(f"{name} {error:.1e}" for name, error in zip(("loss", "gradient", "norm", "weight"), errors))
     say(f"  {word:<8} {verdict.layout:<{width}}  {numbers}  worst {verdict.worst.name}")
+    if verdict.wrong:
+        say(f"           {verdict.wrong}")
     if verdict.scope:
         say(f"           {verdict.scope.summary}")
 

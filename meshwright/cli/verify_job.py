@@ -61,8 +61,8 @@ def run(argv: Sequence[str]) -> int:
     prepare_environment()
     from meshwright.proof.job import verify_job
 
-    pairs = _pairs(layouts)
     case, what = _case(config, layouts, full, int(steps), limit_s)
+    pairs = _pairs([dataclasses.replace(layout, precision="float64") for layout in layouts])
     if not as_json:
         say(what)
     verdicts = verify_job(case, pairs, None if as_json else show)
@@ -119,7 +119,14 @@ def _job_and_layouts(words: list[str], named: Sequence[str], trust: bool) -> tup
     texts = list(named) or ([own] if own else [])
     if not texts:
         raise ConfigError("the recipe leaves the layout to the planner (auto): name layouts with --layout")
-    return config, [dataclasses.replace(Layout.parse(text), precision="float64") for text in texts]
+    layouts = [Layout.parse(text) for text in texts]
+    for layout, text in zip(layouts, named):
+        if "precision" in text and layout.precision != "float64":
+            raise ConfigError(
+                f"--layout {text}: a job is proven in float64; drop precision={layout.precision}, and prove its steps "
+                f"within rounding by meshwright verify --model {config.model.name} --layout {text}"
+            )
+    return config, layouts
 
 
 def _pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
@@ -160,7 +167,9 @@ def _case(config: RunConfig, layouts: Sequence[Layout], full: bool, steps: int, 
     build()
     case = JobCase(config=scaled, build=build, data=token_set.path, timeout_s=limit_s)
     what = f"{config.model.name} on {token_set.path}: {steps} steps of {rows} x {tokens} tokens, float64"
-    return case, what + (f"; instead of the run's own: {', '.join(less)} (--full proves all)" if less else "")
+    narrow = sorted({layout.precision for layout in layouts} & {"bf16", "fp16"})
+    stands = f"; float64 stands for {' and '.join(narrow)}, in which verify --model proves steps" if narrow else ""
+    return case, what + (f"; instead of the run's own: {', '.join(less)} (--full proves all)" if less else "") + stands
 
 
 def _clone(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:

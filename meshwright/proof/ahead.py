@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.axes.groups import world_size
-from meshwright.errors import ConfigError, MeshwrightError, PlanError
+from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import count_cores, found_devices
 from meshwright.launch.fork import ForkLauncher
@@ -129,10 +129,10 @@ def prove_ahead(
         small = _smaller(built, layout, vocab, tokens)
         with tempfile.TemporaryDirectory(prefix="meshwright-proof-", ignore_cleanup_errors=True) as folder:
             verdict = _beside(small, documents, limit_s, folder)
-    except MeshwrightError as error:
+    except Exception as error:  # no reason to keep a run from training
         seconds = time.monotonic() - began
         late = seconds >= limit_s
-        why = f"it wasn't finished within train.prove_s = {limit_s:g} s" if late else one_line(error)
+        why = f"it wasn't finished within {limit_s:g} s (train.prove_s)" if late else one_line(error)
         proven, instead = (small.text, small.instead) if small else ("", ())
         outcome = "unfinished" if late else "refused"
         return Proof(outcome=outcome, layout=text, proven=proven, instead=instead, why=why, seconds=seconds)
@@ -149,7 +149,7 @@ def prove_ahead(
 
 def _why(verdict: Verdict) -> str:
     if verdict.outcome == "wrong":
-        return f"it doesn't compute what one device computes: {verdict.worst.name} is off by {verdict.worst.error:.1e}"
+        return f"it doesn't compute what one device computes: {verdict.wrong}"
     return verdict.refused or verdict.crashed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +17,9 @@ TINY_SHARE = 1e-3
 
 Some gradients are zero in exact arithmetic (a key's bias under softmax), and their rounding noise has no relative size.
 """
+
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit): .")
+"""A line of a traceback that names an error and says something of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,8 @@ class Verdict:
     """Why there is no pass: the layout couldn't run, or left whole what it was asked to split."""
     crashed: str = ""
     """What ended the layout's ranks, if something did."""
+    wrong: str = ""
+    """What differs from one device, in which layer, and what that points at; "" where nothing does."""
     scope: Scope | None = None
     """What was proven; None where nothing ran."""
 
@@ -70,14 +76,17 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
         plain = asdict(self) | {"scope": self.scope.to_json() if self.scope else None}
-        plain = {key: value for key, value in plain.items() if value or key not in ("refused", "crashed", "scope")}
+        optional = ("refused", "crashed", "wrong", "scope")
+        plain = {key: value for key, value in plain.items() if value or key not in optional}
         return {key: _finite(value) for key, value in plain.items()}
 
 
 def one_line(error: BaseException) -> str:
-    """Returns what went wrong in one line that is never empty: the last of a traceback, with the error's type."""
+    """Returns what went wrong in one line that is never empty: where a traceback's error begins, with its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("then [", "all "))] or lines
+    # An error's message may have many lines, whose last says nothing; its first has the error's name in front.
+    lines = [line for line in lines if _RAISED.match(line)] or lines
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
 
 
@@ -140,6 +149,7 @@ def merged(
     name, error = max(both, key=lambda item: item[1], default=("", 0.0))
     grad_error, weight_error = (max(found.values(), default=0.0) for found in (gradients, weights))
     equal = max(loss, norm, grad_error, weight_error) <= bound
+    differs = _Difference(layout=layout, bound=bound, loss=loss, norm=norm, gradients=gradients, weights=weights)
     refused = left_whole(scope) if equal and scope and scope.unsplit and not allow_whole else ""
     return Verdict(
         layout=layout,
@@ -150,8 +160,56 @@ def merged(
         weight_error=weight_error,
         worst=Worst(name=name, error=error),
         refused=refused,
+        wrong="" if equal else differs.sentence,
         scope=scope,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Difference:
+    """How a layout's run differs from one device's; errors are relative."""
+
+    layout: str
+    bound: float
+    loss: float
+    norm: float
+    gradients: Mapping[str, float]
+    """Largest error of any compared step and rank, by weight."""
+    weights: Mapping[str, float]
+    """The same after the last step."""
+
+    @property
+    def sentence(self) -> str:
+        """Which tensor, of which layer, under which layout, and what the pattern of errors points at."""
+        kind, errors = ("gradient", self.gradients) if self._off(self.gradients) else ("trained value", self.weights)
+        off = self._off(errors)
+        if not off:
+            what = f"the loss is off by {self.loss:.1e} and the gradients' norm by {self.norm:.1e}"
+            return f"under {self.layout} {what}, but every gradient and weight agrees: {self._cause(False)}"
+        worst = max(off, key=lambda name: errors[name])
+        layer = worst.rpartition(".")[0]
+        more = f", the first of them in '{off[0]}'" if len(off) > 1 else ""
+        return (
+            f"under {self.layout} the {kind} of '{worst}' (in {layer or 'the model itself'}) is off by "
+            f"{errors[worst]:.1e}, and {len(off)} of {len(errors)} weights are off by more than {self.bound:g}{more}; "
+            f"the loss is off by {self.loss:.1e}: {self._cause(kind == 'gradient')}"
+        )
+
+    def _off(self, errors: Mapping[str, float]) -> list[str]:
+        return [name for name, error in errors.items() if not error <= self.bound]
+
+    def _cause(self, gradient: bool) -> str:
+        if not self.loss <= self.bound:
+            return (
+                "its forward computes something else, so some code looks at tokens, heads, rows or random numbers that "
+                "the layout gives to other ranks"
+            )
+        if not gradient:
+            return "forward and backward agree, so the sum of the loss, the clipping or the optimizer's step differs"
+        if len(off := self._off(self.gradients)) <= len(self.gradients) // 2:
+            names = ", ".join(off[:3])
+            return f"forward agrees, so what differs is how the gradient of these is summed over ranks: {names}"
+        return "forward agrees, so its backward does something else, or gradients are summed over the wrong ranks"
 
 
 def left_whole(scope: Scope) -> str:

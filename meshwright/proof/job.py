@@ -72,7 +72,8 @@ class JobVerdict:
     """Of the second half."""
     passed: bool
     errors: Mapping[str, float] = field(default_factory=dict)
-    """The largest error of ``loss``, ``norm``, ``rate``, ``tokens``, ``validation``, ``weights`` and ``moments``."""
+    """The largest error of ``loss``, ``norm``, ``rate``, ``tokens``, ``total``, ``accuracy``, ``validation``,
+    ``weights`` (those that aren't trained too) and ``moments``."""
     worst: str = ""
     """The tensor of the checkpoint that is furthest off."""
     refused: str = ""
@@ -233,6 +234,7 @@ def _plain_job(case: JobCase) -> PlainJob:
             weight_decay=optimizer.weight_decay,
             decay_all=optimizer.decay == "all",
             clip=optimizer.clip,
+            largest_norm=config.recovery.largest_norm,
         ),
         steps=steps,
         evaluate=(steps // 2, steps),
@@ -253,15 +255,23 @@ def _compared(case: JobCase, first: Layout, second: Layout, run_dir: Path, wante
             ("norm", "grad_norm", "norms"),
             ("rate", "lr", "rates"),
             ("tokens", "tokens", "tokens"),
+            ("total", "tokens_total", "totals"),
+            ("accuracy", "accuracy", "accuracies"),
         )
     }
-    seen = {row["step"]: row["loss"] for row in _lines(run_dir / "events.jsonl") if row["kind"] == "evaluated"}
-    errors["validation"] = max(relative(seen.get(step, math.inf), loss) for step, loss in wanted["validation"].items())
+    seen = {row["step"]: row for row in _lines(run_dir / "events.jsonl") if row["kind"] == "evaluated"}
+    errors["validation"] = max(
+        relative(seen.get(step, {}).get(key, math.inf), value)
+        for step, values in wanted["validation"].items()
+        for key, value in values.items()
+    )
     store = CheckpointStore(run_dir / "checkpoints", case.config.checkpoint)
     found = store.find(steps)
     assert found is not None
     state = dict(store.read_full(found))
     worst, largest = "", -1.0
+    if extra := {name for name in state if not name.startswith("buffers/")} - wanted["state"].keys():
+        raise PlanError(f"the run's checkpoint holds {sorted(extra)[:3]}, which the plain loop knows nothing of")
     for kind, prefixes in (("weights", ("weights",)), ("moments", ("exp_avg", "exp_avg_sq"))):
         for prefix in prefixes:
             values = {name: value for name, value in wanted["state"].items() if name.startswith(f"{prefix}/")}

@@ -56,7 +56,8 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
     """Returns the data layouts and every composition of the other axes, with choices that change from one to the next.
 
     Each factorisation of the ranks stands once, or twice where experts can be spread over it as well; the ZeRO level,
-    recompute and token splits take turns. Each schedule stands once at the smallest pipeline.
+    recompute, token splits and the two ways of attention under ``cp`` take turns, and ``cp`` alone stands in both. Each
+    schedule stands once at the smallest pipeline.
 
     Args:
         ranks: number of ranks.
@@ -67,6 +68,7 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
     data = [name for name, axis in known_axes().items() if axis.reads is Reads.ROWS]
     found = data_layouts(ranks, base)
     levels, recomputes, splits = cycle((1, 2, 3)), cycle(("none", "full", "selective")), cycle((True, False))
+    attentions = cycle(("", "gather"))
     for degrees in factorisations(ranks, list(mesh_shape({}))):
         if all(degree == 1 for name, degree in degrees.items() if name not in data):
             continue
@@ -77,8 +79,11 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
             microbatches=2 * degrees["pp"] if degrees["pp"] > 1 else 1,
             recompute=next(recomputes),
             sequence=degrees["tp"] > 1 and next(splits),
+            attention=next(attentions) if degrees["cp"] > 1 else "",
         )
         found.append(layout)
+        if degrees["cp"] == ranks:
+            found.append(dataclasses.replace(layout, attention="" if layout.attention else "gather"))
         if experts:
             found += _with_experts(layout, experts)
     if ranks > 1:

@@ -174,6 +174,8 @@ class PlainOptimizer:
     """Whether weights of one dim decay too."""
     clip: float
     """Largest gradient norm; 0 for none."""
+    largest_norm: float = 0.0
+    """Largest norm, before clipping, with which a step changes weights and moments; 0 for any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,8 +206,9 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
         job: the job.
 
     Returns:
-        ``losses``, ``norms``, ``rates``, ``tokens`` (lists, one a step), ``validation`` (step to loss), and ``state``:
-        name in a checkpoint to value.
+        ``losses``, ``norms``, ``rates``, ``tokens``, ``totals`` (tokens up to a step), ``accuracies`` (lists, one a
+        step), ``validation`` (step to ``loss``, ``accuracy`` and ``targets``), and ``state``: name in a checkpoint to
+        value.
     """
     named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
     config = job.optimizer
@@ -215,11 +218,13 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=1.0, betas=config.betas, eps=config.eps, foreach=False
     )
-    found: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "tokens": [], "validation": {}}
+    lists = ("losses", "norms", "rates", "tokens", "totals", "accuracies")
+    found: dict[str, Any] = {"validation": {}} | {name: [] for name in lists}
     for step in range(job.steps):
         batch = job.rows.batch(step)
         optimizer.zero_grad(set_to_none=True)
-        loss = _mean_loss(forward(module, batch, step), batch.targets)
+        logits = forward(module, batch, step)
+        loss = _mean_loss(logits, batch.targets)
         loss.backward()
         for _, item in named:
             item.grad = torch.zeros_like(item) if item.grad is None else item.grad
@@ -227,17 +232,22 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf, foreach=False)
         for group in optimizer.param_groups:
             group["lr"] = job.schedule.rate(step)
-        optimizer.step()
+        if not config.largest_norm or float(norm) <= config.largest_norm:
+            optimizer.step()
         found["losses"].append(loss.item())
         found["norms"].append(float(norm))
         found["rates"].append(job.schedule.rate(step))
         found["tokens"].append(int((batch.targets != IGNORED).sum()))
+        found["totals"].append(sum(found["tokens"]))
+        found["accuracies"].append(_hits(logits, batch.targets) / max(1, found["tokens"][-1]))
         if step + 1 in job.evaluate:
-            found["validation"][step + 1] = _validation_loss(module, forward, job, step + 1)
-    state = {f"weights/{name}": item.detach().clone() for name, item in named}
+            found["validation"][step + 1] = _validation(module, forward, job, step + 1)
+    # Weights that aren't trained stand in a checkpoint too.
+    state = {f"weights/{name}": item.detach().clone() for name, item in module.named_parameters()}
     for name, item in named:
-        moments = optimizer.state[item]
-        state |= {f"{moment}/{name}": moments[moment].clone() for moment in ("exp_avg", "exp_avg_sq")}
+        moments = optimizer.state[item]  # none where no step was taken
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"{moment}/{name}"] = moments[moment].clone() if moments else torch.zeros_like(item)
     return found | {"state": state}
 
 
@@ -245,14 +255,22 @@ def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
-def _validation_loss(module: nn.Module, forward: Forward, job: PlainJob, step: int) -> float:
-    """Returns the mean loss over the windows, every token counted once."""
-    total, count = 0.0, 0
+def _hits(logits: torch.Tensor, targets: torch.Tensor) -> int:
+    """Returns how many targets have the largest logit of their place; ``logits: (B, S, V)``, ``targets: (B, S)``."""
+    counted = targets != IGNORED
+    chosen = logits.detach()[counted].gather(1, targets[counted].unsqueeze(1)).squeeze(1)
+    return int((chosen == logits.detach()[counted].amax(dim=1)).sum())
+
+
+def _validation(module: nn.Module, forward: Forward, job: PlainJob, step: int) -> dict[str, float]:
+    """Returns mean loss and share of hits over the windows, and their number of targets; every token counts once."""
+    total, count, hits = 0.0, 0, 0
     module.eval()
     with torch.no_grad():
         for batch in job.rows.held_out(job.evaluation_rows):
-            loss = _mean_loss(forward(module, batch, step), batch.targets)
-            total += float(loss) * batch.targets.numel()
+            logits = forward(module, batch, step)
+            total += float(_mean_loss(logits, batch.targets)) * batch.targets.numel()
             count += batch.targets.numel()
+            hits += _hits(logits, batch.targets)
     module.train()
-    return total / max(1, count)
+    return {"loss": total / max(1, count), "accuracy": hits / max(1, count), "targets": count}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from meshwright.axes.comm.wire import Wire
+from meshwright.cli import proven
 from meshwright.plan import Layout
+from meshwright.proof import ahead
 from meshwright.proof.ahead import few_ranks
-from tests.runs import call, events, words, write_corpus
+from meshwright.train.run_config import RunConfig
+from tests.runs import call, events, rows, words, write_corpus
 
 TINY = (
     "--train.prove",
@@ -61,6 +66,70 @@ def test_a_layout_that_equals_one_device_is_proven_and_trains(root: Path) -> Non
     assert kinds[0] == "proved" and "run_finished" in kinds
 
 
+def test_a_resumed_run_is_proven_again_when_its_layout_or_model_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def counted(_built: Any, layout: Layout, *, limit_s: float, **_rest: Any) -> ahead.Proof:
+        asked.append((str(layout), limit_s))
+        return ahead.Proof(outcome="refused", layout=str(layout), why="none here")
+
+    def begin(layout: str, model: str, nodes: bool = False) -> None:
+        plan = SimpleNamespace(layout=Layout.parse(layout))
+        built = SimpleNamespace(module=torch.nn.Linear(2, 2))
+        config = RunConfig()
+        job = SimpleNamespace(plan=plan, config=config, fingerprint=model, model=built, run_dir=tmp_path)
+        text = SimpleNamespace(vocab_size=9, train=SimpleNamespace(ends=[4]))
+        assert config.train.prove, "it is made unless told otherwise"
+        proven.before(cast(Any, job), cast(Any, text), forks=True, nodes=nodes)
+
+    monkeypatch.setattr(ahead, "prove_ahead", counted)
+    begin("tp=1", "m")
+    assert asked == [] and not (tmp_path / "proof.json").exists(), "one device has nothing to prove"
+    begin("tp=2", "m")
+    begin("tp=2", "m")
+    assert asked == [("tp=2", 20.0)]
+    begin("tp=2", "n")
+    begin("shard=2", "n", nodes=True)
+    begin("shard=2", "n")
+    assert asked[1:] == [("tp=2", 20.0), ("shard=2,zero=3", 20.0)]
+    assert [row["layout"] for row in rows(tmp_path, "events.jsonl")] == ["tp=2", "tp=2", "shard=2,zero=3"]
+
+
+def test_a_proof_is_known_by_what_was_proven(tmp_path: Path) -> None:
+    path, subject = tmp_path / "proof.json", {"layout": "tp=2", "model": "m"}
+    for text in ("", "[]", "{}", '{"subject": 3}'):
+        path.write_text(text)
+        assert not proven.is_known(path, subject, 20.0)
+    for outcome, known in {"passed": True, "refused": True, "wrong": False, "crashed": False}.items():
+        path.write_text(json.dumps({"subject": subject, "outcome": outcome, "limit_s": 20.0}))
+        assert proven.is_known(path, subject, 20.0) is known
+        assert not proven.is_known(path, subject | {"model": "n"}, 20.0)
+    path.write_text(json.dumps({"subject": subject, "outcome": "unfinished", "limit_s": 20.0}))
+    assert proven.is_known(path, subject, 20.0) and not proven.is_known(path, subject, 21.0)
+
+
+def test_a_models_code_is_part_of_what_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "edited_model.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("edited_model").Net(2, 2)
+    before = proven.code_hash(module)
+    assert proven.code_hash(module) == before
+    (tmp_path / "edited_model.py").write_text("# another function now\n")
+    assert proven.code_hash(module) != before
+
+
+def test_what_goes_wrong_in_the_proof_itself_keeps_no_run_from_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_args: Any) -> None:
+        raise ValueError("no such clone")
+
+    monkeypatch.setattr(ahead, "_smaller", broken)
+    layout = Layout.parse("replicate=2")
+    proof = ahead.prove_ahead(cast(Any, None), layout, vocab=9, tokens=8, documents=False, limit_s=20.0)
+    assert not proof.failed and str(proof) == "not proved: replicate=2: ValueError: no such clone"
+
+
 def test_a_planted_bug_is_refused_before_a_rank_trains(root: Path) -> None:
     argv = words(root, "bad", *TINY, layout="replicate=2", devices=2)
     status, text = call(argv, root / "log", before=halve)
@@ -85,7 +154,7 @@ def test_a_proof_that_takes_too_long_is_ended_and_the_run_trains(root: Path) -> 
     argv = words(root, "late", *TINY, "--train.prove-s", "0.01", layout="replicate=2", devices=2)
     status, text = call(argv, root / "log")
     assert status == 0, text
-    assert "not proved: replicate=2: it wasn't finished within train.prove_s = 0.01 s" in text
+    assert "not proved: replicate=2: it wasn't finished within 0.01 s (train.prove_s)" in text
     assert proof(root, "late")["outcome"] == "unfinished"
     assert events(root / "late", "run_finished")
 

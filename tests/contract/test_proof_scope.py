@@ -59,6 +59,8 @@ def test_the_proof_sees_what_a_blind_trial_let_pass(span: int, monkeypatch: pyte
     monkeypatch.setattr(context, "trial_tokens", lambda tokens, elements: (8, ""))
     (verdict,) = verify(case(chunked(span), (120, 24)), [Layout.parse("cp=2,precision=float64")])
     assert verdict.outcome == "wrong" and verdict.loss_error > 1e-9
+    assert "the gradient of '" in verdict.wrong and "cp=2" in verdict.wrong
+    assert "its forward computes something else" in verdict.wrong
     assert verdict.scope is not None and verdict.scope.lengths == (120, 24)
 
 
@@ -145,11 +147,14 @@ def test_streams_that_are_permuted_views_pass_through_a_split_backward() -> None
     assert verdict.passed, verdict
 
 
-def test_a_backward_that_can_t_come_in_halves_is_refused_before_a_rank_starts() -> None:
-    built = build_meta(ModelConfig(name="tests.odd_models:encoder_decoder"))
-    with pytest.raises(PlanError, match=r"two halves, which this model's graph doesn't allow: .+; use schedule=1f1b"):
-        read_facts(built, Layout.parse("pp=2,microbatches=4,stages=1,schedule=zerobubble"))
-    assert read_facts(built, Layout.parse("pp=2,microbatches=4")).spine is not None
+@pytest.mark.parametrize("schedule", ["stages=1,schedule=zerobubble", "stages=2,schedule=zbv"])
+def test_a_backward_that_can_t_come_in_halves_is_whole_in_the_first(schedule: str) -> None:
+    config = ModelConfig(name="tests.odd_models:encoder_decoder", overrides={"encoders": 5})
+    layout = Layout.parse(f"pp=2,microbatches=4,{schedule},precision=float64")
+    spine = read_facts(build_meta(config), layout).spine
+    assert spine is not None and spine.whole_backward
+    (verdict,) = verify(case(config, (8,)), [layout])
+    assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("layout", ["tp=2,sequence=true", "cp=2"])
@@ -189,3 +194,9 @@ def test_a_table_that_grew_wrongly_is_seen(wrong: bool, monkeypatch: pytest.Monk
     (verdict,) = verify(grown(monkeypatch, wrong), [Layout.parse("tp=2,precision=float64")])
     assert verdict.outcome == ("wrong" if wrong else "passed")
     assert verdict.scope is not None and verdict.scope.grown
+
+
+def test_a_model_that_gives_its_loss_alone_is_refused_by_name_under_cp() -> None:
+    (verdict,) = verify(case(ModelConfig(name="tests.odd_models:loss_alone"), (8,)), [Layout.parse("cp=2")])
+    assert verdict.outcome == "refused"
+    assert "loss has terms (loss) that it computes from whole rows; use shard=2" in verdict.refused

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from meshwright.cli import verify_job
 from meshwright.cli.main import main
 from meshwright.data import loader
+from meshwright.errors import PlanError
+from meshwright.plan import Layout
+from meshwright.proof import job as job_proof
+from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainSchedule, train_job
 from meshwright.train import feed, session, trainer
+from meshwright.train.config import TrainConfig
 from meshwright.train.feed import TokenFeed
+from meshwright.train.health import Health
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.run_config import RunConfig
 from tests.runs import write_corpus
 from tests.tiers import cases
 
 pytestmark = pytest.mark.slow
+NUMBERS = ("loss", "norm", "rate", "tokens", "total", "accuracy", "validation")
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -43,6 +56,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps = 300
         [optimizer]
         clip = 0.5
+        [recovery]
+        largest_norm = 3.0
         """,
         encoding="utf-8",
     )
@@ -65,7 +80,7 @@ def test_a_job_equals_a_plain_loop_across_a_change_of_layout(recipe: Path, capsy
         ("tp=2", "shard=2"),
     ]
     for job in report["jobs"]:
-        assert set(job["errors"]) == {"loss", "norm", "rate", "tokens", "validation", "weights", "moments"}
+        assert set(job["errors"]) == {*NUMBERS, "weights", "moments"}
         assert max(job["errors"].values()) < 1e-10
     assert "a small clone" in report["proven"]
 
@@ -112,6 +127,10 @@ def _dropout_of_another_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(session, "Stepper", seeded)
 
 
+def _limits_skip_no_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Health, "limits", property(lambda self: None))
+
+
 @pytest.mark.parametrize(
     ("plant", "where"),
     cases(
@@ -122,8 +141,9 @@ def _dropout_of_another_seed(patch: pytest.MonkeyPatch) -> None:
             (_evaluation_of_the_first_rows_again, "validation"),
             (_moments_forget_their_steps, "weights"),
             (_dropout_of_another_seed, "loss"),
+            (_limits_skip_no_step, "weights"),
         ],
-        (2, 3, 4),
+        (2, 3, 4, 6),
     ),
 )
 def test_bugs_around_the_step_are_caught(
@@ -146,3 +166,53 @@ def test_what_cannot_be_proven_is_refused_with_a_sentence(recipe: Path, capsys: 
     assert report["jobs"][0]["refused"]
     assert main(["verify", str(recipe), "--steps", "3"]) == 2
     assert main(["verify", str(recipe.parent / "corpus.txt")]) == 2
+    capsys.readouterr()
+    assert main(["verify", str(recipe), "--layout", "tp=2,precision=bf16"]) == 2
+    assert "a job is proven in float64; drop precision=bf16" in capsys.readouterr().err
+
+
+def test_a_job_of_another_precision_says_that_float64_stands_for_it(recipe: Path) -> None:
+    words = [str(recipe), "--layout", "tp=2,precision=bf16"]
+    config, layouts = verify_job._job_and_layouts(words, [], False)
+    _, what = verify_job._case(config, layouts, False, 6, 60.0)
+    assert "float64 stands for bf16" in what
+
+
+def test_weights_that_are_not_trained_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loss would show what a checkpoint holds of them after the last step."""
+    kinds = {"weights/a": 2, "weights/frozen": 3, "exp_avg/a": 2, "exp_avg_sq/a": 2}
+    tensors = {name: torch.ones(size, dtype=torch.float64) for name, size in kinds.items()}
+    names = {"loss": "losses", "grad_norm": "norms", "lr": "rates", "tokens": "tokens", "tokens_total": "totals"}
+    names |= {"accuracy": "accuracies"}
+    wanted = {of: [1.0, 1.0] for of in names.values()} | {"validation": {2: {"loss": 1.0}}, "state": tensors}
+    rows = [{"step": step} | dict.fromkeys(names, 1.0) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "evaluated", "step": 2, "loss": 1.0}))
+
+    def compared(**changed: torch.Tensor) -> job_proof.JobVerdict:
+        state = tensors | {f"weights/{name}": value for name, value in changed.items()}
+        monkeypatch.setattr(job_proof.CheckpointStore, "find", lambda self, step: "newest")
+        monkeypatch.setattr(job_proof.CheckpointStore, "read_full", lambda self, found: state.items())
+        config = dataclasses.replace(RunConfig(), train=TrainConfig(steps=3))
+        case = job_proof.JobCase(config=config, build=cast(Any, None), data=tmp_path)
+        return job_proof._compared(case, Layout(), Layout(), tmp_path, wanted)
+
+    assert compared().passed
+    verdict = compared(frozen=torch.full((3,), 1.001, dtype=torch.float64))
+    assert not verdict.passed and verdict.worst == "weights/frozen"
+    with pytest.raises(PlanError, match="knows nothing of"):
+        compared(more=torch.ones(1))
+
+
+def test_the_plain_loop_keeps_weights_that_are_not_trained() -> None:
+    module = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5)).double()
+    module[0].weight.requires_grad_(False)
+    tokens = torch.arange(4).view(1, 4)
+    batch = PlainBatch(tokens=tokens, targets=tokens + 1, positions=None)
+    rows = cast(Any, SimpleNamespace(batch=lambda step: batch))
+    schedule = PlainSchedule(peak=0.1, warmup=0, steps=3, shape="constant", floor=0.0, decay_share=0.0)
+    optimizer = PlainOptimizer(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decay_all=False, clip=1.0)
+    plain = PlainJob(rows=rows, schedule=schedule, optimizer=optimizer, steps=2, evaluate=(), evaluation_rows=0)
+    before = module[0].weight.clone()
+    state = train_job(module, lambda part, rows, step: part(rows.tokens), plain)["state"]
+    assert torch.equal(state["weights/0.weight"], before) and "exp_avg/0.weight" not in state
