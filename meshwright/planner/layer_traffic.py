@@ -171,7 +171,7 @@ class LayerTraffic:
             return
         if group.inlets == (group.row,):
             yield self._width
-            yield self._active(at)
+            yield self._choices(at)
             return
         # Columns that read the hidden state read the same tensor; one that reads a latent has its own.
         inputs = [self._inputs(layer, group, name) for name in group.inlets]
@@ -226,7 +226,7 @@ class LayerTraffic:
             tokens = -(-tokens // split)
             if not self._layout.sequence:  # each rank of tp sends its share of equal tokens
                 yield Sent(self._tp, "all_gather", tokens * self._width * compute, tail=is_last)
-                for features in (self._width, active):
+                for features in (self._width, self._choices(at)):
                     yield Sent(self._tp, "all_gather", tokens * features * compute, back=True)
         held = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
         away = (rows.experts - held[self._at]) / rows.experts
@@ -241,6 +241,11 @@ class LayerTraffic:
     def _active(self, at: int) -> int:
         """Experts that a token visits in a layer."""
         return self._job.shape.blocks[at].active_experts
+
+    def _choices(self, at: int) -> int:
+        """Elements of compute that the weights of a token's experts take in a layer."""
+        wide = 4 if self._model.wide_routing else 0
+        return self._active(at) * max(wide, self._bytes.compute) // self._bytes.compute
 
     def _split_dim(self, group: TableGroup, name: str) -> int:
         return next((split.dim for split in group.splits if split.name == f"{name}.weight"), 0)

@@ -59,6 +59,8 @@ class ModelParts:
     """Needed by layouts with ``ep``."""
     attention: str = "heads"
     """How ``cp`` computes attention where the layout doesn't say."""
+    wide_routing: bool = False
+    """Whether the weights of tokens' experts stay in float32 where the model computes in fewer bits."""
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class ModelParts:
         spine: Spine | None = None,
         experts: Sequence[ExpertRows] = (),
         attention: str = "",
+        wide_routing: bool = False,
     ) -> Self:
         """Reads names and shapes off a module.
 
@@ -81,6 +84,7 @@ class ModelParts:
             spine: likewise.
             experts: likewise.
             attention: likewise.
+            wide_routing: likewise.
         """
         named = dict(parameters)
         return cls(
@@ -92,6 +96,7 @@ class ModelParts:
             spine=spine,
             experts=tuple(experts),
             attention=attention or "heads",
+            wide_routing=wide_routing,
         )
 
     @property

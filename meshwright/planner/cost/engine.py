@@ -37,6 +37,9 @@ class States:
     """Whether ZeRO-3 keeps a narrow shard at rest beside the masters."""
     bucket_bytes: float = 0.0
     """Buffers of the gradient reduction."""
+    whole_experts: bool = False
+    """Whether shards of a layer's stacked experts are whole experts, so that 8 experts lie on 8 of 16 ranks. Source:
+    torch 2.13, FSDP2 shards dim 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

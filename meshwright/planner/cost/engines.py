@@ -7,7 +7,7 @@ from meshwright.planner.cost.own import DRAW_BYTES, DRAW_S, FUSED_FFN, FUSED_LAY
 
 MESHWRIGHT = Engine(
     name="meshwright",
-    states=States(whole_in_pipeline=True),
+    states=States(whole_in_pipeline=True, whole_experts=True),
     saved=Saved(gate_extra=2.0, logits=12.0),
     runtime=Runtime(
         attention=0.9,

@@ -126,6 +126,15 @@ class Degrees:
         spread = np.where(self.zero > 0, carved_shards("ep", self._by_axis(), 1), 1.0)
         return np.where(self.ep > 1, spread, self.state_shards)
 
+    def expert_parts(self, experts: int) -> Array:
+        """Returns `expert_shards` where a shard is whole experts: those of a rank over the most of a shard, (N,).
+
+        Args:
+            experts: X, of a layer.
+        """
+        rows = np.maximum(1.0, experts / self.ep)
+        return np.asarray(rows / np.ceil(rows / self.expert_shards))
+
     def _by_axis(self) -> dict[str, Array]:
         return {name: getattr(self, name) for name in known_axes()}
 

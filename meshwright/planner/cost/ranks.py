@@ -22,7 +22,7 @@ from meshwright.planner.cost.layers import LayerCost, Model, Pass
 from meshwright.planner.cost.offload import spent, wide_bytes, without
 from meshwright.planner.cost.prices import MEMORY
 from meshwright.planner.cost.stages import Cut, cut, kinds
-from meshwright.planner.cost.states import owned, state_bytes
+from meshwright.planner.cost.states import divided, state_bytes
 from meshwright.planner.cost.timing import held, makespan
 from meshwright.planner.cost.wires import Wires
 from meshwright.schedules.spec import ScheduleSpec
@@ -187,6 +187,10 @@ class Ranks:
         own, experts = self._parameters
         return (own * 0.0, experts * 0.0) if self.job.adapters else (own, experts)
 
+    def divided(self, own: Array, experts: Array) -> Array:
+        """Returns what the data axes leave a rank of its parameters, (N, P)."""
+        return np.asarray(divided(self.engine.states, self.degrees, own, experts, self.job.shape.experts))
+
     @cached_property
     def layers(self) -> Array:
         """Layers of each rank, (N or 1, P)."""
@@ -273,7 +277,7 @@ class Ranks:
         runtime, device = self.engine.runtime, self.model.machine.device
         own, experts = self.trained()
         after = self.wires.reduce_s(self, own, experts)
-        trained, size = owned(self.degrees, own, experts), wide_bytes(self.job.precision)
+        trained, size = self.divided(own, experts), wide_bytes(self.job.precision)
         update = move_s(trained * runtime.update_bytes * size / 4.0, device)
         parts = {"reduce": after, "optimizer": update, "offload": np.zeros_like(update)}
         if self.degrees.offload.any():
@@ -299,13 +303,13 @@ class Ranks:
         own, experts = self._parameters
         units, size = self._gathered(own), wide_bytes(self.job.precision)
         wide = size if self.job.precision in ("float32", "float64") else 0.0
-        found = state_bytes(engine.states, d, own, experts, units, wide)
+        found = state_bytes(engine.states, d, own, experts, self.divided(own, experts), units, wide)
         if self.job.adapters:
             found |= {name: np.zeros_like(own) for name in ("gradients", "optimizer", "update")}
         offloads = d.offload.any()
         before = sum(found[name] for name in STATE) if offloads else 0.0
         if offloads:
-            without(found, d, owned(d, *self.trained()), own + experts, units, size)
+            without(found, d, self.divided(*self.trained()), own + experts, units, size)
         found["activations"] = self._activations()
         found["logits"] = np.zeros_like(own)
         self._add_at(found["logits"], self.last, self.costs.head.working)

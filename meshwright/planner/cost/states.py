@@ -11,7 +11,7 @@ from meshwright.planner.cost.job import Array, Degrees
 
 
 def state_bytes(
-    states: States, degrees: Degrees, own: Array, experts: Array, units: Array, wide: float
+    states: States, degrees: Degrees, own: Array, experts: Array, part: Array, units: Array, wide: float
 ) -> dict[str, Array]:
     """Returns bytes by part, (N, P), and under ``update`` what the update adds while no activations are held.
 
@@ -20,12 +20,12 @@ def state_bytes(
         degrees: the layouts.
         own: parameters of each rank before the data axes shard them, experts left out; (N, P).
         experts: those of experts, which fewer ranks share; (N, P).
+        part: of both, what the data axes leave a rank; (N, P).
         units: parameters that ZeRO-3 has gathered at once; (N, P).
         wide: bytes of an element where compute is in float32 or float64, which has no masters apart; else 0.
     """
     d = degrees
     zero, total = d.zero[:, None], own + experts
-    part = own / d.state_shards[:, None] + experts / d.expert_shards[:, None]
     parameter = wide or states.parameter
     optimizer: Any = np.where(zero > 0, 3.0 * wide, 2.0 * wide) if wide else states.optimizer
     many = (d.microbatches > 1)[:, None] & states.whole_when_accumulating
@@ -45,6 +45,15 @@ def state_bytes(
     }
 
 
-def owned(degrees: Degrees, own: Any, experts: Any) -> Any:
-    """Returns parameters whose update a rank computes, (N, P)."""
-    return own / degrees.state_shards[:, None] + experts / degrees.expert_shards[:, None]
+def divided(states: States, degrees: Degrees, own: Any, experts: Any, count: int) -> Any:
+    """Returns what the data axes leave a rank of its parameters, whose update it computes, (N, P).
+
+    Args:
+        states: of the engine.
+        degrees: the layouts.
+        own: parameters of each rank before the data axes shard them, experts left out; (N, P).
+        experts: those of experts; (N, P).
+        count: X, experts of a layer.
+    """
+    parts = degrees.expert_parts(count) if states.whole_experts and count else degrees.expert_shards
+    return own / degrees.state_shards[:, None] + experts / parts[:, None]

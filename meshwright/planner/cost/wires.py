@@ -86,8 +86,7 @@ class Wires:
         whole += self._columns(traffic.all_reduce_s, experts * wire, groups.expert_readers)
         scatter = self._columns(traffic.reduce_scatter_s, own * wire, groups.shard_cp, pieces)
         scatter += self._columns(traffic.reduce_scatter_s, experts * wire, groups.expert_shard)
-        part = own / d.state_shards[:, None] + experts / d.expert_shards[:, None]
-        scatter += self._columns(traffic.all_reduce_s, part * wire, groups.replicate)
+        scatter += self._columns(traffic.all_reduce_s, group.divided(own, experts) * wire, groups.replicate)
         gather = self._gathers_s(group, np.maximum(1.0, runtime.gather_pieces * group.layers))
         seconds = np.where(zero > 0, scatter / runtime.scatter_share, whole)
         once = self._once
