@@ -84,7 +84,7 @@ class TrainConfig(Config):
     """Prompt of the text generated at the end; empty for the beginning of the held-out text."""
     sample_tokens: int = 200
     """Length of that text in tokens; 0 for none."""
-    prove: bool = False
+    prove: bool = True
     """Before the first step of a layout of several ranks, prove on a small clone that it computes what one device
     computes, and refuse to train where it doesn't; ``proof.json`` says what was proven."""
     prove_s: float = 20.0
@@ -99,7 +99,7 @@ class TrainConfig(Config):
             raise ConfigError(f"train.sample_tokens = {self.sample_tokens}: it can't be negative")
         if not self.prove_s > 0:
             raise ConfigError(
-                f"train.prove_s = {self.prove_s}: it must be above 0 seconds; without --train.prove there is no proof"
+                f"train.prove_s = {self.prove_s}: it must be above 0 seconds; --train.no-prove trains without a proof"
             )
 
 

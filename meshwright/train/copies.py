@@ -105,6 +105,8 @@ class Comparison:
     """The checksums of each rank."""
     differences: list[Difference] = field(default_factory=list)
     """What isn't equal, to rounding; none while all is well."""
+    alarms: tuple[int, ...] = ()
+    """Ranks whose own part is out of bounds (`train.bounds`)."""
     rounded: list[Difference] = field(default_factory=list)
     """What differs by rounding, seen for the first time: such copies are no longer compared."""
 
@@ -139,12 +141,13 @@ class CopyCheck:
         """Tells from which step on this rank trains."""
         self._last = (step, time.monotonic())
 
-    def compare(self, step: int, scalars: Sequence[float | int]) -> Comparison:
+    def compare(self, step: int, scalars: Sequence[float | int], alarm: bool = False) -> Comparison:
         """Compares all copies after a step; every rank must call it.
 
         Args:
             step: steps done.
             scalars: plain values that all ranks must have alike.
+            alarm: whether this rank's own part is out of bounds, which all ranks learn.
         """
         began = time.perf_counter_ns()
         if self._held is None or state_places(self._program, self._optimizer) != self._places:
@@ -154,12 +157,14 @@ class CopyCheck:
         step_ns = int(1e9 * (time.monotonic() - at) / max(1, step - since))
         own += [0] * (self._width - len(own))
         summed = time.perf_counter_ns()
-        rows = self._gathered([*own, self._spent_ns, step_ns])
+        rows = self._gathered([*own, int(alarm), self._spent_ns, step_ns])
         # What waiting for the slowest rank takes is its own time, not that of comparing.
         self._spent_ns = summed - began
         self._adapt(rows)
         self._last = (step, time.monotonic())
-        return self._judged([row[: self._width] for row in rows])
+        found = self._judged([row[: self._width] for row in rows])
+        found.alarms = tuple(rank for rank, row in enumerate(rows) if row[self._width])
+        return found
 
     def tolerate(self, difference: Difference) -> None:
         """No longer compares the copies of some ranks: computed again, they came to the same differences."""

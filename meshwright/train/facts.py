@@ -120,11 +120,6 @@ def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None, to
 
 def _check_stages(model: BuiltModel, spine: Spine, layout: Layout) -> None:
     """Refuses stages where the model can't be cut so; the ranks divide it by the same rule."""
-    if spine.whole_backward and layout.pipeline().splits_backward:
-        raise PlanError(
-            f"schedule={layout.schedule} computes a stage's backward in two halves, which this model's graph doesn't "
-            f"allow: {spine.whole_backward}; use schedule=1f1b or interleaved"
-        )
     sizes = {name: item.numel() for name, item in model.module.named_parameters(remove_duplicate=False)}
     divide(spine, sizes, model.anatomy.ties, layout.pipeline().stages, layout.split)
 

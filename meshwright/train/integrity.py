@@ -6,19 +6,20 @@ What is found damaged is told to the supervisor, whose next ranks go on from an 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, Self
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.errors import RankError
 from meshwright.runtime.program import Program
+from meshwright.train.bounds import StateBounds
 from meshwright.train.copies import Comparison, CopyCheck, Element, as_values
-from meshwright.train.health import Health, Limits
+from meshwright.train.health import NO_LIMITS, Health, Limits
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.step import Outcome
 
-LIMITS, COPIES = "limits", "copies"
+LIMITS, COPIES, BOUNDS = "limits", "copies", "bounds"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,8 @@ class Damage:
     """What ranks found wrong with their state, for those that come after them."""
 
     kind: str
-    """`LIMITS`: numbers that the run's past doesn't give; `COPIES`: ranks hold different copies."""
+    """`LIMITS`: numbers that the run's past doesn't give; `COPIES`: ranks hold different copies; `BOUNDS`: a rank holds
+    what no update can have made."""
     step: int
     """Steps done when it was seen."""
     keep: int
@@ -92,6 +94,8 @@ class Integrity:
         self._base = 0
         compared = config.compare and agreement.count > 1
         self._copies = CopyCheck(program, optimizer, agreement, config.compare_every) if compared else None
+        self._bounds = StateBounds(program, optimizer) if config.compare else None
+        self._agreement = agreement
         self.damage: Damage | None = None
         """Why these ranks end, and others begin from an older state; None while all is well."""
 
@@ -100,6 +104,8 @@ class Integrity:
         self._base = step
         if self._copies is not None:
             self._copies.start(step)
+        if self._bounds is not None:
+            self._bounds.start()
 
     def limits(self, step: int) -> Limits | None:
         """Returns the largest numbers with which the step after ``step`` updates the weights; None for any finite."""
@@ -119,6 +125,16 @@ class Integrity:
             scaled: whether a loss scale may have made the gradient infinite.
             run: computes the step again within limits.
         """
+        outcome, values = self._trusted(step, outcome, scaled, run)
+        loss, norm = self.limits(step) or NO_LIMITS
+        if self._bounds is not None and values["finite"] and values["loss"] <= loss and values["grad_norm"] <= norm:
+            self._bounds.updated(values["grad_norm"], outcome.lr)
+        return outcome, values
+
+    def _trusted(
+        self, step: int, outcome: Outcome, scaled: bool, run: Callable[[Limits | None], Outcome]
+    ) -> tuple[Outcome, dict[str, float]]:
+        """Returns what `settled` does, of which nobody has taken note yet."""
         values = outcome.read()
         why = self._suspect(step, values, scaled)
         if why is None:
@@ -154,7 +170,7 @@ class Integrity:
         """Whether copies are to be compared after ``step`` steps, though no state is kept there."""
         if self._copies is None:
             return False
-        return self._copies.due(step) or self._doubted(COPIES, step) is not None
+        return self._copies.due(step) or any(self._doubted(kind, step) for kind in (COPIES, BOUNDS))
 
     def agrees(self, step: int, counters: Mapping[str, Any]) -> bool:
         """Compares all copies after ``step`` steps; returns whether they are equal, which a state must be to be kept.
@@ -166,9 +182,10 @@ class Integrity:
         Raises:
             RankError: when they aren't and nobody starts other ranks.
         """
+        why = self._bounds.broken() if self._bounds is not None else None
         if self._copies is None:
-            return True
-        found = self._copies.compare(step, [step, *as_values(counters)])
+            return self._within(step, [why], (0,) if why else ())
+        found = self._copies.compare(step, [step, *as_values(counters)], alarm=why is not None)
         for small in found.rounded:
             self._event("copies_rounded", step=step, why=str(small), size=small.size)
         seen = self._doubted(COPIES, step)
@@ -177,7 +194,7 @@ class Integrity:
         if not found.differences:
             if seen is not None:
                 self._named(seen, seen.ranks or self._contradicted(seen))
-            return True
+            return self._within(step, self._agreement.gather(why) if found.alarms else [], found.alarms)
         first = found.differences[0]
         why = f"copies of the state differ after step {step}: {first}"
         if not self._can_go_back:
@@ -186,6 +203,33 @@ class Integrity:
         keep = step - 1 if seen is None else self._base - 1 if self._base else 0
         more: dict[str, Any] = {"ranks": first.odd, "base": self._base, "rows": rows, "element": first.element}
         self.damage = Damage(kind=COPIES, step=step, keep=keep, why=why, **more)
+        return False
+
+    def _within(self, step: int, whys: Sequence[str | None], ranks: tuple[int, ...]) -> bool:
+        """Says whether every rank holds only what its updates can have made.
+
+        Args:
+            step: steps done.
+            whys: each rank's sentence, None where all is well.
+            ranks: those that have one.
+
+        Raises:
+            RankError: when a rank doesn't and nobody starts other ranks.
+        """
+        seen = self._doubted(BOUNDS, step)
+        if not ranks:
+            if seen is not None:
+                self._named(seen, seen.ranks)
+            return True
+        why = f"rank {ranks[0]}'s state is damaged after step {step}: {whys[ranks[0]]}"
+        if not self._can_go_back:
+            raise RankError(f"{why}; the newest checkpoint was written before")
+        if seen is not None and seen.last:
+            self._event("limits_left", step=step, why=why, replayed=True)
+            self._seen = self._bounds = None
+            return True
+        keep = step - 1 if seen is None else self._base - 1
+        self.damage = Damage(kind=BOUNDS, step=step, keep=keep, why=why, ranks=ranks, base=self._base)
         return False
 
     def _contradicted(self, seen: Damage) -> tuple[int, ...]:

@@ -323,7 +323,9 @@ class RankMemory:
         return self._make
 
     def close(self) -> None:
-        """Waits until the last snapshots count."""
+        """Waits until the last snapshots count, and until other nodes have those that the next ranks go on from."""
         for writer in (self._writer, self._disk):
             if writer is not None:
                 writer.wait()
+        if self.cut and self._memory.copied is not None and self.taken >= 0:
+            self._memory.copied.wait(self._local, self.taken)

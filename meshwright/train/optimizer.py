@@ -28,7 +28,7 @@ class LocalAdamW:
     """
 
     def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, on_host: bool = False) -> None:
-        self._config, self._on_host = config, on_host
+        self.config, self._on_host = config, on_host
         self._before: list[Any] = []
         self._held = [weight for weight in weights if weight.local.numel()]
         self._all = list(weights)
@@ -97,7 +97,7 @@ class LocalAdamW:
     def _apply(self, factor: torch.Tensor) -> None:
         """Runs the kernel; fused float32 takes factor and skip as arguments, without another pass over gradients."""
         optimizer: Any = self._optimizer
-        fused = self._config.implementation == "fused"
+        fused = self.config.implementation == "fused"
         if fused and all(part.dtype == torch.float32 for part in self._parts):
             optimizer.grad_scale = (1.0 / factor).to(torch.float32)
             optimizer.found_inf = (~torch.isfinite(factor)).to(torch.float32)
@@ -134,7 +134,7 @@ class LocalAdamW:
             return torch.empty_like(weight.local)
         state = self._optimizer.state[part]
         if not state:
-            step_device = part.device if self._config.implementation == "fused" else torch.device("cpu")
+            step_device = part.device if self.config.implementation == "fused" else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
             for name in MOMENTS:
                 state[name] = torch.zeros_like(part)

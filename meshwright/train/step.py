@@ -165,9 +165,10 @@ class Stepper:
         program.clock.lap("norm")
         if stamp:
             stamp.phase("optimizer", 0)
+        sane = torch.isfinite(norm)  # clipping would make 0 of what is infinite, and that would count as an update
         if limits is not None:
-            sane = (self._mean_loss(vector) <= limits[0]) & (norm <= limits[1])
-            factor = torch.where(sane, factor, torch.nan)
+            sane = sane & (self._mean_loss(vector) <= limits[0]) & (norm <= limits[1])
+        factor = torch.where(sane, factor, torch.nan)
         if self._clip:
             factor = factor * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         self.optimizer.step(lr, factor)

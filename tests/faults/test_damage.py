@@ -108,12 +108,23 @@ def test_a_flip_that_only_the_loss_shows_is_undone_without_a_damaged_checkpoint(
     assert len(list((run / "checkpoints").glob("step-*"))) == 3
 
 
+def ruins(step: int, *more: object) -> float:
+    """Stands for a learning rate that is sane until the past says something, and ruins the model then."""
+    return 1e-3 if step < 18 else 1e3
+
+
+def plant_ruin() -> None:
+    from meshwright.train import trainer
+
+    trainer.learning_rate = ruins
+
+
 def test_numbers_that_come_again_are_the_training_itself(root: Path) -> None:
     """A learning rate that ruins the model looks like damage: twice from older states, then it is left to the user."""
-    more = ("--optimizer.lr", "1e4", "--schedule.shape", "constant", "--schedule.warmup", "17", "--optimizer.clip", "0")
-    argv = words(root, "ruined", *OFTEN, *more, layout="replicate=1", devices=1)
-    status, text = call(argv, root / "ruined.log")
-    assert status in (0, 1), text
-    if events(root / "ruined", "damaged"):
-        assert events(root / "ruined", "limits_left"), text
+    argv = words(root, "ruined", *OFTEN, layout="replicate=1", devices=1)
+    status, text = call(argv, root / "ruined.log", before=plant_ruin)
+    assert status == 0, text
+    damaged, (left,) = events(root / "ruined", "damaged"), events(root / "ruined", "limits_left")
+    assert {row["step"] for row in damaged} == {19} and len(damaged) >= 2, damaged
+    assert left["step"] == 20 and left["replayed"]
     assert not events(root / "ruined", "damage_repaired")
