@@ -39,7 +39,7 @@ def words(root: Path, run: str, *more: str, layout: str = "replicate=1", devices
         *("--data.workers", "1", "--train.batch", "8", "--train.steps", "24", "--train.sample-tokens", "0"),
         *("--schedule.warmup", "2", "--evaluation.every", "0", "--checkpoint.every", "3"),
         *("--monitor.display", "none", "--monitor.no-tensorboard", "--monitor.no-report"),
-        *("--layout", layout, "--devices", str(devices), "--run", str(root / run), *more),
+        *("--train.no-prove", "--layout", layout, "--devices", str(devices), "--run", str(root / run), *more),
     ]
 
 

@@ -170,9 +170,7 @@ def init_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = store if store is not None else open_store(context, group_s)
     if use_gpu:
-        # Older versions of torch record nothing unless they are told to, under the second name.
-        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-            os.environ.setdefault(name, RECORDED)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
         torch.cuda.set_device(torch.device(context.device))
     try:
         dist.init_process_group(

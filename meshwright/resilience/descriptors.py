@@ -14,8 +14,9 @@ from meshwright.errors import ConfigError
 from meshwright.plan import Layout
 from meshwright.resilience.room import COPIES, NODE_COPIES, held_for_others
 
-_SUPERVISOR = 5
-"""What a supervisor has open beside memory, pipes and lines: its store's socket, a selector, a planner's pipe."""
+_SUPERVISOR = 7
+"""What a supervisor has open beside memory, pipes and lines: its store's socket, a selector, a planner's pipe, those of
+this generation's keeper and the one before's."""
 _NODE = 16
 """What one of several nodes has open beside: four listeners, their gates and selectors, ends of helpers."""
 _ALONE, _RANK = 30, 40

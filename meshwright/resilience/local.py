@@ -24,6 +24,7 @@ from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.hang import HangError
 from meshwright.resilience.ranks import Ranks
 from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes, held_for_others, largest_snapshot
+from meshwright.resilience.spare import SpareCopies, ranks_to_copy
 from meshwright.resilience.wire import Message
 from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.integrity import Damage
@@ -77,6 +78,7 @@ class LocalNode:
         self._shelf: Helper | None = None
         self._courier: Helper | None = None
         self._disk: DiskWriter | None = None
+        self._spare: SpareCopies | None = None
         self._send: Callable[[], Helper]
         self._faults = parse_faults(job.config.recovery.faults)
         self.last: Message = {"generation": -1, "outcome": "", "result": None, "failure": None}
@@ -138,6 +140,7 @@ class LocalNode:
         peers = order["peers"] if order["every"] else 0
         copied = Copied(len(mine["slots"]), peers) if peers else None
         others = self._others(order, peers)
+        self._spare = self._spare_copies(order)
         error: MeshwrightError | None = None
         self.ranks = ranks
         try:
@@ -165,14 +168,11 @@ class LocalNode:
             self.terminated |= ranks.launcher.terminated
             ranks.launcher.cancel()
             ranks.hang.refresh()
-            for helper in (self._courier, self._disk):
-                if helper is not None:
-                    helper.close()
-            self._courier = self._disk = None
+            spare = self._end_helpers()
             if error is not None:
                 self.last |= {"outcome": "failed", "failure": _failure(error, ranks)}
             self.last["reached"] = max((one.step for one in ranks.hang.last.values()), default=0)
-            self._take_over(order, ranks, others)
+            self._take_over(order, ranks, others, spare)
             self._let_go(ranks, others, copied)
 
     def look(self, ranks: Ranks) -> list[RankProgress]:
@@ -187,6 +187,9 @@ class LocalNode:
             self._courier = self._send()
         if self._disk is not None:
             self._disk.look(ranks.disk, ranks.layout, ranks.control)
+        if self._spare is not None and self._spare.just_done:
+            copied = [one.rank for one in self._spare.snapshots()]
+            self._event("state_copied", node=self.node, step=self._spare.wanted[0][1], ranks=copied)
         for slow in ranks.slow.look(found):
             place = ranks.layout.place(slow.rank)
             self._event("slow_rank", slow=slow.rank, place=place, share=slow.share, others=slow.others)
@@ -267,13 +270,35 @@ class LocalNode:
         ranks = [rank for one in nodes for rank in range(one["first"], one["first"] + len(one["slots"]))]
         return {rank: tuple(Segment() for _ in range(held_for_others(peers))) for rank in ranks}
 
-    def _take_over(self, order: Message, ranks: Ranks, others: dict[int, tuple[Segment, ...]]) -> None:
+    def _end_helpers(self) -> list[Snapshot]:
+        """Ends what works beside the ranks; returns the second copies that were made."""
+        spare = self._spare.snapshots() if self._spare is not None else []
+        for helper in (self._courier, self._disk, self._spare):
+            if helper is not None:
+                helper.close()
+        self._courier = self._disk = self._spare = None
+        return spare
+
+    def _spare_copies(self, order: Message) -> SpareCopies | None:
+        """Begins to copy what of the state to go on from one other node holds alone; None where there is nothing."""
+        wanted = ranks_to_copy(order, self.node)
+        if not wanted:
+            return None
+        step, generation = order["state"]["step"], order["state"]["generation"]
+        places = {rank: order["shelves"][str(node)] for rank, node in sorted(wanted.items())}
+        return SpareCopies(
+            {(generation, step, rank): partial(Shelf, at[0], at[1], self._key) for rank, at in places.items()}
+        )
+
+    def _take_over(
+        self, order: Message, ranks: Ranks, others: dict[int, tuple[Segment, ...]], spare: list[Snapshot]
+    ) -> None:
         """Keeps what the generation left beside what it began from, which alone may be whole."""
         began = (order["state"]["step"], order["state"]["generation"]) if order["state"] else None
         kept = [pair for pair in self.held if (pair[0].step, pair[0].generation) == began]
         own = read_snapshots(ranks.all_segments())
         peers = read_snapshots(one for segments in others.values() for one in segments)
-        self.held = [*kept, *((one, True) for one in own), *((one, False) for one in peers)]
+        self.held = [*kept, *((one, True) for one in own), *((one, False) for one in (*spare, *peers))]
 
     def _let_go(self, ranks: Ranks, others: dict[int, tuple[Segment, ...]], copied: Copied | None) -> None:
         self.ranks = None

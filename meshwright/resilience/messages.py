@@ -7,7 +7,7 @@ from typing import Any, NotRequired, TypedDict
 
 from meshwright.records import RecordCodec
 
-VERSION = 1
+VERSION = 2
 """Of the messages below; supervisors of another version don't talk."""
 
 
@@ -71,6 +71,8 @@ class StatePlaces(TypedDict):
     generation: int
     places: dict[str, int]
     tier: str
+    alone: list[int]
+    """Ranks whose snapshot no second node holds."""
 
 
 class Order(TypedDict):

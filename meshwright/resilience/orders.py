@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from meshwright.checkpoint.remote import whole_steps
@@ -105,7 +106,8 @@ def choose(
         floor: newest generation whose states don't count, since the run turned back from them.
 
     Returns:
-        Step, generation, tier, and for each rank a node that holds its snapshot; None when the disk is better.
+        Step, generation, tier, for each rank a node that holds its snapshot, and the ranks whose snapshot no other node
+        holds; None when the disk is better.
     """
     rows = [row for one in reports.values() for row in one["held"]]
     peak = next((one["peak"] for one in reports.values() if one["peak"]), None)
@@ -115,10 +117,13 @@ def choose(
     step, generation = whole[0]
     places: dict[str, int] = {}
     own: set[int] = set()
+    holders: Counter[int] = Counter()
     for node in sorted(reports):
         for found in reports[node]["held"]:
             if (found[1], found[0]) == whole[0]:
                 places.setdefault(str(found[2]), node)
+                holders[found[2]] += 1
                 own |= {found[2]} if found[4] else set()
     tier = "memory" if len(own) == len(places) else "peer"
-    return {"step": step, "generation": generation, "places": places, "tier": tier}, peak
+    alone = sorted(rank for rank, count in holders.items() if count == 1)
+    return {"step": step, "generation": generation, "places": places, "tier": tier, "alone": alone}, peak

@@ -78,9 +78,12 @@ class Rewinds:
         else:
             # Nothing is older than what these ranks began from: what comes again after it is the training's own.
             damage, keep = is_last(damage), damage.base
-        self.damage = damage
         self._damages = self._damages + 1 if damage.step <= self._damaged else 1
         self._damaged = max(self._damaged, damage.step)
+        if self._damages > 1:
+            # From an older state once more; ranks that then come to the same leave it be.
+            damage = is_last(damage)
+        self.damage = damage
         told = {"suspects": list(damage.ranks), "why": damage.why, "withdrawn": withdrawn}
         self._event("damaged", step=damage.step, back_to=keep, **told)
         if self._damages > self._config.recovery.attempts:

@@ -30,6 +30,7 @@ from meshwright.resilience.ahead import Ahead
 from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
+from meshwright.resilience.keeper import Keeper
 from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
 from meshwright.resilience.rewinds import Rewinds
 from meshwright.train.facts import Facts
@@ -83,6 +84,7 @@ class Supervisor:
         self._patience = Patience(self._config.attempts)
         self._ranks_run = False
         self._rewinds = Rewinds(job.config, self._store, self._event)
+        self._keeper: Keeper | None = None
 
     def run(self) -> dict[str, Any]:
         """Runs the job; returns what rank 0 returned.
@@ -101,6 +103,7 @@ class Supervisor:
                         return result
                     self.generation += 1
         finally:
+            self._drop_keeper()
             self._disk.close()
             self._ahead.close()
             self._sink.close()
@@ -118,6 +121,7 @@ class Supervisor:
         try:
             past = (self._lost_at, self._peak, self._rewinds.sick_step, self._rewinds.damage)
             memory = ranks.memory(self._newest(), *past)
+            self._keep(ranks)
             self._ranks_run = True
             ranks.launcher.start(run_rank, dataclasses.replace(job, memory=memory))
             result = ranks.launcher.wait(watch=lambda: self._watch(ranks))[0]
@@ -155,8 +159,36 @@ class Supervisor:
         self._event("growing", step=result["step"], devices=back)
         return None
 
+    def _keep(self, ranks: Ranks) -> None:
+        """Has a process hold what these ranks will leave in memory, and write it should this process be killed."""
+        segments, before = ranks.all_segments(), self._newest()
+        layout, old_layout = ranks.layout, self._layout
+
+        def save() -> None:
+            found = whole_states(read_snapshots(segments))
+            state = found[0] if found else before
+            if state is None:
+                return
+            origin = dataclasses.replace(self._origin, layout=layout if found else old_layout)
+            told = keep_on_disk(CheckpointStore(self._store.root, self._first.config.checkpoint), state, origin)
+            sink = JsonlSink(self._first.run_dir, metrics=False)
+            sink.event(Event(kind="supervisor_lost", rank=SUPERVISOR, data={"step": state.step}))
+            if told is not None:
+                sink.event(Event(rank=SUPERVISOR, kind=told.pop("kind"), data=told))
+            sink.close()
+
+        keeper = Keeper(self._first.run_dir, save, self._first.config.checkpoint.wait_s)
+        self._drop_keeper()
+        self._keeper = keeper
+
+    def _drop_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+
     def _turn_back(self, result: dict[str, Any]) -> None:
         """Makes the next ranks go on from the last checkpoint, with the rows after the sick ones."""
+        self._drop_keeper()  # what it would write is what is turned back from
         self._states, self._lost_at = [], time.monotonic()
         self._disk.finish(self._first.config.checkpoint.wait_s)
         self._rewinds.turn_back(result)
@@ -167,6 +199,7 @@ class Supervisor:
         Raises:
             RankError: when that has been done too often without a step beyond it.
         """
+        self._drop_keeper()  # what it would write may be damaged
         self._lost_at = time.monotonic()
         self._disk.finish(self._first.config.checkpoint.wait_s)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from meshwright.cli.main import main
 from meshwright.train.trainer import Trainer
-from tests.runs import Running, call, curve, events, last_step, rows, wait_until, words, write_corpus
+from tests.runs import Running, call, curve, events, happened, last_step, rows, wait_until, words, write_corpus
 
 pytestmark = pytest.mark.slow
 STEPS = 24
@@ -184,7 +185,7 @@ def test_a_rank_that_hangs_is_named_and_replaced(kind: str, root: Path) -> None:
     assert lost["lost"] == 1 and lost["phase"] == "backward" and lost["step"] == 7
     assert "rank 1: replicate 1 made no progress in backward of step 7, layer 1, for" in lost["why"]
     assert "rank 0 [replicate 0] waits in backward of step 7 for all_reduce over replicate of" in lost["why"]
-    assert "of layers 0-1 and the rest, " in lost["why"] and "KiB (1st of the step) since" in lost["why"]
+    assert re.search(r"of layers? [0-9-]+ and the rest, [0-9.]+ \w+ \(1st of the step\) since", lost["why"])
     assert curve(run) == undisturbed(root, "replicate=2", 2)
 
 
@@ -259,14 +260,24 @@ def test_what_always_fails_ends_the_run_with_its_state_on_disk(root: Path) -> No
     assert curve(run) == undisturbed(root, "shard=2,zero=2", 2)
 
 
-def test_the_end_of_the_supervisor_is_the_end_of_its_ranks(root: Path) -> None:
+def test_the_end_of_the_supervisor_ends_its_ranks_and_costs_a_snapshots_steps_at_most(root: Path) -> None:
+    """Killed where a checkpoint is far away: what the ranks left in memory is written, and the same command goes on."""
     run = root / "orphans"
-    argv = words(root, run.name, "--train.steps", "2000", layout="replicate=2", devices=2)
+    options = ("--checkpoint.every", "0", "--recovery.snapshot-every", "2", "--recovery.idle-s", "0")
+    held = ("--recovery.faults", "hang:rank=0,step=20,phase=forward")
+    argv = words(root, run.name, *options, *held, layout="replicate=2", devices=2)
     running = Running(argv, root / "orphans.log")
-    wait_until(lambda: last_step(run) >= 3)
+    wait_until(lambda: happened(run, "hang"))
     running.kill(signal.SIGKILL)
     running.wait()
+    status, text = call(argv, root / "orphans-again.log")
+    assert status == 0, text
     running.no_orphans()
+    (lost,) = events(run, "supervisor_lost")
+    assert lost["step"] in (16, 18), "of step 18, once every rank's copy had its checksums"
+    assert [row["step"] for row in events(run, "resumed")] == [lost["step"]] and not events(run, "restored")
+    assert curve(run) == undisturbed(root, "replicate=2", 2)
+    assert not (run / "owner").exists()
 
 
 def test_chaos_breaks_a_run_under_way_and_tells_its_story(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -291,7 +291,7 @@ def test_only_one_half_of_a_parted_network_trains(
     assert time.monotonic() - began < SOON_S
     (planned,) = run.told("planned")
     other = 1 - planned["nodes"][0]
-    wait_until(lambda: len(run.nodes[other].alive()) == 1)
+    wait_until(lambda: len(run.nodes[other].alive()) <= 2)  # no rank: the supervisor, and what renews its lock
     network.forward(True)
     run.finish()
     assert run.told("growing")[0]["nodes"] == [other]

@@ -101,6 +101,23 @@ def test_a_missing_tensor_is_seen() -> None:
     assert newest_state(read_snapshots([segment])) is None
 
 
+def test_a_snapshot_counts_only_once_its_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [part for part, _ in parts_of(held(((0, 7), (0, 5))))]
+    kept = list(enumerate(parts))
+    segment = Segment()
+    writer = SnapshotWriter([segment], rank=0, generation=0, tensors=digest(parts), held=parts, kept=kept)
+    plain, counted = writer.copier.wait, list[int]()
+
+    def wait() -> None:
+        counted.append(len(read_snapshots([segment])))
+        plain()
+
+    monkeypatch.setattr(writer.copier, "wait", wait)
+    writer.take(1, held(((0, 7), (0, 5))), {})
+    writer.wait()
+    assert counted == [0] and len(read_snapshots([segment])) == 1
+
+
 def test_no_flipped_bit_is_loaded() -> None:
     segments = written(LAYOUTS["rows"])
     files = [pair[0].fd for pair in segments]

@@ -13,6 +13,7 @@ def test_hangup_is_terminate_and_two_at_once_are_one(monkeypatch) -> None:
     seen: list[int] = []
     now = [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may be run under nohup
     with interrupts_to(lambda number, frame: seen.append(number)):
         os.kill(os.getpid(), signal.SIGHUP)
         now[0] += 0.5
@@ -24,6 +25,7 @@ def test_hangup_is_terminate_and_two_at_once_are_one(monkeypatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGHUP, before)
     assert seen == [signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT, -signal.SIGINT]
 
 

@@ -39,10 +39,13 @@ def test_the_limit_is_raised_as_far_as_it_may_be_and_else_refused_with_the_numbe
 def test_what_is_counted_is_what_runs_had_open_after_a_failure(
     layout: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured: the rank with the most, among those that replaced others, started by a process with 9 open."""
+    """Measured: the rank with the most, among those that replaced others, started by a process with 9 open.
+
+    Two more are counted since: the pipes of a supervisor's keepers.
+    """
     monkeypatch.setattr(descriptors, "_opened", lambda: 9)
     found = Layout.parse(layout)
-    assert most <= needed(found, found.world) <= most * 1.3
+    assert most <= needed(found, found.world) <= most * 1.3 + 2
 
 
 def test_nodes_and_devices_take_more() -> None:

@@ -26,6 +26,7 @@ from meshwright.resilience.claims import Claim, Claims
 from meshwright.resilience.messages import Cut, End
 from meshwright.resilience.orders import choose, compose, copies, shortage
 from meshwright.resilience.ranks import Patience
+from meshwright.resilience.spare import ranks_to_copy
 from meshwright.resilience.wire import SILENCE_S, Hub, Line, until
 from meshwright.train.config import RecoveryConfig
 from meshwright.transport.key import RunKey
@@ -163,7 +164,8 @@ def test_the_newest_state_that_is_whole_anywhere_is_chosen() -> None:
     assert whole_steps([row for rows in held.values() for row in rows]) == [(4, 0)]
     reports = {node: report(node, rows) for node, rows in held.items()}
     state, _ = choose(reports, set(), -1)
-    assert state == {"step": 4, "generation": 0, "tier": "peer", "places": {"0": 0, "1": 2, "2": 0}}
+    places = {"0": 0, "1": 2, "2": 0}
+    assert state == {"step": 4, "generation": 0, "tier": "peer", "places": places, "alone": [0, 1]}
     assert choose(reports, {(4, 0)}, -1)[0] is None, "it turned out damaged"
     assert choose(reports, set(), 6)[0] is None, "the disk is newer"
     assert choose(reports, set(), -1, floor=0)[0] is None, "the run turned back from it"
@@ -329,3 +331,11 @@ def test_two_neighbours_of_three_may_go_where_the_third_holds_both() -> None:
     state, _ = choose({2: report(2, rows)}, set(), -1)
     assert state is not None and state["step"] == 4 and state["tier"] == "peer"
     assert state["places"] == {"0": 2, "1": 2, "2": 2}
+
+
+def test_what_one_node_alone_holds_is_copied_by_the_next_of_the_ring() -> None:
+    state = {"step": 4, "generation": 1, "places": {"0": 0, "1": 0, "2": 7}, "tier": "memory", "alone": [1, 2]}
+    order = {"state": state, "nodes": {"0": {}, "2": {}, "3": {}}, "every": 1, "peers": 1}
+    assert {node: ranks_to_copy(order, node) for node in (0, 2, 3)} == {0: {2: 7}, 2: {1: 0}, 3: {}}
+    assert ranks_to_copy(order | {"peers": 2}, 3) == {1: 0}
+    assert not ranks_to_copy(order | {"every": 0}, 2) and not ranks_to_copy(order | {"state": None}, 2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.errors import ConfigError
 from meshwright.resilience import owner
 from meshwright.resilience.owner import FOLDER, Owner, RunLock
@@ -18,15 +19,15 @@ from meshwright.resilience.owner import FOLDER, Owner, RunLock
 FORK = multiprocessing.get_context("fork")
 
 
-def hold(run: Path, held: object) -> None:
-    with RunLock(run):
+def hold(run: Path, held: object, node: int | None = None) -> None:
+    with RunLock(run, node=node):
         held.set()  # type: ignore[attr-defined]
         time.sleep(60)
 
 
-def holder(run: Path) -> multiprocessing.Process:
+def holder(run: Path, node: int | None = None) -> multiprocessing.Process:
     held = FORK.Event()
-    process = FORK.Process(target=hold, args=(run, held))
+    process = FORK.Process(target=hold, args=(run, held, node))
     process.start()
     assert held.wait(20)
     return process  # type: ignore[return-value]
@@ -99,3 +100,45 @@ def test_of_many_at_once_one_takes_the_place_of_a_dead_one(tmp_path: Path) -> No
     for racer in racers:
         racer.join()
     assert found == ["refused"] * 5 + ["took"]
+
+
+def test_nodes_own_their_numbers_and_keep_a_command_of_one_node_out(tmp_path: Path) -> None:
+    """A node that was lost takes its own number again at once; one that lives is neither doubled nor joined."""
+    processes = [holder(tmp_path / "run", node) for node in (0, 1)]
+    try:
+        for node, process in enumerate(processes):
+            with pytest.raises(ConfigError, match=rf"process {process.pid} on .* as node {node} of several since"):
+                RunLock(tmp_path / "run", node=node)
+        with pytest.raises(ConfigError, match=r"trains there as node \d of several since"):
+            RunLock(tmp_path / "run")
+        os.kill(processes[1].pid or 0, signal.SIGKILL)
+        processes[1].join()
+        began = time.monotonic()
+        with RunLock(tmp_path / "run", node=1):
+            assert time.monotonic() - began < 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    with RunLock(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists(), "what dead nodes left is gone as well"
+
+
+@pytest.mark.parametrize("first", [None, 0])
+def test_a_second_command_on_several_nodes_ends_with_status_2_on_each(
+    first: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a command of one node trains there, or the same nodes do."""
+    run = tmp_path / "run"
+    processes = [holder(run, None if first is None else node) for node in range(1 if first is None else 2)]
+    try:
+        for node in range(2):
+            place = ["--nodes", "2", "--node", str(node), "--meet", "127.0.0.1", "--devices", "2"]
+            assert main(["train", "--model", "gpt2", "--data", "missing.txt", "--run", str(run), *place]) == 2
+            told = capsys.readouterr().err
+            assert f"process {processes[node if first is not None else 0].pid} on " in told and " since 20" in told
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
