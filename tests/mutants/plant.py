@@ -30,6 +30,8 @@ class Mutant:
     """Tests that notice where the proof can't: the fault is outside what a proof of a layout runs."""
     survives: str
     """Why nothing can notice, for a mutant that computes the same; empty for all others."""
+    unproven: str = ""
+    """Why no proof can notice, for one that tests alone do: numbers of a run that is well are the same."""
 
     @property
     def module(self) -> str:
@@ -63,6 +65,7 @@ def load_catalogue(path: Path = CATALOGUE) -> list[Mutant]:
             put=entry["put"],
             tests=tuple(entry.get("tests", ())),
             survives=entry.get("survives", ""),
+            unproven=entry.get("unproven", ""),
         )
         for entry in entries
     ]
