@@ -15,13 +15,16 @@ BENCHMARKS ?= $(wildcard benchmarks/bench_*.py)
 
 export TOKENIZERS_PARALLELISM := false
 
-# The path for GPUs is run on machines that have none: the oldest torch and transformers that pyproject allows, as CUDA wheels
-# (4 GB), with a simulated device under them.
-GHOST_VENV := .venv-ghost
-GHOST_READY := $(GHOST_VENV)/.ready
-GHOST_PACKAGES := torch==2.11.0 transformers==5.17.0 nvidia-cuda-crt~=13.0.0 pytest pytest-timeout
+# The path for GPUs is run on machines that have none, with a simulated device under CUDA wheels (4 GB each): the oldest torch
+# and transformers that pyproject allows, and the newest.
+OLDEST := torch==2.11.0 transformers==5.17.0
+NEWEST := torch transformers
+ON_NEWEST := $(addprefix tests/ranks/test_,pipeline.py traffic.py reshard.py train_auto.py launch.py) tests/contract/test_verify.py
+ENDS := .venv-ghost .venv-newest
+CRT_OF_RUNTIME := import importlib.metadata as m; \
+  print("nvidia-cuda-crt~=" + ".".join(m.version("nvidia-cuda-runtime").split(".")[:2]) + ".0")
 
-.PHONY: help venv train test long quick check bench ghost fuzz mutants clean
+.PHONY: help venv train test long quick check bench ghost newest fuzz mutants clean
 
 help: ## what there is to type
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -55,15 +58,22 @@ long: $(READY) ## more cases of what the tests try: other models, layouts and pl
 quick: $(READY) ## under a minute: unit tests and the house
 	@$(BIN)/python -m pytest -m "not slow" $(TWO) tests/unit tests/house
 
-ghost: $(GHOST_READY) ## run every layout on simulated GPUs; installs a CUDA build of torch
-	@$(GHOST_VENV)/bin/python -m tests.ghost
+ghost: .venv-ghost/.ready ## run every layout on simulated GPUs; installs a CUDA build of the oldest torch supported
+	@.venv-ghost/bin/python -m tests.ghost
 
-$(GHOST_READY): pyproject.toml
-	@test -x $(GHOST_VENV)/bin/python || $(PYTHON) -m venv $(GHOST_VENV)
-	@echo "installing into $(GHOST_VENV) (once, some minutes, 4 GB): $(GHOST_PACKAGES)"
-	@$(GHOST_VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-input $(GHOST_PACKAGES)
-	@$(GHOST_VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-input --editable .
-	@touch $(GHOST_READY)
+newest: .venv-newest/.ready ## the newest torch and transformers supported: simulated GPUs, then ranks on the CPU
+	@.venv-newest/bin/python -m tests.ghost -m "not long"
+	@.venv-newest/bin/python -m pytest -m "not long" $(TWO) $(ON_NEWEST)
+
+.venv-ghost/.ready: PACKAGES := $(OLDEST)
+.venv-newest/.ready: PACKAGES := $(NEWEST)
+$(ENDS:%=%/.ready): INSTALL = $(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-input
+$(ENDS:%=%/.ready): pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing into $(@D) (once, some minutes, 4 GB): $(PACKAGES), as pyproject.toml allows"
+	@$(INSTALL) --editable . $(PACKAGES) pytest pytest-timeout pytest-xdist
+	@$(INSTALL) "$$($(@D)/bin/python -c '$(CRT_OF_RUNTIME)')"
+	@touch $@
 
 mutants: $(READY) ## plant bugs one by one and count who notices; MUTANTS="--shard 1/8" or "--sample 10"
 	@$(BIN)/python -m tests.mutants $(MUTANTS)
@@ -75,4 +85,4 @@ fuzz: $(READY) ## damaged files and hostile peers against everything that reads 
 	@$(BIN)/python -m pytest tests/fuzz
 
 clean: ## forget the environment and the caches; runs stay
-	@rm -rf $(VENV) $(GHOST_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(ENDS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -18,7 +18,7 @@ from tests.ghost.log import collectives, disagreements
 from tests.runs import call, warm, write_corpus
 
 COUNTERS = ("launches", "syncs", "to_device", "to_host")
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 SIZES = ("--model.width", "64", "--model.heads", "4")
 MODELS = {
     "llama": ("--model", "llama", *SIZES, "--model.layers", "4", "--model.kv-heads", "2", "--model.ffn", "128"),

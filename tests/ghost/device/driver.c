@@ -57,6 +57,7 @@ int cuPointerGetAttribute(void *data, int attribute, unsigned long pointer) {
 int cuMemcpyDtoHAsync_v2(void) { return 0; }
 int cuMemHostRegister(void) { return 0; }
 int cuStreamSynchronize(void *stream) { return 0; }
+int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 int cuTensorMapEncodeTiled(void) { return 0; }
 int cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long flags, void *result) {
     *function = dlsym(RTLD_DEFAULT, name);
