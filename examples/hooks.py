@@ -47,7 +47,7 @@ def main() -> None:
             run=str(Path(folder) / "run"),
             model=ModelConfig(name="llama", layers=1, width=32, heads=2),
             data=DataConfig(limit_bytes=300_000, vocab_size=300, sequence=32, cache=folder),
-            train=TrainConfig(steps=200, batch=8, sample_tokens=0),
+            train=TrainConfig(steps=200, batch=8, sample_tokens=0, prove=False),
             optimizer=OptimizerConfig(lr=0.5),
             schedule=ScheduleConfig(shape="constant", warmup=2),
             evaluation=EvaluationConfig(every=4, rows=16),

@@ -25,7 +25,7 @@ def main(steps: int = 40) -> None:
             run=str(Path(folder) / "run"),
             model=ModelConfig(name="gpt2", layers=2, width=64, heads=2),
             data=DataConfig(limit_bytes=400_000, vocab_size=512, sequence=64, cache=folder),
-            train=TrainConfig(steps=steps, batch=16, sample="import ", sample_tokens=40),
+            train=TrainConfig(steps=steps, batch=16, sample="import ", sample_tokens=40, prove=False),
             schedule=ScheduleConfig(warmup=steps // 4),
             evaluation=EvaluationConfig(every=20, rows=64),
         )
