@@ -92,11 +92,9 @@ def _once_a_row(module: nn.Module, size: int, take: Callable[[torch.Tensor], tor
 def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:
     """Returns this rank's tokens of ``x: (B, S, ...)``: a run of them, or an early and a late one."""
     if balanced:
-        import torch
+        from meshwright.axes.comm.gathering import own_runs
 
-        from meshwright.axes.comm.gathering import balanced_spans
-
-        return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, size)], dim=1)
+        return own_runs(x, index, size)
     if x.shape[1] % size:
         raise ValueError(f"{x.shape[1]} tokens don't divide over cp={size}")
     return x.chunk(size, dim=1)[index]

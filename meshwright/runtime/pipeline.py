@@ -153,9 +153,7 @@ class PipelineProgram(Program):
                 kinds = chain(self.parts, self._line, lambda part, taken: self._compute_stage(part, 0, taken))
             for part in self.parts:
                 _release(part.module)
-            cut = self._stages[0].cut
-            whole = cut is not None and bool(cut.spine.whole_backward)
-            self._run = shape, ScheduleRun(self.parts, self._line, kinds, self._forward, self._before_backward, whole)
+            self._run = shape, ScheduleRun(self.parts, self._line, kinds, self._forward, self._before_backward)
         return self._run[1]
 
     def _forward(self, part: Part, number: int, taken: tuple[torch.Tensor, ...]) -> Any:

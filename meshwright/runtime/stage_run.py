@@ -65,7 +65,6 @@ class _TorchStage(PipelineStage):
         kinds: tuple[Sequence[TensorKind], ...],
         forward: Forward,
         backward: Backward,
-        whole: bool,
     ) -> None:
         inputs, outputs = (tuple(kind.example() for kind in side) for side in kinds)
         super().__init__(
@@ -76,8 +75,6 @@ class _TorchStage(PipelineStage):
             input_args=inputs,
             output_args=outputs,
             group=line.wire.group,
-            # With a second half that does nothing, the first computes the weights' gradients too.
-            dw_builder=_no_second_half if whole else None,
         )
         self._part, self._line, self._ours, self._told = part, line, forward, backward
         self._microbatch = 0
@@ -161,7 +158,6 @@ class ScheduleRun:
         kinds: for each part what it receives and what it sends.
         forward: of a stage on a micro-batch.
         backward: told before each backward.
-        whole: whether the model's graph doesn't come in two halves: then a schedule's first half is all of a backward.
     """
 
     def __init__(
@@ -171,9 +167,8 @@ class ScheduleRun:
         kinds: Sequence[tuple[Sequence[TensorKind], ...]],
         forward: Forward,
         backward: Backward,
-        whole: bool = False,
     ) -> None:
-        self._stages = [_TorchStage(part, line, kind, forward, backward, whole) for part, kind in zip(parts, kinds)]
+        self._stages = [_TorchStage(part, line, kind, forward, backward) for part, kind in zip(parts, kinds)]
         self._count = line.schedule.microbatches
         action: Any = getattr(torch_schedules, "_Action", None)
         runtime: Any = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
@@ -214,10 +209,6 @@ def _receiving_first(actions: Sequence[Any]) -> list[Any]:
     """
     receives = [action for action in actions if action.computation_type in _RECEIVES]
     return receives + [action for action in actions if action.computation_type not in _RECEIVES]
-
-
-def _no_second_half() -> Callable[[], None]:
-    return lambda: None
 
 
 def _identity(output: torch.Tensor, _target: None) -> torch.Tensor:

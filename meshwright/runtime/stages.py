@@ -96,7 +96,7 @@ def split(source: Source, layout: Layout, mesh: Mesh) -> list[Part]:
 
 def _division(module: nn.Module, spine: Spine, ties: Sequence[Sequence[str]], layout: Layout) -> Division:
     """Divides the whole model, which is on meta."""
-    schedule = layout.pipeline()
+    schedule = layout.pipeline().unsplit() if spine.whole_backward else layout.pipeline()
     sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
     bounds = divide(spine, sizes, ties, schedule.stages, layout.split)
     held = held_names(spine, list(sizes), bounds, ties)

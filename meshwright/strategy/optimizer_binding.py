@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -213,15 +214,14 @@ def _watch(binding: OptimizerBinding) -> None:
     torch's hooks are installed once and stay: one that is removed as its binding is collected may be removed while
     torch goes over its hooks, which is an error in a step that has nothing to do with it.
     """
-    if not _State.installed:
-        _State.installed = True
-        register_optimizer_step_pre_hook(_before_each)
-        register_optimizer_step_post_hook(_after_each)
+    _install_hooks()
     _bindings.add(binding)
 
 
-class _State:
-    installed = False
+@functools.cache
+def _install_hooks() -> None:
+    register_optimizer_step_pre_hook(_before_each)
+    register_optimizer_step_post_hook(_after_each)
 
 
 def _before_each(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -70,9 +70,9 @@ class GatheredAttention(TorchFunctionMode):
         return torch.cat(outputs, dim=-2)
 
 
-def own_runs(x: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """Returns this rank's early and late run of the tokens of ``x: (B, S, ...)``."""
-    return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], wire.index, wire.size)], dim=1)
+def own_runs(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
+    """Returns a rank's early and late run of the tokens of ``x: (B, S, ...)``."""
+    return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, ranks)], dim=1)
 
 
 def wrap_layer(layer: Any, wire: Wire, splits: int) -> None:
@@ -91,7 +91,9 @@ def wrap_layer(layer: Any, wire: Wire, splits: int) -> None:
         tokens = hidden[0].shape[1] * wire.size * splits if hidden else 0
 
         def cut(x: torch.Tensor) -> torch.Tensor:
-            return own_runs(x, wire) if x.dim() in (2, 3) and x.shape[1] == tokens and x is not hidden[0] else x
+            if x.dim() not in (2, 3) or x.shape[1] != tokens or x is hidden[0]:
+                return x
+            return own_runs(x, wire.index, wire.size)
 
         args, kwargs = tree_map_only(torch.Tensor, cut, (args, kwargs))
         with GatheredAttention(wire):
