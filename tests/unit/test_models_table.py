@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from meshwright.axes.cp import refusal
-from meshwright.axes.table import Block, Cutting, Group, LayerRows, Split
+from meshwright.axes.table import Block, Cutting, Group, LayerRows, ShardingTable, Split
+from meshwright.models import table as tables
 from meshwright.models.growth import grown_group
 from meshwright.models.units import blocks_of, finest_units, parameter_blocks, unit_masks
 
@@ -29,6 +30,26 @@ def test_blocks_come_back_from_their_masks():
     irregular[0, 7] = True
     assert blocks_of(irregular) == ()
     assert blocks_of(torch.ones(4, 6, dtype=torch.bool)) is None
+
+
+def test_a_kind_of_layer_that_does_not_fit_is_refused_and_the_others_stay(monkeypatch: pytest.MonkeyPatch):
+    group = group_of(4, 4, 4)
+    good, bad, plain = (LayerRows(groups=groups) for groups in ((group,), (group,), ()))
+    table = ShardingTable(layers={"a.0": good, "a.1": bad, "a.2": good, "a.3": plain})
+    tried: list[set[str]] = []
+
+    def rehearse(_: object, table: ShardingTable, ranks: int) -> str:
+        tried.append({name for name, rows in table.layers.items() if rows.groups})
+        return "its logits are off by 2.0e-01" if table.layers["a.1"].groups else ""
+
+    monkeypatch.setattr(tables, "rehearse_model", rehearse)
+    clone = tables.Clone(module=nn.Module(), anatomy=None, vocab=7, same=True)  # type: ignore[arg-type]
+    found = tables._fitting_layers(clone, table, "all of it is off")
+    assert tried == [{"a.0", "a.2"}, {"a.0", "a.1", "a.2"}]
+    assert [bool(rows.groups) for rows in found.layers.values()] == [True, False, True, False]
+    assert "with a.1 split over 2 ranks its logits are off" in found.layers["a.1"].refused[""]
+    assert found.layers["a.3"].refused == {"": "all of it is off"}
+    assert "isn't the model: with a.1" in found.refused[""]
 
 
 def test_the_finest_units_that_what_is_read_allows():
