@@ -32,10 +32,10 @@ from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.session import build_program
 
@@ -120,7 +120,7 @@ def _row(name: str, micro: int, options: argparse.Namespace) -> Row:
     layout = Layout.parse(f"pp={options.ranks},schedule={name},microbatches={micro},split={split}")
     schedule = layout.pipeline()
     config = ModelConfig(name="llama", layers=LAYERS, width=WIDTH, heads=HEADS, vocab=VOCABULARY, context=TOKENS)
-    facts = read_facts(build_meta(config), layout)
+    facts = analyse_model(build_meta(config), layout)
     devices = Devices(kind="cpu", count=options.ranks, found=options.ranks, cores=options.ranks)
     wait_until_quiet()
     meter = ForeignLoad()
@@ -139,7 +139,7 @@ def _row(name: str, micro: int, options: argparse.Namespace) -> Row:
     return Row(
         schedule=name,
         micro=micro,
-        ideal=simulate(schedule, Costs.uniform(stages)).bubble,
+        ideal=simulate(schedule, ActionCosts.uniform(stages)).bubble,
         simulated=simulation.bubble,
         measured=statistics.median(idle),
         simulated_s=simulation.makespan_s,
@@ -150,7 +150,7 @@ def _row(name: str, micro: int, options: argparse.Namespace) -> Row:
     )
 
 
-def _costs(actions: list[Timed], stages: int, send_s: float) -> Costs:
+def _costs(actions: list[Timed], stages: int, send_s: float) -> ActionCosts:
     """Medians of each kind of action by stage; a kind that doesn't occur costs nothing."""
     seen: dict[tuple[int, str], list[float]] = {}
     for one in actions:
@@ -159,11 +159,11 @@ def _costs(actions: list[Timed], stages: int, send_s: float) -> Costs:
     def of(kind: str) -> tuple[float, ...]:
         return tuple(statistics.median(seen.get((stage, kind), [0.0])) for stage in range(stages))
 
-    return Costs(forward_s=of("F"), backward_s=of("B"), input_s=of("I"), weight_s=of("W"), send_s=send_s)
+    return ActionCosts(forward_s=of("F"), backward_s=of("B"), input_s=of("I"), weight_s=of("W"), send_s=send_s)
 
 
 def run_rank(
-    context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int
+    context: RankContext, config: ModelConfig, layout: Layout, facts: ModelAnalysis, rows: int, steps: int
 ) -> tuple[list[list[Timed]], float]:
     """Runs steps on this rank; returns each one's actions, and the seconds of a send."""
     init_group(context, timeout_s=LIMIT_S, group_s=LIMIT_S)

@@ -32,13 +32,13 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
-from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.ledger import learn
 from meshwright.planner.measured import Measure, informed, priced, recosted
 from meshwright.planner.predict import prediction
 from meshwright.proof.layouts import all_layouts
 from meshwright.runtime.build import check
-from meshwright.train.facts import check_shapes, read_facts
+from meshwright.train.facts import analyse_model, check_shapes
 
 MODELS = {
     "llama": ModelConfig(name="llama", layers=8, width=384, heads=6, ffn=1024, vocab=8000, context=128),
@@ -121,7 +121,7 @@ def _group(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
     devices = Devices(kind="cpu", count=ranks, found=count_cores(), cores=count_cores())
     machines = Machines(devices=devices, ranks=ranks)
     question = Question(
-        job=Job(shape=measure_shape(build_meta(config)), sequence=TOKENS, rows=ROWS, precision="float32"),
+        job=PricedJob(shape=measure_shape(build_meta(config)), sequence=TOKENS, rows=ROWS, precision="float32"),
         cluster=cluster_here(machines),
         lesson=learn(*ledger_here(machines)),
     )
@@ -155,7 +155,7 @@ def _group(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
 def _planned(model: str, layout: Layout, question: Question, measure: Measure) -> Row:
     built = build_meta(MODELS[model])
     check(layout, "cpu", len(built.anatomy.layers))
-    facts = read_facts(built, layout)
+    facts = analyse_model(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
     one = priced(question, layout, measure)
     planned = prediction(question, one, model_parts(built, facts))
@@ -173,7 +173,7 @@ def _planned(model: str, layout: Layout, question: Question, measure: Measure) -
 
 def _run(row: Row, layout: Layout, question: Question, devices: Devices, steps: int) -> None:
     """Runs a layout once more, and adds what its steps took."""
-    facts = read_facts(build_meta(MODELS[row.model]), layout)
+    facts = analyse_model(build_meta(MODELS[row.model]), layout)
     found = ForkLauncher(layout.world, devices=devices).run(
         practise_paced, MODELS[row.model], layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S
     )

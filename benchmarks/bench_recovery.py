@@ -46,7 +46,7 @@ from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.verify import made_up_batches
 from meshwright.resilience.disk import DiskWriter
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import read_facts
+from meshwright.train.facts import analyse_model
 from meshwright.train.faults import FOLDER
 from meshwright.train.feed import MicroBatch
 from meshwright.train.memory import Control, Memory, RankMemory
@@ -175,7 +175,7 @@ def train(
     torch.set_num_threads(1)
     init_group(context, timeout_s=LIMIT_S, group_s=LIMIT_S)
     built = build_meta(config)
-    facts = read_facts(built, layout)
+    facts = analyse_model(built, layout)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be measured")
     program = build_program(built, plan, torch.device("cpu"), facts)
     optimizer = LocalAdamW(program.weights, OptimizerConfig(), on_host=False)

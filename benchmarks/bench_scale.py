@@ -28,12 +28,12 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
-from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.memory import ModelParts, position_memory, rest_bytes
 from meshwright.runtime import build as builder
-from meshwright.runtime.clock import Clock
+from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.units import format_bytes, format_count
 
 CASES = {
@@ -68,7 +68,7 @@ class Laps:
         self._at = now
 
 
-def rank_bytes(built: BuiltModel, facts: Facts, layout: Layout, rank: int, laps: Laps) -> dict[str, int]:
+def rank_bytes(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int, laps: Laps) -> dict[str, int]:
     """Builds one rank and returns the number of its weights and their bytes."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
     try:
@@ -76,7 +76,7 @@ def rank_bytes(built: BuiltModel, facts: Facts, layout: Layout, rank: int, laps:
         laps.lap("copy the model")
         mesh = Mesh(layout, "cpu", TrafficLog())
         laps.lap("mesh")
-        source = builder.Source(
+        source = builder.ModelSource(
             module=module,
             layers=built.anatomy.layers,
             compute=lambda *_: (torch.empty(()), torch.empty(())),
@@ -87,7 +87,7 @@ def rank_bytes(built: BuiltModel, facts: Facts, layout: Layout, rank: int, laps:
             spine=facts.spine,
             experts=facts.experts,
         )
-        program = builder.build(source, layout, mesh, torch.device("meta"), Clock("cpu"))
+        program = builder.build(source, layout, mesh, torch.device("meta"), StepTimer("cpu"))
         laps.lap("build")
         assert all(weight.local.is_meta for weight in program.weights)
         return {
@@ -100,7 +100,7 @@ def rank_bytes(built: BuiltModel, facts: Facts, layout: Layout, rank: int, laps:
 
 def planned(built: BuiltModel, cluster: str, rows: int, sequence: int) -> Layout:
     """Returns the planner's layout."""
-    job = Job(shape=measure_shape(built), sequence=sequence, rows=rows)
+    job = PricedJob(shape=measure_shape(built), sequence=sequence, rows=rows)
     question = Question(job=job, cluster=Cluster.parse(cluster), base=Layout(precision="bf16"))
     return choose(question).best[0].layout
 
@@ -114,9 +114,9 @@ def measure(case: str, text: str, ranks: list[int], cluster: str = "", rows: int
     if cluster:
         layout = planned(built, cluster, rows, context)
         laps.lap("plan")
-    facts = Facts(table=sharding_table(built) if layout.degree("tp") > 1 else None)
+    facts = ModelAnalysis(table=sharding_table(built) if layout.degree("tp") > 1 else None)
     laps.lap("sharding table")
-    facts = read_facts(built, layout, facts)
+    facts = analyse_model(built, layout, facts)
     laps.lap("spine and experts")
     parts = ModelParts.of(
         built.module.named_parameters(remove_duplicate=False), built.anatomy.layers, built.anatomy.ties,

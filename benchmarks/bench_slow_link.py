@@ -37,10 +37,10 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
-from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.measured import informed, priced, recosted
 from meshwright.planner.predict import prediction
-from meshwright.train.facts import check_shapes, read_facts
+from meshwright.train.facts import analyse_model, check_shapes
 
 MODELS = {
     "gpt2": ModelConfig(name="gpt2", layers=6, width=256, heads=4, vocab=2048, context=128),
@@ -180,7 +180,7 @@ def _node(options: argparse.Namespace) -> int:
 
 def _asked(name: str, machines: Machines) -> Question:
     built = build_meta(MODELS[name])
-    job = Job(shape=measure_shape(built), sequence=TOKENS, rows=ROWS, precision="float32")
+    job = PricedJob(shape=measure_shape(built), sequence=TOKENS, rows=ROWS, precision="float32")
     return informed(Question(job=job, cluster=cluster_here(machines)), measure_of(built, TOKENS, "float32"))
 
 
@@ -192,7 +192,7 @@ def _chosen(name: str, machines: Machines) -> Layout:
 def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, steps: int) -> dict[str, Any]:
     """Predicts a layout's step and measures it."""
     built = build_meta(MODELS[name])
-    facts = read_facts(built, layout)
+    facts = analyse_model(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
     asked = _asked(name, machines)
     one = priced(asked, layout, measure_of(built, TOKENS, "float32"))

@@ -18,8 +18,8 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.choose import Candidate, Question, choose
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
-from meshwright.planner.cost.job import Job
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.job import PricedJob
 from meshwright.units import format_count
 
 FAMILY = (
@@ -94,14 +94,14 @@ def _efficiency(text: str) -> list[dict[str, Any]]:
 
 def _shape(layers: int, width: int) -> Any:
     name = f"gpt {layers}x{width}"
-    sizes = Sizes(name=name, layers=layers, width=width, heads=width // 128, vocab=51200, gated=False)
+    sizes = TableSizes(name=name, layers=layers, width=width, heads=width // 128, vocab=51200, gated=False)
     return shape_from_sizes(sizes)
 
 
 def _best(text: str, layers: int, width: int, limits: dict[str, Any], devices: int = 0) -> Candidate | None:
     cluster = Cluster.parse(text)
     cluster = cluster.restricted(devices) if devices else cluster
-    job = Job(shape=_shape(layers, width), sequence=SEQUENCE, rows=ROWS * cluster.devices)
+    job = PricedJob(shape=_shape(layers, width), sequence=SEQUENCE, rows=ROWS * cluster.devices)
     limits = {"offloads": ("none",)} | limits  # what fits on the devices alone
     try:
         return choose(Question(job=job, cluster=cluster, base=Layout(precision="bf16"), limits=limits), 1).best[0]

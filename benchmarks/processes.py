@@ -17,9 +17,7 @@ QUIET_CORES = 0.15
 """Cores that other programs may keep busy while a machine counts as quiet."""
 
 
-def run_limited(
-    command: Sequence[str], more: Mapping[str, str], limit_s: float, folder: Path, until: str = ""
-) -> str:
+def run_limited(command: Sequence[str], more: Mapping[str, str], limit_s: float, folder: Path, until: str = "") -> str:
     """Runs a command in a folder with a time limit; whatever it leaves behind is killed.
 
     Args:

@@ -238,9 +238,7 @@ def unlike(samples: dict[str, list[Sample]]) -> list[str]:
     return lines
 
 
-def table(
-    title: str, setting: tuple[int, int], chosen: Sequence[Contender], samples: dict[str, list[Sample]]
-) -> str:
+def table(title: str, setting: tuple[int, int], chosen: Sequence[Contender], samples: dict[str, list[Sample]]) -> str:
     """Formats medians and ratios of speed (above 1 is faster than the script)."""
     rows, sequence = setting
     lines = [
@@ -271,9 +269,7 @@ def table(
 def spread(many: Sequence[Sample], rivals: Sequence[Sample]) -> str:
     """Returns the median over rounds of the ratio of step times, with the least and the most."""
     of_round = {rival.round: statistics.median(rival.step_s) for rival in rivals}
-    ratios = [
-        of_round[sample.round] / statistics.median(sample.step_s) for sample in many if sample.round in of_round
-    ]
+    ratios = [of_round[sample.round] / statistics.median(sample.step_s) for sample in many if sample.round in of_round]
     if not ratios:
         return ""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"

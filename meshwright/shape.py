@@ -198,7 +198,7 @@ class Operator:
 
 
 @dataclass(kw_only=True, slots=True)
-class Work:
+class ModuleWork:
     """What one call of a module computes, sends and keeps."""
 
     forward: list[Operator] = field(default_factory=list)
@@ -232,11 +232,11 @@ class ModelWork:
 
     rows: int
     """Of the micro-batch."""
-    layers: tuple[Work, ...]
+    layers: tuple[ModuleWork, ...]
     """Of each kind of layer."""
     counts: tuple[int, ...]
     """Layers of each kind."""
-    rest: Work
+    rest: ModuleWork
     """What lies outside of the layers: embedding, masks, final norm, head."""
 
     def operators(self, backward: bool = False) -> list[tuple[int, Operator]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.axes.wide import Wide
+from meshwright.axes.wide import Float64Ops
 from meshwright.plan import Layout
 from tests.plain_model import PlainModel
 
@@ -95,7 +95,7 @@ def plainly(make: Callable[[], nn.Module], batches: list[Batch]) -> tuple[list[f
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for x, y in batches:
-        with Wide():
+        with Float64Ops():
             loss = mean_loss(output(model, x), y)
             loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))

@@ -23,9 +23,7 @@ def shard(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch.n
 if task.mode == "ddp":
     strategy = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
 else:
-    strategy = ModelParallelStrategy(
-        shard, data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
-    )
+    strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
 fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
 fabric.launch()
 if task.mode == "ddp":

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.published.predict import figures, with_engines
 from benchmarks.published.rows import Case
 from meshwright.planner.cost import engines, kernels
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 
 Bounds = tuple[float, float]
 Found = tuple[np.ndarray, np.ndarray]
@@ -58,9 +58,9 @@ class Knobs:
             _write(name, float(value))
 
 
-def known_engines() -> dict[str, Engine]:
+def known_engines() -> dict[str, FrameworkProfile]:
     """Returns the engines by name."""
-    return {item.name: item for item in vars(engines).values() if isinstance(item, Engine)}
+    return {item.name: item for item in vars(engines).values() if isinstance(item, FrameworkProfile)}
 
 
 def _place(name: str) -> tuple[str, list[str]]:
@@ -95,11 +95,11 @@ def _write(name: str, value: float) -> None:
     if len(path) > 1:
         changed = dataclasses.replace(holder, **{key[0]: changed})
     for variable, item in list(vars(engines).items()):
-        if isinstance(item, Engine) and _has(item, owner, path, holder):
+        if isinstance(item, FrameworkProfile) and _has(item, owner, path, holder):
             setattr(engines, variable, dataclasses.replace(item, **{path[0] if len(path) > 1 else key[0]: changed}))
 
 
-def _has(item: Engine, owner: str, path: Sequence[str], holder: object) -> bool:
+def _has(item: FrameworkProfile, owner: str, path: Sequence[str], holder: object) -> bool:
     """Whether an engine has this very part, or is the owner itself."""
     return item.name == owner if len(path) == 1 else getattr(item, path[0]) is holder
 

@@ -106,9 +106,7 @@ NANOTRON = _named(
     "nanotron/runtime",
     "pass_width pass_ffn loss_passes:0 accumulate_bytes host_layer_s host_piped_s host_step_s dp_overlap scatter_share",
 )
-DEEPSPEED = _named(
-    "megatron-deepspeed/runtime", "host_layer_s score_passes pass_width host_step_s loss_passes:0"
-)
+DEEPSPEED = _named("megatron-deepspeed/runtime", "host_layer_s score_passes pass_width host_step_s loss_passes:0")
 COMPOSER = _named("fsdp-composer/runtime", "attention pass_width interference") + _named(
     "fsdp-composer-hopper/runtime", "attention pass_width interference"
 )

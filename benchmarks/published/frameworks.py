@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from benchmarks.published.models import Row, Unpriced
 from meshwright.planner.cost import engines
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 
 
-def engine_of(row: Row) -> Engine:
+def engine_of(row: Row) -> FrameworkProfile:
     """Returns the engine of a row.
 
     Raises:
@@ -41,7 +41,7 @@ def engine_of(row: Row) -> Engine:
     raise Unpriced(f"no engine for the framework {name}")
 
 
-def _titan(row: Row, notes: str) -> Engine:
+def _titan(row: Row, notes: str) -> FrameworkProfile:
     compiled = "compile" in notes or row.get("date", "") >= "2025"
     if not compiled:
         return engines.TITAN_EAGER

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from meshwright.planner.closed_form import Latent, Sizes, shape_from_sizes
+from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
 from meshwright.shape import ModelShape
 
 Row = Mapping[str, str]
@@ -99,15 +99,15 @@ def shape_of(row: Row) -> ModelShape:
     """
     options = _options(row)
     if "tied" in options:
-        return _shape(Sizes(**options))  # type: ignore[arg-type]
-    tied, untied = (_shape(Sizes(**options, tied=choice)) for choice in (True, False))  # type: ignore[arg-type]
+        return _shape(TableSizes(**options))  # type: ignore[arg-type]
+    tied, untied = (_shape(TableSizes(**options, tied=choice)) for choice in (True, False))  # type: ignore[arg-type]
     stated = stated_parameters(row) * 1e9
     near = abs(tied.parameters - stated) < abs(untied.parameters - stated)
     return tied if stated and near else untied
 
 
 @lru_cache(maxsize=512)
-def _shape(sizes: Sizes) -> ModelShape:
+def _shape(sizes: TableSizes) -> ModelShape:
     return shape_from_sizes(sizes)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.published.rows import UNREADABLE, Case
 from benchmarks.published.unequal import unequal_costs
-from meshwright.planner.cost.engine import Engine
-from meshwright.planner.cost.job import Degrees
+from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost.job import LayoutBatch
 from meshwright.planner.cost.price import Holds, price_many, seconds_many
 
 
@@ -114,11 +114,11 @@ def _unequal(case: Case) -> Predicted:
     )
 
 
-def _degrees(cases: Sequence[Case]) -> Degrees:
+def _degrees(cases: Sequence[Case]) -> LayoutBatch:
     names = {name: None for case in cases for name in case.columns}
     columns = {name: [case.columns.get(name, 1.0) for case in cases] for name in names}
     columns["rows"] = [case.job.rows for case in cases]
-    return Degrees.of(columns, [case.split for case in cases])
+    return LayoutBatch.of(columns, [case.split for case in cases])
 
 
 def _bunch(cases: Sequence[Case], holds: Holds | None = None) -> list[Predicted]:
@@ -142,6 +142,6 @@ def _bunch(cases: Sequence[Case], holds: Holds | None = None) -> list[Predicted]
     ]
 
 
-def with_engines(cases: Sequence[Case], engines: dict[str, Engine]) -> list[Case]:
+def with_engines(cases: Sequence[Case], engines: dict[str, FrameworkProfile]) -> list[Case]:
     """Returns the cases with engines replaced by name."""
     return [dataclasses.replace(case, engine=engines.get(case.engine.name, case.engine)) for case in cases]

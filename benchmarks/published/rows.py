@@ -15,9 +15,9 @@ from benchmarks.published.models import Row, Unpriced, counted, number, shape_of
 from benchmarks.published.sites import machine_of, scales_of
 from benchmarks.published.unequal import unequal_kinds
 from meshwright.errors import ClusterError, MeshwrightError
-from meshwright.planner.cost.engine import GIB, Engine
+from meshwright.planner.cost.engine import GIB, FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import RECOMPUTES, Job, schedule_names
+from meshwright.planner.cost.job import RECOMPUTES, PricedJob, schedule_names
 from meshwright.planner.kinds import Kind
 
 MOST_STAGES = 1024
@@ -38,14 +38,14 @@ class Case:
 
     file: str
     row: Row = field(repr=False)
-    job: Job = field(repr=False)
+    job: PricedJob = field(repr=False)
     columns: Mapping[str, Any]
     split: tuple[float, ...] | None
     machine: Machine = field(repr=False)
     """Of the first kind where there are several."""
     kinds: tuple[Kind, ...] = field(default=(), repr=False)
     """Devices of several kinds; empty where they are equal."""
-    engine: Engine = field(repr=False)
+    engine: FrameworkProfile = field(repr=False)
     time_s: float | None
     """Measured step time, where it is to be compared."""
     memory_bytes: float | None
@@ -91,7 +91,7 @@ def read_case(row: Row, file: str, nominal: bool = False) -> Case:
         columns = _columns(row)
         rows = whole(row, "gbs")
         adapters = "lora" in row.get("notes", "").lower()
-        job = Job(shape=shape, sequence=whole(row, "seq_len"), rows=rows, adapters=adapters, **_precision(row))
+        job = PricedJob(shape=shape, sequence=whole(row, "seq_len"), rows=rows, adapters=adapters, **_precision(row))
         kinds = kinds_of_row(row)
         machine = kinds[0][1] if kinds else machine_of(row)
         engine = engine_of(row)
@@ -251,6 +251,6 @@ def _memory(row: Row) -> tuple[float | None, str, str]:
     return size, "reserved", ""
 
 
-def replaced(case: Case, engine: Engine) -> Case:
+def replaced(case: Case, engine: FrameworkProfile) -> Case:
     """Returns the case under another engine."""
     return dataclasses.replace(case, engine=engine)

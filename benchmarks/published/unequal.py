@@ -11,10 +11,10 @@ import numpy as np
 from benchmarks.published.models import Unpriced
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.cluster.node import standard_node
-from meshwright.planner.cost.engine import Engine
-from meshwright.planner.cost.job import Array, Degrees, Job
+from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
-from meshwright.planner.cost.ranks import Costs, Ranks
+from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.planner.cost.timing import makespan
 from meshwright.planner.kinds import Kind, kinds_of, places_of
 
@@ -69,7 +69,11 @@ def unequal_kinds(text: str, gpus: int, per_node: int) -> tuple[Kind, ...]:
 
 
 def unequal_costs(
-    job: Job, columns: Mapping[str, Any], split: tuple[float, ...] | None, kinds: Sequence[Kind], engine: Engine
+    job: PricedJob,
+    columns: Mapping[str, Any],
+    split: tuple[float, ...] | None,
+    kinds: Sequence[Kind],
+    engine: FrameworkProfile,
 ) -> dict[str, Any]:
     """Returns what a layout takes that lies on several kinds, which fill the pipeline's stages in their order.
 
@@ -87,7 +91,7 @@ def unequal_costs(
         ``step_s``; bytes ``first``, ``reserved``, ``allocated``, ``device``; ``room``, the memory of the kind that is
         fullest.
     """
-    degrees = Degrees.of({name: [value] for name, value in columns.items()} | {"rows": [job.rows]}, [split])
+    degrees = LayoutBatch.of({name: [value] for name, value in columns.items()} | {"rows": [job.rows]}, [split])
     prices = [price_many(job, degrees, machine, engine) for _, machine, _ in kinds]
     pp = int(degrees.pp[0])
     places = places_of(kinds, int(degrees.world[0]) // pp) if pp > 1 else None
@@ -105,12 +109,14 @@ def unequal_costs(
     }
 
 
-def _piped_s(job: Job, degrees: Degrees, kinds: Sequence[Kind], places: Sequence[int], engine: Engine) -> float:
+def _piped_s(
+    job: PricedJob, degrees: LayoutBatch, kinds: Sequence[Kind], places: Sequence[int], engine: FrameworkProfile
+) -> float:
     """Seconds of a step whose stages each lie on one kind."""
     forward, backward = np.empty((1, len(places))), np.empty((1, len(places)))
     after: Array = np.zeros(1)
     for number, (_, machine, _) in enumerate(kinds):
-        ranks, own = Ranks(Costs.of(job, degrees, machine, engine)), np.array(places) == number
+        ranks, own = RankTimes(LayerCosts.of(job, degrees, machine, engine)), np.array(places) == number
         forward[:, own], backward[:, own] = ranks.forward[:, own], ranks.backward[:, own]
         after = np.maximum(after, sum(ranks.ending().values()))
     whole = makespan(degrees, forward, backward, backward / 2)

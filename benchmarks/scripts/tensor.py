@@ -51,9 +51,7 @@ if sequence:
     }
 for layer in model.model.layers:
     parallelize_module(layer, tp, layer_plan)
-logits = (
-    {"output_layouts": Shard(-1), "use_local_output": False} if split_loss else {"output_layouts": Replicate()}
-)
+logits = {"output_layouts": Shard(-1), "use_local_output": False} if split_loss else {"output_layouts": Replicate()}
 outside = {
     # The whole embedding comes out, since the model reads the number of tokens off it; the layers take their share.
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.axes.axis import Axis, Holds, Reads
 from meshwright.axes.placement import Span
-from meshwright.axes.table import Block, Group, LayerRows, ShardingTable, Split
+from meshwright.axes.table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.axes.comm.wire import Wire
+    from meshwright.axes.comm.wire import AxisGroup
 
 AXIS = Axis(
     name="cp",
@@ -37,7 +37,7 @@ AXIS = Axis(
 def wrap_model(
     module: nn.Module,
     table: ShardingTable,
-    wire: Wire,
+    wire: AxisGroup,
     tensor: tuple[int, int] = (0, 1),
     attention: str = "heads",
     splits: int = 1,
@@ -100,7 +100,7 @@ def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -
     return x.chunk(size, dim=1)[index]
 
 
-def local_group(group: Group, index: int, degree: int) -> Group:
+def local_group(group: ShardingGroup, index: int, degree: int) -> ShardingGroup:
     """Returns a group as a rank of ``tp`` has it: its units alone."""
     shares = group.shares(degree) if degree > 1 else None
     if shares is None:
@@ -113,7 +113,7 @@ def local_group(group: Group, index: int, degree: int) -> Group:
             start, stop = block.span(first, last, group.units)
             blocks.append(Block(start=at, size=block.size, count=(stop - start) // block.size))
             at += stop - start
-        splits.append(Split(name=split.name, dim=split.dim, blocks=tuple(blocks)))
+        splits.append(ParameterSplit(name=split.name, dim=split.dim, blocks=tuple(blocks)))
     return dataclasses.replace(group, units=last - first, splits=tuple(splits))
 
 
@@ -129,7 +129,7 @@ def refusal(rows: LayerRows, size: int, degree: int) -> str:
     return ""
 
 
-def _whole_between(group: Group) -> str:
+def _whole_between(group: ShardingGroup) -> str:
     """Why what lies between a group's matrices can't be exchanged: `wrap_group` moves their outputs alone."""
     if group.inner:
         return (
@@ -149,7 +149,7 @@ def _whole_between(group: Group) -> str:
     return ""
 
 
-def wrap_group(layer: nn.Module, group: Group, wire: Wire) -> None:
+def wrap_group(layer: nn.Module, group: ShardingGroup, wire: AxisGroup) -> None:
     """Exchanges tokens for heads around the code between a group's matrices.
 
     Args:
@@ -176,7 +176,7 @@ def wrap_group(layer: nn.Module, group: Group, wire: Wire) -> None:
     root = layer.get_submodule(group.module)
     _show_whole_rows(root, wire)
 
-    def spans(split: Split, size: int) -> list[tuple[Span, ...]]:
+    def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
         return [parts.spans_of(split, units, group, size) for units in shares]
 
     for name in group.columns:
@@ -187,7 +187,7 @@ def wrap_group(layer: nn.Module, group: Group, wire: Wire) -> None:
         else:
             gates.on_output(column, partial(parts.select, dim=-1, spans=held[wire.index]))
     for name in group.entries:
-        gates.on_output(layer.get_submodule(name), lambda x: flow.gathered(x, wire, 1, True))
+        gates.on_output(layer.get_submodule(name), lambda x: flow.all_gather_tokens(x, wire, 1, True))
     row = by_name[f"{group.row}.weight"]
     features = layer.get_parameter(row.name).shape[row.dim]
     held = spans(row, features)
@@ -199,11 +199,13 @@ def wrap_group(layer: nn.Module, group: Group, wire: Wire) -> None:
     parts.adapt(layer, group, shares[wire.index])
 
 
-def _exchanging(move: Callable[..., torch.Tensor], wire: Wire, held: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _exchanging(
+    move: Callable[..., torch.Tensor], wire: AxisGroup, held: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: move(x, wire, held)
 
 
-def _show_whole_rows(root: Any, wire: Wire) -> None:
+def _show_whole_rows(root: Any, wire: AxisGroup) -> None:
     """Calls a module with a stand-in of the whole row; what it hands the stand-in to gets this rank's tokens."""
     real: list[torch.Tensor] = []
     shown: list[torch.Tensor] = []
@@ -239,7 +241,9 @@ def _show_whole_rows(root: Any, wire: Wire) -> None:
     gates.on_hidden(root, enter)
 
 
-def _slice_loose(root: Any, layer: nn.Module, loose: list[Split], units: dict[str, Span], group: Group) -> None:
+def _slice_loose(
+    root: Any, layer: nn.Module, loose: list[ParameterSplit], units: dict[str, Span], group: ShardingGroup
+) -> None:
     """Shows the module this rank's part of parameters that lie between the matrices, while it runs."""
     from meshwright.axes.comm import split as parts
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.axes.axis import Axis, Holds, Reads
 from meshwright.axes.experts import ExpertRows
-from meshwright.axes.placement import Place
+from meshwright.axes.placement import LocalShard
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.axes.comm.wire import Wire
+    from meshwright.axes.comm.wire import AxisGroup
 
 AXIS = Axis(
     name="ep",
@@ -46,7 +46,9 @@ def check(experts: Sequence[ExpertRows], degree: int) -> None:
         )
 
 
-def wrap(module: nn.Module, rows: ExpertRows, wire: Wire, copies: int, same: Wire | None = None) -> dict[str, Place]:
+def wrap(
+    module: nn.Module, rows: ExpertRows, wire: AxisGroup, copies: int, same: AxisGroup | None = None
+) -> dict[str, LocalShard]:
     """Leaves this rank its experts of one layer and lets tokens travel.
 
     Args:
@@ -73,7 +75,7 @@ def wrap(module: nn.Module, rows: ExpertRows, wire: Wire, copies: int, same: Wir
         setattr(module, attribute, own)
         spans = (((start, stop),), *(((0, size),) for size in whole.shape[1:]))
         name = f"{rows.module}.{attribute}"
-        places[name] = Place(name=name, shape=tuple(whole.shape), spans=spans, copies=copies, axes=(AXIS.name,))
+        places[name] = LocalShard(name=name, shape=tuple(whole.shape), spans=spans, copies=copies, axes=(AXIS.name,))
     for attribute in rows.counts:
         setattr(module, attribute, stop - start)
     dispatch: Any = Dispatch(module, rows, wire, same)

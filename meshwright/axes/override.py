@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from meshwright.axes.table import Group, LayerRows, ShardingTable
+from meshwright.axes.table import LayerRows, ShardingGroup, ShardingTable
 from meshwright.errors import ConfigError, nearest
 
 KINDS = ("whole", "columns", "rows")
@@ -97,7 +97,7 @@ def _layer(layer: str, rows: LayerRows, wanted: Mapping[str, tuple[str, str]]) -
     return dataclasses.replace(kept, sequence=False, sequence_refused=needs) if needs and rows.sequence else kept
 
 
-def _roles(group: Group) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _roles(group: ShardingGroup) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(name, kinds that are true of it) of every parameter that a group splits."""
     for split in group.splits:
         path = split.name.rpartition(".")[0]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Pieces:
+class LocalBoxes:
     """Boxes of one tensor that this rank holds; saved and loaded in place, whatever layout wrote or reads it.
 
     It speaks the protocol by which torch.distributed.checkpoint knows tensors that are no DTensor

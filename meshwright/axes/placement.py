@@ -1,8 +1,8 @@
 """Which part of a weight a rank holds before the data axes shard it: what tensor, expert and pipeline axes decide.
 
 A DTensor placement says "an even, contiguous run of one dim". Fused q|k|v weights, grouped heads with fewer key heads
-than ranks, and heads that don't divide are none of that, so a `Place` lists runs. What a data axis shards afterwards is
-the local tensor, whose dim 0 it cuts once more; `pieces` composes both.
+than ranks, and heads that don't divide are none of that, so a `LocalShard` lists runs. What a data axis shards
+afterwards is the local tensor, whose dim 0 it cuts once more; `pieces` composes both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Box = tuple[Span, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class ShardBox:
     """A box of a weight that lies in one box of a rank's local tensor."""
 
     local: Box
@@ -30,7 +30,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class LocalShard:
     """The part of one weight that this rank's local tensor holds."""
 
     name: str
@@ -49,7 +49,7 @@ class Place:
     """Axes that split the weight."""
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...], copies: int) -> Place:
+    def whole(cls, name: str, shape: tuple[int, ...], copies: int) -> LocalShard:
         """Returns the place of a weight that is held whole."""
         return cls(name=name, shape=shape, spans=tuple(((0, size),) for size in shape), copies=copies)
 
@@ -63,20 +63,20 @@ class Place:
         """Whether the local tensor is the weight itself."""
         return self.local_shape == self.shape
 
-    def pieces(self, rows: Span | None = None) -> tuple[Piece, ...]:
+    def pieces(self, rows: Span | None = None) -> tuple[ShardBox, ...]:
         """Returns the boxes that the local tensor is made of.
 
         Args:
             rows: only these indices of local dim 0, where a data axis holds no more; boxes then count from its start.
         """
         if not self.shape:
-            return (Piece(local=(), whole=(), copies=self.copies),)
+            return (ShardBox(local=(), whole=(), copies=self.copies),)
         by_dim = [self._runs(dim, rows if dim == 0 else None) for dim in range(len(self.shape))]
         found = []
         for runs in product(*by_dim):
             copies = next((run[2] for dim, run in enumerate(runs) if dim == self.copied_dim), self.copies)
             local = tuple(run[0] for run in runs)
-            found.append(Piece(local=local, whole=tuple(run[1] for run in runs), copies=copies))
+            found.append(ShardBox(local=local, whole=tuple(run[1] for run in runs), copies=copies))
         return tuple(found)
 
     def _runs(self, dim: int, rows: Span | None) -> list[tuple[Span, Span, int]]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.axes.comm.reducer import GradientReducer
-    from meshwright.axes.comm.wire import Wire
+    from meshwright.axes.comm.wire import AxisGroup
 
 AXIS = Axis(
     name="replicate",
@@ -23,7 +23,7 @@ AXIS = Axis(
 
 
 def wrap(
-    parameters: Iterable[nn.Parameter], wire: Wire, layers: Mapping[nn.Parameter, int] | None = None
+    parameters: Iterable[nn.Parameter], wire: AxisGroup, layers: Mapping[nn.Parameter, int] | None = None
 ) -> GradientReducer:
     """Makes every gradient a sum over the axis, communicated while backward still runs.
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshwright.axes.comm.sharded import LateSums
-    from meshwright.axes.comm.wire import Transfer, Wire
+    from meshwright.axes.comm.sharded import DeferredReductions
+    from meshwright.axes.comm.wire import AxisGroup, PendingCollective
 
 AXIS = Axis(
     name="shard",
@@ -50,22 +50,27 @@ class ShardOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Apart:
+class ExpertFsdpGroup:
     """Modules inside the layers whose copies, and so whose shards, live on other ranks than those of the rest."""
 
     modules: Sequence[nn.Module]
     """Each a unit of gathering of its own, in order."""
     mesh: DeviceMesh
     """Of one dimension: the ranks that share the shards."""
-    wires: Sequence[Wire]
+    wires: Sequence[AxisGroup]
     """As `wrap` takes them."""
 
 
-class ShardedState:
+class FsdpSync:
     """Steers the sharded module through a step: which micro-batch communicates what, and when shards are restored."""
 
     def __init__(
-        self, module: Any, options: ShardOptions, copies: Sequence[CopySum], late: LateSums, on_cpu: bool
+        self,
+        module: Any,
+        options: ShardOptions,
+        copies: Sequence[ReplicaAllReduce],
+        late: DeferredReductions,
+        on_cpu: bool,
     ) -> None:
         self._module, self._zero, self._copies = module, options.zero, copies
         self._late, self._on_cpu = late, on_cpu
@@ -107,13 +112,13 @@ class ShardedState:
                             held._unsharded_param.grad = None
 
 
-class CopySum:
+class ReplicaAllReduce:
     """Sums one unit's scattered gradients over the copies of the shards, once a step.
 
     FSDP2 calls it after each scatter. Before the last micro-batch it keeps the part for later. ``of`` names the unit.
     """
 
-    def __init__(self, wire: Wire, late: LateSums, of: str = "") -> None:
+    def __init__(self, wire: AxisGroup, late: DeferredReductions, of: str = "") -> None:
         self.last = True
         self._wire, self._late, self._of = wire, late, of
         self._kept: torch.Tensor | None = None
@@ -133,7 +138,7 @@ class CopySum:
         """Drops what was kept."""
         self._kept = None
 
-    def _whole(self, part: torch.Tensor) -> Transfer:
+    def _whole(self, part: torch.Tensor) -> PendingCollective:
         if self._kept is not None:
             part.add_(self._kept)
             self._kept = None
@@ -145,9 +150,9 @@ def wrap(
     layers: Sequence[nn.Module],
     mesh: DeviceMesh,
     options: ShardOptions,
-    wires: Sequence[Wire],
-    apart: Apart | None = None,
-) -> ShardedState:
+    wires: Sequence[AxisGroup],
+    apart: ExpertFsdpGroup | None = None,
+) -> FsdpSync:
     """Shards ``module`` over a mesh of one dimension, layer by layer.
 
     Args:
@@ -165,7 +170,7 @@ def wrap(
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from meshwright.axes.comm.sharded import LateSums
+    from meshwright.axes.comm.sharded import DeferredReductions
 
     mixed = MixedPrecisionPolicy(
         param_dtype=options.compute, reduce_dtype=torch.float32 if options.compute else None, cast_forward_inputs=False
@@ -186,12 +191,15 @@ def wrap(
     root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
         _gather_ahead(layers, others, options.prefetch)
-    late, names = LateSums(), [spell([number]) for number in range(options.first, options.first + len(layers))]
+    late, names = (
+        DeferredReductions(),
+        [spell([number]) for number in range(options.first, options.first + len(layers))],
+    )
     copies = _connect((root, *layers), wires, late, (spell([REST]), *names))
     if apart is not None:
         experts = [f"the experts of {name}" for name in _around(others, layers, names)]
         copies += _connect(others, apart.wires, late, experts)
-    return ShardedState(root, options, copies, late, mesh.device_type == "cpu")
+    return FsdpSync(root, options, copies, late, mesh.device_type == "cpu")
 
 
 def _around(inner: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
@@ -200,13 +208,15 @@ def _around(inner: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -
     return [found.get(part, spell([REST])) for part in inner]
 
 
-def _connect(units: Sequence[Any], wires: Sequence[Wire], late: LateSums, names: Sequence[str]) -> list[CopySum]:
+def _connect(
+    units: Sequence[Any], wires: Sequence[AxisGroup], late: DeferredReductions, names: Sequence[str]
+) -> list[ReplicaAllReduce]:
     """Makes units communicate through ``wires``; returns what sums over the second, one a unit."""
     copies = []
     for unit, name in zip(units, names, strict=True):
         _use_wire(unit, wires[0], late, name)
         for wire in wires[1:]:
-            copies.append(CopySum(wire, late, name))
+            copies.append(ReplicaAllReduce(wire, late, name))
             unit.set_all_reduce_hook(copies[-1])
     return copies
 
@@ -231,11 +241,11 @@ def _gather_ahead(layers: Sequence[Any], others: Sequence[Any], prefetch: int) -
         unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + prefetch])
 
 
-def _use_wire(unit: Any, wire: Wire, late: LateSums, name: str) -> None:
+def _use_wire(unit: Any, wire: AxisGroup, late: DeferredReductions, name: str) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
-    from meshwright.axes.comm.sharded import WireAllGather, WireReduceScatter
+    from meshwright.axes.comm.sharded import BookedAllGather, BookedReduceScatter
 
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    unit.set_custom_all_gather(WireAllGather(wire, name))
-    unit.set_custom_reduce_scatter(WireReduceScatter(wire, late, name))
+    unit.set_custom_all_gather(BookedAllGather(wire, name))
+    unit.set_custom_reduce_scatter(BookedReduceScatter(wire, late, name))

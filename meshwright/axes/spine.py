@@ -15,7 +15,7 @@ Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Returned:
+class LayerOutput:
     """What a layer gives back: its tensors, and how they are nested."""
 
     nest: Any
@@ -27,7 +27,7 @@ class Returned:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spine:
+class LayerGraph:
     """How a model's forward goes through its layers, as a probe saw it; L layers have L - 1 places to cut."""
 
     layers: tuple[str, ...]
@@ -39,7 +39,7 @@ class Spine:
     and all others between the last layer and the output. L + 1 of them."""
     payload: tuple[tuple[Path, ...], ...]
     """For each layer, the tensors that it takes from the layer before: what crosses a cut in front of it."""
-    returns: tuple[Returned, ...]
+    returns: tuple[LayerOutput, ...]
     """For each layer, what it gives back."""
     blocked: Mapping[int, str] = field(default_factory=dict)
     """Layers in front of which no cut can be, with the reason."""
@@ -51,7 +51,7 @@ class Spine:
 
 
 def held_names(
-    spine: Spine, names: Sequence[str], bounds: Sequence[int], ties: Sequence[Sequence[str]] = ()
+    spine: LayerGraph, names: Sequence[str], bounds: Sequence[int], ties: Sequence[Sequence[str]] = ()
 ) -> list[frozenset[str]]:
     """Returns, for each stage, the names of the weights that it holds; every name is in some stage.
 
@@ -76,7 +76,7 @@ def held_names(
 
 
 def divide(
-    spine: Spine, sizes: Mapping[str, int], ties: Sequence[Sequence[str]], stages: int, split: str
+    spine: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]], stages: int, split: str
 ) -> tuple[int, ...]:
     """Returns the bounds of the stages, every layer in exactly one: its first layer, and at last the number of layers.
 
@@ -114,7 +114,7 @@ def divide(
     return tuple(int(bound) for bound in cut[0])
 
 
-def _costs(spine: Spine, sizes: Mapping[str, int], ties: Sequence[Sequence[str]]) -> list[int]:
+def _costs(spine: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]]) -> list[int]:
     """Weights of each layer, in the order of the spine."""
     first = {name: names[0] for names in ties for name in names}
     costs: list[dict[str, int]] = [{} for _ in spine.layers]
@@ -125,7 +125,7 @@ def _costs(spine: Spine, sizes: Mapping[str, int], ties: Sequence[Sequence[str]]
     return [sum(layer.values()) for layer in costs]
 
 
-def _owners(spine: Spine, names: Iterable[str]) -> dict[str, int]:
+def _owners(spine: LayerGraph, names: Iterable[str]) -> dict[str, int]:
     """For each weight the number of its layer; -1 outside of the layers."""
     numbers = {layer: number for number, layer in enumerate(spine.layers)}
     owners = {}

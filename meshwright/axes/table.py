@@ -1,9 +1,9 @@
 """The sharding table: what splits each layer, independent of the degree; runtime applies it, planner prices it.
 
-A layer's `Group` is a set of matrices that read the same replicated input (columns split), what lies between them, and
-the matrix that brings the result back (rows split). Its work divides into ``units`` that don't meet before that last
-matrix: heads of attention, groups of heads that share a key head, single channels of a feed-forward part. A `Block`
-says which indices of a weight belong to which unit, so every degree follows from one description.
+A layer's `ShardingGroup` is a set of matrices that read the same replicated input (columns split), what lies between
+them, and the matrix that brings the result back (rows split). Its work divides into ``units`` that don't meet before
+that last matrix: heads of attention, groups of heads that share a key head, single channels of a feed-forward part. A
+`Block` says which indices of a weight belong to which unit, so every degree follows from one description.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
+class ParameterSplit:
     """One parameter that a group splits."""
 
     name: str
@@ -48,7 +48,7 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Number:
+class ShapeAttribute:
     """An integer that the code between the matrices reads, and that is another on a rank which holds a part."""
 
     module: str
@@ -56,8 +56,8 @@ class Number:
     attribute: str
     """Its attribute; ``config.<name>`` for one that the module reads off its config."""
     over: str
-    """What it counts: the name of a `Split` whose local share scales it; ``a/b``, the ratio of two shares; ``=a``, the
-    local indices of one."""
+    """What it counts: the name of a `ParameterSplit` whose local share scales it; ``a/b``, the ratio of two shares;
+    ``=a``, the local indices of one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Cutting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class ShardingGroup:
     """One unit of tensor parallelism inside a layer."""
 
     module: str
@@ -94,11 +94,11 @@ class Group:
     """Module whose input is split; its output is a sum over the ranks. For experts, the module itself."""
     units: int
     """Parts that can't be divided further."""
-    splits: tuple[Split, ...]
+    splits: tuple[ParameterSplit, ...]
     """Every parameter that is split: weights and biases of columns, the row's weight, and what lies between."""
     shared: tuple[str, ...] = ()
     """Parameters between columns and row that every unit uses: held whole, gradients summed over the ranks."""
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[ShapeAttribute, ...] = ()
     """Integers to adapt."""
     inner: tuple[str, ...] = ()
     """Matrices between columns and row whose input is split and whose sum over the ranks goes back into the group."""
@@ -130,7 +130,7 @@ class Group:
 class LayerRows:
     """What is known of one kind of layer."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ShardingGroup, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Matrices that stay whole on every rank, and why."""
     faults: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ class ShardingTable:
     headless: bool = False
     """Whether the head, unlike the embedding, stays whole."""
 
-    def splits(self, degree: int) -> Iterator[tuple[str, Split, tuple[tuple[int, int], ...], Group]]:
+    def splits(self, degree: int) -> Iterator[tuple[str, ParameterSplit, tuple[tuple[int, int], ...], ShardingGroup]]:
         """Yields (layer, split, units of each index, group) of every parameter in the layers that a degree splits."""
         for layer, rows in self.layers.items():
             for group in rows.groups:
@@ -184,17 +184,17 @@ def _layer(rows: Mapping[str, Any]) -> LayerRows:
     groups = []
     for group in rows["groups"]:
         splits = tuple(
-            Split(**{**split, "blocks": tuple(Block(**block) for block in split["blocks"])})
+            ParameterSplit(**{**split, "blocks": tuple(Block(**block) for block in split["blocks"])})
             for split in group["splits"]
         )
-        numbers = tuple(Number(**number) for number in group["numbers"])
+        numbers = tuple(ShapeAttribute(**number) for number in group["numbers"])
         cuttings = tuple(
             Cutting(**{**cutting, "blocks": tuple(Block(**block) for block in cutting["blocks"])})
             for cutting in group["cuttings"]
         )
         lists: dict[str, Any] = {key: tuple(group[key]) for key in ("columns", "inlets", "entries", "shared", "inner")}
         lists |= {"splits": splits, "numbers": numbers, "cuttings": cuttings}
-        groups.append(Group(**{**group, **lists}))
+        groups.append(ShardingGroup(**{**group, **lists}))
     return LayerRows(**{**rows, "groups": tuple(groups), "faults": tuple(rows.get("faults", ()))})
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meshwright.axes.axis import Axis, Holds, Reads
-from meshwright.axes.placement import Place, Span
-from meshwright.axes.table import Group, LayerRows, ShardingTable, vocabulary_span
+from meshwright.axes.placement import LocalShard, Span
+from meshwright.axes.table import LayerRows, ShardingGroup, ShardingTable, vocabulary_span
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.axes.comm.wire import Wire
+    from meshwright.axes.comm.wire import AxisGroup
 
 AXIS = Axis(
     name="tp",
@@ -33,7 +33,7 @@ AXIS = Axis(
 
 
 @dataclass(frozen=True, slots=True)
-class Owed:
+class PartialGrad:
     """A parameter whose gradient, after backward, is this rank's part of a sum."""
 
     name: str
@@ -47,18 +47,18 @@ class Owed:
 
 
 @dataclass(slots=True)
-class Tensor:
+class ShardedLayer:
     """What the wraps of this file did to a module."""
 
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, LocalShard] = field(default_factory=dict)
     """Which part of the whole weight a parameter now stands for, by name."""
-    owed: list[Owed] = field(default_factory=list)
+    owed: list[PartialGrad] = field(default_factory=list)
     """Gradients to sum after backward."""
 
 
 def wrap_layer(
-    layer: nn.Module, prefix: str, rows: LayerRows, wire: Wire, copies: int, sequence: bool = False
-) -> Tensor:
+    layer: nn.Module, prefix: str, rows: LayerRows, wire: AxisGroup, copies: int, sequence: bool = False
+) -> ShardedLayer:
     """Splits a layer over the ranks of a wire.
 
     Args:
@@ -74,7 +74,7 @@ def wrap_layer(
     """
     from meshwright.axes.comm import cuttings
 
-    done = Tensor()
+    done = ShardedLayer()
     unsplit = {name for name, item in layer.named_parameters() if item.requires_grad}
     for group in rows.groups:
         shares = group.shares(wire.size)
@@ -85,14 +85,14 @@ def wrap_layer(
         late = _connect(layer, group, wire, sequence)
         cuttings.attach(layer, group, shares, wire, sequence)
         if not sequence:
-            done.owed += [Owed(f"{prefix}.{name}") for name in (*group.shared, *late)]
+            done.owed += [PartialGrad(f"{prefix}.{name}") for name in (*group.shared, *late)]
     if sequence:
-        done.owed += [Owed(f"{prefix}.{name}") for name in sorted(unsplit)]
+        done.owed += [PartialGrad(f"{prefix}.{name}") for name in sorted(unsplit)]
     return done
 
 
 def _cut(
-    layer: nn.Module, prefix: str, group: Group, units: Span, wire: Wire, copies: int, done: Tensor
+    layer: nn.Module, prefix: str, group: ShardingGroup, units: Span, wire: AxisGroup, copies: int, done: ShardedLayer
 ) -> None:
     """Gives the layer its parts of a group's parameters."""
     from meshwright.axes.comm import split as parts
@@ -109,12 +109,12 @@ def _cut(
             place = dataclasses.replace(place, copied=held, copied_dim=split.dim)
         for ranks in sorted({ranks for _, _, ranks in copied}):
             runs = tuple((start, stop) for start, stop, number in copied if number == ranks)
-            done.owed.append(Owed(name, runs, split.dim, ranks))
+            done.owed.append(PartialGrad(name, runs, split.dim, ranks))
         done.places[name] = place
         parts.cut_parameter(layer, split, spans)
 
 
-def _connect(layer: nn.Module, group: Group, wire: Wire, sequence: bool) -> list[str]:
+def _connect(layer: nn.Module, group: ShardingGroup, wire: AxisGroup, sequence: bool) -> list[str]:
     """Attaches a group's movements; returns parameters of the row that this rank's sum owes (not under sequence)."""
     from meshwright.axes.comm import flow, gates
 
@@ -123,11 +123,11 @@ def _connect(layer: nn.Module, group: Group, wire: Wire, sequence: bool) -> list
     prefix = f"{group.row}." if group.row else ""
     whole = tuple(name for name, _ in row.named_parameters() if f"{prefix}{name}" not in split_here)
     if not sequence:
-        let_in = gates.Once(lambda x: flow.entered(x, wire))
+        let_in = gates.Once(lambda x: flow.copy_to_group(x, wire))
         for name in group.entries:
             gates.on_output(layer.get_submodule(name), let_in)
     else:
-        let_in = gates.Once(lambda x: flow.gathered(x, wire, token_dim(x.dim()), True))
+        let_in = gates.Once(lambda x: flow.all_gather_tokens(x, wire, token_dim(x.dim()), True))
     if sequence and group.heads:
         gates.on_hidden(layer.get_submodule(group.module), let_in)
     elif group.inlets == (group.row,):
@@ -138,23 +138,29 @@ def _connect(layer: nn.Module, group: Group, wire: Wire, sequence: bool) -> list
             gates.on_input(layer.get_submodule(name), let_in)
 
     def out(y: torch.Tensor) -> torch.Tensor:
-        return flow.scattered(y, wire, token_dim(y.dim()), True) if sequence else flow.summed(y, wire)
+        return (
+            flow.reduce_scatter_tokens(y, wire, token_dim(y.dim()), True)
+            if sequence
+            else flow.reduce_from_group(y, wire)
+        )
 
     gates.sum_output(row, out, wire.index == 0, whole)
     late = [] if gates.is_plain_product(row) else [f"{prefix}{name}" for name in whole]
     for name in group.inner:
         inner = layer.get_submodule(name)
-        gates.sum_output(inner, lambda y: flow.entered(flow.summed(y, wire), wire), wire.index == 0, ())
+        gates.sum_output(
+            inner, lambda y: flow.copy_to_group(flow.reduce_from_group(y, wire), wire), wire.index == 0, ()
+        )
         late += [f"{name}.bias"] if getattr(inner, "bias", None) is not None else []
     return late
 
 
-def _one_by_one(wire: Wire, sequence: bool) -> Any:
+def _one_by_one(wire: AxisGroup, sequence: bool) -> Any:
     from meshwright.axes.comm import flow
 
     if sequence:
-        return lambda x: flow.gathered(x, wire, 0, True)
-    return lambda x: flow.entered(x, wire)
+        return lambda x: flow.all_gather_tokens(x, wire, 0, True)
+    return lambda x: flow.copy_to_group(x, wire)
 
 
 def token_dim(dims: int) -> int:
@@ -162,7 +168,7 @@ def token_dim(dims: int) -> int:
     return 1 if dims > 2 else 0
 
 
-def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: Wire, copies: int) -> Tensor:
+def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: AxisGroup, copies: int) -> ShardedLayer:
     """Splits embedding and head over the vocabulary: (V / size, D) each; the logits stay split.
 
     Args:
@@ -179,7 +185,7 @@ def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: W
     from torch import nn
 
     start, stop = vocabulary_span(vocab, wire.size, wire.index)
-    done, made = Tensor(), dict[nn.Parameter, nn.Parameter]()
+    done, made = ShardedLayer(), dict[nn.Parameter, nn.Parameter]()
     parts = [module.get_submodule(name) for name in names]
     for part in parts:
         for whole in (item for item in part._parameters.values() if item is not None and item.shape[0] == vocab):
@@ -188,7 +194,7 @@ def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: W
     for name, whole in module.named_parameters():
         if whole in made:
             spans = (((start, stop),), *(((0, size),) for size in whole.shape[1:]))
-            done.places[name] = Place(
+            done.places[name] = LocalShard(
                 name=name, shape=tuple(whole.shape), spans=spans, copies=copies // wire.size, axes=(AXIS.name,)
             )
     for owner in module.modules():
@@ -201,7 +207,7 @@ def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: W
     return done
 
 
-def _connect_vocabulary(part: Any, start: int, stop: int, wire: Wire) -> None:
+def _connect_vocabulary(part: Any, start: int, stop: int, wire: AxisGroup) -> None:
     """Lets a split embedding look up its rows alone."""
     import torch
     from torch import nn
@@ -210,7 +216,7 @@ def _connect_vocabulary(part: Any, start: int, stop: int, wire: Wire) -> None:
 
     if isinstance(part, nn.Linear):
         part.out_features = stop - start
-        gates.on_input(part, lambda x: flow.entered(x, wire))
+        gates.on_input(part, lambda x: flow.copy_to_group(x, wire))
         return
     outside: list[torch.Tensor] = []
 
@@ -221,7 +227,7 @@ def _connect_vocabulary(part: Any, start: int, stop: int, wire: Wire) -> None:
         return (torch.where(beyond, 0, ids - start), *args[1:]), kwargs
 
     def after(_: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
-        return flow.summed(out.masked_fill(outside.pop().unsqueeze(-1), 0.0), wire)
+        return flow.reduce_from_group(out.masked_fill(outside.pop().unsqueeze(-1), 0.0), wire)
 
     part.register_forward_pre_hook(before, with_kwargs=True)
     part.register_forward_hook(after)
@@ -232,8 +238,8 @@ def _connect_vocabulary(part: Any, start: int, stop: int, wire: Wire) -> None:
 
 
 def wrap_model(
-    module: nn.Module, table: ShardingTable, wire: Wire, copies: int, sequence: bool = False
-) -> Tensor:
+    module: nn.Module, table: ShardingTable, wire: AxisGroup, copies: int, sequence: bool = False
+) -> ShardedLayer:
     """Splits every layer that a module has, and its embedding and head.
 
     Args:
@@ -249,7 +255,7 @@ def wrap_model(
     from meshwright.axes.comm import flow, gates
     from meshwright.axes.stage.cut import held_layer
 
-    done = Tensor()
+    done = ShardedLayer()
     for name, rows in table.layers.items():
         layer = held_layer(module, name)
         if layer is not None:
@@ -262,13 +268,13 @@ def wrap_model(
         names = list(table.layers)
         first, last = (held_layer(module, name) for name in (names[0], names[-1]))
         if first is not None:
-            gates.on_hidden(first, lambda x: flow.scattered(x, wire, 1, False))
+            gates.on_hidden(first, lambda x: flow.reduce_scatter_tokens(x, wire, 1, False))
         if last is not None:
-            gates.on_output(last, lambda x: flow.gathered(x, wire, 1, False))
+            gates.on_output(last, lambda x: flow.all_gather_tokens(x, wire, 1, False))
     return done
 
 
-class OwedSum:
+class PartialGradReducer:
     """Sums, after backward, the gradients of which each rank of the axis has a part.
 
     Args:
@@ -278,7 +284,9 @@ class OwedSum:
         neighbours: wires over runs of neighbouring ranks, by their number.
     """
 
-    def __init__(self, module: nn.Module, owed: Sequence[Owed], wire: Wire, neighbours: Mapping[int, Wire]) -> None:
+    def __init__(
+        self, module: nn.Module, owed: Sequence[PartialGrad], wire: AxisGroup, neighbours: Mapping[int, AxisGroup]
+    ) -> None:
         self._module, self._owed = module, tuple(owed)
         self._wire, self._neighbours = wire, neighbours
 
@@ -309,7 +317,7 @@ class OwedSum:
                 part.copy_(total.view(part.shape))
 
 
-def _owed_parts(parameter: Any, grad: torch.Tensor, owed: Owed) -> list[torch.Tensor]:
+def _owed_parts(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
     """Returns the views of a local gradient that are summed."""
     if not owed.runs:
         return [grad] if grad.numel() else []
@@ -324,7 +332,5 @@ def _local_rows(parameter: Any) -> tuple[int, int]:
         return 0, parameter.shape[0]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return offset[0], shape[0]

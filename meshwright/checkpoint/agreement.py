@@ -11,23 +11,23 @@ from torch.distributed import ProcessGroup
 
 from meshwright.axes.comm.values import all_gather_bytes
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
-from meshwright.checkpoint.folder import Refused
-from meshwright.checkpoint.mirror import Fetched
-from meshwright.checkpoint.parts import Part
+from meshwright.checkpoint.folder import RefusedCheckpoint
+from meshwright.checkpoint.mirror import FetchedCheckpoint
+from meshwright.checkpoint.parts import TensorShard
 from meshwright.errors import CheckpointError
 from meshwright.records import RecordCodec, RecordError
 
 T = TypeVar("T")
 
 
-class Outcome(NamedTuple):
+class RankOutcome(NamedTuple):
     """What one rank came to: a value, or an error's text."""
 
     value: Any
     error: str | None
 
 
-CODEC = RecordCodec((Outcome, Part, FileRecord, TensorRecord, Refused, Fetched))
+CODEC = RecordCodec((RankOutcome, TensorShard, FileRecord, TensorRecord, RefusedCheckpoint, FetchedCheckpoint))
 """What processes tell each other when they save and load together; as JSON, never as a pickle."""
 
 
@@ -67,7 +67,7 @@ class Agreement:
     def give_up(self) -> None:
         """Tells those that wait for this process that it won't come; those of a group find out by themselves."""
 
-    def outcomes(self, work: Callable[[], Any]) -> list[Outcome]:
+    def outcomes(self, work: Callable[[], Any]) -> list[RankOutcome]:
         """Runs ``work`` on every rank and returns what each came to."""
         return self.gather(attempt(work))
 
@@ -101,7 +101,7 @@ class Agreement:
         return self.everywhere(what, work if self.rank == 0 else lambda: None)[0]  # type: ignore[arg-type, return-value]
 
 
-def blame(outcomes: list[Outcome]) -> str:
+def blame(outcomes: list[RankOutcome]) -> str:
     """Returns the failures as one line: a text that all ranks share stands once, without ranks."""
     failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
     texts = list(dict.fromkeys(failed.values()))
@@ -112,12 +112,12 @@ def blame(outcomes: list[Outcome]) -> str:
     return "; ".join(shown) + (f"; and {more} more ranks" if more else "")
 
 
-def attempt(work: Callable[[], Any]) -> Outcome:
+def attempt(work: Callable[[], Any]) -> RankOutcome:
     """Runs ``work`` and returns what it came to; never raises."""
     try:
-        return Outcome(work(), None)
+        return RankOutcome(work(), None)
     except Exception as error:
-        return Outcome(None, _text(error))
+        return RankOutcome(None, _text(error))
 
 
 def _text(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 A backend file (`checkpoint/<name>.py`) exports one `BACKEND`. It knows nothing of steps, manifests or renames: the
 store gives it an empty folder to write, and a folder whose files have been verified to read. Tensors are a flat mapping
-from names such as ``weights/model.layers.0.q.weight`` or ``exp_avg/model.layers.0.q.weight`` to a `torch.Tensor`,
+from names such as ``weights/model.layers.0.q.weight`` or ``exp_avg/model.layers.0.q.weight`` to a `torch.ShardedLayer`,
 which then is the same on every rank that has it and is written once, or to a `DTensor` with any placements.
 """
 
@@ -44,9 +44,7 @@ class FileRecord(NamedTuple):
 class Backend(Protocol):
     """Turns tensors into files of a folder and back. ``group`` is a gloo group, or None for a process alone."""
 
-    def write(
-        self, folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None
-    ) -> dict[str, FileRecord]:
+    def write(self, folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> dict[str, FileRecord]:
         """Writes this rank's part; called by every rank at once, with an empty folder that only this save uses.
 
         Every distinct part of every tensor is written by exactly one rank, and files are synced before this returns.

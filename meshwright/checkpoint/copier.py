@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.parts import Part, parts_of, within
+from meshwright.checkpoint.parts import TensorShard, parts_of, within
 from meshwright.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ class Copier:
         changing: how the names of tensors begin that a forward may change, not updates alone; empty for none.
     """
 
-    def __init__(self, held: Sequence[Part], kept: Sequence[tuple[int, Part]], changing: str = "") -> None:
+    def __init__(
+        self, held: Sequence[TensorShard], kept: Sequence[tuple[int, TensorShard]], changing: str = ""
+    ) -> None:
         self._held, self._kept = list(held), list(kept)
         self._changing = [bool(changing) and part.name.startswith(changing) for _, part in kept]
         self._sources: list[Tensor] | None = None

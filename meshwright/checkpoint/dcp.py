@@ -46,16 +46,12 @@ _METADATA = ".metadata"
 class DcpBackend:
     """Files of torch.distributed.checkpoint; see `Backend` for when each method is called."""
 
-    def write(
-        self, folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None
-    ) -> dict[str, FileRecord]:
+    def write(self, folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> dict[str, FileRecord]:
         """Writes one file a rank, copies once and balanced over the ranks that hold them."""
         writer = _Writer(folder)
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _translated(), _quiet(group):
-            dcp.save(
-                dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
-            )
+            dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
         return writer.records
 
     def describe(self, folder: Path) -> dict[str, TensorRecord]:

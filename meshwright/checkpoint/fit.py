@@ -79,9 +79,7 @@ def _shown(record: TensorRecord) -> str:
     return f"{record.dtype} {record.shape}"
 
 
-def check(
-    path: Path, manifest: Manifest, wanted: Mapping[str, TensorRecord], expect: Mapping[str, str]
-) -> None:
+def check(path: Path, manifest: Manifest, wanted: Mapping[str, TensorRecord], expect: Mapping[str, str]) -> None:
     """Refuses a good checkpoint of something else."""
     if reason := misfit(wanted, manifest.tensors):
         raise CheckpointError(f"{path} is a checkpoint of another model: {reason}")

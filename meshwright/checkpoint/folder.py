@@ -19,7 +19,7 @@ _WITHDRAWN = ".withdrawn-"
 _LEFTOVERS = (".writing-*", ".removed-*", f"{_WITHDRAWN}*")
 
 
-class Entry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A checkpoint's folder; entries sort from oldest to newest."""
 
     step: int
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     """The folder."""
 
 
-class Refused(NamedTuple):
+class RefusedCheckpoint(NamedTuple):
     """A checkpoint that wasn't loaded or couldn't be removed."""
 
     path: Path
@@ -45,12 +45,12 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         """Returns every checkpoint from oldest to newest, unverified."""
         found = []
         for path in self.root.iterdir() if self.root.is_dir() else ():
             if match := _NAME.fullmatch(path.name):
-                found.append(Entry(int(match[1]), int(match[2] or 0), path))
+                found.append(CheckpointEntry(int(match[1]), int(match[2] or 0), path))
         return sorted(found)
 
     def clean(self) -> None:
@@ -101,7 +101,7 @@ class Folder:
 
     def collect(
         self, new: Path, keep: int, refused: Collection[Path]
-    ) -> tuple[tuple[Path, ...], tuple[Refused, ...]]:
+    ) -> tuple[tuple[Path, ...], tuple[RefusedCheckpoint, ...]]:
         """Removes all but the newest good checkpoints up to ``new``, and those of steps that the run went back behind.
 
         Args:
@@ -122,7 +122,7 @@ class Folder:
                 remove(path)
                 removed.append(path)
             except OSError as error:
-                left.append(Refused(path, error.strerror or str(error)))
+                left.append(RefusedCheckpoint(path, error.strerror or str(error)))
         return tuple(removed), tuple(left)
 
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.files import SummedWriter
-from meshwright.checkpoint.parts import Part, digest, keepers, parts_of, within
+from meshwright.checkpoint.parts import TensorShard, digest, keepers, parts_of, within
 from meshwright.checkpoint.snapshot import Snapshot, State, encode, padded, whole_states
 from meshwright.errors import CheckpointError
 
@@ -29,9 +29,7 @@ _BATCH_BYTES = 256 * 2**20
 class ImageBackend:
     """Files that are images of snapshots; see `Backend` for when each method is called."""
 
-    def write(
-        self, folder: Path, tensors: Mapping[str, Any], group: ProcessGroup | None
-    ) -> dict[str, FileRecord]:
+    def write(self, folder: Path, tensors: Mapping[str, Any], group: ProcessGroup | None) -> dict[str, FileRecord]:
         """Writes what this rank keeps; copies are kept once, balanced over the ranks that hold them."""
         ranks = Agreement(group)
         held = parts_of(tensors)
@@ -68,7 +66,7 @@ class ImageBackend:
 
 
 def write_image(
-    folder: Path, rank: int, parts: Sequence[Part], data: Sequence[Any], tensors: str
+    folder: Path, rank: int, parts: Sequence[TensorShard], data: Sequence[Any], tensors: str
 ) -> dict[str, FileRecord]:
     """Writes a rank's file.
 

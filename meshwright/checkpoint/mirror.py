@@ -29,7 +29,7 @@ Order = tuple[int, int]
 BEFORE_ALL: Order = (-1, 0)
 
 
-class Fetched(NamedTuple):
+class FetchedCheckpoint(NamedTuple):
     """A checkpoint that was copied back."""
 
     step: int
@@ -103,7 +103,7 @@ class Mirror:
         except Exception as error:  # each file system has errors of its own
             raise CheckpointError(f"{folder.name} can't be copied to {self}: {_said(error)}") from error
 
-    def fetch(self, root: Path, newer_than: Order = BEFORE_ALL, step: int | None = None) -> Fetched | None:
+    def fetch(self, root: Path, newer_than: Order = BEFORE_ALL, step: int | None = None) -> FetchedCheckpoint | None:
         """Copies the newest whole checkpoint back, unless there is none later than ``newer_than``.
 
         What stands here under its name is replaced: the caller knows that it is damaged.
@@ -171,7 +171,7 @@ class Mirror:
         if checksum.record != record:
             raise CheckpointError(f"{path} is damaged: its checksum is {checksum.record.checksum}")
 
-    def _fetch(self, name: str, root: Path) -> Fetched:
+    def _fetch(self, name: str, root: Path) -> FetchedCheckpoint:
         """Copies one back: beside first, checked, then renamed."""
         files, place = self._open(), Folder(root)
         root.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ class Mirror:
             shutil.rmtree(beside, ignore_errors=True)
             raise
         assert whole(root / name)
-        return Fetched(step, root / name, manifest.size_bytes)
+        return FetchedCheckpoint(step, root / name, manifest.size_bytes)
 
     def _names(self) -> list[str]:
         """Returns the whole checkpoints, oldest first."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.folder import Refused
+from meshwright.checkpoint.folder import RefusedCheckpoint
 from meshwright.checkpoint.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that stands."""
 
     step: int
@@ -26,7 +26,7 @@ class Saved:
     """Time that the save took on this rank."""
     removed: tuple[Path, ...] = ()
     """Older checkpoints that were collected (known on rank 0)."""
-    left: tuple[Refused, ...] = ()
+    left: tuple[RefusedCheckpoint, ...] = ()
     """Older checkpoints that could not be removed, and why (known on rank 0)."""
     copied: Mapping[str, Any] = field(default_factory=dict)
     """Of its copy in ``config.mirror``: where it is and how long it took, or why there is none (known on rank 0)."""
@@ -37,7 +37,7 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that was found good, and whose tensors were read if targets were given."""
 
     step: int
@@ -46,7 +46,7 @@ class Loaded:
     """Its folder."""
     manifest: Manifest
     """Everything else: origin, tensors, files."""
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedCheckpoint, ...]
     """Newer checkpoints that didn't verify."""
     seconds: float
     """Time that it took on this rank."""
@@ -60,21 +60,21 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class Search:
+class CheckpointSearch:
     """A search for a checkpoint that is good, as far as it has come."""
 
     began: float = field(default_factory=time.monotonic)
     """time.monotonic() of its beginning."""
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[RefusedCheckpoint] = field(default_factory=list)
     """Checkpoints that aren't good."""
     brought: set[Path] = field(default_factory=set)
     """Those that the mirror gave."""
     asked: list[Mapping[str, Any]] = field(default_factory=list)
-    """As in `Loaded`."""
+    """As in `LoadedCheckpoint`."""
 
-    def loaded(self, path: Path, manifest: Manifest) -> Loaded:
+    def loaded(self, path: Path, manifest: Manifest) -> LoadedCheckpoint:
         """Returns its end: the checkpoint that is good."""
-        return Loaded(
+        return LoadedCheckpoint(
             step=manifest.step,
             path=path,
             manifest=manifest,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorShard:
     """A box of one tensor."""
 
     name: str
@@ -49,7 +49,7 @@ class Part:
         return [self.name, list(self.shape), self.dtype, [list(span) for span in self.box]]
 
     @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Part:
+    def from_json(cls, values: Sequence[Any]) -> TensorShard:
         """Returns the part of `to_json`'s values.
 
         Raises:
@@ -76,17 +76,17 @@ def itemsize(dtype: str) -> int:
     return found.itemsize
 
 
-def parts_of(tensors: Mapping[str, Any]) -> list[tuple[Part, Tensor]]:
+def parts_of(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
     """Returns every box that this rank holds, with a view of its memory.
 
     Args:
-        tensors: name to a tensor that is held whole, a DTensor, or `axes.pieces.Pieces`.
+        tensors: name to a tensor that is held whole, a DTensor, or `axes.pieces.LocalBoxes`.
     """
     import torch
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    found: list[tuple[Part, torch.Tensor]] = []
+    found: list[tuple[TensorShard, torch.Tensor]] = []
     for name, item in tensors.items():
         boxes: Iterable[tuple[Box, torch.Tensor]]
         if isinstance(item, DTensor):
@@ -98,11 +98,11 @@ def parts_of(tensors: Mapping[str, Any]) -> list[tuple[Part, Tensor]]:
         else:
             boxes = [(box, view.detach()) for box, view in item.parts]
         dtype = str(item.dtype).removeprefix("torch.")
-        found += [(Part(name, tuple(item.shape), dtype, box), view) for box, view in boxes if view.numel()]
+        found += [(TensorShard(name, tuple(item.shape), dtype, box), view) for box, view in boxes if view.numel()]
     return found
 
 
-def keepers(tables: Sequence[Sequence[Part]]) -> list[list[tuple[int, Part]]]:
+def keepers(tables: Sequence[Sequence[TensorShard]]) -> list[list[tuple[int, TensorShard]]]:
     """Says which rank keeps what, so that each element is kept once and ranks keep about as many bytes.
 
     Args:
@@ -112,19 +112,19 @@ def keepers(tables: Sequence[Sequence[Part]]) -> list[list[tuple[int, Part]]]:
         For each rank what it keeps, ascending: the index into its table, and that part or a box of it (ranks whose
         parts overlap without being equal, as where heads and shards are cut at different rows, keep cells of them).
     """
-    holders: dict[Part, list[tuple[int, int]]] = {}
+    holders: dict[TensorShard, list[tuple[int, int]]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
     for rank, table in enumerate(tables):
         for index, part in enumerate(table):
             holders.setdefault(part, []).append((rank, index))
             boxes.setdefault((part.name, part.shape), set()).add(part.box)
-    cells: dict[Part, list[tuple[int, int]]] = {}
+    cells: dict[TensorShard, list[tuple[int, int]]] = {}
     cut = {(name, shape): cells_of(shape, found) for (name, shape), found in boxes.items()}
     for part, held in holders.items():
         for box in cut[part.name, part.shape][part.box]:
             cells.setdefault(replace(part, box=box), []).extend(held)
     load = [0] * len(tables)
-    kept: list[list[tuple[int, Part]]] = [[] for _ in tables]
+    kept: list[list[tuple[int, TensorShard]]] = [[] for _ in tables]
     # What one rank alone can keep comes first; then the largest, to whoever has least.
     for part, held in sorted(cells.items(), key=lambda item: (len(item[1]) > 1, -item[0].size_bytes)):
         rank, index = min(held, key=lambda place: (load[place[0]], place[0]))
@@ -145,7 +145,7 @@ def cells_of(shape: Sequence[int], boxes: set[Box]) -> dict[Box, list[Box]]:
     return found
 
 
-def digest(parts: Iterable[Part]) -> str:
+def digest(parts: Iterable[TensorShard]) -> str:
     """Returns a fingerprint of the tensors (names, shapes, types) that parts belong to, whatever their boxes."""
     known = sorted({(part.name, part.shape, part.dtype) for part in parts})
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
@@ -175,13 +175,13 @@ def overlap(one: Box, other: Box) -> Box | None:
     return None if any(start >= stop for start, stop in both) else both
 
 
-def check_covered(parts: Iterable[Part]) -> None:
+def check_covered(parts: Iterable[TensorShard]) -> None:
     """Refuses parts that don't hold every element of each of their tensors exactly once.
 
     Raises:
         CheckpointError: naming the tensor.
     """
-    tensors: dict[str, list[Part]] = {}
+    tensors: dict[str, list[TensorShard]] = {}
     for part in parts:
         tensors.setdefault(part.name, []).append(part)
     for name, held in tensors.items():
@@ -191,7 +191,7 @@ def check_covered(parts: Iterable[Part]) -> None:
             raise CheckpointError(f"'{name}' {fault}")
 
 
-def fill(targets: Mapping[str, Any], sources: Mapping[Part, Callable[[], Tensor]]) -> None:
+def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], Tensor]]) -> None:
     """Fills this rank's tensors in place from boxes of any layout.
 
     Args:
@@ -203,10 +203,10 @@ def fill(targets: Mapping[str, Any], sources: Mapping[Part, Callable[[], Tensor]
         CheckpointError: when a target would not be written exactly once in every element, or has another shape or
             type; nothing has been written then.
     """
-    by_name: dict[str, list[Part]] = {}
+    by_name: dict[str, list[TensorShard]] = {}
     for part in sources:
         by_name.setdefault(part.name, []).append(part)
-    wanted: dict[Part, list[tuple[Part, Tensor, Box]]] = {}
+    wanted: dict[TensorShard, list[tuple[TensorShard, Tensor, Box]]] = {}
     for target, view in parts_of(targets):
         written = 0
         for source in by_name.get(target.name, ()):

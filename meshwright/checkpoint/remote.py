@@ -13,7 +13,7 @@ from meshwright.errors import CheckpointError
 from meshwright.transport.connection import Connection, connect
 from meshwright.transport.gate import Gate, Refused
 from meshwright.transport.key import RunKey
-from meshwright.transport.seal import Wire, WireError
+from meshwright.transport.seal import Channel, WireError
 
 _ASK = struct.Struct("<qqqqq")
 _ANSWER = struct.Struct("<qq")
@@ -44,7 +44,7 @@ class Shelf:
         """
         try:
             if self._connection is None:
-                self._connection = connect(self._address, self._key, Wire.SHELF, _WAIT_S)
+                self._connection = connect(self._address, self._key, Channel.SHELF, _WAIT_S)
                 self._connection.limit(_WAIT_S)
             self._connection.send(_ASK.pack(*key, at, size))
             found, whole = _unpacked(_ANSWER, self._connection)
@@ -102,7 +102,7 @@ def serve(
         key: of the run; who doesn't have it reads nothing.
         refused: told of those.
     """
-    held, gate = dict(snapshots), Gate(listener, key, Wire.SHELF, refused)
+    held, gate = dict(snapshots), Gate(listener, key, Channel.SHELF, refused)
     while True:
         for connection in gate.poll(_FOR_EVER_S if not gate.strangers else 1.0):
             threading.Thread(target=_answer, args=(connection, held, gate), daemon=True).start()

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.copier import Copier
-from meshwright.checkpoint.parts import Part, check_covered, digest, fill, itemsize
+from meshwright.checkpoint.parts import TensorShard, check_covered, digest, fill, itemsize
 from meshwright.errors import CheckpointError
 from meshwright.records import parse_json
 
@@ -74,10 +74,10 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredShard:
     """A part inside a snapshot."""
 
-    part: Part
+    part: TensorShard
     at: int
     """Where its data begins, in bytes from the segment's start."""
     checksum: int
@@ -119,12 +119,12 @@ class Snapshot:
         """Which rank wrote it."""
         self.ranks = int(known.get("ranks", 0))
         """How many ranks wrote snapshots of this step; 0 where that wasn't told."""
-        self.kept: list[Kept] = []
+        self.kept: list[StoredShard] = []
         """Its parts."""
         at = data_at
         for values, checksum in zip(known["parts"], sums):
-            part = Part.from_json(values)
-            self.kept.append(Kept(part, at, checksum))
+            part = TensorShard.from_json(values)
+            self.kept.append(StoredShard(part, at, checksum))
             at += padded(part.size_bytes)
         if at > size:
             raise CheckpointError("a snapshot that is cut short")
@@ -138,7 +138,7 @@ class Snapshot:
         """Returns bytes of the segment."""
         return self._memory[at : at + size]
 
-    def values(self, kept: Kept) -> Tensor:
+    def values(self, kept: StoredShard) -> Tensor:
         """Returns a part's values as a view of the segment, checked.
 
         Raises:
@@ -149,7 +149,7 @@ class Snapshot:
         dtype = getattr(torch, kept.part.dtype)
         return torch.frombuffer(self.data(kept), dtype=dtype).view(kept.part.sizes)
 
-    def data(self, kept: Kept) -> memoryview:
+    def data(self, kept: StoredShard) -> memoryview:
         """Returns a part's bytes, checked.
 
         Raises:
@@ -199,9 +199,7 @@ class State:
         tier: where they lie: ``memory``, or ``peer`` where some are copies that other nodes kept.
     """
 
-    def __init__(
-        self, step: int, snapshots: Sequence[Snapshot | Callable[[], Snapshot]], tier: str = "memory"
-    ) -> None:
+    def __init__(self, step: int, snapshots: Sequence[Snapshot | Callable[[], Snapshot]], tier: str = "memory") -> None:
         self.step, self.tier = step, tier
         self._given = tuple(snapshots)
 
@@ -245,7 +243,7 @@ class State:
         names = {kept.part.name for snapshot in self.snapshots for kept in snapshot.kept}
         if missing := [name for name in targets if name not in names]:
             raise CheckpointError(f"the snapshot of step {self.step} has no {', '.join(missing[:4])}")
-        sources: dict[Part, Callable[[], Tensor]] = {
+        sources: dict[TensorShard, Callable[[], Tensor]] = {
             kept.part: (lambda snapshot=snapshot, kept=kept: snapshot.values(kept))  # type: ignore[misc]
             for snapshot in self.snapshots
             for kept in snapshot.kept
@@ -294,8 +292,8 @@ class SnapshotWriter:
         generation: int,
         tensors: str,
         ranks: int = 0,
-        held: Sequence[Part],
-        kept: Sequence[tuple[int, Part]],
+        held: Sequence[TensorShard],
+        kept: Sequence[tuple[int, TensorShard]],
         changing: str = "",
     ) -> None:
         self._generation = generation
@@ -372,7 +370,7 @@ class SnapshotWriter:
         memory[:_HEADER_BYTES] = head
 
 
-def encode(rank: int, parts: Sequence[Part], data: Sequence[Any], tensors: str) -> bytes:
+def encode(rank: int, parts: Sequence[TensorShard], data: Sequence[Any], tensors: str) -> bytes:
     """Returns what stands in a file before the data of a rank's parts: header, table and checksums, padded."""
     sums = [zlib.crc32(one) for one in data]
     table = _table(rank, parts, tensors)
@@ -381,7 +379,7 @@ def encode(rank: int, parts: Sequence[Part], data: Sequence[Any], tensors: str) 
     return (head + told).ljust(data_at, b"\0")
 
 
-def _table(rank: int, parts: Sequence[Part], tensors: str, ranks: int = 0) -> bytes:
+def _table(rank: int, parts: Sequence[TensorShard], tensors: str, ranks: int = 0) -> bytes:
     told = {"rank": rank, "ranks": ranks, "tensors": tensors, "parts": [part.to_json() for part in parts]}
     return json.dumps(told, separators=(",", ":")).encode()
 

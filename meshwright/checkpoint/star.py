@@ -14,7 +14,7 @@ from meshwright.records import RecordError
 from meshwright.transport.connection import CHALLENGE_S, Connection, connect, notify
 from meshwright.transport.gate import Gate, Refused
 from meshwright.transport.key import RunKey
-from meshwright.transport.seal import Wire, WireError
+from meshwright.transport.seal import Channel, WireError
 
 _HELLO = struct.Struct("<qqq")
 _AGAIN_S = 0.05
@@ -83,7 +83,7 @@ class StarAgreement(Agreement):
         if self.rank:
             contents = _HELLO.pack(*self._key, self.rank)
             with contextlib.suppress(OSError):
-                notify(self._address, self._run_key, Wire.WRITERS, contents, _GIVE_UP_S)
+                notify(self._address, self._run_key, Channel.WRITERS, contents, _GIVE_UP_S)
 
     def close(self) -> None:
         """Ends the connections."""
@@ -96,7 +96,7 @@ class StarAgreement(Agreement):
         end = time.monotonic() + self._limit_s
         while True:
             try:
-                line = connect(self._address, self._run_key, Wire.WRITERS, self._limit_s)
+                line = connect(self._address, self._run_key, Channel.WRITERS, self._limit_s)
                 break
             except ConnectionError:
                 if time.monotonic() > end:
@@ -111,7 +111,7 @@ class StarAgreement(Agreement):
         """Waits for all others; those that came for something else are turned away."""
         assert self._listener is not None
         end = time.monotonic() + self._limit_s
-        gate = Gate(self._listener, self._run_key, Wire.WRITERS, self._refused)
+        gate = Gate(self._listener, self._run_key, Channel.WRITERS, self._refused)
         try:
             while len(self._lines) < self.count - 1:
                 line = gate.accept(end - time.monotonic())

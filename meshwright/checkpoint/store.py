@@ -24,11 +24,11 @@ from meshwright.checkpoint.agreement import Agreement, blame, build_group
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.contract import FileRecord, TensorRecord, find_backend
 from meshwright.checkpoint.files import SummedWriter, damage
-from meshwright.checkpoint.folder import Entry, Folder, Refused, whole
+from meshwright.checkpoint.folder import CheckpointEntry, Folder, RefusedCheckpoint, whole
 from meshwright.checkpoint.image import copy_image
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
 from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror, Order, order
-from meshwright.checkpoint.outcome import Loaded, Saved, Search
+from meshwright.checkpoint.outcome import CheckpointSearch, LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.snapshot import State
 from meshwright.errors import CheckpointError
 
@@ -99,11 +99,11 @@ class CheckpointStore:
         """How the ranks of this store agree."""
         return self._ranks
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         """Returns every checkpoint from oldest to newest, unverified."""
         return self._folder.entries()
 
-    def latest(self) -> Entry | None:
+    def latest(self) -> CheckpointEntry | None:
         """Returns the newest checkpoint whose manifest holds and whose files have the right sizes, or None."""
         return next((entry for entry in reversed(self.entries()) if whole(entry.path)), None)
 
@@ -118,7 +118,7 @@ class CheckpointStore:
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], origin: Origin | None = None
-    ) -> Saved:
+    ) -> SavedCheckpoint:
         """Writes a checkpoint: it stands when this returns; when this raises, it does so on every rank.
 
         Args:
@@ -138,7 +138,7 @@ class CheckpointStore:
 
         return self._save(step, self._config.backend, write, lambda: fit.tabulate(tensors), meta, origin or Origin())
 
-    def save_state(self, step: int, state: State, meta: Mapping[str, Any], origin: Origin) -> Saved:
+    def save_state(self, step: int, state: State, meta: Mapping[str, Any], origin: Origin) -> SavedCheckpoint:
         """Writes a checkpoint of what ranks left in memory, or this process's share of one. See `save`."""
 
         def write(folder: Path) -> dict[str, FileRecord]:
@@ -154,7 +154,7 @@ class CheckpointStore:
         check: Callable[[], object],
         meta: Mapping[str, Any],
         origin: Origin,
-    ) -> Saved:
+    ) -> SavedCheckpoint:
         started, what = time.monotonic(), f"saving the checkpoint of step {step} failed"
         self._stamp("open")
         opened = self._ranks.everywhere(what, lambda: self._open(step, check, meta, origin))
@@ -172,7 +172,7 @@ class CheckpointStore:
         removed, left = self._collect(target) if self._ranks.rank == 0 else ((), ())
         copied = self._copy(target) if self._ranks.rank == 0 and self._config.mirror else {}
         self._stamp("saved")
-        return Saved(
+        return SavedCheckpoint(
             step=step,
             path=target,
             size_bytes=sum(record.size for record in files.values()),
@@ -182,7 +182,7 @@ class CheckpointStore:
             copied=copied,
         )
 
-    def find(self, step: int | None = None, *, required: bool = True) -> Loaded | None:
+    def find(self, step: int | None = None, *, required: bool = True) -> LoadedCheckpoint | None:
         """Finds the newest checkpoint that verifies, without reading tensors.
 
         Args:
@@ -192,7 +192,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: when none verifies.
         """
-        search = Search()
+        search = CheckpointSearch()
         for path, manifest in self._candidates(step, search):
             return self._accepted(path, manifest, search)
         self._none(step, search, required)
@@ -205,7 +205,7 @@ class CheckpointStore:
         expect: Mapping[str, str] | None = None,
         step: int | None = None,
         required: bool = True,
-    ) -> Loaded | None:
+    ) -> LoadedCheckpoint | None:
         """Fills tensors from the newest checkpoint that verifies, else from the one before, and tells what was refused.
 
         Args:
@@ -218,7 +218,7 @@ class CheckpointStore:
             CheckpointError: the same on every rank: none verifies; or one that does holds other tensors than the
                 targets, or comes from another model or data (naming them), in which case nothing was read.
         """
-        search = Search()
+        search = CheckpointSearch()
         wanted = self._union(targets)
         for path, manifest in self._candidates(step, search):
             fit.check(path, manifest, wanted, expect or {})
@@ -231,7 +231,7 @@ class CheckpointStore:
         self._none(step, search, required)
         return None
 
-    def read_full(self, loaded: Loaded, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def read_full(self, loaded: LoadedCheckpoint, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, full tensor on the CPU) of a checkpoint that was found, in one process.
 
         Args:
@@ -313,7 +313,7 @@ class CheckpointStore:
         self._folder.rename(folder, target)
         self._stamp("renamed")
 
-    def _collect(self, new: Path) -> tuple[tuple[Path, ...], tuple[Refused, ...]]:
+    def _collect(self, new: Path) -> tuple[tuple[Path, ...], tuple[RefusedCheckpoint, ...]]:
         self._stamp("collect")
         return self._folder.collect(new, self._config.keep, self._refused)
 
@@ -327,7 +327,7 @@ class CheckpointStore:
             return {"copy_failed": str(error)}
         return {"copy": f"{mirror}/{new.name}", "copy_seconds": time.monotonic() - began}
 
-    def _candidates(self, step: int | None, search: Search) -> Iterator[tuple[Path, Manifest]]:
+    def _candidates(self, step: int | None, search: CheckpointSearch) -> Iterator[tuple[Path, Manifest]]:
         """Yields checkpoints that verify, newest first; all ranks go through the same ones.
 
         Where one doesn't, and the mirror has one that is later than the next one here, that is brought back first.
@@ -347,7 +347,7 @@ class CheckpointStore:
             if path in self._refused and self._config.mirror:
                 left[:0] = self._brought_back(order(left[0]) if left else BEFORE_ALL, step, search)
 
-    def _brought_back(self, newer_than: Order, step: int | None, search: Search) -> list[str]:
+    def _brought_back(self, newer_than: Order, step: int | None, search: CheckpointSearch) -> list[str]:
         """Copies the newest that is later than ``newer_than`` from the mirror; returns its name, or none."""
         began, mirror = time.monotonic(), Mirror(self._config.mirror, self.root.parent.name)
         try:
@@ -381,15 +381,15 @@ class CheckpointStore:
         table = fit.tabulate(targets)
         return table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(table))
 
-    def _refuse(self, path: Path, reason: str, search: Search) -> None:
-        search.refused.append(Refused(path, reason))
+    def _refuse(self, path: Path, reason: str, search: CheckpointSearch) -> None:
+        search.refused.append(RefusedCheckpoint(path, reason))
         self._refused.add(path)
 
-    def _accepted(self, path: Path, manifest: Manifest, search: Search) -> Loaded:
+    def _accepted(self, path: Path, manifest: Manifest, search: CheckpointSearch) -> LoadedCheckpoint:
         self._step = manifest.step
         return search.loaded(path, manifest)
 
-    def _none(self, step: int | None, search: Search, required: bool) -> None:
+    def _none(self, step: int | None, search: CheckpointSearch, required: bool) -> None:
         where = f"{self.root}" + (f" at step {step}" if step is not None else "")
         if search.refused:
             raise CheckpointError(f"no checkpoint in {where} is good: {search.reasons()}")

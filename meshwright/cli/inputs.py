@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Layout
     from meshwright.planner.measured import Measure
     from meshwright.shape import ModelWork
-    from meshwright.train.facts import Facts
+    from meshwright.train.facts import ModelAnalysis
 
 CACHE = Path("prepared")
 """Where prepared text is kept unless ``data.cache`` says otherwise."""
@@ -126,7 +126,7 @@ def read_model(config: RunConfig, vocab: int | None, context: int | None) -> Rea
     )
 
 
-def model_parts(built: BuiltModel, facts: Facts) -> ModelParts:
+def model_parts(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
     """Returns what prices every axis: the model's weights by name, and what a layout knows of them."""
     from meshwright.models.experts import routes_wide
 

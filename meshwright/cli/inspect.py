@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.axes.table import LayerRows, ShardingTable
     from meshwright.models.build import BuiltModel
     from meshwright.planner.memory import Position
-    from meshwright.train.facts import Facts
+    from meshwright.train.facts import ModelAnalysis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
     from meshwright.models.build import build_meta
     from meshwright.models.experts import find_experts
     from meshwright.models.measure import measure_shape
-    from meshwright.train.facts import Facts
+    from meshwright.train.facts import ModelAnalysis
 
     layouts = [Layout.parse(text) for text in config.layout]
     built = build_meta(config.model)
@@ -68,7 +68,7 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
         for rows in find_experts(built.module)
     ]
-    facts = Facts(table=table[0], spine=pipeline[0])
+    facts = ModelAnalysis(table=table[0], spine=pipeline[0])
     return {
         "model": config.model.name,
         "shape": measure_shape(built).to_json(),
@@ -152,15 +152,15 @@ def _pipeline(built: BuiltModel) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def _priced(built: BuiltModel, layout: Layout, known: Facts) -> dict[str, Any]:
+def _priced(built: BuiltModel, layout: Layout, known: ModelAnalysis) -> dict[str, Any]:
     """Bytes of state by place of a layout."""
     from meshwright.axes import ep
     from meshwright.planner.memory import paper_memory, position_memory
     from meshwright.runtime.build import check
-    from meshwright.train.facts import read_facts
+    from meshwright.train.facts import analyse_model
 
     check(layout, "cuda", len(built.anatomy.layers))
-    facts = read_facts(built, layout, known)
+    facts = analyse_model(built, layout, known)
     ep.check(facts.experts, layout.degree("ep"))
     parts = model_parts(built, facts)
     positions = position_memory(layout, parts)

@@ -23,12 +23,12 @@ from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.train.facts import Facts
+    from meshwright.train.facts import ModelAnalysis
 
 
 def make_plans(
     config: RunConfig, model: ReadModel, machines: Machines, count: int = 1
-) -> list[tuple[Plan, Facts]]:
+) -> list[tuple[Plan, ModelAnalysis]]:
     """Returns the plan of a named layout, or up to ``count`` of the planner's best that the model allows.
 
     Each comes with what its layout needs of the model.
@@ -56,20 +56,18 @@ def make_plans(
         return [(rule.named_plan(layout, machines.ranks, parts), facts)]
 
 
-def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> Facts:
+def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
     """Reads what a layout needs of the model, refusing one that can't run."""
     from meshwright.runtime.build import check
-    from meshwright.train.facts import check_shapes, read_facts
+    from meshwright.train.facts import analyse_model, check_shapes
 
     check(layout, devices.kind, len(model.built.anatomy.layers))
-    facts = read_facts(model.built, layout, tokens=config.data.sequence)
+    facts = analyse_model(model.built, layout, tokens=config.data.sequence)
     check_shapes(facts, layout, config.train.batch, config.data.sequence)
     return facts
 
 
-def plan_for_less(
-    config: RunConfig, model: ReadModel, machines: Machines, whole: Layout
-) -> tuple[Plan, Facts]:
+def plan_for_less(config: RunConfig, model: ReadModel, machines: Machines, whole: Layout) -> tuple[Plan, ModelAnalysis]:
     """Plans for the ranks that are left of a layout, keeping what values depend on: its precision.
 
     Layouts that the config names for fewer ranks come first. Where the planner has nothing for that
@@ -189,7 +187,7 @@ def uneven(rows: int, readers: int) -> str:
 
 def _automatic(
     config: RunConfig, model: ReadModel, machines: Machines, count: int, precision: str | None = None
-) -> list[tuple[Plan, Facts]]:
+) -> list[tuple[Plan, ModelAnalysis]]:
     """The best layouts that the model allows, of those that the planner ranks first."""
     ranks, devices = machines.ranks, machines.devices
     precision = precision or ("bf16" if devices.kind == "cuda" else "float32")
@@ -203,7 +201,7 @@ def _automatic(
         plan = rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
         say(f"plan: by state alone, since time can't be priced here: {error}")
         return [(plan, facts_of(config, model, plan.layout, devices))]
-    found: list[tuple[Plan, Facts]] = []
+    found: list[tuple[Plan, ModelAnalysis]] = []
     refused = []
     for at, one in enumerate(choice.best):
         try:
@@ -221,7 +219,7 @@ def _automatic(
 
 def _question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
     from meshwright.models.measure import measure_shape
-    from meshwright.planner.cost.job import Job as PricedJob
+    from meshwright.planner.cost.job import PricedJob
 
     job = PricedJob(
         shape=measure_shape(model.built),

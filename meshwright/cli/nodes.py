@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.cli.words import take_value
 from meshwright.errors import ConfigError
-from meshwright.launch.contract import Place
+from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import LOOPBACK, address_to, interface_of, listen_at
@@ -86,7 +86,7 @@ class NodeWords:
             raise ConfigError(f"--meet {self.meet}: give address and port of node 0, as --meet 10.0.0.1:29500")
         address = host if self.node == 0 else address_to(host)
         listener = listen_at(address, int(port)) if self.node == 0 else None
-        place = Place(
+        place = NodeRanks(
             node=self.node,
             nodes=self.nodes,
             first=self.node * slots,

@@ -132,9 +132,7 @@ def _left(question: Question, lost: int) -> Question:
     return replan(left, 1)[0] if left.cluster.uniform else left
 
 
-def _measured(
-    built: BuiltModel | None, question: Question, config: PlanConfig
-) -> tuple[Question, Measure | None]:
+def _measured(built: BuiltModel | None, question: Question, config: PlanConfig) -> tuple[Question, Measure | None]:
     """Returns the question with what the model's own modules keep, and what runs these; None without modules."""
     if built is None:
         return question, None
@@ -156,7 +154,7 @@ def question_of(config: PlanConfig, built: BuiltModel | None) -> Question:
         ConfigError, ClusterError, PlanError: for what can't be.
     """
     from meshwright.planner.choose import Question
-    from meshwright.planner.cost.job import Job
+    from meshwright.planner.cost.job import PricedJob
 
     cluster = cluster_of(config)
     if config.devices.isdigit():
@@ -165,7 +163,7 @@ def question_of(config: PlanConfig, built: BuiltModel | None) -> Question:
     if cluster.device.name.startswith("cpu") and precision == "bf16":
         precision = "float32"
     shape = shape_of(config, built)
-    job = Job(shape=shape, sequence=config.sequence, rows=config.batch, precision=precision)
+    job = PricedJob(shape=shape, sequence=config.sequence, rows=config.batch, precision=precision)
     base = Layout(precision=precision, compile=config.compile)
     return Question(
         job=job, cluster=cluster, base=base, objective=config.objective, usable=config.usable, limits=_limits(config)
@@ -214,9 +212,9 @@ def cluster_of(config: PlanConfig) -> Cluster:
 def _sizes(text: str) -> Any:
     import dataclasses
 
-    from meshwright.planner.closed_form import Sizes
+    from meshwright.planner.closed_form import TableSizes
 
-    known = {item.name: str(item.type) for item in dataclasses.fields(Sizes) if item.name != "latent"}
+    known = {item.name: str(item.type) for item in dataclasses.fields(TableSizes) if item.name != "latent"}
     values: dict[str, Any] = {"name": "sizes"}
     for part in (part.strip() for part in text.split(",") if part.strip()):
         key, equals, value = part.partition("=")
@@ -233,7 +231,7 @@ def _sizes(text: str) -> Any:
     missing = [key for key in ("layers", "width", "heads", "vocab") if key not in values]
     if missing:
         raise ConfigError(f"sizes: {', '.join(missing)} missing; a model needs layers, width, heads and vocab")
-    return Sizes(**values)
+    return TableSizes(**values)
 
 
 def _limits(config: PlanConfig) -> dict[str, Any]:

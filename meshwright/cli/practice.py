@@ -85,13 +85,13 @@ class _Runner:
     def __init__(self, devices: Devices, ranks: int, precision: str) -> None:
         from meshwright.models.build import build_meta
         from meshwright.models.measure import measure_shape
-        from meshwright.planner.cost.job import Job
+        from meshwright.planner.cost.job import PricedJob
 
         self._tokens, self._rows = int(MODEL.context or 0), ROWS_EACH * max(ranks, 2)
         machines = Machines(devices=devices, ranks=ranks)
         self._built = build_meta(MODEL)
         self._measure = measure_of(self._built, self._tokens, precision)
-        job = Job(shape=measure_shape(self._built), sequence=self._tokens, rows=self._rows, precision=precision)
+        job = PricedJob(shape=measure_shape(self._built), sequence=self._tokens, rows=self._rows, precision=precision)
         asked = Question(job=job, cluster=cluster_here(machines), base=Layout(precision=precision))
         self._question = informed(asked, self._measure)
         self._launcher = ForkLauncher(ranks, devices=devices.only(range(ranks)))
@@ -103,9 +103,9 @@ class _Runner:
             MeshwrightError: where the model can't run under it.
         """
         from meshwright.measure.practice import practise_paced
-        from meshwright.train.facts import check_shapes, read_facts
+        from meshwright.train.facts import analyse_model, check_shapes
 
-        facts = read_facts(self._built, layout, tokens=self._tokens)
+        facts = analyse_model(self._built, layout, tokens=self._tokens)
         check_shapes(facts, layout, self._rows, self._tokens)
         one = priced(self._question, layout, self._measure)
         planned = prediction(self._question, one, model_parts(self._built, facts)).step_s

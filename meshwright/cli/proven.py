@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from meshwright.data.tokens import TokenSet
     from meshwright.proof.ahead import Proof
-    from meshwright.train.session import Job
+    from meshwright.train.session import TrainJob
 
 FILE = "proof.json"
 
 
-def before(job: Job, token_set: TokenSet, forks: bool, nodes: bool = False) -> None:
+def before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False) -> None:
     """Proves a run's layout on a small clone; says it in a line, an event and `FILE`.
 
     One rank needs no proof. A run that is resumed needs none either while `FILE` holds that of the same layout, model

@@ -47,8 +47,8 @@ from meshwright.units import format_bytes, format_count
 if TYPE_CHECKING:
     from meshwright.data.tokens import TokenSet
     from meshwright.launch.torchrun import TorchrunLauncher
-    from meshwright.train.facts import Facts
-    from meshwright.train.session import Job
+    from meshwright.train.facts import ModelAnalysis
+    from meshwright.train.session import TrainJob
 
 PREEMPTED = 143
 """Exit status of a run that SIGTERM ended, its last state on disk. Source: POSIX shells, 128 + SIGTERM."""
@@ -127,7 +127,7 @@ def _train(
     from meshwright.launch.torchrun import TorchrunLauncher
     from meshwright.models.measure import measure_shape
     from meshwright.models.probe import check_documents
-    from meshwright.train.session import Job
+    from meshwright.train.session import TrainJob
 
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     first = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
@@ -149,7 +149,7 @@ def _train(
     plan, facts = offers[0]
     _check_ahead(config, model, plan.layout, machines.devices, token_set)
     header = _header(config, model, plan, token_set)
-    job = Job(
+    job = TrainJob(
         config=config,
         plan=plan,
         model=model.built,
@@ -180,7 +180,7 @@ def _train(
     return _conclude(config, run_dir, token_set, plan, result, machines)
 
 
-def _begin(job: Job, first: bool, nodes: bool, token_set: TokenSet) -> None:
+def _begin(job: TrainJob, first: bool, nodes: bool, token_set: TokenSet) -> None:
     """Writes what the run directory holds from the start, and brings its checkpoint back from elsewhere.
 
     Args:
@@ -208,7 +208,7 @@ def _machines(config: RunConfig, launcher: ForkLauncher | TorchrunLauncher | Nod
 def _ranks_result(
     config: RunConfig,
     model: ReadModel,
-    job: Job,
+    job: TrainJob,
     launcher: ForkLauncher | TorchrunLauncher,
     machines: Machines,
 ) -> dict[str, Any]:
@@ -223,10 +223,10 @@ def _ranks_result(
         return result | {"terminated": isinstance(launcher, ForkLauncher) and launcher.terminated}
     devices = launcher.devices
 
-    def plans(ranks: int) -> tuple[Plan, Facts]:
+    def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
         return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout)
 
-    def announce(changed: Job) -> Job:
+    def announce(changed: TrainJob) -> TrainJob:
         try:
             _write_run(job.run_dir, config, changed.plan)
         except OSError as error:
@@ -246,16 +246,16 @@ def _ranks_result(
 
 
 def _nodes_result(
-    config: RunConfig, model: ReadModel, job: Job, nodes: Nodes, machines: Machines
+    config: RunConfig, model: ReadModel, job: TrainJob, nodes: Nodes, machines: Machines
 ) -> tuple[dict[str, Any], bool]:
     """Runs this node's share of the job; returns how it ended, and whether this node led then."""
     from meshwright.resilience.agent import Agent, Seat
     from meshwright.transport.key import run_key
 
-    def plans(ranks: int) -> tuple[Plan, Facts]:
+    def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
         return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout)
 
-    def remake(plan: Plan) -> Job:
+    def remake(plan: Plan) -> TrainJob:
         facts, rows = facts_of(config, model, plan.layout, nodes.devices), _layout_rows(plan, nodes.devices.kind)
         return dataclasses.replace(job, plan=plan, facts=facts, header=job.header | rows)
 

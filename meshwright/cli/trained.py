@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainedModel:
     """A whole model on this process's device, with its tokenizer."""
 
     built: BuiltModel
@@ -117,15 +117,15 @@ def run_model(run_dir: Path, trust: bool = False) -> BuiltModel:
     return build_meta(kept, weights=False)
 
 
-def open_run(run_dir: Path, trust: bool = False) -> Trained:
+def open_run(run_dir: Path, trust: bool = False) -> TrainedModel:
     """Loads a run's newest whole checkpoint into memory; ``trust`` as for `run_model`."""
     built, text = run_model(run_dir, trust), read_text(run_dir)
     _, values = newest_weights(run_dir, trust)
     _materialise(built, dict(values))
-    return Trained(built=built, tokenizer=text.tokenizer(), eos=text.eos_id, vocab=text.vocab_size)
+    return TrainedModel(built=built, tokenizer=text.tokenizer(), eos=text.eos_id, vocab=text.vocab_size)
 
 
-def open_directory(folder: Path) -> Trained:
+def open_directory(folder: Path) -> TrainedModel:
     """Loads a Hugging Face directory with its ``tokenizer.json``."""
     from meshwright.data.tokenizer import load_tokenizer, vocabulary_size
     from meshwright.models.build import build_meta
@@ -140,10 +140,10 @@ def open_directory(folder: Path) -> Trained:
     eos = getattr(config, "eos_token_id", None)
     tokenizer = load_tokenizer(path)
     end, vocab = eos if isinstance(eos, int) else None, vocabulary_size(tokenizer)
-    return Trained(built=built, tokenizer=tokenizer, eos=end, vocab=vocab)
+    return TrainedModel(built=built, tokenizer=tokenizer, eos=end, vocab=vocab)
 
 
-def open_trained(path: Path, trust: bool = False) -> Trained:
+def open_trained(path: Path, trust: bool = False) -> TrainedModel:
     """Opens a run directory or a Hugging Face directory.
 
     Args:

@@ -15,14 +15,14 @@ from meshwright.plan import Plan
 from meshwright.units import format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.train.facts import Facts
-    from meshwright.train.session import Job
+    from meshwright.train.facts import ModelAnalysis
+    from meshwright.train.session import TrainJob
 
 STEPS = 10
 """Of a trial; the first ones, in which caches fill, don't count."""
 
 
-def fastest(job: Job, offers: Sequence[tuple[Plan, Facts]]) -> tuple[int, list[dict[str, Any]]]:
+def fastest(job: TrainJob, offers: Sequence[tuple[Plan, ModelAnalysis]]) -> tuple[int, list[dict[str, Any]]]:
     """Runs each offer for `STEPS` steps in ranks of its own.
 
     Args:

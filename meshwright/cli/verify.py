@@ -149,7 +149,7 @@ def _layouts(config: VerifyConfig) -> list[Layout]:
 def _case(config: VerifyConfig, layouts: Sequence[Layout]) -> Case:
     from meshwright.models.build import build_meta
     from meshwright.proof.layouts import layers_needed
-    from meshwright.proof.reference import Recipe
+    from meshwright.proof.reference import OptimizerRecipe
     from meshwright.proof.verify import Case
 
     parts = max(layout.degree("tp") * layout.degree("cp") for layout in layouts)
@@ -162,7 +162,7 @@ def _case(config: VerifyConfig, layouts: Sequence[Layout]) -> Case:
     return Case(
         build=build,
         batches=batches,
-        recipe=Recipe(),
+        recipe=OptimizerRecipe(),
         timeout_s=config.timeout_s,
         training=config.training,
         allow_whole=config.allow_whole,
@@ -224,9 +224,7 @@ def _what(config: VerifyConfig) -> str:
     return config.model.name + ("" if whole else ", a small clone of it")
 
 
-def _batches(
-    config: VerifyConfig, layouts: Sequence[Layout], model: ModelConfig
-) -> tuple[Sequence[MicroBatch], int]:
+def _batches(config: VerifyConfig, layouts: Sequence[Layout], model: ModelConfig) -> tuple[Sequence[MicroBatch], int]:
     """Returns global batches and their vocabulary: from the user's text, or made up."""
     import torch
 

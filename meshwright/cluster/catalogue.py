@@ -25,7 +25,7 @@ FORMS = frozenset(("sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "pcie", "nvl",
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """A device of the catalogue, and what its name is matched by."""
 
     device: Device
@@ -46,13 +46,13 @@ def _read() -> dict[str, Any]:
 
 
 @cache
-def devices() -> dict[str, Entry]:
+def devices() -> dict[str, CatalogueEntry]:
     """Returns every device by its name in the catalogue."""
     found = {}
     for name, values in _read()["devices"].items():
         kept = dict(values)
         matched = {key: kept.pop(key) for key in ("family", "gb", "form", "node")}
-        found[name] = Entry(
+        found[name] = CatalogueEntry(
             device=Device(name=name, **kept),
             family=matched["family"],
             gb=tuple(matched["gb"]),
@@ -101,7 +101,7 @@ def device(name: str) -> Device:
     return entry(name).device
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> CatalogueEntry:
     """Returns a device with the node that it comes in; see `device`."""
     plain = name.lower().strip()
     if plain in devices():

@@ -17,7 +17,7 @@ from meshwright.cluster import notation, words
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.device import Device
 from meshwright.cluster.fitted import fitted_node, measured_on
-from meshwright.cluster.host import Host, slowest_host
+from meshwright.cluster.host import HostShare, slowest_host
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import Node, standard_node
 from meshwright.cluster.traffic import Fabric, collective_s, span
@@ -142,7 +142,7 @@ class Cluster:
         return sum(group.node.device.watts * group.devices for group in self.groups)
 
     @property
-    def host(self) -> Host | None:
+    def host(self) -> HostShare | None:
         """A rank's part of its host, of unequal nodes the least; None where some host isn't known, or is the device."""
         if any(group.node.device.name.startswith("cpu") for group in self.groups):
             return None

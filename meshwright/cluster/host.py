@@ -12,7 +12,7 @@ KERNEL_SHARE = 0.43
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
+class HostShare:
     """One rank's part of its host, while all ranks of the node use theirs."""
 
     memory_bytes: float
@@ -23,7 +23,7 @@ class Host:
     """That kernels of the processor cores move in host memory."""
 
 
-def host_of(node: Node) -> Host | None:
+def host_of(node: Node) -> HostShare | None:
     """Returns a rank's part of a node's host; None where its memory, its bandwidth or the link to it isn't known.
 
     Copies go as fast as the link, or as this rank's part of the memory's bandwidth, whichever is slower: the copies of
@@ -32,20 +32,20 @@ def host_of(node: Node) -> Host | None:
     if node.host_link is None or not node.host_memory_bytes or not node.host_bandwidth_bytes_per_s:
         return None
     part = node.host_bandwidth_bytes_per_s / node.count
-    return Host(
+    return HostShare(
         memory_bytes=node.host_memory_bytes / node.count,
         copy_bytes_per_s=min(node.host_link.rate, part),
         kernel_bytes_per_s=part * KERNEL_SHARE,
     )
 
 
-def slowest_host(nodes: list[Node]) -> Host | None:
+def slowest_host(nodes: list[Node]) -> HostShare | None:
     """Returns of unequal nodes the least of each figure; None where one has none."""
     found = [host_of(node) for node in nodes]
     hosts = [host for host in found if host is not None]
     if not hosts or len(hosts) < len(found):
         return None
-    return Host(
+    return HostShare(
         memory_bytes=min(host.memory_bytes for host in hosts),
         copy_bytes_per_s=min(host.copy_bytes_per_s for host in hosts),
         kernel_bytes_per_s=min(host.kernel_bytes_per_s for host in hosts),

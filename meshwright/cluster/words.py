@@ -19,7 +19,7 @@ _SLOTS = re.compile(r"\S+(?:\s+slots\s*=\s*(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ClusterTerm:
     """One term of a cluster's text."""
 
     devices: int
@@ -32,7 +32,7 @@ class Part:
     """Network; empty for the usual one."""
 
 
-def parse_part(text: str) -> Part:
+def parse_part(text: str) -> ClusterTerm:
     """Reads ``64xh100``, ``h100x64``, ``2x8xh100`` or ``h100``, with ``@LINK`` behind it or not.
 
     Raises:
@@ -58,7 +58,7 @@ def parse_part(text: str) -> Part:
     if count < 1:
         raise ClusterError(f"'{text}' has 0 devices; name at least one, as 8x{device}")
     catalogue.device(device)
-    return Part(devices=count, device=device, per_node=per_node, link=link.strip())
+    return ClusterTerm(devices=count, device=device, per_node=per_node, link=link.strip())
 
 
 def read_nodes(text: str) -> list[tuple[Node, int]]:

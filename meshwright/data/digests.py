@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.files import lone_writer, sha256, whole_file
-from meshwright.data.sources import Source
+from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
 from meshwright.records import parse_json
 
@@ -33,7 +33,7 @@ Known = dict[str, list[Any]]
 
 
 def digest_sources(
-    sources: Sequence[Source], folder: Path, report: Callable[[int], None] | None = None
+    sources: Sequence[CorpusFile], folder: Path, report: Callable[[int], None] | None = None
 ) -> list[str]:
     """Returns the SHA-256 of each file.
 
@@ -58,7 +58,7 @@ def digest_sources(
     return [known[source.path][-1] for source in sources]
 
 
-def _state(source: Source) -> list[int]:
+def _state(source: CorpusFile) -> list[int]:
     try:
         state = os.stat(source.path)
     except OSError as error:

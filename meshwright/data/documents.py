@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.data.sources import Source
+from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
 from meshwright.records import parse_json
 
@@ -17,7 +17,7 @@ _CHUNK = 1 << 20
 _BOM = "\ufeff"
 
 
-def read_documents(source: Source, text_field: str, normalise: str) -> Iterator[str]:
+def read_documents(source: CorpusFile, text_field: str, normalise: str) -> Iterator[str]:
     """Yields the documents of a file in their order, normalised; empty ones are left out.
 
     Text is UTF-8, strictly. Python source is read in the encoding that it declares, and a file of the interpreter's
@@ -48,7 +48,7 @@ def read_documents(source: Source, text_field: str, normalise: str) -> Iterator[
             yield text
 
 
-def _bytes(source: Source) -> Iterator[bytes]:
+def _bytes(source: CorpusFile) -> Iterator[bytes]:
     """Yields the unpacked bytes of a file in pieces."""
     try:
         with open(source.path, "rb") as file:
@@ -66,7 +66,7 @@ def _bytes(source: Source) -> Iterator[bytes]:
         raise DataError(f"cannot read {source.path}: {error.strerror}; check the file and its permissions") from error
 
 
-def _unpack(source: Source, file: io.BufferedReader, make: Any, damage: type[Exception]) -> Iterator[bytes]:
+def _unpack(source: CorpusFile, file: io.BufferedReader, make: Any, damage: type[Exception]) -> Iterator[bytes]:
     """Unpacks one or more frames and knows when the last one is cut off, which the libraries' readers let pass."""
     unpacker, begun = make(), False
     try:
@@ -83,7 +83,7 @@ def _unpack(source: Source, file: io.BufferedReader, make: Any, damage: type[Exc
         raise DataError(f"{source.path} is cut off at {source.size} bytes, in the middle of its data; fetch it again")
 
 
-def _decode(data: bytes, source: Source, offset: int) -> str:
+def _decode(data: bytes, source: CorpusFile, offset: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -93,7 +93,7 @@ def _decode(data: bytes, source: Source, offset: int) -> str:
         ) from None
 
 
-def _jsonl(source: Source, text_field: str) -> Iterator[str]:
+def _jsonl(source: CorpusFile, text_field: str) -> Iterator[str]:
     offset = 0
     for number, line in enumerate(_lines(_bytes(source)), 1):
         if line.strip():
@@ -119,7 +119,7 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _field(line: str, source: Source, number: int, text_field: str) -> str:
+def _field(line: str, source: CorpusFile, number: int, text_field: str) -> str:
     try:
         value = parse_json(line.removeprefix(_BOM))
     except ValueError as error:
@@ -141,7 +141,7 @@ def _field(line: str, source: Source, number: int, text_field: str) -> str:
     return text
 
 
-def _parquet(source: Source, text_field: str) -> Iterator[str]:
+def _parquet(source: CorpusFile, text_field: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
@@ -160,7 +160,7 @@ def _parquet(source: Source, text_field: str) -> Iterator[str]:
         raise DataError(f"{source.path} cannot be read as parquet: {error}; fetch or write it again") from error
 
 
-def _python(source: Source) -> Iterator[str]:
+def _python(source: CorpusFile) -> Iterator[str]:
     data = b"".join(_bytes(source))
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)

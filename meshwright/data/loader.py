@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.shuffle import derive_key, mix, permute
-from meshwright.data.tokens import Split
+from meshwright.data.tokens import TokenStream
 from meshwright.errors import DataError
 
 IGNORED = -100
@@ -62,7 +62,7 @@ class Loader:
 
     def __init__(
         self,
-        split: Split,
+        split: TokenStream,
         *,
         rows: int,
         sequence: int,
@@ -157,7 +157,7 @@ class Loader:
         return row_ids, windows * self.sequence + shifts.astype(np.int64)
 
 
-def _windows(split: Split, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+def _windows(split: TokenStream, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """Copies windows out of the mapped stream: (rows, length)."""
     windows = np.empty((len(starts), length), dtype=np.int64)
     for row, start in zip(windows, starts.tolist()):
@@ -184,14 +184,14 @@ def _begins(ends: NDArray[np.int64], starts: NDArray[np.int64], sequence: int) -
     return begins
 
 
-def evaluation_steps(split: Split, rows: int, sequence: int) -> int:
+def evaluation_steps(split: TokenStream, rows: int, sequence: int) -> int:
     """Returns how many global batches cover a split once."""
     windows = -(-max(0, len(split.tokens) - 1) // sequence)
     return -(-windows // rows)
 
 
 def evaluation_batches(
-    split: Split,
+    split: TokenStream,
     *,
     rows: int,
     sequence: int,
@@ -228,7 +228,7 @@ def evaluation_batches(
         yield _evaluation_batch(split, step, np.arange(first, last, dtype=np.int64) + step * rows, windows, sequence)
 
 
-def _evaluation_batch(split: Split, step: int, row_ids: NDArray[np.int64], windows: int, sequence: int) -> Batch:
+def _evaluation_batch(split: TokenStream, step: int, row_ids: NDArray[np.int64], windows: int, sequence: int) -> Batch:
     tokens = np.zeros((len(row_ids), sequence), dtype=np.int64)
     targets = np.full((len(row_ids), sequence), IGNORED, dtype=np.int64)
     counted = 0

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.data import tasks
 from meshwright.data.chunks import write_sums
 from meshwright.data.files import sha256, whole_file
-from meshwright.data.selection import Piece
+from meshwright.data.selection import TextPiece
 from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER
 from meshwright.data.tokens import CHECKED, MANIFEST, fingerprint_of, render_manifest
 from meshwright.errors import DataError
@@ -21,7 +21,7 @@ _COPY_BYTES = 8 << 20
 def merge(
     beside: Path,
     units: dict[str, int],
-    splits: dict[str, list[Piece]],
+    splits: dict[str, list[TextPiece]],
     facts: dict[str, Any],
     report: Callable[[int], None],
 ) -> None:
@@ -78,7 +78,7 @@ def _concatenate(beside: Path, stem: Path, numbers: range, facts: dict[str, Any]
     return tokens, documents
 
 
-def _write_text(beside: Path, path: Path, pieces: list[Piece]) -> None:
+def _write_text(beside: Path, path: Path, pieces: list[TextPiece]) -> None:
     with whole_file(path) as file:
         for piece in pieces:
             with open(tasks.shard_text(beside, piece.shard), "rb") as text:

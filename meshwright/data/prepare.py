@@ -11,8 +11,8 @@ from pathlib import Path
 from meshwright.data.config import PREPARED_FIELDS, TRAINED_TOKENIZERS, DataConfig
 from meshwright.data.digests import digest_sources
 from meshwright.data.files import full_disk, lone_writer, settle
-from meshwright.data.sources import Source, list_sources
-from meshwright.data.stages import Job, Progress, Report, work
+from meshwright.data.sources import CorpusFile, list_sources
+from meshwright.data.stages import PrepareJob, Progress, Report, work
 from meshwright.data.tokenizer import tokenizer_digest
 from meshwright.data.tokens import VERSION, TokenSet, read_manifest
 from meshwright.data.workers import Pool
@@ -80,7 +80,9 @@ def prepare(
         beside = out.with_name(out.name + ".partial")
         _claim(beside, key)
         with Pool(processes, inline) as pool:
-            job = Job(config=config, sources=sources, key=key, beside=beside, pool=pool, report=progress or _silent)
+            job = PrepareJob(
+                config=config, sources=sources, key=key, beside=beside, pool=pool, report=progress or _silent
+            )
             work(job)
         if _key(config, sources, out.parent, None) != key:
             shutil.rmtree(beside)
@@ -94,7 +96,7 @@ def _silent(progress: Progress) -> None:
     del progress
 
 
-def _key(config: DataConfig, sources: list[Source], root: Path, progress: Report | None) -> str:
+def _key(config: DataConfig, sources: list[CorpusFile], root: Path, progress: Report | None) -> str:
     """Hashes the inputs: the settings that change the files, and kind and contents of each source, in order."""
     settings = {name: getattr(config, name) for name in PREPARED_FIELDS}
     if config.tokenizer not in TRAINED_TOKENIZERS:

@@ -64,7 +64,7 @@ def held_out(documents: NDArray[np.void], kept: NDArray[np.bool_], share: float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TextPiece:
     """A stretch of a shard's text that is encoded in one go: a document or a part of one."""
 
     shard: int
@@ -77,7 +77,7 @@ class Piece:
     """Whether the document ends here."""
 
 
-def cut(text: mmap.mmap, piece: Piece, size: int) -> Iterator[Piece]:
+def cut(text: mmap.mmap, piece: TextPiece, size: int) -> Iterator[TextPiece]:
     """Cuts a long document after lone newlines, into pieces of about ``size`` bytes.
 
     A cut lies after a newline between two visible ASCII characters, where `splits_at_newlines` holds and no character
@@ -96,6 +96,6 @@ def cut(text: mmap.mmap, piece: Piece, size: int) -> Iterator[Piece]:
             at += _REACH - 2
         if found is None:
             break
-        yield Piece(shard=piece.shard, start=start, stop=found.end(), ends=False)
+        yield TextPiece(shard=piece.shard, start=start, stop=found.end(), ends=False)
         start = found.end()
-    yield Piece(shard=piece.shard, start=start, stop=piece.stop, ends=piece.ends)
+    yield TextPiece(shard=piece.shard, start=start, stop=piece.stop, ends=piece.ends)

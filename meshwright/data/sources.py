@@ -28,7 +28,7 @@ _NOT_OURS = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class CorpusFile:
     """One file of the corpus."""
 
     path: str
@@ -39,7 +39,7 @@ class Source:
     """Bytes on disk."""
 
 
-def list_sources(paths: Sequence[str]) -> list[Source]:
+def list_sources(paths: Sequence[str]) -> list[CorpusFile]:
     """Lists the files behind paths, directories and globs; without any, the interpreter's own library.
 
     Args:
@@ -50,7 +50,7 @@ def list_sources(paths: Sequence[str]) -> list[Source]:
     """
     if not paths:
         return _interpreter_sources()
-    seen: dict[str, Source] = {}
+    seen: dict[str, CorpusFile] = {}
     for path in paths:
         for file in _expand(path):
             seen.setdefault(os.path.realpath(file), _source(file, _kind(file) or "text"))
@@ -94,15 +94,15 @@ def _kind(path: str) -> Kind | None:
     return _KINDS.get(suffix)
 
 
-def _source(path: str, kind: Kind) -> Source:
+def _source(path: str, kind: Kind) -> CorpusFile:
     try:
         state = os.stat(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
-    return Source(path=os.path.abspath(path), kind=kind, size=state.st_size)
+    return CorpusFile(path=os.path.abspath(path), kind=kind, size=state.st_size)
 
 
-def _interpreter_sources() -> list[Source]:
+def _interpreter_sources() -> list[CorpusFile]:
     root = sysconfig.get_paths()["stdlib"]
     found = [_source(file, "python") for file in _walk(root, _NOT_OURS) if file.endswith(".py")]
     if not found:

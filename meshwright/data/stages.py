@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from meshwright.data import selection, tasks
 from meshwright.data.config import PREPARED_FIELDS, DataConfig
 from meshwright.data.merge import merge
-from meshwright.data.selection import Piece
-from meshwright.data.sources import Source
+from meshwright.data.selection import TextPiece
+from meshwright.data.sources import CorpusFile
 from meshwright.data.tokenizer import (
     character_tokenizer,
     end_id,
@@ -56,12 +56,12 @@ Report = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PrepareJob:
     """One preparation: what the steps share."""
 
     config: DataConfig
     """Settings."""
-    sources: list[Source]
+    sources: list[CorpusFile]
     """Files to read, in corpus order."""
     key: str
     """Hash of settings and sources."""
@@ -73,7 +73,7 @@ class Job:
     """Called as parts get done."""
 
 
-def work(job: Job) -> None:
+def work(job: PrepareJob) -> None:
     """Does all steps; the result lies in ``whole`` under the working directory, its manifest written last.
 
     Raises:
@@ -110,7 +110,7 @@ def _progress(stage: str, done: int, total: int, tokens: int = 0) -> Progress:
     return Progress(stage=stage, done_bytes=done, total_bytes=total, tokens=tokens)
 
 
-def _run(job: Job, stage: str, todo: Iterable[dict[str, Any]], total: int) -> None:
+def _run(job: PrepareJob, stage: str, todo: Iterable[dict[str, Any]], total: int) -> None:
     """Does the tasks of a stage, but for those that an earlier call finished."""
     done = tokens = 0
 
@@ -130,9 +130,9 @@ def _run(job: Job, stage: str, todo: Iterable[dict[str, Any]], total: int) -> No
     job.pool.run(unfinished(), count)
 
 
-def _read(job: Job) -> int:
+def _read(job: PrepareJob) -> int:
     """Reads all sources into shards and returns their number."""
-    groups: list[list[Source]] = []
+    groups: list[list[CorpusFile]] = []
     size = 0
     for source in job.sources:
         if not groups or size + source.size > GROUP_BYTES:
@@ -157,7 +157,7 @@ def _read(job: Job) -> int:
     return len(groups)
 
 
-def _load_documents(job: Job, shards: int) -> NDArray[np.void]:
+def _load_documents(job: PrepareJob, shards: int) -> NDArray[np.void]:
     documents = np.concatenate([_shard_documents(job, shard) for shard in range(shards)])
     if not len(documents):
         names = ", ".join(source.path for source in job.sources[:3])
@@ -165,11 +165,11 @@ def _load_documents(job: Job, shards: int) -> NDArray[np.void]:
     return documents
 
 
-def _shard_documents(job: Job, shard: int) -> NDArray[np.void]:
+def _shard_documents(job: PrepareJob, shard: int) -> NDArray[np.void]:
     return np.fromfile(tasks.shard_index(job.beside, shard), dtype=selection.DOCUMENT)
 
 
-def _split(job: Job, documents: NDArray[np.void], kept: NDArray[np.bool_]) -> dict[str, list[Piece]]:
+def _split(job: PrepareJob, documents: NDArray[np.void], kept: NDArray[np.bool_]) -> dict[str, list[TextPiece]]:
     """Returns the documents of each split as pieces, in corpus order."""
     pieces = _pieces(job, documents)
     share = job.config.validation_share
@@ -187,20 +187,20 @@ def _split(job: Job, documents: NDArray[np.void], kept: NDArray[np.bool_]) -> di
     }
 
 
-def _pieces(job: Job, documents: NDArray[np.void]) -> list[Piece]:
-    pieces: list[Piece] = []
+def _pieces(job: PrepareJob, documents: NDArray[np.void]) -> list[TextPiece]:
+    pieces: list[TextPiece] = []
     shard = start = 0
     left = len(_shard_documents(job, 0))
     for size in documents["bytes"].tolist():
         while left == 0:
             shard, start = shard + 1, 0
             left = len(_shard_documents(job, shard))
-        pieces.append(Piece(shard=shard, start=start, stop=start + size, ends=True))
+        pieces.append(TextPiece(shard=shard, start=start, stop=start + size, ends=True))
         start, left = start + size, left - 1
     return pieces
 
 
-def _tail(job: Job, whole: Piece) -> dict[str, list[Piece]]:
+def _tail(job: PrepareJob, whole: TextPiece) -> dict[str, list[TextPiece]]:
     """Cuts the end off the only document, at int(characters x (1 - share)) as nanoGPT does."""
     text = tasks.read_piece(job.beside, whole)
     place = int(len(text) * (1.0 - job.config.validation_share))
@@ -216,7 +216,7 @@ def _tail(job: Job, whole: Piece) -> dict[str, list[Piece]]:
     }
 
 
-def _make_tokenizer(job: Job, shards: int, documents: NDArray[np.void], train: list[Piece]) -> None:
+def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], train: list[TextPiece]) -> None:
     if (job.beside / "tokenizer.json").exists():
         return
     if job.config.tokenizer == "bpe":
@@ -232,7 +232,9 @@ def _make_tokenizer(job: Job, shards: int, documents: NDArray[np.void], train: l
     tasks.write_tokenizer(job.beside, made)
 
 
-def _sample(documents: NDArray[np.void], train: list[Piece], job: Job) -> tuple[list[tuple[int, int, int, bool]], int]:
+def _sample(
+    documents: NDArray[np.void], train: list[TextPiece], job: PrepareJob
+) -> tuple[list[tuple[int, int, int, bool]], int]:
     """Takes training documents in the order of their hashes until the sample is full."""
     order = {(piece.shard, piece.start): int(row) for piece, row in zip(_pieces(job, documents), documents["order"])}
     chosen, size = [], 0
@@ -246,7 +248,7 @@ def _sample(documents: NDArray[np.void], train: list[Piece], job: Job) -> tuple[
 
 
 def _encode(
-    job: Job, splits: dict[str, list[Piece]], texts: dict[str, int], eos: int | None, dtype: str
+    job: PrepareJob, splits: dict[str, list[TextPiece]], texts: dict[str, int], eos: int | None, dtype: str
 ) -> dict[str, int]:
     """Encodes all units and returns how many each split has; validation's follow those of training."""
     rule = (job.beside / "tokenizer.json").read_text(encoding="utf-8")
@@ -278,9 +280,9 @@ def _encode(
     return units
 
 
-def _units(beside: Path, pieces: list[Piece], size: int, cutting: bool) -> Iterator[list[Piece]]:
+def _units(beside: Path, pieces: list[TextPiece], size: int, cutting: bool) -> Iterator[list[TextPiece]]:
     """Groups pieces into units of about ``size`` bytes, cutting long documents where that changes no token."""
-    unit: list[Piece] = []
+    unit: list[TextPiece] = []
     held = 0
     for piece in pieces:
         for part in _parts(beside, piece, size) if cutting and piece.stop - piece.start > size else (piece,):
@@ -293,7 +295,7 @@ def _units(beside: Path, pieces: list[Piece], size: int, cutting: bool) -> Itera
         yield unit
 
 
-def _parts(beside: Path, piece: Piece, size: int) -> Iterator[Piece]:
+def _parts(beside: Path, piece: TextPiece, size: int) -> Iterator[TextPiece]:
     with (
         open(tasks.shard_text(beside, piece.shard), "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from meshwright.data import tokenizer as tokenizers_
 from meshwright.data.documents import read_documents
 from meshwright.data.files import whole_file
-from meshwright.data.selection import DOCUMENT, Piece, document_row
-from meshwright.data.sources import Source
+from meshwright.data.selection import DOCUMENT, TextPiece, document_row
+from meshwright.data.sources import CorpusFile
 
 _HEADER = np.dtype([("tokens", "<u8"), ("ends", "<u8")])
 
@@ -86,7 +86,7 @@ def read_unit(path: Path, dtype: str) -> tuple[NDArray[np.unsignedinteger], NDAr
         return np.fromfile(file, dtype, int(header["tokens"])), ends
 
 
-def read_piece(directory: Path, piece: Piece) -> str:
+def read_piece(directory: Path, piece: TextPiece) -> str:
     """Returns the text of a piece; a character torn by its end is left out."""
     with open(shard_text(directory, piece.shard), "rb") as file:
         file.seek(piece.start)
@@ -96,7 +96,7 @@ def read_piece(directory: Path, piece: Piece) -> str:
 def _read(task: dict[str, Any], directory: Path) -> dict[str, Any]:
     rows, characters = [], set[str]()
     with whole_file(shard_text(directory, task["shard"])) as file:
-        for source in (Source(**values) for values in task["sources"]):
+        for source in (CorpusFile(**values) for values in task["sources"]):
             for text in read_documents(source, task["text_field"], task["normalise"]):
                 data = text.encode("utf-8")
                 rows.append(document_row(data))
@@ -152,8 +152,8 @@ def _encode(task: dict[str, Any], directory: Path, batched: bool) -> dict[str, A
     return {"tokens": total, "bytes": task["bytes"]}
 
 
-def _pieces(task: dict[str, Any]) -> list[Piece]:
-    return [Piece(shard=shard, start=start, stop=stop, ends=ends) for shard, start, stop, ends in task["pieces"]]
+def _pieces(task: dict[str, Any]) -> list[TextPiece]:
+    return [TextPiece(shard=shard, start=start, stop=stop, ends=ends) for shard, start, stop, ends in task["pieces"]]
 
 
 @functools.lru_cache(maxsize=1)
@@ -169,7 +169,7 @@ def _load(directory: Path, literal: bool = False) -> Tokenizer:
 
 
 def _subwords(
-    tokenizer: Tokenizer, directory: Path, pieces: Iterable[Piece], dtype: str, batched: bool
+    tokenizer: Tokenizer, directory: Path, pieces: Iterable[TextPiece], dtype: str, batched: bool
 ) -> Iterator[NDArray[np.unsignedinteger]]:
     for piece in pieces:
         text = read_piece(directory, piece)
@@ -181,7 +181,7 @@ def _subwords(
         yield np.array(encoding.ids, dtype=dtype)
 
 
-def _characters(directory: Path, pieces: Iterable[Piece], dtype: str) -> Iterator[NDArray[np.unsignedinteger]]:
+def _characters(directory: Path, pieces: Iterable[TextPiece], dtype: str) -> Iterator[NDArray[np.unsignedinteger]]:
     table = np.zeros(0x110000, dtype=dtype)
     for character, token in _load(directory).get_vocab(with_added_tokens=False).items():
         table[ord(character)] = token

@@ -36,7 +36,7 @@ _BASELINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
+class TokenStream:
     """One of the two token streams of a set."""
 
     name: str
@@ -104,9 +104,9 @@ class TokenSet:
     """The directory."""
     manifest: Mapping[str, Any]
     """Contents of ``manifest.json``."""
-    train: Split
+    train: TokenStream
     """What is trained on."""
-    validation: Split
+    validation: TokenStream
     """What is held out; empty when the share was 0."""
     sums: Mapping[str, ChunkSums]
     """Checksums of the files that are read in parts."""
@@ -234,12 +234,12 @@ def _check_file(path: Path, name: str, facts: Mapping[str, Any], verify: bool) -
         raise DataError(f"{file} was changed: its SHA-256 is not the manifest's; {cure}")
 
 
-def _split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mapping[str, ChunkSums]) -> Split:
+def _split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mapping[str, ChunkSums]) -> TokenStream:
     facts = manifest["splits"][name]
     # Ends are stored unsigned and mapped signed: numpy compares unsigned with signed as float64, copying the index.
     ends = _map(path / f"{name}.idx", "<i8", facts["documents"])
     tokens = _map(path / f"{name}.bin", manifest["dtype"], facts["tokens"])
-    return Split(
+    return TokenStream(
         name=name,
         tokens=tokens,
         ends=ends,

@@ -23,9 +23,7 @@ from meshwright.errors import DataError
 SILENCE_S = 300.0
 """A worker that says nothing for so long, not even that it lives, is taken for stuck."""
 _BEAT_S = 1.0
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from meshwright.data.workers import serve; serve()"
-)
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from meshwright.data.workers import serve; serve()"
 
 
 class Worker:

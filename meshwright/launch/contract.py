@@ -47,7 +47,7 @@ class RankContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodeRanks:
     """Where a node's ranks stand among those of all nodes."""
 
     node: int

@@ -21,7 +21,7 @@ from meshwright.errors import LaunchError
 from meshwright.forking import fork_obstacle, release_threads
 from meshwright.launch.child import Birth, run_rank
 from meshwright.launch.config import LaunchConfig
-from meshwright.launch.contract import Entry, HostCommand, Place, RankContext
+from meshwright.launch.contract import Entry, HostCommand, NodeRanks, RankContext
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.failure import RankFailure, RankLabel, failure_error, first_failure
 from meshwright.launch.process import RankProcess
@@ -52,7 +52,7 @@ class ForkLauncher:
         generation: int = 0,
         disposable: bool = False,
         interrupts: int = 0,
-        place: Place | None = None,
+        place: NodeRanks | None = None,
     ) -> None:
         """Checks that the ranks can be had.
 
@@ -186,9 +186,7 @@ class ForkLauncher:
         serves = context.rank == 0 and listener is not None
         return replace(context, host=host, port=port, listen_fd=listener.fileno() if listener and serves else None)
 
-    def _fork(
-        self, context: RankContext, entry: Entry, args: tuple[Any, ...], listener: socket.socket | None
-    ) -> None:
+    def _fork(self, context: RankContext, entry: Entry, args: tuple[Any, ...], listener: socket.socket | None) -> None:
         receive, send = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -24,7 +24,7 @@ _CONNECTION_LOST = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostfileLine:
     """A line of a hostfile."""
 
     name: str
@@ -38,7 +38,7 @@ class Host:
         return self.name.rpartition("@")[2]
 
 
-def read_hostfile(path: Path) -> list[Host]:
+def read_hostfile(path: Path) -> list[HostfileLine]:
     """Reads a hostfile: a ``host slots=8`` a line, ``#`` starts a comment, slots default to 1.
 
     Raises:
@@ -48,7 +48,7 @@ def read_hostfile(path: Path) -> list[Host]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"the hostfile {path} can't be read: {error}; give a text file of 'host slots=8'") from None
-    hosts: dict[str, Host] = {}
+    hosts: dict[str, HostfileLine] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -59,7 +59,7 @@ def read_hostfile(path: Path) -> list[Host]:
             raise ClusterError(f"{path}:{number}: {line.strip()[:80]!r} is not a host; write it as 'host slots=8'")
         if match["name"] in hosts:
             raise ClusterError(f"{path}:{number}: {match['name']} is named twice; give one line with all its slots")
-        hosts[match["name"]] = Host(match["name"], slots)
+        hosts[match["name"]] = HostfileLine(match["name"], slots)
     if not hosts:
         raise ClusterError(f"the hostfile {path} names no host; write a line such as 'host slots=8' for each")
     return list(hosts.values())
@@ -73,7 +73,7 @@ class HostfileLauncher:
 
     def __init__(
         self,
-        hosts: Sequence[Host],
+        hosts: Sequence[HostfileLine],
         *,
         port: int = 29400,
         python: str = sys.executable,
@@ -97,7 +97,7 @@ class HostfileLauncher:
         self._port, self._python, self._folder = port, python, folder or Path.cwd()
         self._ssh, self._run_id = tuple(ssh), run_id
         self._supervised = supervised
-        self._started: list[tuple[Host, subprocess.Popen[bytes]]] = []
+        self._started: list[tuple[HostfileLine, subprocess.Popen[bytes]]] = []
 
     @property
     def ranks(self) -> int:

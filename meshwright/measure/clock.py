@@ -16,7 +16,7 @@ LEAST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class DeviceTimer:
     """Times work on one rank's device."""
 
     device: torch.device

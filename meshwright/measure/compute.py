@@ -14,7 +14,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 
 from meshwright.cluster.calibration import FORMS
-from meshwright.measure.clock import Clock
+from meshwright.measure.clock import DeviceTimer
 from meshwright.train.loss import cross_entropy_sums
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,7 +31,7 @@ MOST_SETS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class GridSizes:
     """What is measured; every table is a full grid."""
 
     tokens: tuple[int, ...]
@@ -55,13 +55,13 @@ class Sizes:
     passes: int = 1
     """How often all is measured with the first data type; the faster of each counts."""
 
-    def fewer(self) -> Sizes:
+    def fewer(self) -> GridSizes:
         """Returns every other size, the smallest among them."""
         names = ("tokens", "widths", "sequences", "heads", "head_sizes", "elements")
         return dataclasses.replace(self, **{name: getattr(self, name)[::2] for name in names})  # type: ignore[arg-type]
 
 
-CPU = Sizes(
+CPU = GridSizes(
     tokens=(16, 128, 512, 2048),
     widths=(32, 128, 512, 2048),
     sequences=(64, 256, 1024),
@@ -74,7 +74,7 @@ CPU = Sizes(
     passes=1,
 )
 """Sizes for processor cores."""
-GPU = Sizes(
+GPU = GridSizes(
     tokens=(128, 1024, 4096, 16384),
     widths=(256, 1024, 4096, 16384),
     sequences=(512, 2048, 8192),
@@ -101,7 +101,7 @@ QUICK = {
 """What replaces the sizes of a quick calibration: a few seconds, for a first idea and for tests."""
 
 
-def matmuls(sizes: Sizes, dtype: str, clock: Clock) -> Iterator[tuple[Any, ...]]:
+def matmuls(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
     """Yields (form, m, n, k, seconds) of the products that a linear layer and its gradients are."""
     kind, place = DTYPES[dtype], clock.device
     for form in FORMS:
@@ -116,7 +116,7 @@ def matmuls(sizes: Sizes, dtype: str, clock: Clock) -> Iterator[tuple[Any, ...]]
             yield form, m, n, k, clock.seconds(_in_turn(works))
 
 
-def attentions(sizes: Sizes, dtype: str, clock: Clock) -> Iterator[tuple[Any, ...]]:
+def attentions(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
     """Yields (rows, sequence, head size, forward seconds, backward seconds) of causal attention."""
     kind = DTYPES[dtype]
     for rows, sequence, size in itertools.product(sizes.heads, sizes.sequences, sizes.head_sizes):
@@ -129,7 +129,7 @@ def attentions(sizes: Sizes, dtype: str, clock: Clock) -> Iterator[tuple[Any, ..
         yield rows, sequence, size, ahead, clock.seconds(_gradient(forward(), (q, k, v)))
 
 
-def operations(sizes: Sizes, dtype: str, clock: Clock) -> Iterator[tuple[Any, ...]]:
+def operations(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
     """Yields (operation, elements, seconds), gradients under the operation's name with ``_backward``."""
     kind, place = DTYPES[dtype], clock.device
     for count in sizes.elements:
@@ -198,7 +198,7 @@ def _differentiable(
     yield "embedding", lambda: F.embedding(index, table), (table,)
 
 
-def optimizer(sizes: Sizes, clock: Clock) -> Iterator[tuple[int, float]]:
+def optimizer(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[int, float]]:
     """Yields (elements, seconds) of one fused AdamW update in float32, as training runs it."""
     for count in sizes.elements:
         weight, gradient, first, second = ([_filled((count,), torch.float32, clock.device).abs_()] for _ in range(4))
@@ -216,7 +216,7 @@ _NO_MORE = {"amsgrad": False, "maximize": False}
 """What the fused kernel wants to be told."""
 
 
-def launch_s(clock: Clock) -> float:
+def launch_s(clock: DeviceTimer) -> float:
     """Returns host time of one small operation."""
     x = _filled((16,), torch.float32, clock.device)
     return clock.seconds(lambda: torch.add(x, x))

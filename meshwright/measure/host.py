@@ -94,10 +94,10 @@ def _run(devices: Devices, layers: int, text: str, rows: int) -> Parts:
     """Runs the model under a layout; returns each part of its fastest step, the mean over the ranks."""
     from meshwright.measure.practice import practise_parts
     from meshwright.models.build import build_meta
-    from meshwright.train.facts import check_shapes, read_facts
+    from meshwright.train.facts import analyse_model, check_shapes
 
     config, layout = dataclasses.replace(TINY, layers=layers), Layout.parse(text)
-    facts = read_facts(build_meta(config), layout)
+    facts = analyse_model(build_meta(config), layout)
     check_shapes(facts, layout, rows, int(config.context or 0))
     ranks = layout.world
     ran = ForkLauncher(ranks, devices=devices.only(range(ranks)) if devices.kind == "cuda" else devices).run(

@@ -16,8 +16,8 @@ from meshwright.cluster.calibration import Calibration
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.measure import compute, wires
-from meshwright.measure.clock import CHUNKS, Clock, agreed
-from meshwright.measure.compute import CPU, GPU, QUICK, Sizes
+from meshwright.measure.clock import CHUNKS, DeviceTimer, agreed
+from meshwright.measure.compute import CPU, GPU, QUICK, GridSizes
 from meshwright.measure.pace import Pace
 from meshwright.records import RecordCodec
 
@@ -32,14 +32,14 @@ Told = Callable[[str], None]
 _ROWS = RecordCodec()
 
 
-def chosen_sizes(kind: str, quick: bool) -> Sizes:
+def chosen_sizes(kind: str, quick: bool) -> GridSizes:
     """Returns what is measured on ``cpu`` or ``cuda``."""
     sizes = GPU if kind == "cuda" else CPU
     return dataclasses.replace(sizes, **QUICK) if quick else sizes  # type: ignore[arg-type]
 
 
 def measure_rank(
-    context: RankContext, machine: Mapping[str, Any], sizes: Sizes, told: Told, timeout_s: float
+    context: RankContext, machine: Mapping[str, Any], sizes: GridSizes, told: Told, timeout_s: float
 ) -> Calibration:
     """Measures on one rank, together with all others; every rank returns the same.
 
@@ -54,7 +54,7 @@ def measure_rank(
     init_group(context, timeout_s=timeout_s, group_s=GROUP_S)
     try:
         crowd = max(1.0, context.local_world / int(machine["cores"])) if context.device == "cpu" else 1.0
-        clock = Clock(torch.device(context.device), sizes.window_s, 1 if crowd > 1.0 else CHUNKS)
+        clock = DeviceTimer(torch.device(context.device), sizes.window_s, 1 if crowd > 1.0 else CHUNKS)
         if clock.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             sizes = dataclasses.replace(
                 sizes, dtypes=tuple("fp16" if kind == "bf16" else kind for kind in sizes.dtypes)
@@ -99,7 +99,7 @@ class _Paced:
         told: is told of each part.
     """
 
-    def __init__(self, clock: Clock, told: Told) -> None:
+    def __init__(self, clock: DeviceTimer, told: Told) -> None:
         self._pace, self._told = Pace(clock.device), told
         self._seconds: list[float] = []
 
@@ -115,7 +115,7 @@ class _Paced:
         return {"pace_s": best, "pace_spread": round(statistics.median(self._seconds) / best - 1.0, 4)}
 
 
-def _compute(sizes: Sizes, wall: Clock, crowd: float, say: Told) -> dict[str, Any]:
+def _compute(sizes: GridSizes, wall: DeviceTimer, crowd: float, say: Told) -> dict[str, Any]:
     """Measures every computation with all ranks at work, the first data type's with one alone as well.
 
     Args:
@@ -165,7 +165,7 @@ def _measured(work: Iterator[tuple[Any, ...]], busy: bool, times: int = 1) -> li
     return rows
 
 
-def _traffic(sizes: Sizes, clock: Clock, context: RankContext, say: Told) -> dict[str, Any]:
+def _traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext, say: Told) -> dict[str, Any]:
     if context.world == 1:
         return {}
     slow = dataclasses.replace(clock, window_s=2 * clock.window_s)

@@ -17,7 +17,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import Facts
+from meshwright.train.facts import ModelAnalysis
 from meshwright.train.feed import MicroBatch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -29,7 +29,13 @@ WARM_UP = 2
 
 
 def practise(
-    context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int, limit_s: float
+    context: RankContext,
+    config: ModelConfig,
+    layout: Layout,
+    facts: ModelAnalysis,
+    rows: int,
+    steps: int,
+    limit_s: float,
 ) -> tuple[list[float], dict[str, int]]:
     """Runs steps on this rank.
 
@@ -50,7 +56,13 @@ def practise(
 
 
 def practise_parts(
-    context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int, limit_s: float
+    context: RankContext,
+    config: ModelConfig,
+    layout: Layout,
+    facts: ModelAnalysis,
+    rows: int,
+    steps: int,
+    limit_s: float,
 ) -> list[dict[str, float]]:
     """As `practise`; returns each step's parts in seconds that the thread computed, not those in which it waited.
 
@@ -67,7 +79,13 @@ def practise_parts(
 
 
 def practise_paced(
-    context: RankContext, config: ModelConfig, layout: Layout, facts: Facts, rows: int, steps: int, limit_s: float
+    context: RankContext,
+    config: ModelConfig,
+    layout: Layout,
+    facts: ModelAnalysis,
+    rows: int,
+    steps: int,
+    limit_s: float,
 ) -> tuple[list[tuple[float, float, float]], dict[str, int]]:
     """As `practise`; returns (seconds, pace around it, processor seconds) of each step, and bytes of state by part."""
     found = list(_steps(context, config, layout, facts, rows, steps, limit_s, paced=True))
@@ -75,7 +93,7 @@ def practise_paced(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
+class _TimedStep:
     """A timed step of a rank."""
 
     seconds: float
@@ -95,12 +113,12 @@ def _steps(
     context: RankContext,
     config: ModelConfig,
     layout: Layout,
-    facts: Facts,
+    facts: ModelAnalysis,
     rows: int,
     steps: int,
     limit_s: float,
     paced: bool = False,
-) -> Iterator[_Step]:
+) -> Iterator[_TimedStep]:
     """Yields each timed step."""
     init_group(context, timeout_s=limit_s, group_s=limit_s)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be measured")
@@ -127,9 +145,7 @@ def _steps(
             dist.barrier()
             pace_s = (pace_s + pace.seconds()) / 2
         held = program.meter.read(optimizer.bytes())
-        yield _Step(
-            seconds=seconds, parts=parts, thread_s=thread_s, process_s=process_s, pace_s=pace_s, held=held
-        )
+        yield _TimedStep(seconds=seconds, parts=parts, thread_s=thread_s, process_s=process_s, pace_s=pace_s, held=held)
     dist.destroy_process_group()
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.axes.comm.exchange import exchange
-from meshwright.axes.comm.wire import TrafficLog, Wire
+from meshwright.axes.comm.wire import AxisGroup, TrafficLog
 from meshwright.cluster.traffic import span
-from meshwright.measure.clock import Clock, agreed
+from meshwright.measure.clock import DeviceTimer, agreed
 
 SLOWEST_S = 0.5
 """A size that would take longer for one call isn't measured: a slow network mustn't hold up the calibration."""
@@ -42,7 +42,7 @@ def placements(ranks: int, node: int) -> list[tuple[int, int, int]]:
     return found[:MOST_PLACES]
 
 
-def collectives(messages: Sequence[int], node: int, clock: Clock) -> Iterator[tuple[Any, ...]]:
+def collectives(messages: Sequence[int], node: int, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
     """Yields (kind, ranks, nodes, before, bytes, seconds) for every placement; all ranks call it together.
 
     Args:
@@ -58,12 +58,12 @@ def collectives(messages: Sequence[int], node: int, clock: Clock) -> Iterator[tu
             for size in messages:
                 if _expected(points, size) > SLOWEST_S:
                     break
-                work = build(Wire("calibrate", group, TrafficLog()), _even(size, degree), clock.device)
+                work = build(AxisGroup("calibrate", group, TrafficLog()), _even(size, degree), clock.device)
                 points.append((size, _timed(work, clock)))
                 yield kind, degree, nodes, before, *points[-1]
 
 
-def overlapped(size: int, clock: Clock) -> float:
+def overlapped(size: int, clock: DeviceTimer) -> float:
     """Returns the share of an all-reduce over all ranks that hides under matrix products, 0 to 1.
 
     Args:
@@ -72,7 +72,7 @@ def overlapped(size: int, clock: Clock) -> float:
     """
     group = dist.group.WORLD
     assert group is not None
-    wire, tensor = Wire("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
+    wire, tensor = AxisGroup("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
     square = torch.randn(512, 512, device=clock.device)
     alone = _timed(lambda: wire.all_reduce(tensor.zero_()).wait(), clock)
     product = agreed([clock.seconds(lambda: square @ square)], largest=False)[0]
@@ -88,7 +88,7 @@ def overlapped(size: int, clock: Clock) -> float:
     return min(1.0, max(0.0, (alone + count * product - together) / min(alone, count * product)))
 
 
-def awaited(size: int, clock: Clock) -> float:
+def awaited(size: int, clock: DeviceTimer) -> float:
     """Returns what a collective between products takes over one in a tight row: ranks that come unevenly, wakening.
 
     It is at most as long as the collective: what is longer was something else's doing.
@@ -99,7 +99,7 @@ def awaited(size: int, clock: Clock) -> float:
     """
     group = dist.group.WORLD
     assert group is not None
-    wire, tensor = Wire("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
+    wire, tensor = AxisGroup("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
     square = torch.randn(512, 512, device=clock.device)
     alone = _timed(lambda: wire.all_reduce(tensor.zero_()).wait(), clock)
     product = agreed([clock.seconds(lambda: square @ square)], largest=False)[0]
@@ -137,7 +137,7 @@ def _even(size: int, degree: int) -> int:
     return max(1, size // 4 // degree) * degree
 
 
-def _timed(work: Callable[[], object], clock: Clock) -> float:
+def _timed(work: Callable[[], object], clock: DeviceTimer) -> float:
     """Returns seconds of one call, the slowest rank's; all ranks make the same number of calls.
 
     Parts of a window of a few calls each would be too short: what a peer has sent already while this rank was at the
@@ -153,33 +153,33 @@ def _timed(work: Callable[[], object], clock: Clock) -> float:
     return min(agreed([clock.timed(work, min(REPEATS, repeats)) for _ in range(clock.chunks)], largest=True))
 
 
-def _all_reduce(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:
+def _all_reduce(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
     tensor = torch.zeros(count, device=device)
     return lambda: wire.all_reduce(tensor).wait()
 
 
-def _all_gather(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:
+def _all_gather(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
     whole, part = torch.zeros(count, device=device), torch.zeros(count // wire.size, device=device)
     return lambda: wire.all_gather(whole, part).wait()
 
 
-def _reduce_scatter(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:
+def _reduce_scatter(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
     whole, part = torch.zeros(count, device=device), torch.zeros(count // wire.size, device=device)
     return lambda: wire.reduce_scatter(part, whole).wait()
 
 
-def _all_to_all(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:
+def _all_to_all(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
     parts = list(torch.zeros(wire.size, count // wire.size, device=device))
     places = list(torch.zeros(wire.size, count // wire.size, device=device))
     return lambda: wire.all_to_all(places, parts).wait()
 
 
-def _exchange(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:
+def _exchange(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
     rows, each = torch.zeros(count, device=device), [count // wire.size] * wire.size
     return lambda: exchange(rows, wire, each, each)
 
 
-def _send(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:
+def _send(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
     """To the next member and from the one before, as the stages of a pipeline in full flow."""
     given, taken = (torch.zeros(count, device=device) for _ in range(2))
     peers = dist.get_process_group_ranks(wire.group)
@@ -196,7 +196,7 @@ def _send(wire: Wire, count: int, device: torch.device) -> Callable[[], object]:
     return work
 
 
-KINDS: dict[str, Callable[[Wire, int, torch.device], Callable[[], object]]] = {
+KINDS: dict[str, Callable[[AxisGroup, int, torch.device], Callable[[], object]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

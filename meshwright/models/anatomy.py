@@ -12,7 +12,7 @@ from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModelStructure:
     """Names of the parts of one model; names are dotted module names unless said otherwise."""
 
     embedding: str | None
@@ -55,7 +55,7 @@ class Anatomy:
         return "position_ids" in self.arguments
 
 
-def read_anatomy(module: nn.Module) -> Anatomy:
+def read_anatomy(module: nn.Module) -> ModelStructure:
     """Reads the parts of a model, on any device.
 
     Args:
@@ -82,7 +82,7 @@ def read_anatomy(module: nn.Module) -> Anatomy:
     position = _position_table(outside, embedding)
     arguments = inspect.signature(module.forward).parameters
     positional = [key for key, item in arguments.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
-    return Anatomy(
+    return ModelStructure(
         embedding=embedding,
         vocab=rows,
         width=columns,
@@ -222,7 +222,7 @@ def _ties(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def stack_parameters(module: nn.Module, anatomy: Anatomy) -> dict[str, int]:
+def stack_parameters(module: nn.Module, anatomy: ModelStructure) -> dict[str, int]:
     """Returns the number of parameters of each block, by name."""
     return {name: sum(p.numel() for p in module.get_submodule(name).parameters()) for name in anatomy.layers}
 

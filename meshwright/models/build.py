@@ -15,9 +15,16 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest
-from meshwright.models.anatomy import Anatomy, read_anatomy
+from meshwright.models.anatomy import ModelStructure, read_anatomy
 from meshwright.models.config import ModelConfig
-from meshwright.models.deferred import Box, Recipe, check_complete, materialise_buffers, materialise_tensor, recipe_of
+from meshwright.models.deferred import (
+    Box,
+    InitRecipe,
+    check_complete,
+    materialise_buffers,
+    materialise_tensor,
+    recipe_of,
+)
 from meshwright.models.recorder import record
 from meshwright.models.weights import SafetensorsSource
 
@@ -30,9 +37,9 @@ class BuiltModel:
     """What was asked for."""
     module: nn.Module
     """The module; every parameter and buffer is on meta, in float32 unless its code says otherwise."""
-    recipe: Recipe
+    recipe: InitRecipe
     """How its weights are initialised."""
-    anatomy: Anatomy
+    anatomy: ModelStructure
     """Its parts by name."""
     source: SafetensorsSource | None
     """The directory's weights, None when they are made from the seed."""
@@ -202,7 +209,7 @@ def _function(config: ModelConfig, vocab: int | None, context: int | None) -> Ca
     return lambda: function(**known)
 
 
-def _check_sizes(config: ModelConfig, anatomy: Anatomy, vocab: int | None, context: int | None) -> None:
+def _check_sizes(config: ModelConfig, anatomy: ModelStructure, vocab: int | None, context: int | None) -> None:
     if vocab and anatomy.vocab and vocab > anatomy.vocab:
         raise ConfigError(
             f"the data's vocabulary of {vocab} is larger than the model's {anatomy.vocab}; set model.vocab to {vocab} "
@@ -213,5 +220,3 @@ def _check_sizes(config: ModelConfig, anatomy: Anatomy, vocab: int | None, conte
             f"rows of {context} tokens are longer than the model's {anatomy.positions} learned positions; shorten the "
             f"rows, or set model.context to {context}"
         )
-
-

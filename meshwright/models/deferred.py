@@ -27,7 +27,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass
-class Recipe:
+class InitRecipe:
     """How every parameter and buffer of one module came to be."""
 
     replay: Replay
@@ -50,7 +50,7 @@ class Recipe:
         return sorted(name for name, ref in self.refs.items() if not self.replay.by_runs(ref))
 
 
-def recipe_of(module: nn.Module, recording: Recording) -> Recipe:
+def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
     """Reads a module built under `record`, and moves whatever of it is real to the meta device.
 
     Args:
@@ -60,7 +60,7 @@ def recipe_of(module: nn.Module, recording: Recording) -> Recipe:
     Returns:
         The recipe; names are those of ``named_parameters(remove_duplicate=False)`` and ``named_buffers``.
     """
-    recipe = Recipe(Replay(recording))
+    recipe = InitRecipe(Replay(recording))
     groups: dict[int, list[str]] = {}
     moved: dict[int, torch.Tensor] = {}
     attributes = []
@@ -93,7 +93,7 @@ def recipe_of(module: nn.Module, recording: Recording) -> Recipe:
 
 
 def materialise_tensor(
-    recipe: Recipe, name: str, seed: int, *, box: Box | None = None, dtype: torch.dtype | None = None
+    recipe: InitRecipe, name: str, seed: int, *, box: Box | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Makes one box of one weight.
 
@@ -124,7 +124,7 @@ def materialise_tensor(
     return _boxed(recipe.replay, ref, seed, box).to(dtype or ref.dtype)
 
 
-def materialise_buffers(module: nn.Module, recipe: Recipe, seed: int, device: torch.device | str) -> None:
+def materialise_buffers(module: nn.Module, recipe: InitRecipe, seed: int, device: torch.device | str) -> None:
     """Gives every buffer, persistent or not, and every plain tensor attribute its value, after ``to_empty``.
 
     Args:
@@ -151,7 +151,7 @@ def materialise_buffers(module: nn.Module, recipe: Recipe, seed: int, device: to
                     tensor.copy_(value)
 
 
-def materialise(module: nn.Module, recipe: Recipe, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+def materialise(module: nn.Module, recipe: InitRecipe, seed: int, device: torch.device | str = "cpu") -> nn.Module:
     """Makes a whole module real on one device, in the types that the module has: one rank without sharding.
 
     Returns:
@@ -172,7 +172,7 @@ def retie(module: nn.Module, ties: tuple[tuple[str, ...], ...]) -> None:
 
     Args:
         module: module that holds the names; a group with names that it lacks (another stage) is skipped.
-        ties: groups of names, `Recipe.ties`.
+        ties: groups of names, `InitRecipe.ties`.
     """
     for names in ties:
         owners = []
@@ -223,7 +223,7 @@ def _boxed(replay: Replay, ref: TensorRef, seed: int, box: Box) -> torch.Tensor:
     return out
 
 
-def check_complete(module: nn.Module, recipe: Recipe) -> None:
+def check_complete(module: nn.Module, recipe: InitRecipe) -> None:
     """Refuses a module with weights that the recipe can't make.
 
     Raises:

@@ -69,9 +69,7 @@ def _rows(name: str, module: nn.Module) -> ExpertRows | str | None:
         taken = ", ".join(inspect.signature(module.forward).parameters)
         return f"{name} is called with ({taken}), not with tokens, their experts and weights"
     (experts,) = sizes
-    return ExpertRows(
-        module=name, experts=experts, parameters=tuple(own), counts=counts[experts], arguments=arguments
-    )
+    return ExpertRows(module=name, experts=experts, parameters=tuple(own), counts=counts[experts], arguments=arguments)
 
 
 def _counts(module: nn.Module, experts: int) -> tuple[str, ...]:

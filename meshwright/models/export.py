@@ -115,9 +115,7 @@ def _save_transformers(
     module.save_pretrained(folder)
 
 
-def _save_plain(
-    built: BuiltModel, values: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None
-) -> None:
+def _save_plain(built: BuiltModel, values: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None) -> None:
     names = dict(built.module.named_parameters())
     kept = {name: values[name].to(dtype or values[name].dtype).contiguous().clone() for name in names}
     for name in built.module.state_dict():

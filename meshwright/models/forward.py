@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.axes.comm.checkpoints import repeated
 from meshwright.errors import ConfigError
-from meshwright.models.anatomy import Anatomy
+from meshwright.models.anatomy import ModelStructure
 
 IGNORED = -100
 """Target that counts for nothing, as in `torch.nn.functional.cross_entropy`."""
@@ -37,7 +37,7 @@ class ModelOutput:
 
 def model_forward(
     module: nn.Module,
-    anatomy: Anatomy,
+    anatomy: ModelStructure,
     tokens: torch.Tensor,
     positions: torch.Tensor | None = None,
     mask_documents: bool = False,
@@ -68,7 +68,7 @@ def model_forward(
 
 def model_output(
     module: nn.Module,
-    anatomy: Anatomy,
+    anatomy: ModelStructure,
     tokens: torch.Tensor,
     targets: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
@@ -103,7 +103,7 @@ def model_output(
 
 def author_output(
     module: nn.Module,
-    anatomy: Anatomy,
+    anatomy: ModelStructure,
     tokens: torch.Tensor,
     targets: torch.Tensor,
     labels: str,
@@ -137,7 +137,7 @@ def author_output(
 
 def _call(
     module: nn.Module,
-    anatomy: Anatomy,
+    anatomy: ModelStructure,
     tokens: torch.Tensor,
     labels: Mapping[str, torch.Tensor],
     positions: torch.Tensor | None,
@@ -171,9 +171,7 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
     logits = [item for item in tensors.values() if item.ndim == 3 and item.shape[:2] == tokens.shape]
     if isinstance(tensors.get("logits"), torch.Tensor) and tensors["logits"].ndim == 3:
         logits.insert(0, tensors["logits"])
-    scalars = {
-        key: item.reshape(()) for key, item in tensors.items() if item.numel() == 1 and item.is_floating_point()
-    }
+    scalars = {key: item.reshape(()) for key, item in tensors.items() if item.numel() == 1 and item.is_floating_point()}
     loss = scalars.pop("loss", None)
     if loss is None and scalars:
         if len(scalars) > 1:

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.anatomy import Anatomy
+from meshwright.models.anatomy import ModelStructure
 from meshwright.models.forward import model_forward
 
 
 def generate_tokens(
     module: nn.Module,
-    anatomy: Anatomy,
+    anatomy: ModelStructure,
     prompt: list[int],
     *,
     max_tokens: int = 200,
@@ -71,7 +71,7 @@ def generate_tokens(
     return tokens[len(prompt) :]
 
 
-def _check_request(anatomy: Anatomy, prompt: list[int], temperature: float, top_k: int | None) -> None:
+def _check_request(anatomy: ModelStructure, prompt: list[int], temperature: float, top_k: int | None) -> None:
     """Refuses what can't be continued or drawn from."""
     if anatomy.vocab is not None and max(prompt, default=0) >= anatomy.vocab:
         raise ConfigError(
@@ -84,7 +84,7 @@ def _check_request(anatomy: Anatomy, prompt: list[int], temperature: float, top_
         raise ConfigError(f"temperature = {temperature} and top_k = {top_k}; they must be >= 0 and >= 1")
 
 
-def _cached(module: nn.Module, anatomy: Anatomy) -> bool:
+def _cached(module: nn.Module, anatomy: ModelStructure) -> bool:
     """True when forward takes and gives the key-value cache of attention."""
     return anatomy.transformers and {"past_key_values", "use_cache"} <= anatomy.arguments
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.axes.table import Block, Cutting, Group, Split
-from meshwright.models.trace import Cut, LayerTrace, dependence, mixes_tokens, reached, touched
+from meshwright.axes.table import Block, Cutting, ParameterSplit, ShardingGroup
+from meshwright.models.trace import LayerTrace, TracedMatrix, dependence, mixes_tokens, reached, touched
 from meshwright.models.units import Blocks, blocks_of, finest_units, parameter_blocks, probes, unit_masks
 
 ROUNDS = 4
@@ -17,7 +17,7 @@ ROUNDS = 4
 MEET = "everything that it reads meets before it"
 
 
-class Refusal(Exception):
+class SplitRefusal(Exception):
     """Why a matrix stays whole."""
 
 
@@ -27,14 +27,14 @@ class Graph:
 
     trace: LayerTrace
     rows: int
-    cuts: dict[str, Cut]
+    cuts: dict[str, TracedMatrix]
     needs: dict[str, set[str]]
     """Matrices that a matrix reads directly; "" is the layer's output."""
     outside: dict[str, bool]
     """Whether it reads something that comes from no matrix of the layer."""
 
 
-def find_groups(trace: LayerTrace, rows: int) -> tuple[list[Group], dict[str, str]]:
+def find_groups(trace: LayerTrace, rows: int) -> tuple[list[ShardingGroup], dict[str, str]]:
     """Returns the groups of a layer, without numbers, and why other matrices stay whole.
 
     Args:
@@ -43,14 +43,14 @@ def find_groups(trace: LayerTrace, rows: int) -> tuple[list[Group], dict[str, st
     """
     graph = _graph(trace, rows)
     refused = {name: "it is called several times in a step" for name, cut in trace.cuts.items() if cut.calls > 1}
-    groups: list[Group] = []
+    groups: list[ShardingGroup] = []
     for name, cut in graph.cuts.items():
         if cut.experts:
             groups.extend(expert_groups(cut))
         elif graph.needs[name] and not graph.outside[name]:
             try:
                 groups.append(_group(graph, name))
-            except Refusal as refusal:
+            except SplitRefusal as refusal:
                 refused[name] = str(refusal)
     used = {name for group in groups for name in (*group.columns, *group.inner, group.row)}
     for name in graph.cuts:
@@ -74,26 +74,24 @@ def _graph(trace: LayerTrace, rows: int) -> Graph:
     return Graph(trace, rows, cuts, needs, outside)
 
 
-def _group(graph: Graph, row: str) -> Group:
+def _group(graph: Graph, row: str) -> ShardingGroup:
     """The group whose results a matrix brings back."""
     cuts, needs = graph.cuts, graph.needs
     target = cuts[row].input
     sources = [name for name in cuts if name in needs[row]]
     if any(cuts[name].experts for name in sources):
-        raise Refusal("it reads experts' outputs")
+        raise SplitRefusal("it reads experts' outputs")
     meetings = _meetings(graph, target, sources)
     units, found = _units(target, [cuts[name].output for name in sources] + list(meetings.values()), graph.rows)
     held = dict(zip([*sources, *meetings], found))
     blocks = {name: item for name in sources if (item := held[name]) is not None}
     entries = [name for name in sources if name not in blocks]
-    entries += [
-        other for name in blocks for other in needs[name] - set(sources) if needs[other] & blocks.keys()
-    ]
+    entries += [other for name in blocks for other in needs[name] - set(sources) if needs[other] & blocks.keys()]
     inner = [name for name in (*blocks, *entries) if needs[name] & (blocks.keys() - {name})]
     columns = tuple(name for name in blocks if name not in inner)
     entries = [name for name in dict.fromkeys(entries) if name not in inner]
     if not columns:
-        raise Refusal("nothing that it reads is split")
+        raise SplitRefusal("nothing that it reads is split")
     inlets = _inlets(graph, columns, {*entries, *inner})
     _check_readers(graph, row, columns, entries, inner)
     splits = [_row_split(cuts[row], (Block(start=0, size=target.shape[-1] // units, count=units),))]
@@ -102,13 +100,11 @@ def _group(graph: Graph, row: str) -> Group:
     between, shared = _loose(graph, target, units, columns, inlets, list(meetings))
     for name in columns:
         splits += _column_splits(cuts[name], blocks[name])
-    cuttings = [
-        Cutting(kind="output", module=name, dim=-1, blocks=blocks[name]) for name in inner if name in blocks
-    ]
+    cuttings = [Cutting(kind="output", module=name, dim=-1, blocks=blocks[name]) for name in inner if name in blocks]
     for name in meetings:
         if held[name] is not None:
             cuttings.append(Cutting(kind="meeting", module=name, dim=-1, blocks=held[name] or ()))
-    return Group(
+    return ShardingGroup(
         module=_common([*columns, *entries, *inner]),
         columns=columns,
         inlets=inlets,
@@ -133,7 +129,7 @@ def _units(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int) -> 
         same = bool(before) and all(torch.equal(*pair) for pair in zip(before, matrices))
         if same or all(bool(matrix.all()) for matrix in matrices):
             break
-    raise Refusal(MEET)
+    raise SplitRefusal(MEET)
 
 
 def _meetings(graph: Graph, target: torch.Tensor, sources: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -141,9 +137,7 @@ def _meetings(graph: Graph, target: torch.Tensor, sources: Sequence[str]) -> dic
     opened = graph.trace.opened
     hits = reached(target, list(opened.values())) if opened else []
     leaves = [graph.cuts[name].output for name in sources]
-    return {
-        name: item for (name, item), hit in zip(opened.items(), hits) if hit and any(reached(item, leaves))
-    }
+    return {name: item for (name, item), hit in zip(opened.items(), hits) if hit and any(reached(item, leaves))}
 
 
 def _inlets(graph: Graph, columns: tuple[str, ...], inside: set[str]) -> tuple[str, ...]:
@@ -154,7 +148,7 @@ def _inlets(graph: Graph, columns: tuple[str, ...], inside: set[str]) -> tuple[s
         if not within:
             found.append(name)
         elif graph.outside[name] or graph.needs[name] - within:
-            raise Refusal(f"{name} reads both what is shared and what is not")
+            raise SplitRefusal(f"{name} reads both what is shared and what is not")
     return tuple(found)
 
 
@@ -165,15 +159,13 @@ def _check_readers(
         others = {reader for reader, read in graph.needs.items() if name in read} - {row, *columns, *inner}
         if others:
             readers = ", ".join(sorted(other or "the layer's output" for other in others))
-            raise Refusal(f"{name}, which it reads, is read by {readers} too")
+            raise SplitRefusal(f"{name}, which it reads, is read by {readers} too")
 
 
-def _inner_blocks(
-    graph: Graph, name: str, columns: Sequence[str], blocks: dict[str, Blocks], units: int
-) -> Blocks:
+def _inner_blocks(graph: Graph, name: str, columns: Sequence[str], blocks: dict[str, Blocks], units: int) -> Blocks:
     """Which of an inner matrix's input features belong to which unit, by the columns that they come from."""
     if graph.outside[name] or graph.needs[name] - set(columns):
-        raise Refusal(f"{name}, which it reads, reads both what is split and what is not")
+        raise SplitRefusal(f"{name}, which it reads, reads both what is split and what is not")
     read = [other for other in columns if other in graph.needs[name]]
     matrices = dependence(graph.cuts[name].input, [graph.cuts[other].output for other in read], graph.rows)
     uses = torch.zeros(units, graph.cuts[name].input.shape[-1], dtype=torch.bool)
@@ -181,19 +173,19 @@ def _inner_blocks(
         uses |= (unit_masks(blocks[other], units).float() @ matrix.float().T) > 0
     found = blocks_of(uses)
     if not found or any(block.count != units for block in found):
-        raise Refusal(f"{name}, which it reads, reads all of what is split")
+        raise SplitRefusal(f"{name}, which it reads, reads all of what is split")
     return found
 
 
 def _loose(
     graph: Graph, target: torch.Tensor, units: int, columns: Sequence[str], inlets: Sequence[str], meetings: list[str]
-) -> tuple[list[Split], list[str]]:
+) -> tuple[list[ParameterSplit], list[str]]:
     """Splits of the parameters that lie between columns and row, and those that every unit shares."""
     loose = graph.trace.loose()
     number = probes(units)
     step = target.shape[-1] // number
     runs = [(index * step, (index + 1) * step) for index in range(number)]
-    splits: list[Split] = []
+    splits: list[ParameterSplit] = []
     shared = [name for name in loose if name.rpartition(".")[0] in meetings]
     for (name, _), masks in zip(loose.items(), touched(target, list(loose.values()), runs)):
         if name in shared or not any(bool(mask.any()) for mask in masks):
@@ -201,7 +193,7 @@ def _loose(
         if (found := parameter_blocks(masks, units)) is None:
             shared.append(name)
         else:
-            splits.append(Split(name=name, dim=found[0], blocks=found[1]))
+            splits.append(ParameterSplit(name=name, dim=found[0], blocks=found[1]))
     for column in columns:
         if column not in inlets:
             hits = reached(graph.cuts[column].input, list(loose.values()))
@@ -209,20 +201,20 @@ def _loose(
     return splits, shared
 
 
-def _row_split(cut: Cut, blocks: Blocks) -> Split:
+def _row_split(cut: TracedMatrix, blocks: Blocks) -> ParameterSplit:
     dim = 1 if isinstance(cut.module, nn.Linear) else 0
-    return Split(name=f"{cut.name}.weight", dim=dim, blocks=blocks)
+    return ParameterSplit(name=f"{cut.name}.weight", dim=dim, blocks=blocks)
 
 
-def _column_splits(cut: Cut, blocks: Blocks) -> list[Split]:
+def _column_splits(cut: TracedMatrix, blocks: Blocks) -> list[ParameterSplit]:
     dim = 0 if isinstance(cut.module, nn.Linear) else 1
-    found = [Split(name=f"{cut.name}.weight", dim=dim, blocks=blocks)]
+    found = [ParameterSplit(name=f"{cut.name}.weight", dim=dim, blocks=blocks)]
     if getattr(cut.module, "bias", None) is not None:
-        found.append(Split(name=f"{cut.name}.bias", dim=0, blocks=blocks))
+        found.append(ParameterSplit(name=f"{cut.name}.bias", dim=0, blocks=blocks))
     return found
 
 
-def expert_groups(cut: Cut) -> Iterator[Group]:
+def expert_groups(cut: TracedMatrix) -> Iterator[ShardingGroup]:
     """Yields ways in which stacked experts could be split by channel; a rehearsal tells which is right."""
     width = cut.input.shape[-1]
     stacked = {name: item for name, item in cut.module._parameters.items() if item is not None and item.dim() >= 2}
@@ -242,8 +234,8 @@ def expert_groups(cut: Cut) -> Iterator[Group]:
             blocks: Blocks = (Block(start=0, size=size // channels, count=channels),)
             if together:
                 blocks = tuple(Block(start=at, size=1, count=channels) for at in range(0, size, channels))
-            splits.append(Split(name=f"{cut.name}.{name}", dim=dim, blocks=blocks))
-        yield Group(
+            splits.append(ParameterSplit(name=f"{cut.name}.{name}", dim=dim, blocks=blocks))
+        yield ShardingGroup(
             module=cut.name,
             columns=(),
             inlets=(cut.name,),

@@ -9,11 +9,11 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from meshwright.axes.table import Block, Cutting, Group, Split
+from meshwright.axes.table import Block, Cutting, ParameterSplit, ShardingGroup
 from meshwright.models.trace import is_matrix
 
 
-def grown_group(group: Group, small: nn.Module, layer: nn.Module) -> Group | None:
+def rescale_group(group: ShardingGroup, small: nn.Module, layer: nn.Module) -> ShardingGroup | None:
     """Returns a group in the sizes of another layer; None where something in it doesn't grow in proportion.
 
     Args:
@@ -34,7 +34,7 @@ def grown_group(group: Group, small: nn.Module, layer: nn.Module) -> Group | Non
         blocks = _grown(split.blocks, factors[split.name], channels)
         if blocks is None:
             return None
-        splits.append(Split(name=split.name, dim=split.dim, blocks=blocks))
+        splits.append(ParameterSplit(name=split.name, dim=split.dim, blocks=blocks))
     for cutting in group.cuttings:
         factor = _factor(cutting, group, factors, small, layer)
         blocks = None if factor is None else _grown(cutting.blocks, factor, channels)
@@ -57,7 +57,7 @@ def _grown(blocks: Sequence[Block], factor: Fraction, channels: bool) -> tuple[B
 
 
 def _factor(
-    cutting: Cutting, group: Group, factors: dict[str, Fraction], small: nn.Module, layer: nn.Module
+    cutting: Cutting, group: ShardingGroup, factors: dict[str, Fraction], small: nn.Module, layer: nn.Module
 ) -> Fraction | None:
     """How many times larger what a cutting cuts is in the model; None where nothing tells.
 
@@ -69,9 +69,7 @@ def _factor(
         return Fraction(after, before)
     shapes = {(block.size, block.count) for block in cutting.blocks}
     alike = {
-        factors[split.name]
-        for split in group.splits
-        if {(block.size, block.count) for block in split.blocks} & shapes
+        factors[split.name] for split in group.splits if {(block.size, block.count) for block in split.blocks} & shapes
     }
     if alike:
         return alike.pop() if len(alike) == 1 else None

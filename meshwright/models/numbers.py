@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.axes.comm.split import read_number
-from meshwright.axes.table import Block, Cutting, Group, Number, Split
+from meshwright.axes.table import Block, Cutting, ParameterSplit, ShapeAttribute, ShardingGroup
 from meshwright.models.trace import LayerTrace
 
 TOGETHER = 3
@@ -22,7 +22,9 @@ TRIALS = 60
 _NOT_COUNTS = ("head_dim", "head_size", "layer_idx", "layer_id", "top_k", "layer_number", "eps", "seed", "training")
 
 
-def find_numbers(traced: LayerTrace, group: Group, works: Callable[[Group], str]) -> tuple[Group | None, str]:
+def find_numbers(
+    traced: LayerTrace, group: ShardingGroup, works: Callable[[ShardingGroup], str]
+) -> tuple[ShardingGroup | None, str]:
     """Returns the group with the numbers and cuttings under which it works, or None and why it doesn't without any.
 
     Args:
@@ -49,7 +51,7 @@ def find_numbers(traced: LayerTrace, group: Group, works: Callable[[Group], str]
     return None, first
 
 
-def _fewest(group: Group, works: Callable[[Group], str]) -> Group:
+def _fewest(group: ShardingGroup, works: Callable[[ShardingGroup], str]) -> ShardingGroup:
     """Drops numbers that change nothing."""
     for number in group.numbers:
         rest = tuple(other for other in group.numbers if other != number)
@@ -59,7 +61,7 @@ def _fewest(group: Group, works: Callable[[Group], str]) -> Group:
     return group
 
 
-def _matches(layer: nn.Module, group: Group, number: Number) -> bool:
+def _matches(layer: nn.Module, group: ShardingGroup, number: ShapeAttribute) -> bool:
     """Whether an integer is the size or the count of something that is split."""
     value = read_number(layer.get_submodule(number.module), number.attribute)
     blocks = [block for split in group.splits for block in split.blocks if block.count > 1]
@@ -67,10 +69,10 @@ def _matches(layer: nn.Module, group: Group, number: Number) -> bool:
     return value in {group.units, *totals, *(block.count for block in blocks), *(b.size * b.count for b in blocks)}
 
 
-def _choices(found: list[Number], alike: list[Number]) -> Iterator[list[Number]]:
+def _choices(found: list[ShapeAttribute], alike: list[ShapeAttribute]) -> Iterator[list[ShapeAttribute]]:
     """Likely sets first: sizes of what is split, counts of heads, all, then every small combination."""
     heads = [number for number in found if "head" in number.attribute or "groups" in number.attribute]
-    seen: list[list[Number]] = []
+    seen: list[list[ShapeAttribute]] = []
     fewer = [[other for other in alike if other is not one] for one in alike]
     options = [alike, *fewer, heads, found, *([number] for number in found)]
     for size in range(2, TOGETHER + 1):
@@ -81,7 +83,7 @@ def _choices(found: list[Number], alike: list[Number]) -> Iterator[list[Number]]
             yield numbers
 
 
-def _candidates(traced: LayerTrace, group: Group) -> Iterator[Number]:
+def _candidates(traced: LayerTrace, group: ShardingGroup) -> Iterator[ShapeAttribute]:
     """Integers of the group's module, and below it, that the code reads."""
     root = traced.layer.get_submodule(group.module)
     matrices = {*group.columns, *group.entries, *group.inner, group.row} - {group.module}
@@ -93,7 +95,7 @@ def _candidates(traced: LayerTrace, group: Group) -> Iterator[Number]:
             continue
         for attribute, value in sorted(read.get(path, {}).items()):
             if value > 1 and attribute.rpartition(".")[2] not in _NOT_COUNTS:
-                yield Number(module=full, attribute=attribute, over=_over(group, attribute, value))
+                yield ShapeAttribute(module=full, attribute=attribute, over=_over(group, attribute, value))
 
 
 def integers_read(traced: LayerTrace, root: nn.Module) -> dict[str, dict[str, int]]:
@@ -142,7 +144,7 @@ def _telling(kind: type, read: dict[str, int], prefix: str) -> type:
     return type(kind.__name__, (kind,), {"__getattribute__": tell, "__module__": kind.__module__})
 
 
-def _over(group: Group, attribute: str, value: int) -> str:
+def _over(group: ShardingGroup, attribute: str, value: int) -> str:
     """What an integer counts: units, the runs that several units share, or the indices of a parameter."""
     row = group.splits[0].name
     fewer = [
@@ -159,11 +161,11 @@ def _over(group: Group, attribute: str, value: int) -> str:
     return row
 
 
-def _uneven(split: Split) -> bool:
+def _uneven(split: ParameterSplit) -> bool:
     return len({block.count for block in split.blocks}) > 1
 
 
-def _cuttings(traced: LayerTrace, group: Group) -> Iterator[tuple[Cutting, ...]]:
+def _cuttings(traced: LayerTrace, group: ShardingGroup) -> Iterator[tuple[Cutting, ...]]:
     """Ways to cut what the group's module is called with and what it holds: nothing, all buffers, each argument."""
     yield ()
     counts = {group.units} | {block.count for split in group.splits for block in split.blocks if block.count > 1}
@@ -178,7 +180,7 @@ def _cuttings(traced: LayerTrace, group: Group) -> Iterator[tuple[Cutting, ...]]
             yield (*buffers, cutting)
 
 
-def _arguments(traced: LayerTrace, group: Group, counts: set[int]) -> Iterator[Cutting]:
+def _arguments(traced: LayerTrace, group: ShardingGroup, counts: set[int]) -> Iterator[Cutting]:
     rows = traced.inputs[0].shape[0]
     later = []
     for key, item in traced.arguments.get(group.module, {}).items():
@@ -193,7 +195,7 @@ def _arguments(traced: LayerTrace, group: Group, counts: set[int]) -> Iterator[C
     yield from later
 
 
-def _buffers(traced: LayerTrace, group: Group, counts: set[int]) -> Iterator[Cutting]:
+def _buffers(traced: LayerTrace, group: ShardingGroup, counts: set[int]) -> Iterator[Cutting]:
     whole = {sum(block.size * block.count for block in split.blocks): split.blocks for split in group.splits}
     for path, module in traced.layer.get_submodule(group.module).named_modules():
         full = ".".join(part for part in (group.module, path) if part)

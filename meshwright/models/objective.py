@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.axes.comm.drawing import Drawing
-from meshwright.models.anatomy import Anatomy
+from meshwright.axes.comm.drawing import RandomOpsMode
+from meshwright.models.anatomy import ModelStructure
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 
 OFFSETS = 4
@@ -109,7 +109,7 @@ def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 def trial_output(
     module: nn.Module,
-    anatomy: Anatomy,
+    anatomy: ModelStructure,
     objective: Objective,
     tokens: torch.Tensor,
     targets: torch.Tensor,
@@ -138,19 +138,19 @@ class _Kept:
     """Random numbers that drop nothing, so that one row gives the same in any batch."""
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
-        """As `axes.comm.drawing.Numbers.kept`."""
+        """As `axes.comm.drawing.RandomSource.kept`."""
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """As `axes.comm.drawing.Numbers.uniform`."""
+        """As `axes.comm.drawing.RandomSource.uniform`."""
         return torch.full(tuple(shape), 0.5, dtype=torch.float64, device=device)
 
     def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
-        """As `axes.comm.drawing.Numbers.kept_scores`."""
+        """As `axes.comm.drawing.RandomSource.kept_scores`."""
         return self.kept((*query.shape[:3], keys), p, query.device)
 
 
-class _Calm(Drawing):
+class _Calm(RandomOpsMode):
     """Leaves generators of others alone: those are hooks' of a trial, not forward's."""
 
     def __torch_function__(
@@ -161,6 +161,6 @@ class _Calm(Drawing):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def nothing_dropped() -> Drawing:
+def nothing_dropped() -> RandomOpsMode:
     """Returns a mode in which forward draws nothing that differs from row to row."""
     return _Calm(_Kept())

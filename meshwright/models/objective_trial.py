@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.axes.wide import Wide
+from meshwright.axes.wide import Float64Ops
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
@@ -167,7 +167,7 @@ class _Trial:
         """Runs forward in float64, with nothing dropped."""
         before = {} if keep else _buffers(self._clone.module)
         torch.manual_seed(0)
-        with Wide(), nothing_dropped():
+        with Float64Ops(), nothing_dropped():
             output = author_output(self._clone.module, self._clone.anatomy, sample.tokens, sample.targets, labels)
         if not keep:
             _put_back(self._clone.module, before)
@@ -216,7 +216,7 @@ class _Trial:
         """Whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
         assert output.logits is not None and output.loss is not None
         named = [item for item in self._clone.module.parameters() if item.requires_grad]
-        with Wide():
+        with Float64Ops():
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
         if abs(_number(output.loss) - _number(entropy)) > TOLERANCE * abs(_number(entropy)):
             return False
@@ -334,5 +334,3 @@ def _put_back(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
 
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return other is not None and one.shape == other.shape and bool(torch.equal(one, other))
-
-

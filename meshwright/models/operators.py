@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from meshwright.axes.comm.wire import AutogradCalls
+from meshwright.axes.comm.wire import DifferentiableCollectives
 from meshwright.models.fused import Call, fused
-from meshwright.shape import Operator, Work
+from meshwright.shape import ModuleWork, Operator
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
@@ -35,7 +35,7 @@ DRAWN_BYTES = 125
 here: `bernoulli_` stands for them. The planner's `cost.own` counts them."""
 
 
-class BlankWire(AutogradCalls):
+class BlankGroup(DifferentiableCollectives):
     """Stands for a group's wire: collectives leave what is there, and are written down.
 
     Args:
@@ -48,34 +48,34 @@ class BlankWire(AutogradCalls):
         self.size, self.index = size, index
         self.sent: list[tuple[str, int, int]] = []
 
-    def _book(self, op: str, tensor: torch.Tensor) -> _Done:
+    def _book(self, op: str, tensor: torch.Tensor) -> _FinishedCollective:
         self.sent.append((op, tensor.numel() * tensor.element_size(), self.size))
-        return _Done()
+        return _FinishedCollective()
 
-    def all_reduce(self, tensor: torch.Tensor) -> _Done:
+    def all_reduce(self, tensor: torch.Tensor) -> _FinishedCollective:
         """As `axes.comm.wire.Wire.all_reduce`."""
         return self._book("all_reduce", tensor)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> _Done:
+    def all_reduce_max(self, tensor: torch.Tensor) -> _FinishedCollective:
         """As `axes.comm.wire.Wire.all_reduce_max`."""
         return self._book("all_reduce", tensor)
 
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _Done:
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _FinishedCollective:
         """As `axes.comm.wire.Wire.all_gather`."""
         return self._book("all_gather", output)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _Done:
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedCollective:
         """As `axes.comm.wire.Wire.reduce_scatter`."""
         return self._book("reduce_scatter", tensor)
 
-    def all_to_all(self, outputs: Any, parts: Any) -> _Done:
+    def all_to_all(self, outputs: Any, parts: Any) -> _FinishedCollective:
         """As `axes.comm.wire.Wire.all_to_all`."""
         whole = sum(part.numel() * part.element_size() for part in parts)
         self.sent.append(("all_to_all", whole, self.size))
-        return _Done()
+        return _FinishedCollective()
 
 
-class _Done:
+class _FinishedCollective:
     def wait(self, timeout: Any = None) -> bool:
         """Nothing is under way."""
         return True
@@ -132,7 +132,7 @@ def measure_work(
     call: Callable[[], torch.Tensor],
     inputs: Sequence[torch.Tensor],
     lent: Sequence[torch.Tensor] = (),
-) -> Work:
+) -> ModuleWork:
     """Runs a module forward and backward on fake tensors and returns what it computed and kept.
 
     Args:
@@ -141,7 +141,7 @@ def measure_work(
         inputs: tensors that gradients flow to.
         lent: tensors that others hold too: tables of positions, masks; they aren't counted as kept.
     """
-    work = Work()
+    work = ModuleWork()
     own = {item.untyped_storage()._cdata for item in (*module.parameters(), *module.buffers(), *lent)}
     kept: dict[int, int] = {}
     alive: list[torch.Tensor] = []

@@ -27,7 +27,7 @@ _OVERWRITES = {"fill_", "zero_", "normal_", "uniform_", "copy_", "trunc_normal_"
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _FlatOp:
     """One operation on a flat run of a storage: elements [start, start + count)."""
 
     kind: str
@@ -58,7 +58,7 @@ class Replay:
         for op in recording.ops:
             for storage in {item.storage for item in (*op.fresh, *op.writes) if item is not None}:
                 self._by_storage.setdefault(storage, []).append(op)
-        self._programs: dict[tuple[int, int], list[_Step] | None] = {}
+        self._programs: dict[tuple[int, int], list[_FlatOp] | None] = {}
         self._blocks: dict[Any, torch.Tensor] = {}
 
     def made(self, ref: TensorRef) -> bool:
@@ -100,15 +100,15 @@ class Replay:
     def _label(self, storage: int) -> str:
         return self.labels.get(storage, f"#{storage}")
 
-    def _program(self, storage: int, before: int) -> list[_Step] | None:
+    def _program(self, storage: int, before: int) -> list[_FlatOp] | None:
         """Steps that fill a storage up to an operation; None when one isn't element-wise on a flat run."""
         key = (storage, before)
         if key not in self._programs:
             self._programs[key] = self._compile(storage, before)
         return self._programs[key]
 
-    def _compile(self, storage: int, before: int) -> list[_Step] | None:
-        steps: list[_Step] = []
+    def _compile(self, storage: int, before: int) -> list[_FlatOp] | None:
+        steps: list[_FlatOp] = []
         size, possible = self.recording.sizes[storage][0], True
         for op in self._by_storage.get(storage, ()):
             if op.order >= before:
@@ -123,7 +123,7 @@ class Replay:
                 steps.extend(made or ())
         return steps if possible else None
 
-    def _steps(self, op: Op, target: TensorRef) -> list[_Step] | None:
+    def _steps(self, op: Op, target: TensorRef) -> list[_FlatOp] | None:
         """Steps of one operation on its target; None when it can't be done run by run."""
         if not target.is_flat or target.dtype != self.recording.sizes[target.storage][1]:
             return None
@@ -137,20 +137,20 @@ class Replay:
             return None if copied is None else [copied]
         if op.name.removesuffix("_") not in _POINTWISE or _holds_tensor((op.args[1:], op.kwargs)):
             return None
-        apply = _Step("apply", *where, payload=op)
+        apply = _FlatOp("apply", *where, payload=op)
         if in_place:
             return [apply]
         copied = self._source(op.args[0], target, op.order)
         return None if copied is None or op.args[0].dtype != target.dtype else [copied, apply]
 
-    def _source(self, source: Any, target: TensorRef, order: int) -> _Step | None:
+    def _source(self, source: Any, target: TensorRef, order: int) -> _FlatOp | None:
         """The step that copies a tensor of the same sizes, recorded or real."""
         if tuple(source.shape) != target.shape:
             return None
         kind = "constant" if isinstance(source, torch.Tensor) else "copy"
         if kind == "copy" and (not source.is_flat or self._program(source.storage, order) is None):
             return None
-        return _Step(kind, target.offset, target.numel, order, target.dtype, payload=source)
+        return _FlatOp(kind, target.offset, target.numel, order, target.dtype, payload=source)
 
     def _flat(self, ref: TensorRef, before: int, seed: int, low: int, high: int) -> torch.Tensor:
         steps = self._program(ref.storage, before)
@@ -158,7 +158,7 @@ class Replay:
         return self._perform(steps, ref.storage, seed, low + ref.offset, high + ref.offset, ref.dtype)
 
     def _perform(
-        self, steps: list[_Step], storage: int, seed: int, low: int, high: int, dtype: torch.dtype
+        self, steps: list[_FlatOp], storage: int, seed: int, low: int, high: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Performs steps on elements [low, high) of a storage."""
         out = torch.zeros(high - low, dtype=dtype)
@@ -179,7 +179,7 @@ class Replay:
                 self._fill_random(step, storage, seed, part, a, b)
         return out
 
-    def _fill_random(self, step: _Step, storage: int, seed: int, part: torch.Tensor, a: int, b: int) -> None:
+    def _fill_random(self, step: _FlatOp, storage: int, seed: int, part: torch.Tensor, a: int, b: int) -> None:
         """Fills elements [a, b) of a random step from its blocks; the last blocks are kept, since runs share them."""
         for block in range(a // BLOCK, (b - 1) // BLOCK + 1):
             address = (seed, self._label(storage), step.order, block)
@@ -230,25 +230,25 @@ class Replay:
                 view(item).copy_(value)
 
 
-def _simple_step(op: Op, target: TensorRef) -> _Step | None:
+def _simple_step(op: Op, target: TensorRef) -> _FlatOp | None:
     """The step of a fill or a draw, which read no tensor; None for another operation."""
     where = (target.offset, target.numel, op.order, target.dtype)
     name, others = op.name, op.args[1:]
     if name in _FILLED or name == "zero_":
-        return _Step("fill", *where, (_FILLED.get(name, 0.0),))
+        return _FlatOp("fill", *where, (_FILLED.get(name, 0.0),))
     if name in ("full", "new_full", "full_like"):
-        return _Step("fill", *where, (op.args[2] if name == "new_full" else op.args[1],))
+        return _FlatOp("fill", *where, (op.args[2] if name == "new_full" else op.args[1],))
     if name == "fill_" and not isinstance(others[0], TensorRef):
-        return _Step("fill", *where, (others[0].item() if isinstance(others[0], torch.Tensor) else others[0],))
+        return _FlatOp("fill", *where, (others[0].item() if isinstance(others[0], torch.Tensor) else others[0],))
     if name in _DRAWN:
-        return _Step(_DRAWN[name], *where, (0.0, 1.0))
+        return _FlatOp(_DRAWN[name], *where, (0.0, 1.0))
     if name in ("normal_", "uniform_") and target.dtype.is_floating_point:
         values = tuple(float(value) for value in others)
-        return _Step(name[:-1], *where, values + (0.0, 1.0)[len(values) :])
+        return _FlatOp(name[:-1], *where, values + (0.0, 1.0)[len(values) :])
     if name == "trunc_normal_":
         bound = inspect.signature(op.func).bind(*op.args, **op.kwargs)
         bound.apply_defaults()
-        return _Step("truncated", *where, tuple(float(bound.arguments[key]) for key in ("mean", "std", "a", "b")))
+        return _FlatOp("truncated", *where, tuple(float(bound.arguments[key]) for key in ("mean", "std", "a", "b")))
     return None
 
 

@@ -20,10 +20,10 @@ from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path,
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes.comm.checkpoints import inlined
-from meshwright.axes.spine import Path, Returned, Spine
+from meshwright.axes.spine import LayerGraph, LayerOutput, Path
 from meshwright.axes.stage.cut import copied
 from meshwright.errors import MeshwrightError, PlanError
-from meshwright.models.anatomy import Anatomy
+from meshwright.models.anatomy import ModelStructure
 from meshwright.models.build import BuiltModel, build_meta, use_float64
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
@@ -39,7 +39,7 @@ _LARGE = 1 << 28
 
 
 @computed_by_helper
-def read_spine(built: BuiltModel, objective: Objective | None = None) -> Spine:
+def read_spine(built: BuiltModel, objective: Objective | None = None) -> LayerGraph:
     """Returns the spine of a model, proven on a small clone.
 
     Args:
@@ -71,7 +71,7 @@ def read_spine(built: BuiltModel, objective: Objective | None = None) -> Spine:
     return spine
 
 
-def _clone(built: BuiltModel) -> tuple[nn.Module, Anatomy]:
+def _clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
     """A small real copy in float64, on the CPU, in which tied weights are apart, so that each use has its own name."""
     elements = sum(item.numel() for item in built.module.parameters())
     small = built if elements <= _SMALL and not built.config.dropout else _shrunk(built, elements)
@@ -131,7 +131,7 @@ class _Entry:
 class _Probe:
     """One forward of the clone with a marker on everything that enters or leaves a layer."""
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy, objective: Objective | None = None) -> None:
+    def __init__(self, module: nn.Module, anatomy: ModelStructure, objective: Objective | None = None) -> None:
         self._module, self._anatomy, self._objective = module, anatomy, objective
         self._calls: list[str] = []
         self._entries: list[_Entry] = []
@@ -147,7 +147,7 @@ class _Probe:
             self._leaf.setdefault(id(parameter), set()).add(("weight", len(self._names)))
             self._names.append(name)
 
-    def run(self, arguments: Tokens) -> Spine:
+    def run(self, arguments: Tokens) -> LayerGraph:
         """Runs the clone and returns what it saw."""
         before = {name: item.clone() for name, item in self._module.named_buffers()}
         with contextlib.ExitStack() as stack:
@@ -242,7 +242,7 @@ class _Probe:
             found |= self._leaf.get(id(leaf), set())
         return found
 
-    def _spine(self, tail: set[Mark]) -> Spine:
+    def _spine(self, tail: set[Mark]) -> LayerGraph:
         """Sorts what was seen."""
         count, feeds, bridges, payload = len(self._calls), [], [], []
         blocked: dict[int, str] = {}
@@ -272,7 +272,7 @@ class _Probe:
         for number in range(1, count):
             if not payload[number]:
                 blocked.setdefault(number, "nothing is handed on that a gradient flows through")
-        return Spine(
+        return LayerGraph(
             layers=tuple(self._calls),
             feeds=tuple(feeds[:count]),
             bridges=tuple(bridges),
@@ -286,7 +286,7 @@ class _Probe:
         reader = f"layer {number}" if number < len(self._calls) else "the output"
         return f"{reader} reads what layer {source} made, past the layers between"
 
-    def _returned(self, number: int) -> Returned:
+    def _returned(self, number: int) -> LayerOutput:
         """Which of a layer's results is which argument of the next: by the only one there is, or by shape in order."""
         nest, leaves = self._given[number]
         following = self._entries[number + 1].marks if number + 1 < len(self._entries) else {}
@@ -295,7 +295,7 @@ class _Probe:
         for leaf in leaves:
             paths.append(free.pop(0) if free and isinstance(leaf, torch.Tensor) else None)
         tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        return Returned(nest=nest, leaves=tuple(paths), tensors=tensors)
+        return LayerOutput(nest=nest, leaves=tuple(paths), tensors=tensors)
 
 
 def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from meshwright.axes.spine import Spine, held_names
+from meshwright.axes.spine import LayerGraph, held_names
 from meshwright.axes.stage.cut import Stage, copied
-from meshwright.axes.wide import Wide
+from meshwright.axes.wide import Float64Ops
 from meshwright.errors import PlanError
-from meshwright.models.anatomy import Anatomy
+from meshwright.models.anatomy import ModelStructure
 from meshwright.models.forward import model_output
 from meshwright.models.objective import Objective, nothing_dropped, trial_output
 
@@ -26,11 +26,11 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 def output_of(
-    module: nn.Module, anatomy: Anatomy, arguments: Tokens, objective: Objective | None = None
+    module: nn.Module, anatomy: ModelStructure, arguments: Tokens, objective: Objective | None = None
 ) -> torch.Tensor:
     """Returns the logits of a model, with the terms of its own loss in them, or the loss of one that has no logits."""
     if objective is not None and not objective.plain:
-        with Wide(), nothing_dropped():
+        with Float64Ops(), nothing_dropped():
             return trial_output(module, anatomy, objective, *arguments)
     found = model_output(module, anatomy, *arguments)
     output = found.logits if found.logits is not None else found.loss
@@ -39,7 +39,7 @@ def output_of(
 
 
 def rehearse(
-    module: nn.Module, anatomy: Anatomy, spine: Spine, arguments: Tokens, objective: Objective | None = None
+    module: nn.Module, anatomy: ModelStructure, spine: LayerGraph, arguments: Tokens, objective: Objective | None = None
 ) -> str:
     """Cuts a model into stages and compares output and gradients with the whole.
 
@@ -99,7 +99,7 @@ def _compare_gradients(module: nn.Module, wanted: Mapping[str, torch.Tensor | No
 
 def _through_stages(
     module: nn.Module,
-    spine: Spine,
+    spine: LayerGraph,
     call: Callable[[nn.Module], tuple[torch.Tensor, ...]],
     held: list[frozenset[str]],
     bounds: tuple[int, ...],
@@ -133,7 +133,7 @@ def _through_stages(
 
 
 def _as_payload(
-    module: nn.Module, anatomy: Anatomy, arguments: Tokens, objective: Objective | None
+    module: nn.Module, anatomy: ModelStructure, arguments: Tokens, objective: Objective | None
 ) -> tuple[torch.Tensor, ...]:
     # Not a view, which a backward in halves can't detach in place: the last stage of a run ends in a loss, no view.
     return (output_of(module, anatomy, arguments, objective).clone(),)

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.axes.table import Group, LayerRows, ShardingTable
-from meshwright.axes.wide import Wide
+from meshwright.axes.table import LayerRows, ShardingGroup, ShardingTable
+from meshwright.axes.wide import Float64Ops
 from meshwright.errors import ConfigError
-from meshwright.models.anatomy import Anatomy
+from meshwright.models.anatomy import ModelStructure
 from meshwright.models.build import BuiltModel, build_meta, use_float64
 from meshwright.models.clone import narrowed, with_windows
 from meshwright.models.deferred import retie
 from meshwright.models.forward import model_output
 from meshwright.models.groups import find_groups
-from meshwright.models.growth import grown_group
+from meshwright.models.growth import rescale_group
 from meshwright.models.numbers import find_numbers
 from meshwright.models.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.trace import LayerTrace, trace
@@ -41,7 +41,7 @@ class Clone:
     """A small real model in float64, of the same architecture."""
 
     module: nn.Module
-    anatomy: Anatomy
+    anatomy: ModelStructure
     vocab: int
     same: bool
     """Whether its sizes are the model's own."""
@@ -70,16 +70,15 @@ class Clone:
         if documents and self.anatomy.takes_positions and self.anatomy.transformers:
             places = (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens)
         if not self.objective.plain:
-            with Wide(), nothing_dropped():
+            with Float64Ops(), nothing_dropped():
                 return trial_output(module or self.module, self.anatomy, self.objective, ids, ids, places)
-        with Wide():
+        with Float64Ops():
             output = model_output(
                 module or self.module, self.anatomy, ids, ids, places, places is not None, token_parts=parts
             )
         found = output.logits if output.logits is not None else output.loss
         assert found is not None
         return found
-
 
     def refuses(self, tokens: int) -> bool:
         """Whether its code doesn't run on rows of so many tokens: a position table may be shorter."""
@@ -203,12 +202,12 @@ def _rows(traced: LayerTrace, opened: Callable[[], LayerTrace], degree: int) -> 
 
 def _fitting(
     traced: LayerTrace,
-    candidates: Sequence[Group],
-    accepted: list[Group],
+    candidates: Sequence[ShardingGroup],
+    accepted: list[ShardingGroup],
     refused: dict[str, str],
     faults: set[str],
     degree: int,
-) -> list[Group]:
+) -> list[ShardingGroup]:
     """Adds to ``accepted`` the candidates that work, and to ``refused`` and ``faults`` the others."""
     for group in sorted(candidates, key=lambda group: -_weights(traced, group)):
         held = {name for other in accepted for name in _matrices(other)}
@@ -216,7 +215,7 @@ def _fitting(
             continue
         ranks = degree if group.shares(degree) is not None else 2
 
-        def works(tried: Group, ranks: int = ranks) -> str:
+        def works(tried: ShardingGroup, ranks: int = ranks) -> str:
             if tried.shares(ranks) is None:
                 return f"its {tried.units} heads or channels don't divide"
             return rehearse_layer(traced, LayerRows(groups=(tried,)), ranks)
@@ -234,7 +233,7 @@ def _fitting(
     return accepted
 
 
-def _weights(traced: LayerTrace, group: Group) -> int:
+def _weights(traced: LayerTrace, group: ShardingGroup) -> int:
     """Parameters that a group splits: where two want the same matrix, the larger one has it."""
     return sum(traced.layer.get_parameter(split.name).numel() for split in group.splits)
 
@@ -248,7 +247,7 @@ def _rule(why: str) -> str:
     return f"its code doesn't run on a part of the heads or channels ({why})"
 
 
-def _matrices(group: Group) -> tuple[str, ...]:
+def _matrices(group: ShardingGroup) -> tuple[str, ...]:
     return (*group.columns, *group.inner, group.row)
 
 
@@ -282,9 +281,7 @@ def _fitting_layers(clone: Clone, table: ShardingTable, why: str) -> ShardingTab
         table: that doesn't fit, without a vocabulary.
         why: what was off with all layers split.
     """
-    layers = {
-        name: LayerRows(groups=(), refused={"": why}, faults=("",), sequence=False) for name in table.layers
-    }
+    layers = {name: LayerRows(groups=(), refused={"": why}, faults=("",), sequence=False) for name in table.layers}
     faults: list[str] = []
     for names in layer_kinds(table).values():
         tried = ShardingTable(layers=layers | {name: table.layers[name] for name in names})
@@ -314,7 +311,7 @@ def _carried(table: ShardingTable, clone: Clone, built: BuiltModel) -> ShardingT
         small, rows = known
         groups, refused = [], dict(rows.refused)
         for group in rows.groups:
-            grown = grown_group(group, small, layer)
+            grown = rescale_group(group, small, layer)
             if grown is not None:
                 groups.append(grown)
             else:

@@ -19,7 +19,7 @@ from meshwright.axes.comm.checkpoints import inlined
 
 
 @dataclass(slots=True)
-class Cut:
+class TracedMatrix:
     """One matrix (or expert module) of a layer, called once."""
 
     name: str
@@ -44,7 +44,7 @@ class LayerTrace:
     """What it was called with; tensors with a gradient are leaves."""
     inputs: list[torch.Tensor]
     """Those leaves."""
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, TracedMatrix] = field(default_factory=dict)
     """Its matrices in order of their calls."""
     output: torch.Tensor | None = None
     calls: int = 1
@@ -158,7 +158,7 @@ def _cutting(layer: str, name: str, found: dict[str, LayerTrace], draw: torch.Ge
         if name in cuts:
             cuts[name].calls += 1
         elif args and isinstance(args[0], torch.Tensor):
-            cuts[name] = Cut(name, module, args[0], leaf, experts=is_experts(module))
+            cuts[name] = TracedMatrix(name, module, args[0], leaf, experts=is_experts(module))
         return leaf.clone()
 
     return hook
@@ -212,9 +212,7 @@ def reached(target: torch.Tensor, sources: Sequence[torch.Tensor], seed: int = 0
     return [grad is not None and bool((grad != 0).any()) for grad in grads]
 
 
-def dependence(
-    target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int, shift: int = 0
-) -> list[torch.Tensor]:
+def dependence(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int, shift: int = 0) -> list[torch.Tensor]:
     """Returns for each source a bool matrix (F, F'): whether feature j of the target depends on feature f of it.
 
     One row of the batch asks for one feature, since rows don't meet: a batch of B answers B features at once.
@@ -267,6 +265,4 @@ def mixes_tokens(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: in
     view = asked.view(rows, -1, target.shape[-1])
     view[:, -1] = torch.randn(view[:, -1].shape, generator=torch.Generator().manual_seed(3), dtype=target.dtype)
     grads = torch.autograd.grad(target, sources, asked, retain_graph=True, allow_unused=True)
-    return any(
-        bool((grad.reshape(rows, view.shape[1], -1)[:, :-1] != 0).any()) for grad in grads if grad is not None
-    )
+    return any(bool((grad.reshape(rows, view.shape[1], -1)[:, :-1] != 0).any()) for grad in grads if grad is not None)

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 
 from meshwright.axes import tp
 from meshwright.axes.comm.checkpoints import repeated
-from meshwright.axes.comm.wire import AutogradCalls
-from meshwright.axes.placement import Place
+from meshwright.axes.comm.wire import DifferentiableCollectives
+from meshwright.axes.placement import LocalShard
 from meshwright.axes.table import LayerRows, ShardingTable, vocabulary_span
-from meshwright.axes.wide import Wide
+from meshwright.axes.wide import Float64Ops
 from meshwright.models.trace import LayerTrace, first_tensor
 
 TOLERANCE = 1e-9
@@ -37,12 +37,12 @@ class _Left:
     """Stands where a thread that is done gave its values."""
 
 
-class _Done:
+class _FinishedExchange:
     def wait(self, timeout: Any = None) -> bool:
         return True
 
 
-class ThreadWire(AutogradCalls):
+class ThreadGroup(DifferentiableCollectives):
     """One thread's end of a group of threads; offers the collectives of `axes.comm.wire.Wire`."""
 
     def __init__(self, size: int, index: int, barrier: threading.Barrier, slots: list[Any]) -> None:
@@ -51,7 +51,7 @@ class ThreadWire(AutogradCalls):
         self._barrier, self._slots = barrier, slots
 
     @classmethod
-    def group(cls, size: int, patience_s: float = PATIENCE_S) -> list[ThreadWire]:
+    def group(cls, size: int, patience_s: float = PATIENCE_S) -> list[ThreadGroup]:
         """Returns the ends of a new group, whose threads wait so many seconds for each other."""
         barrier, slots = threading.Barrier(size, timeout=patience_s), [None] * size
         return [cls(size, index, barrier, slots) for index in range(size)]
@@ -76,37 +76,37 @@ class ThreadWire(AutogradCalls):
         self._barrier.wait()
         return found
 
-    def all_reduce(self, tensor: torch.Tensor) -> _Done:
+    def all_reduce(self, tensor: torch.Tensor) -> _FinishedExchange:
         """As `Wire.all_reduce`."""
         parts = self.exchange(tensor.detach().clone())
         with torch.no_grad():
             tensor.copy_(torch.stack(parts).sum(0))
-        return _Done()
+        return _FinishedExchange()
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> _Done:
+    def all_reduce_max(self, tensor: torch.Tensor) -> _FinishedExchange:
         """As `Wire.all_reduce_max`."""
         tensor.copy_(torch.stack(self.exchange(tensor.clone())).amax(0))
-        return _Done()
+        return _FinishedExchange()
 
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _Done:
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _FinishedExchange:
         """As `Wire.all_gather`."""
         output.copy_(torch.cat([item.reshape(-1) for item in self.exchange(part.detach().clone())]))
-        return _Done()
+        return _FinishedExchange()
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _Done:
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedExchange:
         """As `Wire.reduce_scatter`."""
         parts = self.exchange(tensor.detach().clone())
         output.copy_(torch.stack(parts).sum(0).view(self.size, -1)[self.index].view_as(output))
-        return _Done()
+        return _FinishedExchange()
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> _Done:
+    def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> _FinishedExchange:
         """As `Wire.all_to_all`."""
         for output, sent in zip(outputs, self.exchange([part.detach().clone() for part in parts])):
             output.copy_(sent[self.index])
-        return _Done()
+        return _FinishedExchange()
 
 
-def in_threads(size: int, work: Callable[[ThreadWire], Any], patience_s: float = PATIENCE_S) -> list[Any]:
+def in_threads(size: int, work: Callable[[ThreadGroup], Any], patience_s: float = PATIENCE_S) -> list[Any]:
     """Runs ``work`` on the threads of a group and returns what each gave.
 
     Args:
@@ -120,11 +120,11 @@ def in_threads(size: int, work: Callable[[ThreadWire], Any], patience_s: float =
     # A forked process makes torch's thread pool anew, and threads that meet there before it stands fail: "Invalid
     # thread pool!". Source: caffe2/utils/threadpool/pthreadpool-cpp.cc.
     torch.set_num_threads(torch.get_num_threads())
-    wires = ThreadWire.group(size, patience_s)
+    wires = ThreadGroup.group(size, patience_s)
     found: list[Any] = [None] * size
     errors: list[BaseException] = []
 
-    def run(wire: ThreadWire) -> None:
+    def run(wire: ThreadGroup) -> None:
         try:
             found[wire.index] = work(wire)
             wire.leave()
@@ -188,7 +188,7 @@ def _call(layer: nn.Module, trace: LayerTrace, inputs: dict[int, torch.Tensor]) 
         return inputs[id(item)].clone() if id(item) in inputs else item
 
     args, kwargs = tree_map_only(torch.Tensor, given, (trace.args, trace.kwargs))
-    with Wide(), repeated():
+    with Float64Ops(), repeated():
         out = first_tensor(layer(*args, **kwargs))
     if out is None:
         raise RuntimeError("the layer returns no tensor")
@@ -211,7 +211,7 @@ def _whole(trace: LayerTrace) -> tuple[torch.Tensor, list[torch.Tensor], dict[st
 
 def _part(
     trace: LayerTrace, rows: LayerRows, wire: Any, sequence: bool
-) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, tuple[Place | None, torch.Tensor]], list[tp.Owed]]:
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, tuple[LocalShard | None, torch.Tensor]], list[tp.PartialGrad]]:
     layer = duplicate(trace.layer)
     done = tp.wrap_layer(layer, "layer", rows, wire, wire.size, sequence)
     inputs = {}
@@ -228,9 +228,7 @@ def _part(
     sources = [*inputs.values(), *named.values()]
     grads = torch.autograd.grad(out, sources, upstream, allow_unused=True)
     full = [torch.zeros_like(source) if grad is None else grad for source, grad in zip(sources, grads)]
-    parts = {
-        name: (done.places.get(f"layer.{name}"), grad) for name, grad in zip(named, full[len(inputs) :])
-    }
+    parts = {name: (done.places.get(f"layer.{name}"), grad) for name, grad in zip(named, full[len(inputs) :])}
     return out.detach(), full[: len(inputs)], parts, done.owed
 
 
@@ -246,9 +244,7 @@ def _difference(trace: LayerTrace, wanted: Any, found: list[Any], degree: int, s
     return _gradients_apart(parameters, found, degree, summed=True)
 
 
-def _gradients_apart(
-    wanted: dict[str, torch.Tensor], found: list[Any], degree: int, summed: bool = False
-) -> str:
+def _gradients_apart(wanted: dict[str, torch.Tensor], found: list[Any], degree: int, summed: bool = False) -> str:
     """Which parameter's gradient is off on some rank; "" for none."""
     if not summed:
         _sum_owed(found, degree)
@@ -257,7 +253,7 @@ def _gradients_apart(
         for name, (place, grad) in parameters.items():
             whole = wanted[name]
             part = grad.new_empty(grad.shape)
-            for piece in (place or Place.whole(name, tuple(whole.shape), degree)).pieces():
+            for piece in (place or LocalShard.whole(name, tuple(whole.shape), degree)).pieces():
                 part[_slices(piece.local)] = whole[_slices(piece.whole)]
             if error := _apart(grad, part, scale):
                 return f"the gradient of {name} is off by {error:.1e}"
@@ -265,7 +261,7 @@ def _gradients_apart(
 
 
 def _sum_owed(found: list[Any], degree: int) -> None:
-    """Does what `tp.OwedSum` does, over what the threads left."""
+    """Does what `tp.PartialGradReducer` does, over what the threads left."""
     for owed in found[0][3]:
         name = owed.name.removeprefix("layer.")
         ranks = owed.ranks or degree

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes import tp
-from meshwright.axes.comm.drawing import Drawing
+from meshwright.axes.comm.drawing import RandomOpsMode
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel
 from meshwright.models.chance import may_draw
 from meshwright.models.forward import model_output
-from meshwright.models.operators import BlankWire, faked, measure_work
-from meshwright.shape import ModelWork, Work
+from meshwright.models.operators import BlankGroup, faked, measure_work
+from meshwright.shape import ModelWork, ModuleWork
 
 
 @computed_by_helper
@@ -50,7 +50,7 @@ def measure_model(
         ConfigError: when the model's code needs values, and can't run without: routers that count tokens.
     """
     module = copy.deepcopy(built.module).train()
-    wire = BlankWire(degree)
+    wire = BlankGroup(degree)
     if degree > 1:
         assert table is not None
         tp.wrap_model(module, table, wire, degree, split_tokens)  # type: ignore[arg-type]
@@ -91,22 +91,22 @@ def _unlogged() -> Iterator[None]:
 
 def _drawn(built: BuiltModel) -> contextlib.AbstractContextManager[Any]:
     """Draws as the runtime does, by masks from elsewhere, where a model may draw."""
-    return Drawing(_Masks()) if may_draw(built) else contextlib.nullcontext()
+    return RandomOpsMode(_Masks()) if may_draw(built) else contextlib.nullcontext()
 
 
 class _Masks:
     """Stands for the numbers of `axes.comm.chance`: a mask is one operator that is found again by its name."""
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
-        """As `axes.comm.drawing.Numbers.kept`."""
+        """As `axes.comm.drawing.RandomSource.kept`."""
         return torch.empty(tuple(shape), dtype=torch.bool, device=device).bernoulli_(1.0 - p)
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """As `axes.comm.drawing.Numbers.uniform`."""
+        """As `axes.comm.drawing.RandomSource.uniform`."""
         return torch.empty(tuple(shape), dtype=torch.float64, device=device).bernoulli_()
 
     def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
-        """As `axes.comm.drawing.Numbers.kept_scores`."""
+        """As `axes.comm.drawing.RandomSource.kept_scores`."""
         return self.kept((*query.shape[:3], keys), p, query.device)
 
 
@@ -128,8 +128,8 @@ def _whole_rows() -> Iterator[None]:
 class _Kinds:
     """Replaces every layer by one that is measured the first time its kind is called, and else hands its input on."""
 
-    def __init__(self, layers: list[Any], wire: BlankWire) -> None:
-        self.works: list[Work] = []
+    def __init__(self, layers: list[Any], wire: BlankGroup) -> None:
+        self.works: list[ModuleWork] = []
         self.counts: list[int] = []
         self._layers, self._wire = layers, wire
         self._known: dict[Any, int] = {}
@@ -141,8 +141,10 @@ class _Kinds:
             layer.forward = self._replaced(layer, layer.forward)
 
     def _replaced(self, layer: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
-        key = type(layer), getattr(layer, "attention_type", ""), tuple(
-            (name, tuple(item.shape)) for name, item in layer.named_parameters()
+        key = (
+            type(layer),
+            getattr(layer, "attention_type", ""),
+            tuple((name, tuple(item.shape)) for name, item in layer.named_parameters()),
         )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +163,7 @@ class _Kinds:
 
         return forward
 
-    def _measured(self, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Work:
+    def _measured(self, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> ModuleWork:
         inputs: list[torch.Tensor] = []
         lent: list[torch.Tensor] = []
 

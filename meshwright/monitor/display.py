@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from meshwright.events import Event, StepRecord
-from meshwright.monitor.progress import RankProgress, read_progress, waiting_sentences
+from meshwright.monitor.progress import RankStamp, read_progress, waiting_sentences
 from meshwright.units import format_bytes, format_count, format_seconds
 
 _KEPT = 4096
@@ -188,7 +188,7 @@ class PlainDisplay:
             except (OSError, ValueError):
                 return
 
-    def _new_waits(self, ranks: list[RankProgress]) -> list[str]:
+    def _new_waits(self, ranks: list[RankStamp]) -> list[str]:
         """Returns sentences for waits that weren't told yet."""
         now = time.monotonic()
         late = {(one.rank, one.step, one.phase) for one in ranks if one.waits_for and one.age_s(now) >= self._wait_s}

@@ -42,7 +42,7 @@ NO_LAYER = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankProgress:
+class RankStamp:
     """The last stamp of one rank."""
 
     rank: int
@@ -177,7 +177,7 @@ def reset_progress(path: Path, ranks: int) -> None:
     beside.replace(path)
 
 
-def read_progress(path: Path) -> list[RankProgress]:
+def read_progress(path: Path) -> list[RankStamp]:
     """Returns the last stamp of every rank that has stamped, in order of ranks; none when there is no file."""
     try:
         with path.open("rb") as file:
@@ -191,7 +191,7 @@ def read_progress(path: Path) -> list[RankProgress]:
     return [progress for progress in found if progress is not None]
 
 
-def _read_rank(view: mmap.mmap, rank: int) -> RankProgress | None:
+def _read_rank(view: mmap.mmap, rank: int) -> RankStamp | None:
     """Returns the newer whole slot of a rank; None when it never stamped."""
     base = rank * _RANK_BYTES
     for _ in range(_READS):
@@ -200,7 +200,7 @@ def _read_rank(view: mmap.mmap, rank: int) -> RankProgress | None:
             newest = max(slots, key=lambda slot: slot[5])
             _, pid, generation, micro, step, since, code, layer, number, size, words, _ = newest
             text = words.rstrip(b"\0").decode("utf-8", "replace")
-            return RankProgress(
+            return RankStamp(
                 rank=rank, pid=pid, generation=generation, step=step, micro=micro, phase=PHASES[code], waits_for=text,
                 since=since, number=number, layer=layer, size_bytes=size,
             )  # fmt: skip
@@ -217,7 +217,7 @@ def _read_slot(view: mmap.mmap, offset: int) -> tuple[Any, ...] | None:
 
 
 def waiting_sentences(
-    ranks: Sequence[RankProgress],
+    ranks: Sequence[RankStamp],
     after_s: float = 1.0,
     describe: Callable[[int], str] | None = None,
     now: float | None = None,
@@ -236,7 +236,7 @@ def waiting_sentences(
         Sentences such as ``rank 1 [replicate 1] waits in backward of step 12 for all_reduce over replicate since
         4.2 s; rank 0 is in data``; none when nobody waits.
     """
-    groups: dict[tuple[str, str], list[RankProgress]] = {}
+    groups: dict[tuple[str, str], list[RankStamp]] = {}
     for one in ranks:
         if one.waits_for and one.age_s(now) >= after_s:
             groups.setdefault((one.place, one.collective), []).append(one)
@@ -255,7 +255,7 @@ def waiting_sentences(
     return sentences
 
 
-def _names(group: Sequence[RankProgress], describe: Callable[[int], str] | None) -> str:
+def _names(group: Sequence[RankStamp], describe: Callable[[int], str] | None) -> str:
     if len(group) == 1:
         rank = group[0].rank
         place = describe(rank).partition(": ")[2] if describe is not None else ""
@@ -263,7 +263,7 @@ def _names(group: Sequence[RankProgress], describe: Callable[[int], str] | None)
     return f"ranks {spans([one.rank for one in group])}"
 
 
-def _standing(ranks: Sequence[RankProgress]) -> str:
+def _standing(ranks: Sequence[RankStamp]) -> str:
     phases: dict[str, list[int]] = {}
     for one in ranks:
         phases.setdefault(one.phase, []).append(one.rank)

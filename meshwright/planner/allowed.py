@@ -7,23 +7,23 @@ import dataclasses
 import numpy as np
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.host import Host
+from meshwright.cluster.host import HostShare
 from meshwright.errors import ClusterError, PlanError
 from meshwright.plan import OFFLOADS, Layout
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price
 from meshwright.planner.search import search
 from meshwright.planner.space import Space, layout_of
 from meshwright.units import format_bytes
 
-AMPLE = Host(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_bytes_per_s=1e10)
+AMPLE = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_bytes_per_s=1e10)
 """A host with room for anything, to ask what would fit; its rates change nothing of that."""
 
 
-def job_for(job: Job, layout: Layout, cluster: Cluster) -> Job:
+def job_for(job: PricedJob, layout: Layout, cluster: Cluster) -> PricedJob:
     """Returns the job as a layout computes it: in float64 where it says so, else as it is.
 
     Raises:
@@ -38,7 +38,7 @@ def job_for(job: Job, layout: Layout, cluster: Cluster) -> Job:
     return dataclasses.replace(job, precision="float64")
 
 
-def host_shortage(job: Job, layout: Layout, cluster: Cluster, engine: Engine) -> str:
+def host_shortage(job: PricedJob, layout: Layout, cluster: Cluster, engine: FrameworkProfile) -> str:
     """Returns what is missing of the host's memory for a layout, in a sentence with numbers; empty where nothing is."""
     machine = Machine.of(cluster)
     if layout.offload == "none" or machine.host is None:
@@ -53,7 +53,7 @@ def host_shortage(job: Job, layout: Layout, cluster: Cluster, engine: Engine) ->
     )
 
 
-def check_host(job: Job, layout: Layout, cluster: Cluster, engine: Engine) -> None:
+def check_host(job: PricedJob, layout: Layout, cluster: Cluster, engine: FrameworkProfile) -> None:
     """Refuses state in host memory where a node has no host memory, no link to it, or not enough of it.
 
     Raises:
@@ -84,7 +84,7 @@ def _unknown(cluster: Cluster) -> str:
 
 
 def with_host_memory(
-    job: Job, cluster: Cluster, engine: Engine, space: Space, room_bytes: float, base: Layout
+    job: PricedJob, cluster: Cluster, engine: FrameworkProfile, space: Space, room_bytes: float, base: Layout
 ) -> list[str]:
     """Returns, of a search that found nothing that fits, the sentence of a layout that fits with state in host memory.
 

@@ -13,16 +13,16 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.allowed import check_host, job_for, with_host_memory
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 from meshwright.planner.cost.engines import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.cost.job import LayoutBatch, PricedJob
 from meshwright.planner.cost.own import CORE_DRAW_BYTES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price, Prices
-from meshwright.planner.kept import Kept, adjusted_one
-from meshwright.planner.ledger import Lesson
-from meshwright.planner.search import Found, search
+from meshwright.planner.kept import ActivationBytes, adjusted_one
+from meshwright.planner.ledger import RunHistory
+from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s
 from meshwright.schedules.spec import known_schedules
@@ -102,19 +102,19 @@ class Choice:
 class Question:
     """What is to be planned."""
 
-    job: Job
+    job: PricedJob
     cluster: Cluster
     base: Layout = field(default_factory=Layout)
     """Choices that every layout shares: its precision."""
-    engine: Engine | None = None
+    engine: FrameworkProfile | None = None
     """How it is run; our own runtime on these devices by default."""
     objective: str = "time"
     """One of `OBJECTIVES`."""
     usable: float = USABLE
     """Share of a device's memory that may be filled."""
-    lesson: Lesson = field(default_factory=Lesson)
+    lesson: RunHistory = field(default_factory=RunHistory)
     """What earlier runs on these machines taught."""
-    kept: Kept | None = None
+    kept: ActivationBytes | None = None
     """What the model's modules keep, where it was read; else the closed form says."""
     limits: dict[str, Any] = field(default_factory=dict)
     """Fields of `Space` that are set otherwise."""
@@ -131,7 +131,7 @@ class Question:
             raise PlanError(f"objective=energy: no power is known for {self.cluster}; give watts in the cluster's file")
 
     @property
-    def runtime(self) -> Engine:
+    def runtime(self) -> FrameworkProfile:
         """How layouts are run."""
         return self.engine or engine_on(self.cluster)
 
@@ -161,7 +161,7 @@ class Question:
         return dataclasses.replace(space, schedules=whole)
 
 
-def engine_on(cluster: Cluster) -> Engine:
+def engine_on(cluster: Cluster) -> FrameworkProfile:
     """Returns our runtime's options on a cluster's devices.
 
     On processor cores collectives are computed by the cores that compute the model, so that nothing hides but, over a
@@ -194,7 +194,7 @@ def choose(question: Question, show: int = 10) -> Choice:
     return chosen(question, found, show)
 
 
-def searched(question: Question, under: float = np.inf) -> Found:
+def searched(question: Question, under: float = np.inf) -> SearchResult:
     """Searches the whole space for layouts that take no more than ``under`` seconds a step.
 
     Raises:
@@ -204,7 +204,7 @@ def searched(question: Question, under: float = np.inf) -> Found:
     return search(job, question.space, question.machine, engine, room, kept=question.kept, under=under)
 
 
-def chosen(question: Question, found: Found, show: int) -> Choice:
+def chosen(question: Question, found: SearchResult, show: int) -> Choice:
     """Returns the answer that a search gives.
 
     Args:
@@ -287,7 +287,7 @@ def _simulated(question: Question, layout: Layout, found: Price) -> Price:
     return dataclasses.replace(found, parts=parts, step_s=sum(parts.values()))
 
 
-def _unlike(question: Question, degrees: Degrees, prices: Prices, show: int) -> list[Layout]:
+def _unlike(question: Question, degrees: LayoutBatch, prices: Prices, show: int) -> list[Layout]:
     """The best layouts, of each kind one: others of its kind differ in ZeRO level or layers recomputed alone."""
     layers = len(question.job.shape.blocks)
     order = np.lexsort((prices.peak, prices.step_s))
@@ -304,7 +304,7 @@ def _unlike(question: Question, degrees: Degrees, prices: Prices, show: int) -> 
     return chosen
 
 
-def _lean(question: Question, degrees: Degrees, prices: Prices) -> list[Layout]:
+def _lean(question: Question, degrees: LayoutBatch, prices: Prices) -> list[Layout]:
     """Of the layouts that were kept, those than which none is both faster and leaner."""
     layers = len(question.job.shape.blocks)
     least, found = np.inf, []
@@ -377,7 +377,7 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _nothing_fits(question: Question, found: Found) -> str:
+def _nothing_fits(question: Question, found: SearchResult) -> str:
     job, room = question.job, question.room_bytes
     if found.leanest is None:
         return f"no layout of {question.cluster} exists for {job.shape.name}"

@@ -25,7 +25,7 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class TableSizes:
     """What a table says of a model."""
 
     name: str
@@ -72,7 +72,7 @@ class Sizes:
     """Low-rank attention."""
 
 
-def shape_from_sizes(sizes: Sizes) -> ModelShape:
+def shape_from_sizes(sizes: TableSizes) -> ModelShape:
     """Returns the shape of the standard transformer of these sizes.
 
     Args:
@@ -114,7 +114,7 @@ def shape_from_sizes(sizes: Sizes) -> ModelShape:
     )
 
 
-def _block(sizes: Sizes, spread: bool, window: int) -> LayerShape:
+def _block(sizes: TableSizes, spread: bool, window: int) -> LayerShape:
     attention, widths = _attention(sizes)
     ffn = sizes.shared_ffn if spread else (sizes.ffn or 4 * sizes.width)
     products = attention + (_feed_forward(sizes.width, ffn, sizes.gated, False) if ffn else ())
@@ -159,7 +159,7 @@ def _feed_forward(width: int, ffn: int, gated: bool, experts: bool) -> tuple[Pro
     )
 
 
-def _attention(sizes: Sizes) -> tuple[tuple[Product, ...], dict[str, int]]:
+def _attention(sizes: TableSizes) -> tuple[tuple[Product, ...], dict[str, int]]:
     """Products of attention, and the widths that go with them."""
     width, heads = sizes.width, sizes.heads
     if sizes.latent:
@@ -174,7 +174,7 @@ def _attention(sizes: Sizes) -> tuple[tuple[Product, ...], dict[str, int]]:
     return products, {"heads": heads, "kv_heads": kv_heads, "head_size": size, "value_size": size}
 
 
-def _latent(sizes: Sizes, latent: Latent) -> tuple[tuple[Product, ...], dict[str, int]]:
+def _latent(sizes: TableSizes, latent: Latent) -> tuple[tuple[Product, ...], dict[str, int]]:
     width, heads = sizes.width, sizes.heads
     query, key = latent.nope_size + latent.rope_size, latent.nope_size + latent.value_size
     products = (

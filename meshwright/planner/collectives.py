@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from meshwright.axes.axis import known_axes
 from meshwright.axes.groups import carved_groups, coordinates, gradient_axes, members, state_index
 from meshwright.plan import Layout
-from meshwright.planner.held import HeldStage, Tensors, elements, shard_elements
+from meshwright.planner.held import StageWeights, Tensors, elements, shard_elements
 from meshwright.planner.parts import ModelParts, Places
 
 ACTIVE_STAGES = 3
@@ -20,7 +20,7 @@ ACTIVE_STAGES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CollectiveGroup:
     """The ranks of a collective."""
 
     axis: str
@@ -37,9 +37,9 @@ class Collectives:
     of an all-to-all and a send those for other ranks.
     """
 
-    bytes: dict[tuple[Group, str], float] = field(default_factory=dict)
+    bytes: dict[tuple[CollectiveGroup, str], float] = field(default_factory=dict)
 
-    def add(self, group: Group, kind: str, size: float) -> None:
+    def add(self, group: CollectiveGroup, kind: str, size: float) -> None:
         """Adds a collective; one rank alone sends nothing."""
         if len(group.ranks) > 1 and size:
             self.bytes[group, kind] = self.bytes.get((group, kind), 0.0) + size
@@ -81,26 +81,26 @@ class RankGroups:
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout, self._rank = layout, rank
-        self._carved: dict[str, Group] = {}
+        self._carved: dict[str, CollectiveGroup] = {}
         for name in (name for name, axis in known_axes().items() if axis.carves and layout.degree(name) > 1):
             for suffix, parts in zip(("", "_shard", "_copies"), carved_groups(name, layout.degrees)):
                 ranks = next(part for part in parts if rank in part)
-                self._carved[name + suffix] = Group(name + suffix, tuple(ranks))
+                self._carved[name + suffix] = CollectiveGroup(name + suffix, tuple(ranks))
 
-    def across(self, names: Sequence[str]) -> Group:
+    def across(self, names: Sequence[str]) -> CollectiveGroup:
         """Returns the group over the product of some axes."""
         used = [name for name in names if self._layout.degree(name) > 1]
-        return Group("+".join(used), members(self._rank, used, self._layout.degrees))
+        return CollectiveGroup("+".join(used), members(self._rank, used, self._layout.degrees))
 
-    def carved(self, name: str) -> Group:
+    def carved(self, name: str) -> CollectiveGroup:
         """Returns a group of an axis that divides the ranks of others: ``ep``, ``ep_shard``, ``ep_copies``."""
-        return self._carved.get(name) or Group(name, (self._rank,))
+        return self._carved.get(name) or CollectiveGroup(name, (self._rank,))
 
-    def neighbours(self, name: str, size: int) -> Group:
+    def neighbours(self, name: str, size: int) -> CollectiveGroup:
         """Returns the run of ``size`` neighbours along an axis."""
         ranks = self.across((name,)).ranks
         first = ranks.index(self._rank) // size * size
-        return Group(name, ranks[first : first + size])
+        return CollectiveGroup(name, ranks[first : first + size])
 
 
 class StateTraffic:
@@ -130,7 +130,7 @@ class StateTraffic:
             self._partial(found, names)
         self._shared(found)
 
-    def _units(self, found: Collectives, stage: HeldStage, number: int) -> None:
+    def _units(self, found: Collectives, stage: StageWeights, number: int) -> None:
         """FSDP2's units of a stage: the rest, every layer, every module of experts."""
         layout, groups = self._layout, self._groups
         shards, copies = groups.across(layout.state_axes), groups.across(gradient_axes(layout.state_axes))
@@ -138,14 +138,16 @@ class StateTraffic:
         if layout.zero:
             own = groups.across(gradient_axes(known_axes()["ep"].carves))
         else:
-            holders = Group("ep_shard", (self._rank,))
+            holders = CollectiveGroup("ep_shard", (self._rank,))
         unsharded = self._gathers(number)
         self._unit(found, stage.rest, shards, copies, unsharded[0])
         for layer in stage.layers:
             self._unit(found, layer.own, shards, copies, unsharded[1])
             self._unit(found, layer.experts, holders, own, unsharded[1])
 
-    def _unit(self, found: Collectives, held: Tensors, shards: Group, copies: Group, gathers: int) -> None:
+    def _unit(
+        self, found: Collectives, held: Tensors, shards: CollectiveGroup, copies: CollectiveGroup, gathers: int
+    ) -> None:
         layout, micro = self._layout, self._layout.microbatches
         part = shard_elements(held, len(shards.ranks))  # padded: all shards are as long as the first
         found.add(shards, "all_gather", part * self._width.compute * gathers)
@@ -176,7 +178,7 @@ class StateTraffic:
                 active.add(stage)
                 yield numbers.index(stage)
 
-    def _copies(self, found: Collectives, stage: HeldStage) -> None:
+    def _copies(self, found: Collectives, stage: StageWeights) -> None:
         """Gradients of weights that every reader holds whole."""
         own = elements(stage.rest) + sum(elements(layer.own) for layer in stage.layers)
         experts = sum(elements(layer.experts) for layer in stage.layers)
@@ -247,7 +249,7 @@ class StateTraffic:
         for name, places in holders.items():
             if len(places) > 1 and self._place["pp"] in places:
                 size = self._local(((shapes[name][0], _columns(shapes[name])),))
-                group = Group("pp", tuple(line[place] for place in sorted(places)))
+                group = CollectiveGroup("pp", tuple(line[place] for place in sorted(places)))
                 found.add(group, "all_reduce", size * self._width.master)
 
 

@@ -16,10 +16,10 @@ from meshwright.axes.cuts import Cuts
 from meshwright.plan import DEFAULT_SCHEDULE, Layout
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.ends import head
-from meshwright.planner.cost.job import Array, Degrees
-from meshwright.planner.cost.layers import LayerCost, Model
+from meshwright.planner.cost.job import Array, LayoutBatch
+from meshwright.planner.cost.layers import LayerCost, PricedModel
 from meshwright.planner.cost.price import price
-from meshwright.planner.cost.ranks import Costs, Ranks
+from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.planner.cost.stages import kinds as block_kinds
 from meshwright.planner.kinds import Kind, places_of
 from meshwright.planner.space import divisors
@@ -70,7 +70,7 @@ def _dealt(question: Question, kinds: Sequence[Kind], places: Sequence[int], lay
     if not layouts:
         return []
     job, stages, count = question.job, len(places), len(question.job.shape.blocks)
-    degrees = Degrees.from_layouts(layouts, count)
+    degrees = LayoutBatch.from_layouts(layouts, count)
     seconds = _seconds(question, kinds, degrees)
     rooms = np.array([question.usable * kinds[place][0].memory_bytes for place in places])
     limits = np.full((len(layouts), stages), count)
@@ -84,7 +84,7 @@ def _dealt(question: Question, kinds: Sequence[Kind], places: Sequence[int], lay
         named = tuple(tuple(float(size) for size in row) for row in sizes)
         some = dataclasses.replace(degrees.take(left), splits=named)
         # Bytes are those of the layout, whatever it runs on.
-        peak = Ranks(Costs.of(job, some, kinds[0][1], question.runtime, timed=False)).memory()["peak"]
+        peak = RankTimes(LayerCosts.of(job, some, kinds[0][1], question.runtime, timed=False)).memory()["peak"]
         full = peak > rooms
         splits |= {int(left[at]): "-".join(map(str, sizes[at])) for at in np.flatnonzero(~full.any(axis=1))}
         allowed = np.minimum(sizes - 1, np.floor(sizes * rooms / peak).astype(int))
@@ -93,13 +93,13 @@ def _dealt(question: Question, kinds: Sequence[Kind], places: Sequence[int], lay
     return [dataclasses.replace(layouts[at], split=splits[at]) for at in sorted(splits)]
 
 
-def _seconds(question: Question, kinds: Sequence[Kind], degrees: Degrees) -> Array:
+def _seconds(question: Question, kinds: Sequence[Kind], degrees: LayoutBatch) -> Array:
     """Seconds of each layer on a micro-batch, (N, kinds, L), the head counted with the last."""
     job = question.job
     numbers, firsts = block_kinds(job.shape)
     found = np.empty((degrees.count, len(kinds), len(numbers)))
     for number, (_, machine, _) in enumerate(kinds):
-        model = Model(job, degrees, machine, question.runtime.for_layout(question.base))
+        model = PricedModel(job, degrees, machine, question.runtime.for_layout(question.base))
         each = [np.broadcast_to(_busy(model.layer(job.shape.blocks[at])), degrees.count) for at in firsts]
         found[:, number] = np.stack(each, axis=1)[:, list(numbers)]
         found[:, number, -1] += _busy(head(model))

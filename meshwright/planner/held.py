@@ -26,7 +26,7 @@ def shard_elements(tensors: Tensors, shards: int, index: int = 0) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldLayer:
+class LayerWeights:
     """What a rank holds of one layer."""
 
     own: Tensors
@@ -36,19 +36,19 @@ class HeldLayer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldStage:
+class StageWeights:
     """What a rank holds of one stage."""
 
     rest: Tensors
     """Outside of the layers."""
-    layers: tuple[HeldLayer, ...]
+    layers: tuple[LayerWeights, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class RankWeights:
     """What a rank holds before the data axes shard it."""
 
-    stages: tuple[HeldStage, ...]
+    stages: tuple[StageWeights, ...]
     """One without a pipeline."""
     shards: int
     """Ranks that share the shards of all but the experts."""

@@ -15,10 +15,10 @@ import numpy as np
 
 from meshwright.plan import Layout
 from meshwright.planner.cost.ends import embedding, head
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import RECOMPUTES, Degrees, Job
-from meshwright.planner.cost.layers import Model
+from meshwright.planner.cost.job import RECOMPUTES, LayoutBatch, PricedJob
+from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.shape import ModelWork
 
@@ -27,7 +27,7 @@ MODES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class ActivationBytes:
     """Bytes that one row keeps in the whole model, by recompute: of every layer."""
 
     real: tuple[float, float, float]
@@ -51,7 +51,7 @@ class Kept:
         return both[0] / both[1]
 
 
-def read_kept(job: Job, machine: Machine, engine: Engine, work: ModelWork) -> Kept:
+def read_kept(job: PricedJob, machine: Machine, engine: FrameworkProfile, work: ModelWork) -> ActivationBytes:
     """Compares what the modules keep with what the closed form says.
 
     Args:
@@ -62,7 +62,7 @@ def read_kept(job: Job, machine: Machine, engine: Engine, work: ModelWork) -> Ke
     """
     small = dataclasses.replace(job, rows=work.rows)
     layouts = [Layout(recompute=mode, precision=job.precision) for mode in MODES]
-    model = Model(small, Degrees.from_layouts(layouts, len(job.shape.blocks)), machine, engine)
+    model = PricedModel(small, LayoutBatch.from_layouts(layouts, len(job.shape.blocks)), machine, engine)
     known: dict[int, Any] = {}
     closed = np.zeros(len(MODES))
     for block in job.shape.blocks:
@@ -76,17 +76,17 @@ def read_kept(job: Job, machine: Machine, engine: Engine, work: ModelWork) -> Ke
         real[1] += count * item.selective_bytes
         real[2] += count * item.input_bytes
     none, selective, full = (float(value) for value in closed)
-    return Kept(real=(real[0], real[1], real[2]), closed=(none, selective, full))
+    return ActivationBytes(real=(real[0], real[1], real[2]), closed=(none, selective, full))
 
 
-def extra_bytes(activations: Any, degrees: Degrees, kept: Kept | None, engine: Engine) -> Any:
+def extra_bytes(activations: Any, degrees: LayoutBatch, kept: ActivationBytes | None, engine: FrameworkProfile) -> Any:
     """Returns what layouts take more, allocator included, because the modules keep other activations."""
     if kept is None:
         return 0.0
     return (kept.ratio(degrees.recompute, degrees.recompute_share) - 1.0) * activations * engine.allocator
 
 
-def adjusted(prices: Prices, degrees: Degrees, kept: Kept | None, engine: Engine) -> Prices:
+def adjusted(prices: Prices, degrees: LayoutBatch, kept: ActivationBytes | None, engine: FrameworkProfile) -> Prices:
     """Returns prices of many layouts with the activations that the modules keep."""
     if kept is None:
         return prices
@@ -96,7 +96,9 @@ def adjusted(prices: Prices, degrees: Degrees, kept: Kept | None, engine: Engine
     return dataclasses.replace(prices, memory=memory, peak=prices.peak + more * engine.allocator)
 
 
-def adjusted_one(price: Price, layout: Layout, kept: Kept | None, engine: Engine, layers: int) -> Price:
+def adjusted_one(
+    price: Price, layout: Layout, kept: ActivationBytes | None, engine: FrameworkProfile, layers: int
+) -> Price:
     """Returns one layout's price with the activations that the modules keep, on every stage."""
     if kept is None:
         return price

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from meshwright.axes.cp import local_group
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.groups import coordinates
-from meshwright.axes.table import Group as TableGroup
-from meshwright.axes.table import LayerRows, Split
+from meshwright.axes.table import LayerRows, ParameterSplit, ShardingGroup
 from meshwright.plan import Layout
-from meshwright.planner.collectives import Bytes, Collectives, Group, RankGroups
-from meshwright.planner.cost.job import Job
+from meshwright.planner.collectives import Bytes, Collectives, RankGroups, CollectiveGroup
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.parts import ModelParts, stage_bounds
 
 INDEX = 8
@@ -20,10 +19,10 @@ INDEX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class LayerCollective:
     """One collective of a layer on one micro-batch."""
 
-    group: Group
+    group: CollectiveGroup
     kind: str
     size: float
     """Bytes, as `Collectives` counts them."""
@@ -43,7 +42,7 @@ class LayerTraffic:
         rank: which rank.
     """
 
-    def __init__(self, job: Job, layout: Layout, model: ModelParts, rank: int) -> None:
+    def __init__(self, job: PricedJob, layout: Layout, model: ModelParts, rank: int) -> None:
         self._job, self._layout, self._model = job, layout, model
         self._place, self._bytes = coordinates(rank, layout.degrees), Bytes.of(layout)
         groups = RankGroups(layout, rank)
@@ -70,7 +69,7 @@ class LayerTraffic:
         for number in schedule.rank_stages(self._place["pp"]):
             yield bounds[number], bounds[number + 1], number, schedule.stages
 
-    def _stage(self, first: int, stop: int, number: int, stages: int) -> Iterator[Sent]:
+    def _stage(self, first: int, stop: int, number: int, stages: int) -> Iterator[LayerCollective]:
         yield from self._ends(number == 0, number == stages - 1)
         again = self._recomputed()
         for at in range(first, stop):
@@ -87,7 +86,7 @@ class LayerTraffic:
         count = 0 if mode == "none" else int(some) if some else layers
         return frozenset(at * layers // count for at in range(count))
 
-    def _sends(self, first: int, stop: int, number: int, stages: int) -> Iterator[Sent]:
+    def _sends(self, first: int, stop: int, number: int, stages: int) -> Iterator[LayerCollective]:
         """Activations to the next stage and gradients to the one before, where these are on other ranks."""
         spine, schedule, line = self._model.spine, self._layout.pipeline(), self._pp.ranks
         assert spine is not None
@@ -97,30 +96,30 @@ class LayerTraffic:
         for other, cut, back in ((number + 1, stop, False), (number - 1, first, True)):
             if 0 <= other < stages and schedule.stage_rank(other) != mine:
                 pair = tuple(sorted((line[mine], line[schedule.stage_rank(other)])))
-                yield Sent(Group("pp", pair), "send", size * len(spine.payload[cut]), back)
+                yield LayerCollective(CollectiveGroup("pp", pair), "send", size * len(spine.payload[cut]), back)
 
     # -------------------------------------------------------- the ends
 
-    def _ends(self, is_first: bool, is_last: bool) -> Iterator[Sent]:
+    def _ends(self, is_first: bool, is_last: bool) -> Iterator[LayerCollective]:
         """The split vocabulary: rows of the embedding summed, the head's input, and two vectors of the loss."""
         table, loss = self._model.table, 8 if self._layout.precision == "float64" else 4
         if self._layout.degree("tp") == 1 or table is None:
             return
         size = self._tokens * self._width * self._bytes.compute
         if table.vocabulary and is_first:  # of whole rows: the first layer takes this rank's tokens of them
-            yield Sent(self._tp, "all_reduce", size * self._layout.degree("cp"))
+            yield LayerCollective(self._tp, "all_reduce", size * self._layout.degree("cp"))
         if table.vocabulary and is_last and not table.headless:
-            yield Sent(self._tp, "all_reduce", size, back=True)
-            yield Sent(self._tp, "all_reduce", self._tokens * loss * 3)
+            yield LayerCollective(self._tp, "all_reduce", size, back=True)
+            yield LayerCollective(self._tp, "all_reduce", self._tokens * loss * 3)
         part = size / self._layout.degree("tp")
         if self._layout.sequence and is_first:
-            yield Sent(self._tp, "all_gather", part, back=True)
+            yield LayerCollective(self._tp, "all_gather", part, back=True)
         if self._layout.sequence and is_last:
-            yield Sent(self._tp, "all_gather", part)
+            yield LayerCollective(self._tp, "all_gather", part)
 
     # -------------------------------------------------------- layers
 
-    def _layer(self, at: int) -> Iterator[Sent]:
+    def _layer(self, at: int) -> Iterator[LayerCollective]:
         """What a layer sends on a micro-batch, in the order of its forward."""
         name, table, spread = self._model.layers[at], self._model.table, self._layout.degree("ep") > 1
         rows = table.layers.get(name, LayerRows(groups=())) if table is not None else LayerRows(groups=())
@@ -143,28 +142,28 @@ class LayerTraffic:
     def _attention(self) -> str:
         return self._layout.attention or self._model.attention
 
-    def _summed(self, layer: str, group: TableGroup, at: int, is_last: bool) -> Iterator[Sent]:
+    def _summed(self, layer: str, group: ShardingGroup, at: int, is_last: bool) -> Iterator[LayerCollective]:
         """A group of matrices over ``tp``: what enters it and what leaves it. Source: Shoeybi et al. (2019)."""
         size, split, tp = self._tokens * self._bytes.compute, self._layout.degree("tp"), self._tp
         entering = list(self._entering(layer, group, at))
         leaving = self._features(layer, group, group.row)
         if not self._layout.sequence:
             for features in entering:
-                yield Sent(tp, "all_reduce", size * features, back=True)
-            yield Sent(tp, "all_reduce", size * leaving, tail=is_last)
+                yield LayerCollective(tp, "all_reduce", size * features, back=True)
+            yield LayerCollective(tp, "all_reduce", size * leaving, tail=is_last)
             for name in group.inner:
                 for back in (False, True):
-                    yield Sent(tp, "all_reduce", size * self._features(layer, group, name), back)
+                    yield LayerCollective(tp, "all_reduce", size * self._features(layer, group, name), back)
             return
         if group.inlets == (group.row,):  # experts: the numbers of their choices travel too
-            yield Sent(tp, "all_gather", self._tokens / split * INDEX * self._active(at))
+            yield LayerCollective(tp, "all_gather", self._tokens / split * INDEX * self._active(at))
         for features in entering:
-            yield Sent(tp, "all_gather", size / split * features)
-            yield Sent(tp, "reduce_scatter", size / split * features, back=True)
-        yield Sent(tp, "reduce_scatter", size / split * leaving, tail=is_last)
-        yield Sent(tp, "all_gather", size / split * leaving, back=True)
+            yield LayerCollective(tp, "all_gather", size / split * features)
+            yield LayerCollective(tp, "reduce_scatter", size / split * features, back=True)
+        yield LayerCollective(tp, "reduce_scatter", size / split * leaving, tail=is_last)
+        yield LayerCollective(tp, "all_gather", size / split * leaving, back=True)
 
-    def _entering(self, layer: str, group: TableGroup, at: int) -> Iterator[int]:
+    def _entering(self, layer: str, group: ShardingGroup, at: int) -> Iterator[int]:
         """Features of each tensor that enters a group."""
         if self._layout.sequence and group.heads:
             yield self._width
@@ -181,7 +180,7 @@ class LayerTraffic:
         if not self._layout.sequence:
             yield from (self._outputs(layer, name) for name in group.entries)
 
-    def _exchanged(self, layer: str, group: TableGroup) -> Iterator[Sent]:
+    def _exchanged(self, layer: str, group: ShardingGroup) -> Iterator[LayerCollective]:
         """Tokens for heads and back. Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3."""
         shares = group.shares(len(self._cp.ranks))
         if shares is None:
@@ -189,24 +188,24 @@ class LayerTraffic:
         size, mine = self._tokens * self._bytes.compute, self._place["cp"]
         by_name = {split.name: split for split in group.splits}
 
-        def widths(split: Split) -> list[int]:
+        def widths(split: ParameterSplit) -> list[int]:
             return [sum(stop - start for start, stop in split.spans(*units, group.units)) for units in shares]
 
         for name in group.inlets:
             held = widths(by_name[f"{name}.weight"])
             away, own = sum(held) - held[mine], held[mine] * (len(held) - 1)
-            yield Sent(self._cp, "all_to_all", size * away)
-            yield Sent(self._cp, "all_to_all", size * own, back=True)
+            yield LayerCollective(self._cp, "all_to_all", size * away)
+            yield LayerCollective(self._cp, "all_to_all", size * own, back=True)
         for name in group.entries:
             features = self._outputs(layer, name)
-            yield Sent(self._cp, "all_gather", size * features)
-            yield Sent(self._cp, "reduce_scatter", size * features, back=True)
+            yield LayerCollective(self._cp, "all_gather", size * features)
+            yield LayerCollective(self._cp, "reduce_scatter", size * features, back=True)
         held = widths(by_name[f"{group.row}.weight"])
         away, own = sum(held) - held[mine], held[mine] * (len(held) - 1)
-        yield Sent(self._cp, "all_to_all", size * own)
-        yield Sent(self._cp, "all_to_all", size * away, back=True)
+        yield LayerCollective(self._cp, "all_to_all", size * own)
+        yield LayerCollective(self._cp, "all_to_all", size * away, back=True)
 
-    def _gathered(self, at: int) -> Iterator[Sent]:
+    def _gathered(self, at: int) -> Iterator[LayerCollective]:
         """Keys and values of all tokens; under a mask key heads come repeated, as many as query heads."""
         block = self._job.shape.blocks[at]
         if not block.heads:
@@ -215,26 +214,26 @@ class LayerTraffic:
         # Where there are fewer key heads than ranks of tp, each rank has a whole one.
         features = -(-heads // self._layout.degree("tp")) * (block.head_size + block.value_size)
         size = self._tokens * features * self._bytes.compute
-        yield Sent(self._cp, "all_gather", size)
-        yield Sent(self._cp, "reduce_scatter", size, back=True)
+        yield LayerCollective(self._cp, "all_gather", size)
+        yield LayerCollective(self._cp, "reduce_scatter", size, back=True)
 
-    def _dispatched(self, rows: ExpertRows, at: int, is_last: bool) -> Iterator[Sent]:
+    def _dispatched(self, rows: ExpertRows, at: int, is_last: bool) -> Iterator[LayerCollective]:
         """Tokens to their experts and back, where each expert is chosen as often. Source: GShard (2021), 3.2."""
         degree, active, split = self._layout.degree("ep"), self._active(at), self._layout.degree("tp")
         tokens, compute = self._tokens, self._bytes.compute
         if split > 1:
             tokens = -(-tokens // split)
             if not self._layout.sequence:  # each rank of tp sends its share of equal tokens
-                yield Sent(self._tp, "all_gather", tokens * self._width * compute, tail=is_last)
+                yield LayerCollective(self._tp, "all_gather", tokens * self._width * compute, tail=is_last)
                 for features in (self._width, self._choices(at)):
-                    yield Sent(self._tp, "all_gather", tokens * features * compute, back=True)
+                    yield LayerCollective(self._tp, "all_gather", tokens * features * compute, back=True)
         held = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
         away = (rows.experts - held[self._at]) / rows.experts
-        yield Sent(self._ep, "all_to_all", INDEX * (rows.experts - held[self._at]))
+        yield LayerCollective(self._ep, "all_to_all", INDEX * (rows.experts - held[self._at]))
         slots = tokens * active * self._width * compute
         there, back = slots * away, slots * (degree - 1) * held[self._at] / rows.experts
         for size, backward in ((there, False), (back, False), (back, True), (there, True)):
-            yield Sent(self._ep, "all_to_all", size, back=backward)
+            yield LayerCollective(self._ep, "all_to_all", size, back=backward)
 
     # -------------------------------------------------------- sizes
 
@@ -247,17 +246,17 @@ class LayerTraffic:
         wide = 4 if self._model.wide_routing else 0
         return self._active(at) * max(wide, self._bytes.compute) // self._bytes.compute
 
-    def _split_dim(self, group: TableGroup, name: str) -> int:
+    def _split_dim(self, group: ShardingGroup, name: str) -> int:
         return next((split.dim for split in group.splits if split.name == f"{name}.weight"), 0)
 
-    def _features(self, layer: str, group: TableGroup, name: str) -> int:
+    def _features(self, layer: str, group: ShardingGroup, name: str) -> int:
         """Features that a module gives whose input is split."""
         if group.inlets == (group.row,) and name == group.row:
             return self._width
         shape = self._model.shapes[f"{layer}.{name}.weight"]
         return shape[1 - self._split_dim(group, name)]
 
-    def _inputs(self, layer: str, group: TableGroup, name: str) -> int:
+    def _inputs(self, layer: str, group: ShardingGroup, name: str) -> int:
         """Features that a module reads whose output is split."""
         shape = self._model.shapes[f"{layer}.{name}.weight"]
         return shape[1 - self._split_dim(group, name)] if len(shape) > 1 else self._width
@@ -265,4 +264,3 @@ class LayerTraffic:
     def _outputs(self, layer: str, name: str) -> int:
         """Features that a module gives which is held whole."""
         return self._model.shapes[f"{layer}.{name}.weight"][0]
-

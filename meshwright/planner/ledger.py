@@ -28,7 +28,7 @@ WILD = 8.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lesson:
+class RunHistory:
     """What runs on a machine taught."""
 
     factor: float = 1.0
@@ -65,7 +65,7 @@ def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
         file.write(json.dumps({"machine": machine, **row}) + "\n")
 
 
-def learn(path: Path, machine: str) -> Lesson:
+def learn(path: Path, machine: str) -> RunHistory:
     """Returns what the last runs on a machine teach; lines that can't be read are passed over.
 
     So are runs that other figures price than the most: compiled, with state in host memory, in float64.
@@ -74,7 +74,7 @@ def learn(path: Path, machine: str) -> Lesson:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return Lesson()
+        return RunHistory()
     for line in lines:
         try:
             row = parse_json(line)
@@ -87,7 +87,7 @@ def learn(path: Path, machine: str) -> Lesson:
             ratios.append((axes_of(layout), math.log(ratio), bool(row.get("paced"))))
     ratios = ratios[-LAST:]
     if not _believed([paced for *_, paced in ratios]):
-        return Lesson()
+        return RunHistory()
     grouped: dict[str, list[tuple[float, bool]]] = {}
     for used, log, paced in ratios:
         grouped.setdefault(used, []).append((log, paced))
@@ -96,7 +96,7 @@ def learn(path: Path, machine: str) -> Lesson:
         for used, rows in grouped.items()
         if _believed([paced for _, paced in rows])
     }
-    return Lesson(factor=math.exp(median(log for _, log, _ in ratios)), runs=len(ratios), by_axes=by_axes)
+    return RunHistory(factor=math.exp(median(log for _, log, _ in ratios)), runs=len(ratios), by_axes=by_axes)
 
 
 def _believed(paced: Sequence[bool]) -> bool:

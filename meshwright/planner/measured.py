@@ -15,7 +15,7 @@ from meshwright.planner.choose import Candidate, Choice, Question, arranged, can
 from meshwright.planner.cost.operators import pieces
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.kept import read_kept
-from meshwright.planner.rates import Measured
+from meshwright.planner.rates import MeasuredTimes
 from meshwright.shape import ModelWork
 
 Measure = Callable[[Layout, int], ModelWork | None]
@@ -40,7 +40,7 @@ def corrected(question: Question, one: Candidate, measure: Measure) -> Candidate
         return one
     logits = work.rows * job.sequence * job.shape.vocab / layout.degree("tp")
     found = pieces(work, calibration, job.dtype, question.cluster.devices > 1, logits)
-    return repriced(question, one, Measured(question, one, work, found, calibration).price())
+    return repriced(question, one, MeasuredTimes(question, one, work, found, calibration).price())
 
 
 def priced(question: Question, layout: Layout, measure: Measure | None) -> Candidate:
@@ -107,6 +107,4 @@ def _taught(question: Question, one: Candidate) -> Candidate:
         for stage in price.stages
     )
     parts = {name: seconds * factor for name, seconds in price.parts.items()}
-    return repriced(
-        question, one, dataclasses.replace(price, step_s=price.step_s * factor, parts=parts, stages=stages)
-    )
+    return repriced(question, one, dataclasses.replace(price, step_s=price.step_s * factor, parts=parts, stages=stages))

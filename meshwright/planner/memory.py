@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.plan import Layout
-from meshwright.planner.held import Held, HeldLayer, HeldStage, elements, shard_elements
+from meshwright.planner.held import LayerWeights, RankWeights, StageWeights, elements, shard_elements
 from meshwright.planner.parts import ModelParts, StateSizes
 
 __all__ = ["ModelParts", "Position", "StateSizes", "paper_memory", "position_memory", "rest_bytes", "state_memory"]
@@ -22,7 +22,7 @@ class Position:
 
     place: Mapping[str, int] = field(default_factory=dict)
     """Index along ``pp`` and ``tp``, where they are used."""
-    held: Held
+    held: RankWeights
     """What it holds before the data axes shard it."""
     memory: Mapping[str, int]
     """Bytes of parameters, gradients and optimizer of the fullest of these ranks."""
@@ -93,7 +93,7 @@ def _sharded(layout: Layout) -> bool:
     return bool(layout.zero) or layout.mixed or layout.offload == "parameters"
 
 
-def _priced(layout: Layout, held: Held) -> tuple[dict[str, int], dict[str, str]]:
+def _priced(layout: Layout, held: RankWeights) -> tuple[dict[str, int], dict[str, str]]:
     """Bytes and formulas of one place."""
     wide = _wide(layout)
     narrow = 2 if layout.mixed else wide
@@ -120,7 +120,7 @@ def _priced(layout: Layout, held: Held) -> tuple[dict[str, int], dict[str, str]]
     }
 
 
-def _gathered(layout: Layout, held: Held) -> tuple[int, str]:
+def _gathered(layout: Layout, held: RankWeights) -> tuple[int, str]:
     """Elements that are gathered at most, and the formula."""
     if layout.degree("pp") > 1:
         stages = sorted((_stage_elements(stage, held) for stage in held.stages), reverse=True)
@@ -137,11 +137,11 @@ def _gathered(layout: Layout, held: Held) -> tuple[int, str]:
     return _whole(stage.rest, held.shards) + max(pairs, default=0), "c (rest + 2 largest neighbouring layers)"
 
 
-def _stage_elements(stage: HeldStage, held: Held) -> int:
+def _stage_elements(stage: StageWeights, held: RankWeights) -> int:
     return _whole(stage.rest, held.shards) + sum(_layer_elements(layer, held) for layer in stage.layers)
 
 
-def _layer_elements(layer: HeldLayer, held: Held) -> int:
+def _layer_elements(layer: LayerWeights, held: RankWeights) -> int:
     return _whole(layer.own, held.shards) + _whole(layer.experts, held.expert_shards)
 
 

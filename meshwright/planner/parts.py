@@ -9,11 +9,11 @@ from typing import Any, Self
 
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.groups import carved_shards, coordinates, state_index
-from meshwright.axes.spine import Spine, divide, held_names
+from meshwright.axes.spine import LayerGraph, divide, held_names
 from meshwright.axes.table import ShardingTable, vocabulary_span
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
-from meshwright.planner.held import Held, HeldLayer, HeldStage
+from meshwright.planner.held import LayerWeights, RankWeights, StageWeights
 
 Shape = tuple[int, ...]
 
@@ -32,11 +32,11 @@ class StateSizes:
         """Those outside the layers: embedding, head, last norm."""
         return self.total - sum(self.layers)
 
-    def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], Held]]:
+    def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], RankWeights]]:
         """Yields the one place that there is, as `ModelParts.positions` does."""
-        layers = tuple(HeldLayer(own=((count, 1),)) for count in self.layers)
-        stage = HeldStage(rest=((self.rest, 1),), layers=layers)
-        yield {}, Held(stages=(stage,), shards=layout.state_shards)
+        layers = tuple(LayerWeights(own=((count, 1),)) for count in self.layers)
+        stage = StageWeights(rest=((self.rest, 1),), layers=layers)
+        yield {}, RankWeights(stages=(stage,), shards=layout.state_shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class ModelParts:
     """Names of what isn't trained, and so isn't priced."""
     table: ShardingTable | None = None
     """Needed by layouts with ``tp``."""
-    spine: Spine | None = None
+    spine: LayerGraph | None = None
     """Needed by layouts with ``pp``."""
     experts: tuple[ExpertRows, ...] = ()
     """Needed by layouts with ``ep``."""
@@ -69,7 +69,7 @@ class ModelParts:
         layers: Sequence[str],
         ties: Sequence[Sequence[str]] = (),
         table: ShardingTable | None = None,
-        spine: Spine | None = None,
+        spine: LayerGraph | None = None,
         experts: Sequence[ExpertRows] = (),
         attention: str = "",
         wide_routing: bool = False,
@@ -104,7 +104,7 @@ class ModelParts:
         """Trainable parameters, tied ones once."""
         return sum(math.prod(self.shapes[name]) for name in self.trained(self.shapes))
 
-    def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], Held]]:
+    def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], RankWeights]]:
         """Yields what ranks hold, by place along ``pp`` and ``tp``; of those that hold other experts, the most.
 
         Raises:
@@ -112,7 +112,7 @@ class ModelParts:
         """
         return Places(self, layout).positions()
 
-    def held_by(self, layout: Layout, rank: int) -> tuple[Held, int, int]:
+    def held_by(self, layout: Layout, rank: int) -> tuple[RankWeights, int, int]:
         """Returns what a rank holds, its index among the ranks of its shards, and among those of its experts'."""
         return Places(self, layout).held_by(rank)
 
@@ -145,7 +145,7 @@ class Places:
         self._by_stage = self._divided()
         self._local: dict[tuple[int, int], dict[str, Shape]] = {}
 
-    def positions(self) -> Iterator[tuple[dict[str, int], Held]]:
+    def positions(self) -> Iterator[tuple[dict[str, int], RankWeights]]:
         """See `ModelParts.positions`."""
         layout = self._layout
         for stage in range(layout.degree("pp")):
@@ -154,7 +154,7 @@ class Places:
                 most = max(sorted(self._expert_places(index)), key=self._expert_count)
                 yield {name: at for name, at in place.items() if layout.degree(name) > 1}, self.held(stage, index, most)
 
-    def held_by(self, rank: int) -> tuple[Held, int, int]:
+    def held_by(self, rank: int) -> tuple[RankWeights, int, int]:
         """See `ModelParts.held_by`."""
         layout = self._layout
         place = coordinates(rank, layout.degrees)
@@ -163,7 +163,7 @@ class Places:
         shard = state_index(rank, layout.degrees, layout.zero)
         return self.held(place["pp"], place["tp"], index), shard, behind if layout.zero else 0
 
-    def held(self, pp: int, tp: int, ep: int) -> Held:
+    def held(self, pp: int, tp: int, ep: int) -> RankWeights:
         """Returns what the ranks of one place along three axes hold."""
         layout, local, first = self._layout, self._shapes(tp, ep), self._model.first_names()
         seen: set[str] = set()
@@ -174,7 +174,7 @@ class Places:
             twins += [_rows(local[name]) for name in names if firsts[name] in seen]
             seen |= set(firsts.values())
             stages.append(self._stage(names, local))
-        return Held(
+        return RankWeights(
             stages=tuple(stages),
             shards=layout.state_shards,
             expert_shards=carved_shards("ep", layout.degrees, layout.zero),
@@ -189,7 +189,7 @@ class Places:
         """Returns the shapes of what one place along ``tp`` and ``ep`` holds of each weight."""
         return self._shapes(tp, ep)
 
-    def held_stage(self, names: Sequence[str], tp: int, ep: int) -> HeldStage:
+    def held_stage(self, names: Sequence[str], tp: int, ep: int) -> StageWeights:
         """Returns some weights of one stage as what a rank holds of them."""
         return self._stage(names, self._shapes(tp, ep))
 
@@ -203,7 +203,7 @@ class Places:
         stages = [model.trained(name for name in model.shapes if name in names) for names in held]
         return [[stages[number] for number in schedule.rank_stages(at)] for at in range(layout.degree("pp"))]
 
-    def _stage(self, names: Sequence[str], local: Mapping[str, Shape]) -> HeldStage:
+    def _stage(self, names: Sequence[str], local: Mapping[str, Shape]) -> StageWeights:
         layers: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
             layer: ([], []) for layer in self._model.layers
         }
@@ -215,9 +215,9 @@ class Places:
             else:
                 layers[layer][name in self._spread].append(_rows(local[name]))
         held = [(own, experts) for own, experts in layers.values() if own or experts]
-        return HeldStage(
+        return StageWeights(
             rest=tuple(rest),
-            layers=tuple(HeldLayer(own=tuple(own), experts=tuple(experts)) for own, experts in held),
+            layers=tuple(LayerWeights(own=tuple(own), experts=tuple(experts)) for own, experts in held),
         )
 
     def _shapes(self, tp: int, ep: int) -> dict[str, Shape]:
@@ -273,7 +273,7 @@ def stage_bounds(model: ModelParts, layout: Layout) -> tuple[int, ...]:
     return divide(_spine(model, layout), sizes, model.ties, layout.pipeline().stages, layout.split)
 
 
-def _spine(model: ModelParts, layout: Layout) -> Spine:
+def _spine(model: ModelParts, layout: Layout) -> LayerGraph:
     if model.spine is None:
         raise PlanError(f"pp={layout.degree('pp')}: its bytes follow from the model's spine, which wasn't read")
     return model.spine

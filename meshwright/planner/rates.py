@@ -8,11 +8,11 @@ from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.traffic import span
 from meshwright.planner.choose import Candidate, Question
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.operators import Pieces, WorkSeconds
+from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.stages import divide
 from meshwright.planner.timeline import send_of
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
@@ -24,7 +24,7 @@ COMPUTE = ("matmul", "attention", "elementwise")
 """Parts of a step that operators give."""
 
 
-class Measured:
+class MeasuredTimes:
     """What a layout takes on a machine that was measured.
 
     Args:
@@ -36,7 +36,7 @@ class Measured:
     """
 
     def __init__(
-        self, question: Question, one: Candidate, work: ModelWork, found: Pieces, calibration: Calibration
+        self, question: Question, one: Candidate, work: ModelWork, found: PipelineSeconds, calibration: Calibration
     ) -> None:
         self._question, self._layout, self._closed = question, one.layout, one.price
         self._work, self._found, self._calibration = work, found, calibration
@@ -203,7 +203,7 @@ class Measured:
             backward.append((stop - start) * _total(back) + sum(_total(one[1]) for one in ends) + action)
             products = (stop - start) * back["matmul"] + sum(one[1]["matmul"] for one in ends)
             weight.append(min(products / 2, backward[-1]))
-        costs = Costs(
+        costs = ActionCosts(
             forward_s=tuple(forward),
             backward_s=tuple(backward),
             input_s=tuple(whole - part for whole, part in zip(backward, weight)),

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, chosen, searched
-from meshwright.planner.search import Found
+from meshwright.planner.search import SearchResult
 from meshwright.planner.space import divisors
 
 IDLE = 1 / 16
@@ -96,7 +96,7 @@ def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:
     Raises:
         PlanError: when no such number of devices has a layout that fits.
     """
-    best: tuple[Question, Found] | None = None
+    best: tuple[Question, SearchResult] | None = None
     under = np.inf
     for part in _parts(question):
         try:

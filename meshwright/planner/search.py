@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Array, Degrees, Job, array_fields
+from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob, array_fields
 from meshwright.planner.cost.offload import HOST_USABLE, least_seconds, wide_bytes
 from meshwright.planner.cost.price import piped_many, price_many
 from meshwright.planner.cost.prices import Prices
-from meshwright.planner.kept import Kept, adjusted, extra_bytes
+from meshwright.planner.kept import ActivationBytes, adjusted, extra_bytes
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, splits, variants
 
 CHECKED = 4000
@@ -36,10 +36,10 @@ BATCH = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SearchResult:
     """What a search found."""
 
-    best: tuple[Degrees, Prices] | None
+    best: tuple[LayoutBatch, Prices] | None
     """Layouts that were priced and fit, fastest first, with their prices; None where none fits."""
     considered: int
     """Layouts of the space."""
@@ -47,22 +47,22 @@ class Found:
     """Of these, how many were priced; the others' bound was above the last that is kept."""
     too_large: int
     """Of the priced, how many don't fit."""
-    leanest: tuple[Degrees, Prices] | None
+    leanest: tuple[LayoutBatch, Prices] | None
     """Of those that don't fit, the one that takes least; None where none was refused."""
     took_s: float
     """Seconds of the search."""
 
 
 def search(
-    job: Job,
+    job: PricedJob,
     space: Space,
     machine: Machine,
-    engine: Engine,
+    engine: FrameworkProfile,
     memory_bytes: float,
     keep: int = 200,
-    kept: Kept | None = None,
+    kept: ActivationBytes | None = None,
     under: float = np.inf,
-) -> Found:
+) -> SearchResult:
     """Returns the best layouts that fit, exactly: no layout of the space that isn't among them is faster.
 
     Layouts that offload are among them only where they are faster than the best that doesn't.
@@ -90,7 +90,7 @@ def search(
     for at, group in enumerate(_groups(modes)):
         pool.limit_to_faster(at > 0)
         _Look(job, space, machine, engine, memory_bytes, kept, pool, group, first=at == 0).through(every, bounds)
-    return Found(
+    return SearchResult(
         best=_best(pool.found, keep),
         considered=count(job, space, every) * len(modes),
         priced=pool.priced,
@@ -128,12 +128,12 @@ class _Look:
 
     def __init__(
         self,
-        job: Job,
+        job: PricedJob,
         space: Space,
         machine: Machine,
-        engine: Engine,
+        engine: FrameworkProfile,
         memory_bytes: float,
-        kept: Kept | None,
+        kept: ActivationBytes | None,
         pool: _Pool,
         offloads: tuple[str, ...],
         first: bool,
@@ -159,7 +159,7 @@ class _Look:
             if some is not None:
                 self._offer(some)
 
-    def _fits(self, degrees: Degrees, columns: Mapping[str, Array]) -> Array:
+    def _fits(self, degrees: LayoutBatch, columns: Mapping[str, Array]) -> Array:
         """Which layouts fit, and wouldn't without what they offload."""
         more = extra_bytes(columns["activations"], degrees, self._kept, self._engine)
         fits = columns["peak"] + more <= self._memory_bytes
@@ -169,14 +169,14 @@ class _Look:
             fits &= columns["whole"] + more > self._memory_bytes
         return np.asarray(fits)
 
-    def _offer(self, degrees: Degrees) -> Prices:
+    def _offer(self, degrees: LayoutBatch) -> Prices:
         job, machine, engine, kept = self._job, self._machine, self._engine, self._kept
         prices = price_many(job, degrees, machine, engine, self._fits)
         prices = adjusted(prices, degrees, kept, engine)
         self._pool.take(degrees, prices, self._first)
         return prices
 
-    def _nearest(self, every: np.ndarray, bounds: Array) -> Iterator[Degrees]:
+    def _nearest(self, every: np.ndarray, bounds: Array) -> Iterator[LayoutBatch]:
         """Yields variants of the cores that may fit, lowest bounds first, until the next is above the pool's limit."""
         pool = self._pool
         order = np.argsort(bounds, kind="stable")
@@ -193,7 +193,7 @@ class _Look:
                 if degrees.count:
                     yield degrees
 
-    def _expanded(self, rows: np.ndarray, bounds: Array) -> Degrees:
+    def _expanded(self, rows: np.ndarray, bounds: Array) -> LayoutBatch:
         """Variants of some cores; of those that offload, the ones that their update doesn't put above the limit."""
         job, space = self._job, self._space
         degrees = expand(job, space, rows, self._offloads)
@@ -215,7 +215,7 @@ class _Look:
         """Returns of which cores some variant may fit, by their leanest forms; keeps the leanest of all."""
         degrees = leanest(self._job, self._space, rows, self._offloads)
 
-        def never(some: Degrees, columns: Mapping[str, Array]) -> Array:
+        def never(some: LayoutBatch, columns: Mapping[str, Array]) -> Array:
             return np.zeros(some.count, dtype=bool)
 
         prices = price_many(self._job, degrees, self._machine, self._engine, never)
@@ -225,7 +225,7 @@ class _Look:
         fits = (prices.peak + more <= self._memory_bytes) & (prices.host <= self._host_bytes)
         return np.asarray(fits.reshape(-1, len(rows)).any(axis=0))
 
-    def _partly(self, degrees: Degrees, prices: Prices, limit: float) -> Degrees | None:
+    def _partly(self, degrees: LayoutBatch, prices: Prices, limit: float) -> LayoutBatch | None:
         """Where nothing recomputed doesn't fit and all of it does: the fewest layers that have to, and one more.
 
         None for nowhere.
@@ -267,10 +267,10 @@ class _Pool:
     def __init__(self, keep: int, under: float) -> None:
         self._keep, self._under = keep, under
         self._times = np.empty(0)
-        self.found: list[tuple[Degrees, Prices]] = []
+        self.found: list[tuple[LayoutBatch, Prices]] = []
         self.priced = self.refused = 0
-        self.lean: tuple[Degrees, Prices] | None = None
-        self.forms: list[tuple[Degrees, Prices]] = []
+        self.lean: tuple[LayoutBatch, Prices] | None = None
+        self.forms: list[tuple[LayoutBatch, Prices]] = []
 
     @property
     def limit(self) -> float:
@@ -283,7 +283,7 @@ class _Pool:
             self._under = min(self._under, float(self._times[0]))
             self._times = self._times[:0]
 
-    def take(self, degrees: Degrees, prices: Prices, first: bool) -> None:
+    def take(self, degrees: LayoutBatch, prices: Prices, first: bool) -> None:
         """Keeps those of the layouts that fit, of which alone the time is known, and are among the best.
 
         Args:
@@ -304,7 +304,7 @@ class _Pool:
             self._times = np.sort(np.concatenate([self._times, prices.step_s[good]]))[: self._keep]
 
 
-def _picked(degrees: Degrees, prices: Prices, index: np.ndarray) -> tuple[Degrees, Prices]:
+def _picked(degrees: LayoutBatch, prices: Prices, index: np.ndarray) -> tuple[LayoutBatch, Prices]:
     return degrees.take(index), prices.part(index)
 
 
@@ -320,10 +320,10 @@ def _each(pieces: list[Prices], made: Callable[[list[np.ndarray]], np.ndarray]) 
     return Prices(**fields)
 
 
-def _best(kept: list[tuple[Degrees, Prices]], keep: int) -> tuple[Degrees, Prices] | None:
+def _best(kept: list[tuple[LayoutBatch, Prices]], keep: int) -> tuple[LayoutBatch, Prices] | None:
     if not kept:
         return None
     arrays: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one, _ in kept]) for name in array_fields()}
     prices = _each([prices for _, prices in kept], np.concatenate)
     order = np.argsort(prices.step_s, kind="stable")[:keep]
-    return _picked(Degrees(**arrays), prices, order)
+    return _picked(LayoutBatch(**arrays), prices, order)

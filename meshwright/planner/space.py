@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.plan import OFFLOADS, Layout
-from meshwright.planner.cost.job import RECOMPUTES, Array, Degrees, Job, schedule_names
+from meshwright.planner.cost.job import RECOMPUTES, Array, LayoutBatch, PricedJob, schedule_names
 from meshwright.schedules.spec import known_schedules, searched_schedules
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
@@ -66,7 +66,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def cores(job: Job, space: Space) -> np.ndarray:
+def cores(job: PricedJob, space: Space) -> np.ndarray:
     """Returns every core as a row of (pp, cp, tp, ep, micro-batches, schedule, stages of a rank).
 
     Raises:
@@ -88,7 +88,7 @@ def cores(job: Job, space: Space) -> np.ndarray:
     return np.array(found, dtype=float)
 
 
-def _degrees(job: Job, space: Space) -> Iterator[tuple[int, int, int]]:
+def _degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]]:
     shape, every = job.shape, divisors(space.devices)
     heads = min(block.heads for block in shape.blocks if block.heads) if any(b.heads for b in shape.blocks) else 0
     for tp in _allowed("tp", every, space):
@@ -109,7 +109,7 @@ def _allowed(axis: str, every: Sequence[int], space: Space) -> list[int]:
     return list(every) if axis in space.axes else [1]
 
 
-def _experts(job: Job, space: Space, data: int, cp: int, tp: int) -> list[int]:
+def _experts(job: PricedJob, space: Space, data: int, cp: int, tp: int) -> list[int]:
     """Degrees of ep: it spreads the experts over ranks of shard, cp and tp, of which shard may be all of data."""
     experts = job.shape.experts
     if not experts:
@@ -119,7 +119,7 @@ def _experts(job: Job, space: Space, data: int, cp: int, tp: int) -> list[int]:
     return [ep for ep in options if room % ep == 0 and experts % ep == 0]
 
 
-def _microbatches(job: Job, space: Space, data: int) -> list[int]:
+def _microbatches(job: PricedJob, space: Space, data: int) -> list[int]:
     given = [space.fixed[axis] for axis in ("replicate", "shard") if axis in space.fixed]
     if job.rows % data or data % math.prod(given) or (len(given) == 2 and data != math.prod(given)):
         return []
@@ -129,7 +129,7 @@ def _microbatches(job: Job, space: Space, data: int) -> list[int]:
     return divisors(job.rows // data)
 
 
-def _orders(job: Job, space: Space, pp: int, micro: int) -> Iterator[tuple[int, int]]:
+def _orders(job: PricedJob, space: Space, pp: int, micro: int) -> Iterator[tuple[int, int]]:
     """(code of the schedule, stages of a rank)."""
     if pp == 1:
         yield 0, 1
@@ -152,7 +152,7 @@ def _orders(job: Job, space: Space, pp: int, micro: int) -> Iterator[tuple[int, 
             yield codes[name], chunks
 
 
-def variants(job: Job, space: Space, core: Sequence[float]) -> tuple[tuple[int, int, int, int], ...]:
+def variants(job: PricedJob, space: Space, core: Sequence[float]) -> tuple[tuple[int, int, int, int], ...]:
     """Returns (replicate, shard, ZeRO level, recompute) of every variant of a core."""
     pp, cp, tp, ep = (int(value) for value in core[:4])
     data = space.devices // (pp * cp * tp)
@@ -215,7 +215,7 @@ def families(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return chosen[starts], np.diff(np.append(starts, len(chosen)))
 
 
-def count(job: Job, space: Space, every: np.ndarray) -> int:
+def count(job: PricedJob, space: Space, every: np.ndarray) -> int:
     """Returns the number of layouts that have one of some cores.
 
     Args:
@@ -232,7 +232,7 @@ def count(job: Job, space: Space, every: np.ndarray) -> int:
     return found
 
 
-def expand(job: Job, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> Degrees:
+def expand(job: PricedJob, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> LayoutBatch:
     """Returns all variants of some cores as arrays of layouts.
 
     Args:
@@ -252,18 +252,18 @@ def expand(job: Job, space: Space, chosen: np.ndarray, offloads: Sequence[str] =
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     columns = {name: np.tile(values, len(offloads)) for name, values in columns.items()}
     columns["offload"] = np.repeat([float(OFFLOADS.index(one)) for one in offloads], len(whole))
-    return Degrees.of(columns)
+    return LayoutBatch.of(columns)
 
 
-def lightest(space: Space, chosen: np.ndarray) -> Degrees:
+def lightest(space: Space, chosen: np.ndarray) -> LayoutBatch:
     """Returns cores as layouts whose data ranks hold copies, for a bound on all of their variants."""
     columns = dict(zip(CORE, chosen.T))
     columns["replicate"] = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
-    return Degrees.of(columns)
+    return LayoutBatch.of(columns)
 
 
-def leanest(job: Job, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> Degrees:
+def leanest(job: PricedJob, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> LayoutBatch:
     """Returns cores in a few forms of which one takes least memory, all of the first form, then all of the second, ...
 
     Everything is recomputed and the state sharded as far as it goes, at the lowest and at the highest ZeRO level: a
@@ -286,16 +286,16 @@ def leanest(job: Job, space: Space, chosen: np.ndarray, offloads: Sequence[str] 
     columns["recompute"] = np.where(splits(columns["schedule"]), 0, most)
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     columns["offload"] = np.repeat([float(one) for one, _ in forms], len(chosen))
-    return Degrees.of(columns)
+    return LayoutBatch.of(columns)
 
 
-def _widest(job: Job, space: Space, core: Sequence[float]) -> int:
+def _widest(job: PricedJob, space: Space, core: Sequence[float]) -> int:
     """The most ranks over which a core's state may be sharded."""
     found = variants(job, space, core)  # by rising degrees of shard
     return found[-1][1] if found else 1
 
 
-def layout_of(degrees: Degrees, at: int, base: Layout, layers: int) -> Layout:
+def layout_of(degrees: LayoutBatch, at: int, base: Layout, layers: int) -> Layout:
     """Returns one of many layouts as a `Layout`.
 
     Args:
@@ -324,7 +324,7 @@ def layout_of(degrees: Degrees, at: int, base: Layout, layers: int) -> Layout:
     )
 
 
-def contains(job: Job, space: Space, every: np.ndarray, base: Layout, layout: Layout) -> bool:
+def contains(job: PricedJob, space: Space, every: np.ndarray, base: Layout, layout: Layout) -> bool:
     """Whether a layout is one of the space.
 
     Args:
@@ -348,7 +348,7 @@ def contains(job: Job, space: Space, every: np.ndarray, base: Layout, layout: La
     return layout == dataclasses.replace(base, sequence=layout.degree("tp") > 1 and space.sequence, **free)
 
 
-def _why_none(job: Job, space: Space) -> str:
+def _why_none(job: PricedJob, space: Space) -> str:
     data = [size for size in divisors(space.devices) if job.rows % size == 0]
     if space.fixed:
         told = ", ".join(f"{axis}={degree}" for axis, degree in space.fixed.items())

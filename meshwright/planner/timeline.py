@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from meshwright.plan import Layout
 from meshwright.planner.cost.ends import embedding, head
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Degrees, Job
-from meshwright.planner.cost.layers import LayerCost, Model
+from meshwright.planner.cost.job import LayoutBatch, PricedJob
+from meshwright.planner.cost.layers import LayerCost, PricedModel
 from meshwright.planner.cost.stages import divide
-from meshwright.planner.cost.wires import Wires
+from meshwright.planner.cost.wires import CommunicationTimes
 from meshwright.schedules.action import Schedule
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
 from meshwright.schedules.simulate import Simulation, simulate
 from meshwright.schedules.spec import known_schedules
 
 
-def timeline(job: Job, layout: Layout, machine: Machine, engine: Engine) -> Simulation | None:
+def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Simulation | None:
     """Returns the simulated schedule of one step; None without a pipeline.
 
     Args:
@@ -33,7 +33,7 @@ def timeline(job: Job, layout: Layout, machine: Machine, engine: Engine) -> Simu
     return simulate(schedule, costs)
 
 
-def pipeline_s(job: Job, layout: Layout, machine: Machine, engine: Engine) -> float:
+def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> float:
     """Returns seconds of the simulated schedule of one step of a layout that has a pipeline.
 
     Args:
@@ -47,21 +47,23 @@ def pipeline_s(job: Job, layout: Layout, machine: Machine, engine: Engine) -> fl
     return spent(schedule, stage_costs(job, layout, machine, engine, schedule.stages))
 
 
-def send_of(job: Job, layout: Layout, machine: Machine, engine: Engine) -> tuple[float, float]:
+def send_of(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> tuple[float, float]:
     """Returns the bytes of one activation from stage to stage, and the seconds that it takes."""
-    wires = Wires(Model(job, Degrees.from_layouts([layout], len(job.shape.blocks)), machine, engine))
+    wires = CommunicationTimes(
+        PricedModel(job, LayoutBatch.from_layouts([layout], len(job.shape.blocks)), machine, engine)
+    )
     return _one(wires.send_bytes()), _one(wires.send_s())
 
 
-def _simulated_s(schedule: Schedule, costs: Costs) -> float:
+def _simulated_s(schedule: Schedule, costs: ActionCosts) -> float:
     return simulate(schedule, costs).makespan_s
 
 
-def stage_costs(job: Job, layout: Layout, machine: Machine, engine: Engine, stages: int) -> Costs:
+def stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile, stages: int) -> ActionCosts:
     """Returns the seconds of every stage's actions on one micro-batch, and of a send between ranks."""
     engine = engine.for_layout(layout)
-    degrees = Degrees.from_layouts([layout], len(job.shape.blocks))
-    model = Model(job, degrees, machine, engine)
+    degrees = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
+    model = PricedModel(job, degrees, machine, engine)
     split = [float(part) for part in layout.split.split("-")] if layout.split else None
     known: dict[int, LayerCost] = {}
     forward, backward, weight = [], [], []
@@ -77,16 +79,16 @@ def stage_costs(job: Job, layout: Layout, machine: Machine, engine: Engine, stag
         backward.append(_seconds([max(_one(part.backward.busy), _one(part.backward.host)) for part in parts], engine))
         # Of the two products of backward one makes the weights' gradients; a split backward may put it off.
         weight.append(min(sum(_one(part.backward.matmul) for part in parts) / 2, backward[-1]))
-    return Costs(
+    return ActionCosts(
         forward_s=tuple(forward),
         backward_s=tuple(backward),
         input_s=tuple(whole - part for whole, part in zip(backward, weight)),
         weight_s=tuple(weight),
-        send_s=_one(Wires(model).send_s()),
+        send_s=_one(CommunicationTimes(model).send_s()),
     )
 
 
-def _seconds(parts: list[float], engine: Engine) -> float:
+def _seconds(parts: list[float], engine: FrameworkProfile) -> float:
     return sum(parts) + engine.runtime.action_s + engine.runtime.host_microbatch_s / 2
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from meshwright.plan import Layout
-from meshwright.planner.collectives import Collectives, Group, StateTraffic
-from meshwright.planner.cost.job import Job
+from meshwright.planner.collectives import CollectiveGroup, Collectives, StateTraffic
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.parts import ModelParts
 
 
-def step_collectives(job: Job, layout: Layout, model: ModelParts, rank: int = 0) -> Collectives:
+def step_collectives(job: PricedJob, layout: Layout, model: ModelParts, rank: int = 0) -> Collectives:
     """Returns what one rank sends in a step, from the first forward to the sums that all ranks report.
 
     Args:
@@ -21,7 +21,7 @@ def step_collectives(job: Job, layout: Layout, model: ModelParts, rank: int = 0)
     found = Collectives()
     # Loss, targets, hits, squared norm, stop, and the tokens of each expert, in float64.
     counts = 5 + (model.experts[0].experts if model.experts and not layout.compile else 0)
-    found.add(Group("world", tuple(range(layout.world))), "all_reduce", 8 * counts)
+    found.add(CollectiveGroup("world", tuple(range(layout.world))), "all_reduce", 8 * counts)
     StateTraffic(model, layout, rank).add_to(found)
     LayerTraffic(job, layout, model, rank).add_to(found)
     return found

@@ -18,10 +18,10 @@ from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.allowed import check_host, job_for
 from meshwright.planner.choose import AFTER, Candidate, Choice, Question, choose
-from meshwright.planner.cost.job import Array, Degrees, Job
+from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import Price, StagePrice
-from meshwright.planner.cost.ranks import Costs, Ranks
+from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.planner.cost.timing import makespan
 from meshwright.planner.dealt import pipelines, shared
 from meshwright.planner.explain import against
@@ -92,12 +92,12 @@ def _pipelines_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[La
         return np.zeros(0)
     pp, blocks = layouts[0].degree("pp"), len(question.job.shape.blocks)
     places = places_of(kinds, question.cluster.devices // pp)
-    degrees = Degrees.from_layouts(layouts, blocks)
+    degrees = LayoutBatch.from_layouts(layouts, blocks)
     forward, backward = np.empty((len(layouts), pp)), np.empty((len(layouts), pp))
     after = np.zeros(len(layouts))
     engine = question.runtime.for_layout(question.base)
     for number, (_, machine, _) in enumerate(kinds):
-        ranks, own = Ranks(Costs.of(question.job, degrees, machine, engine)), np.array(places) == number
+        ranks, own = RankTimes(LayerCosts.of(question.job, degrees, machine, engine)), np.array(places) == number
         forward[:, own], backward[:, own] = ranks.forward[:, own], ranks.backward[:, own]
         after = np.maximum(after, sum(ranks.ending().values()))
     work = degrees.microbatches * (forward + backward).max(axis=1)
@@ -121,7 +121,7 @@ def _shared_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layou
         device, machine, _ = kinds[place]
         index, rows = np.array(found).T
         plain = [dataclasses.replace(layouts[at], rows="") for at in index]
-        degrees = Degrees.from_layouts(plain, len(question.job.shape.blocks))
+        degrees = LayoutBatch.from_layouts(plain, len(question.job.shape.blocks))
         degrees = dataclasses.replace(degrees, rows=rows.astype(float))
         prices = price_many(question.job, degrees, machine, question.runtime.for_layout(question.base))
         fits = prices.peak <= question.usable * device.memory_bytes
@@ -218,7 +218,7 @@ def _pipeline_price(question: Question, kinds: Sequence[Kind], layout: Layout) -
         return None
     forward = np.array([[stage.forward_s for stage in stages]])
     backward = np.array([[stage.backward_s for stage in stages]])
-    degrees = Degrees.from_layouts([layout], len(question.job.shape.blocks))
+    degrees = LayoutBatch.from_layouts([layout], len(question.job.shape.blocks))
     whole = float(makespan(degrees, forward, backward, backward / 2)[0])
     slow = max(prices, key=lambda item: sum(item.parts[name] for name in AFTER))
     after = {name: slow.parts[name] for name in AFTER}
@@ -235,7 +235,7 @@ def _shared_price(question: Question, kinds: Sequence[Kind], layout: Layout) -> 
     found: list[Price] = []
     plain = dataclasses.replace(layout, rows="")
     for rows, place in _readers(question, kinds, layout):
-        job: Job = dataclasses.replace(question.job, rows=rows)
+        job: PricedJob = dataclasses.replace(question.job, rows=rows)
         one = price(job, plain, kinds[place][1], question.runtime)
         if one.peak > question.usable * kinds[place][0].memory_bytes:
             return None

@@ -27,7 +27,7 @@ from meshwright.models.table import SMALL
 from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict, one_line
 from meshwright.proof.layouts import layers_needed
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.runtime.build import check
 
@@ -177,7 +177,7 @@ def _proven(context: RankContext, small: _Small, documents: bool, limit_s: float
     case = Case(
         build=small.build,
         batches=made_up_batches(1, rows, small.tokens, small.vocab or VOCABULARY, documents),
-        recipe=Recipe(),
+        recipe=OptimizerRecipe(),
         timeout_s=limit_s,
         allow_whole=True,
         device="cpu",

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.axes.wide import Wide
+from meshwright.axes.wide import Float64Ops
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.launch.contract import RankContext
@@ -35,10 +35,10 @@ from meshwright.proof.compare import part_error, relative, scales
 from meshwright.proof.masks import Masks
 from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainRows, PlainSchedule, train_job
 from meshwright.runtime.build import check
-from meshwright.train.facts import check_shapes, read_facts
+from meshwright.train.facts import analyse_model, check_shapes
 from meshwright.train.hooks import Request, StepInfo
 from meshwright.train.run_config import RunConfig
-from meshwright.train.session import Job, run_rank
+from meshwright.train.session import TrainJob, run_rank
 
 BOUND = 1e-9
 """Largest relative error that passes, in float64."""
@@ -160,10 +160,10 @@ def _train_part(case: JobCase, layout: Layout, run_dir: Path, until: int) -> Non
         raise PlanError(f"{layout}: a job is proven in float64; leave precision out")
     built = case.build()
     check(layout, found_devices(layout.world).kind, len(built.anatomy.layers))
-    facts = read_facts(built, layout)
+    facts = analyse_model(built, layout)
     check_shapes(facts, layout, case.config.train.batch, case.config.data.sequence)
     config = dataclasses.replace(case.config, run=str(run_dir), layout=str(layout), devices=layout.world)
-    job = Job(
+    job = TrainJob(
         config=config,
         plan=Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven"),
         model=built,
@@ -202,7 +202,7 @@ def _plain_rank(context: RankContext, case: JobCase, path: Path) -> None:
             if part.training:
                 name = f"{config.train.seed},{step}"
                 stack.enter_context(Masks(part, built.anatomy.layers, len(batch.tokens), name))
-            stack.enter_context(Wide())
+            stack.enter_context(Float64Ops())
             places = None if batch.positions is None else batch.positions.to(device)
             return model_forward(part, built.anatomy, batch.tokens.to(device), places, places is not None)
 

@@ -33,7 +33,7 @@ class Trace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class OptimizerRecipe:
     """AdamW and clipping, as numbers that both sides use."""
 
     lr: float = 1e-3
@@ -47,7 +47,7 @@ def train_plainly(
     module: nn.Module,
     call: AuthorCall,
     batches: Sequence[Sequence[Any]],
-    recipe: Recipe,
+    recipe: OptimizerRecipe,
     training: bool = True,
     compared: Collection[int] = (0,),
 ) -> Trace:

@@ -15,7 +15,7 @@ from meshwright.models.build import BuiltModel
 from meshwright.models.experts import find_experts
 from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
 from meshwright.plan import Layout
-from meshwright.train.facts import Facts
+from meshwright.train.facts import ModelAnalysis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class Scope:
 
 
 def read_scope(
-    built: BuiltModel, layout: Layout, facts: Facts, lengths: Sequence[int], grown: bool = False
+    built: BuiltModel, layout: Layout, facts: ModelAnalysis, lengths: Sequence[int], grown: bool = False
 ) -> Scope:
     """Returns what is known of a proof before its ranks run.
 

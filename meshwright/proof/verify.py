@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from meshwright.axes.comm.checkpoints import inlined
-from meshwright.axes.wide import Wide
+from meshwright.axes.wide import Float64Ops
 from meshwright.errors import ConfigError, MeshwrightError, PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
@@ -33,12 +33,12 @@ from meshwright.models.table import sharding_table
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict, largest, merged, one_line, part_error, relative, scales
 from meshwright.proof.masks import Masks
-from meshwright.proof.reference import Forward, Recipe, drawing, spread, train_plainly
+from meshwright.proof.reference import Forward, OptimizerRecipe, drawing, spread, train_plainly
 from meshwright.proof.scope import expert_use, read_scope, split_shares
 from meshwright.runtime.buffers import MovingBuffers
 from meshwright.runtime.build import check
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import Facts, check_shapes, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED
 from meshwright.train.optimizer import LocalAdamW
@@ -65,7 +65,7 @@ class Case:
     """Makes the model on meta; called once in each process."""
     batches: Sequence[MicroBatch]
     """Global batches, one a step, on the CPU."""
-    recipe: Recipe
+    recipe: OptimizerRecipe
     """Optimizer."""
     timeout_s: float = 600.0
     """Limit for one layout."""
@@ -113,10 +113,10 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
         except MeshwrightError as error:
             unread = str(error)
         reference = _References(case, Path(folder), layouts[0].precision, trial)
-        known: dict[Any, Facts] = {}
+        known: dict[Any, ModelAnalysis] = {}
         for layout in layouts:
             path, why = (Path(), unread) if unread else reference.of(layout)
-            known.setdefault((layout.degree("tp"), layout.degree("cp")), Facts(trial=trial))
+            known.setdefault((layout.degree("tp"), layout.degree("cp")), ModelAnalysis(trial=trial))
             verdicts.append(Verdict.unproven(str(layout), refused=why) if why else _prove(case, layout, path, known))
             if done:
                 done(verdicts[-1])
@@ -162,7 +162,7 @@ def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | 
     return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.place if layout else None)
 
 
-def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, Facts]) -> Verdict:
+def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, ModelAnalysis]) -> Verdict:
     """Returns the verdict on one layout; whatever goes wrong under it is its own, and ends no other proof."""
     try:
         device = found_devices(layout.world, case.device).kind
@@ -174,7 +174,7 @@ def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, Facts]) -> V
             trial = known[key].trial
             table = sharding_table(built, parts, trial.objective if trial else None, narrow=NARROW)
             known[key] = dataclasses.replace(known[key], table=table)
-        facts = read_facts(built, layout, known.get(key), tokens=max(case.lengths))
+        facts = analyse_model(built, layout, known.get(key), tokens=max(case.lengths))
         known[key] = facts
         for batch in case.batches:
             check_shapes(facts, layout, *batch.tokens.shape)
@@ -226,7 +226,7 @@ def _reference(
             if part.training:
                 step, first = places[id(batch)]
                 stack.enter_context(Masks(part, built.anatomy.layers, len(batch.tokens), f"{SEED},{step}", first))
-            stack.enter_context(Wide() if wide else contextlib.nullcontext())
+            stack.enter_context(Float64Ops() if wide else contextlib.nullcontext())
             arguments = (part, built.anatomy, batch.tokens, batch.targets)
             if labels:
                 output = author_output(*arguments, labels, batch.positions, batch.positions is not None)
@@ -275,7 +275,7 @@ def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(batch.tokens.to(device), batch.targets.to(device), places)
 
 
-def _candidate(context: RankContext, case: Case, layout: Layout, path: Path, facts: Facts) -> dict[str, Any]:
+def _candidate(context: RankContext, case: Case, layout: Layout, path: Path, facts: ModelAnalysis) -> dict[str, Any]:
     """Trains under the layout on this rank and compares its parts with the reference."""
     torch.set_num_threads(1)
     init_group(context, timeout_s=case.timeout_s, group_s=GROUP_S)

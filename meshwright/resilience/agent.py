@@ -27,13 +27,13 @@ from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.contact import STEADY_S, Contact
 from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.leader import Leader
-from meshwright.resilience.local import LocalNode, Orders
-from meshwright.resilience.means import Deposed, Means, Outnumbered
-from meshwright.resilience.messages import Busy, Cut, End, Fence, NodeReport, Ready, Said, Start
-from meshwright.resilience.ranks import Ranks
-from meshwright.resilience.wire import SILENCE_S, Hub, Line, Message
-from meshwright.train.facts import Facts
-from meshwright.train.session import Job
+from meshwright.resilience.local import GenerationAborted, LocalNode
+from meshwright.resilience.means import LeaderContext, LeadershipLost, MinorityPartition
+from meshwright.resilience.messages import Busy, End, Fence, NodeReport, Ready, Reconfigure, Said, Start
+from meshwright.resilience.ranks import GenerationRanks
+from meshwright.resilience.wire import SILENCE_S, Hub, Message, PeerConnection
+from meshwright.train.facts import ModelAnalysis
+from meshwright.train.session import TrainJob
 from meshwright.transport.key import RunKey
 
 _STAGGER_S = 0.3
@@ -62,7 +62,7 @@ class Seat:
     """Where it listens; any free port for 0."""
 
 
-class Lost(Orders):
+class LeaderLost(GenerationAborted):
     """The leader was lost."""
 
     def __init__(self, text: str) -> None:
@@ -92,11 +92,11 @@ class Agent:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainJob,
         devices: Devices,
         seat: Seat,
-        plans: Callable[[int], tuple[Plan, Facts]],
-        remake: Callable[[Plan], Job],
+        plans: Callable[[int], tuple[Plan, ModelAnalysis]],
+        remake: Callable[[Plan], TrainJob],
         announce: Callable[[Plan], None],
     ) -> None:
         peers = min(job.config.recovery.copies, seat.nodes - 1)
@@ -110,7 +110,7 @@ class Agent:
         newest = self._claims.newest()
         self._began = -1 if newest is None else newest.generation
         self._local = LocalNode(job, devices, seat.node, seat.address, remake, self._event, seat.key)
-        self._means = Means(
+        self._means = LeaderContext(
             local=self._local, hub=self._hub, claims=self._claims, plans=plans, announce=announce, event=self._event
         )
         self._order: Message | None = None
@@ -151,7 +151,7 @@ class Agent:
         line, claim = found
         try:
             return self._follow(line, claim)
-        except Orders as error:
+        except GenerationAborted as error:
             if self._contact.lost(claim.session):
                 self._lost_at = time.monotonic()
                 self._event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
@@ -160,7 +160,7 @@ class Agent:
         finally:
             self._hub.drop(line)
 
-    def _find(self) -> Claim | tuple[Line, Claim] | dict[str, Any]:
+    def _find(self) -> Claim | tuple[PeerConnection, Claim] | dict[str, Any]:
         """Returns a connection to who leads, this node's own claim once nobody does, or how others ended the run."""
         end = time.monotonic() + max(_REACH_S, self._job.config.launch.group_s)
         refused_at: float | None = None
@@ -229,9 +229,9 @@ class Agent:
         self.leads = True
         try:
             result = leader.lead(expected, limit_s)
-        except Deposed as error:
+        except LeadershipLost as error:
             self.leads, self._order, self._old = False, leader.order, -1
-            if isinstance(error, Outnumbered):
+            if isinstance(error, MinorityPartition):
                 self._yielded_at = time.monotonic()
             self._event("deposed", node=self._seat.node, generation=leader.generation)
             self._hub.drop_all()
@@ -244,7 +244,7 @@ class Agent:
         self._claims.end(leader.generation, result)
         return result
 
-    def _follow(self, line: Line, claim: Claim) -> dict[str, Any] | None:
+    def _follow(self, line: PeerConnection, claim: Claim) -> dict[str, Any] | None:
         """Does what the leader says until the run ends.
 
         Raises:
@@ -266,7 +266,7 @@ class Agent:
             if self._local.interrupts and self._local.last["outcome"] != "finished":
                 raise LaunchError("ended while waiting for the node that leads")
 
-    def _serve(self, line: Line, claim: Claim, order: Message) -> None:
+    def _serve(self, line: PeerConnection, claim: Claim, order: Message) -> None:
         """Runs this node's ranks of a generation, and tells how they ended."""
         self._order, self._old = order, claim.node
         if str(self._seat.node) not in order["nodes"]:
@@ -275,27 +275,27 @@ class Agent:
         line.say(Busy(_BUSY_S))
         fence = self._claims.fence(order["generation"])
 
-        def watch(ranks: Ranks) -> None:
+        def watch(ranks: GenerationRanks) -> None:
             self._local.look(ranks)
             for message in self._heard(line, claim, 0.0):
                 if isinstance(message, Fence) and message.generation == order["generation"]:
                     raise _Fenced("the leader ends this generation")
-                if isinstance(message, Cut) and not ranks.control.cut:
+                if isinstance(message, Reconfigure) and not ranks.control.cut:
                     ranks.control.ask_cut()
 
         try:
             self._local.run(order, watch, self._hub.fileno(), fence)
         except _Fenced:
             pass
-        except Lost as error:
+        except LeaderLost as error:
             self._event("fenced", node=self._seat.node, generation=order["generation"], seconds=error.age_s)
             raise
         self._say_ready(line)
 
-    def _say_ready(self, line: Line) -> None:
+    def _say_ready(self, line: PeerConnection) -> None:
         line.say(Ready(self._session, cast(NodeReport, self._local.report())))
 
-    def _heard(self, line: Line, claim: Claim, seconds: float) -> list[Said]:
+    def _heard(self, line: PeerConnection, claim: Claim, seconds: float) -> list[Said]:
         """Returns what the leader says.
 
         Raises:
@@ -306,9 +306,9 @@ class Agent:
         self._claims.age_s()
         newest = self._claims.newest()
         if newest is not None and newest.session != claim.session:
-            raise Lost(f"node {newest.node} leads")
+            raise LeaderLost(f"node {newest.node} leads")
         if not line.open:
-            raise Lost("it was silent" if line.silent else "its connection ended")
+            raise LeaderLost("it was silent" if line.silent else "its connection ended")
         return [message for one, message in heard if one is line]
 
     def _event(self, kind: str, **data: Any) -> None:
@@ -330,5 +330,5 @@ class Agent:
             raise KeyboardInterrupt
 
 
-class _Fenced(Orders):
+class _Fenced(GenerationAborted):
     """The leader ends a generation, which is no loss of it."""

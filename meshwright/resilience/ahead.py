@@ -17,7 +17,7 @@ Planner = Callable[[int], Any]
 """Gives what a run of that many ranks needs; raises `MeshwrightError` where there is no layout."""
 
 
-class Ahead:
+class PlanPrefetcher:
     """Answers of a planner, made beforehand where possible.
 
     Args:

@@ -29,7 +29,7 @@ from meshwright.train.memory import Copied
 from meshwright.transport.connection import Connection, connect
 from meshwright.transport.gate import Gate, Refused
 from meshwright.transport.key import RunKey
-from meshwright.transport.seal import Wire, WireError
+from meshwright.transport.seal import Channel, WireError
 
 _PARCEL = struct.Struct("<qq")
 _STORED = b"+"
@@ -135,7 +135,7 @@ def _carry_on(
 ) -> None:
     """Connects to another node's courier, again and again, and carries."""
     while True:
-        with contextlib.suppress(OSError), connect(to, key, Wire.COURIER) as connection:
+        with contextlib.suppress(OSError), connect(to, key, Channel.COURIER) as connection:
             _carry(connection, own, copied, place, faults)
         time.sleep(_AGAIN_S)
 
@@ -193,7 +193,7 @@ def _send(connection: Connection, rank: int, memory: mmap.mmap, faults: Faults |
 def _take_in(listener: socket.socket, inlet: Inlet) -> None:
     """Puts what comes into segments, over the oldest, so that a whole snapshot stands at any moment."""
     locks = {rank: threading.Lock() for rank in inlet.others}
-    gate = Gate(listener, inlet.key, Wire.COURIER, inlet.refused)
+    gate = Gate(listener, inlet.key, Channel.COURIER, inlet.refused)
     while True:
         for connection in gate.poll(1.0):
             _in_thread(_store_all, connection, inlet, locks, gate)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from meshwright.errors import LaunchError
-from meshwright.monitor.progress import RankProgress, ordinal, read_progress, waiting_sentences
+from meshwright.monitor.progress import RankStamp, ordinal, read_progress, waiting_sentences
 from meshwright.resilience.idle import IdleWatch
 
 UNKNOWN_S = 1800.0
@@ -75,13 +75,13 @@ class HangWatch:
         self._path, self._generation, self._ranks = path, generation, ranks
         self._first, self._others = first or 0, first is not None
         self._limit, self._describe = limit_s, describe
-        self.last: dict[int, RankProgress] = {}
+        self.last: dict[int, RankStamp] = {}
         """The last stamp of each rank."""
         self._longest: dict[str, float] = {}
         self._looked = self._awake = time.monotonic()
         self._idle, self._idle_s, self._ask = IdleWatch(), idle_s, ask
 
-    def look(self) -> list[RankProgress]:
+    def look(self) -> list[RankStamp]:
         """Reads the stamps, learns from them, and returns them.
 
         Raises:
@@ -110,7 +110,7 @@ class HangWatch:
         self._looked = now
         return found
 
-    def _look_closer(self, found: list[RankProgress], now: float) -> None:
+    def _look_closer(self, found: list[RankStamp], now: float) -> None:
         """Looks at the processes themselves.
 
         Raises:
@@ -129,22 +129,22 @@ class HangWatch:
         """Reads where the ranks stood when they ended, once they have; one that could say so keeps the stamp before."""
         self.last |= {one.rank: one for one in self._read() if one.phase != "done" or one.rank not in self.last}
 
-    def _read(self) -> list[RankProgress]:
+    def _read(self) -> list[RankStamp]:
         mine = range(self._first, self._first + self._ranks)
         return [one for one in read_progress(self._path) if one.generation == self._generation and one.rank in mine]
 
-    def _wait_for_others(self, found: list[RankProgress]) -> bool:
+    def _wait_for_others(self, found: list[RankStamp]) -> bool:
         """Whether all ranks here wait, so that the one that holds them up is on another node, which tells first."""
         return self._others and all(one.waits_for for one in found)
 
-    def _allowed(self, found: list[RankProgress]) -> float:
+    def _allowed(self, found: list[RankStamp]) -> float:
         least = COMPILE_S if any(self._may_compile(one) for one in found) else 0.0
         if self._limit is not None:
             slow = any(one.phase in PATIENT or one.step <= 1 for one in found)
             return max(self._limit, least, START_S if slow else 0.0)
         return max(least, *(self._learned(one.phase) for one in found))
 
-    def _may_compile(self, one: RankProgress) -> bool:
+    def _may_compile(self, one: RankStamp) -> bool:
         """Whether a rank is in the first step of its generation, before which nothing was compiled."""
         return self._compiles and one.step <= self._first_step
 
@@ -153,9 +153,7 @@ class HangWatch:
         known = phase in self._longest and phase not in PATIENT
         return max(LEAST_S, TIMES * self._longest[phase]) if known else UNKNOWN_S
 
-    def _error(
-        self, found: list[RankProgress], now: float, blamed: RankProgress | None = None, why: str = ""
-    ) -> HangError:
+    def _error(self, found: list[RankStamp], now: float, blamed: RankStamp | None = None, why: str = "") -> HangError:
         busy = [one for one in found if not one.waits_for and one.phase != "done"]
         blamed = blamed or min(busy or found, key=lambda one: (one.step, one.since))
         place = self._describe(blamed.rank) if self._describe is not None else f"rank {blamed.rank}"
@@ -168,13 +166,13 @@ class HangWatch:
         waits = waiting_sentences(others, 0.0, self._describe, now, limit=3)
         return HangError("; ".join([text, *waits, *self._devices([blamed, *others])]), blamed.rank)
 
-    def _devices(self, found: list[RankProgress]) -> list[str]:
+    def _devices(self, found: list[RankStamp]) -> list[str]:
         """Returns what the devices of the first few ranks wait for; nothing of ranks that can't say so any more."""
         told = self._ask() if self._ask is not None else {}
         words = ((one.rank, told.get(one.rank - self._first)) for one in found)
         return [f"the GPU of rank {rank} hasn't finished {what}" for rank, what in words if what][:_DEVICES]
 
 
-def _since(one: RankProgress) -> str:
+def _since(one: RankStamp) -> str:
     """Says which collective a rank that computes waited for last."""
     return f", after the {ordinal(one.number)} collective of the step" if one.number else ""

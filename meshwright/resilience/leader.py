@@ -11,16 +11,16 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError, error_of
 from meshwright.plan import Plan
-from meshwright.resilience.ahead import Ahead
+from meshwright.resilience.ahead import PlanPrefetcher
 from meshwright.resilience.claims import PRESENCE_S, Claim
 from meshwright.resilience.devices import Roster
-from meshwright.resilience.local import Orders
-from meshwright.resilience.means import Deposed, Means, Member, Outnumbered
-from meshwright.resilience.messages import Busy, Cut, Fence, Order, Ready, Start
+from meshwright.resilience.local import GenerationAborted
+from meshwright.resilience.means import LeaderContext, LeadershipLost, Member, MinorityPartition
+from meshwright.resilience.messages import Busy, Fence, Order, Ready, Reconfigure, Start
 from meshwright.resilience.orders import choose, compose, copies, held_after, shelves, shortage
-from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
+from meshwright.resilience.ranks import HOPELESS, GenerationRanks, Patience, keep_on_disk
 from meshwright.resilience.rewinds import Rewinds
-from meshwright.resilience.wire import Line, Message, until
+from meshwright.resilience.wire import Message, PeerConnection, until
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING
 
@@ -43,7 +43,7 @@ class Leader:
     """
 
     def __init__(
-        self, means: Means, claim: Claim, order: Message | None, lost_at: float | None, yields: bool = True
+        self, means: LeaderContext, claim: Claim, order: Message | None, lost_at: float | None, yields: bool = True
     ) -> None:
         self._yields = yields
         self._means, self._claim, self._lost_at = means, claim, lost_at
@@ -51,7 +51,7 @@ class Leader:
         job = self._local.job
         self._config = job.config.recovery
         self._roster: Roster[tuple[int, int]] = Roster([], self._config)
-        self._ahead = Ahead(means.plans)
+        self._ahead = PlanPrefetcher(means.plans)
         self._ahead.learn(job.plan.ranks, (job.plan, job.facts))
         self._patience = Patience(self._config.attempts)
         self._members: dict[int, Member] = {}
@@ -96,7 +96,7 @@ class Leader:
                     return result
                 claim = dataclasses.replace(self._claim, generation=self.generation + 1)
                 if not self._claims.take(claim):
-                    raise Deposed("another node leads")
+                    raise LeadershipLost("another node leads")
                 self._claim = claim
         finally:
             self._ahead.close()
@@ -120,13 +120,13 @@ class Leader:
             there = sorted(self._members)
             self._means.event("gave_way", node=self._local.node, reached=there, generation=self.generation)
             self._claims.give_way(self.generation)
-            raise Outnumbered("more nodes are on the other side of the network")
+            raise MinorityPartition("more nodes are on the other side of the network")
 
     def _pump(self, seconds: float) -> None:
         """Takes in what other nodes say, and that they are lost."""
         heard, lost = self._hub.pump(seconds)
         if self._claims.over(self.generation):
-            raise Deposed("another node leads")
+            raise LeadershipLost("another node leads")
         for line, message in heard:
             if isinstance(message, Ready):
                 self._ready(line, message)
@@ -144,7 +144,7 @@ class Leader:
         if self._local.interrupts:
             raise self._over(LaunchError("ended while waiting for other nodes"))
 
-    def _ready(self, line: Line, message: Ready) -> None:
+    def _ready(self, line: PeerConnection, message: Ready) -> None:
         report: Message = {**message.report, "session": message.session}
         node = report["node"]
         before = self._members.get(node)
@@ -245,9 +245,9 @@ class Leader:
                 self._local.last |= {"generation": self.generation, "outcome": "fenced", "failure": None}
             self._own(self._local.report())
             until(self._all_ended, float("inf"), self._pump)
-        except Deposed:
+        except LeadershipLost:
             raise
-        except Orders:
+        except GenerationAborted:
             self._own(self._local.report())
         self._lost_at = self._lost_at or time.monotonic()
         self._fence()
@@ -269,7 +269,7 @@ class Leader:
                 return False
         return True
 
-    def _watch(self, ranks: Ranks) -> None:
+    def _watch(self, ranks: GenerationRanks) -> None:
         """Looks at ranks and nodes while they work."""
         assert self.order is not None
         found = self._local.look(ranks)
@@ -277,12 +277,12 @@ class Leader:
         for node in self.order["nodes"]:
             member = self._members.get(int(node))
             if int(node) in self._lost or member is None:
-                raise Orders(f"node {node} was lost")
+                raise GenerationAborted(f"node {node} was lost")
             if member.report["generation"] == self.generation and member.report["failure"]:
-                raise Orders(f"node {node} reports a failure")
+                raise GenerationAborted(f"node {node} reports a failure")
         if not ranks.control.cut and (self._roster.due() or self._back()):
             ranks.control.ask_cut()
-            self._hub.tell(Cut(self.generation))
+            self._hub.tell(Reconfigure(self.generation))
         if found and all(one.step > 2 for one in found):
             world = self.order["world"]
             fewer = {world - 1, *(world - len(one["slots"]) for one in self.order["nodes"].values())}

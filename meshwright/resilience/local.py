@@ -14,29 +14,29 @@ from meshwright.checkpoint.snapshot import Segment, Snapshot, State, read_snapsh
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import CheckpointError, MeshwrightError
-from meshwright.launch.contract import Place
+from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
 from meshwright.launch.rendezvous import interface_of, link_bytes_s, listen_at, open_store_socket
-from meshwright.monitor.progress import RankProgress
+from meshwright.monitor.progress import RankStamp
 from meshwright.plan import Plan
 from meshwright.resilience.courier import Helper, Inlet, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.hang import HangError
-from meshwright.resilience.ranks import Ranks
+from meshwright.resilience.ranks import GenerationRanks
 from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes, held_for_others, largest_snapshot
 from meshwright.resilience.spare import SpareCopies, ranks_to_copy
 from meshwright.resilience.wire import Message
 from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import Copied
-from meshwright.train.session import Job, run_rank
+from meshwright.train.session import TrainJob, run_rank
 from meshwright.transport.key import RunKey
 
 _POLL_S = 0.01
 Fence = Callable[[], None]
 
 
-class Orders(MeshwrightError):
+class GenerationAborted(MeshwrightError):
     """Ranks are to end because another node, or the leader, says so; no failure of theirs."""
 
 
@@ -55,11 +55,11 @@ class LocalNode:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainJob,
         devices: Devices,
         node: int,
         address: str,
-        remake: Callable[[Plan], Job],
+        remake: Callable[[Plan], TrainJob],
         event: Callable[..., None],
         key: RunKey,
     ) -> None:
@@ -72,7 +72,7 @@ class LocalNode:
         """How often the user asked that the run end."""
         self.terminated = False
         """Whether it was asked by SIGTERM."""
-        self.ranks: Ranks | None = None
+        self.ranks: GenerationRanks | None = None
         """The ranks that run."""
         self._listeners: dict[str, socket.socket] = {}
         self._shelf: Helper | None = None
@@ -99,8 +99,10 @@ class LocalNode:
             "available": available_bytes(),
             "link": link_bytes_s(self.address),
         }
-        return {"node": self.node, "slots": self.slots, "host": self.address, "ports": ports, "held": held} | more | (
-            self.last
+        return (
+            {"node": self.node, "slots": self.slots, "host": self.address, "ports": ports, "held": held}
+            | more
+            | (self.last)
         )
 
     def state(self, order: Message) -> State | None:
@@ -116,7 +118,7 @@ class LocalNode:
         ]
         return State(step, found, order["state"]["tier"])
 
-    def run(self, order: Message, watch: Callable[[Ranks], None], wake: int, fence: Fence) -> None:
+    def run(self, order: Message, watch: Callable[[GenerationRanks], None], wake: int, fence: Fence) -> None:
         """Runs this node's ranks of a generation to their end, whatever it is; `last` says how it came.
 
         Args:
@@ -135,7 +137,7 @@ class LocalNode:
         place = self._place(order)
         mine = order["nodes"][str(self.node)]
         devices, copies = self.devices.only(mine["slots"]), self._copies(order)
-        ranks = Ranks(job, devices, generation, self.interrupts, place, copies, order["every"], order["disk"])
+        ranks = GenerationRanks(job, devices, generation, self.interrupts, place, copies, order["every"], order["disk"])
         self._disk = self._writer(order, job, fence) if ranks.disk else None
         peers = order["peers"] if order["every"] else 0
         copied = Copied(len(mine["slots"]), peers) if peers else None
@@ -159,7 +161,7 @@ class LocalNode:
             result = ranks.launcher.wait(watch=lambda: watch(ranks), wake=wake)[0]
             self._written(ranks, watch)
             self.last |= {"outcome": "finished", "result": result}
-        except Orders:
+        except GenerationAborted:
             raise
         except MeshwrightError as failed:
             error = failed
@@ -175,7 +177,7 @@ class LocalNode:
             self._take_over(order, ranks, others, spare)
             self._let_go(ranks, others, copied)
 
-    def look(self, ranks: Ranks) -> list[RankProgress]:
+    def look(self, ranks: GenerationRanks) -> list[RankStamp]:
         """Looks at where the ranks stand, and returns it; tells of those that are slow, and sees to the courier.
 
         Raises:
@@ -195,7 +197,7 @@ class LocalNode:
             self._event("slow_rank", slow=slow.rank, place=place, share=slow.share, others=slow.others)
         return found
 
-    def _writer(self, order: Message, job: Job, fence: Fence) -> DiskWriter:
+    def _writer(self, order: Message, job: TrainJob, fence: Fence) -> DiskWriter:
         """Returns what writes this node's share of checkpoints; the writers of all nodes agree at the first one's."""
         ring = sorted(int(node) for node in order["nodes"])
         at, head = ring.index(self.node), order["nodes"][str(ring[0])]
@@ -215,7 +217,7 @@ class LocalNode:
         root = job.run_dir / "checkpoints"
         return DiskWriter(root, job.config.checkpoint, origin, self._event, self._faults, share)
 
-    def _written(self, ranks: Ranks, watch: Callable[[Ranks], None]) -> None:
+    def _written(self, ranks: GenerationRanks, watch: Callable[[GenerationRanks], None]) -> None:
         """Waits until all that the ranks left for the disk is written, once they have ended.
 
         Raises:
@@ -237,7 +239,7 @@ class LocalNode:
     def _copies(self, order: Message) -> int:
         return NODE_COPIES if len(order["nodes"]) > 1 else COPIES
 
-    def _place(self, order: Message) -> Place:
+    def _place(self, order: Message) -> NodeRanks:
         """Returns where this node's ranks stand, and gives the launcher the store's socket where rank 0 is here."""
         first, alone = order["nodes"][str(self.node)]["first"], len(order["nodes"]) == 1
         listener = self._listeners.pop("store") if first == 0 else None
@@ -247,7 +249,7 @@ class LocalNode:
             listener.close()
             listener = open_store_socket(order["world"])
             host, port = listener.getsockname()[:2]
-        return Place(
+        return NodeRanks(
             node=self.node,
             nodes=len(order["nodes"]),
             first=first,
@@ -291,7 +293,7 @@ class LocalNode:
         )
 
     def _take_over(
-        self, order: Message, ranks: Ranks, others: dict[int, tuple[Segment, ...]], spare: list[Snapshot]
+        self, order: Message, ranks: GenerationRanks, others: dict[int, tuple[Segment, ...]], spare: list[Snapshot]
     ) -> None:
         """Keeps what the generation left beside what it began from, which alone may be whole."""
         began = (order["state"]["step"], order["state"]["generation"]) if order["state"] else None
@@ -300,7 +302,7 @@ class LocalNode:
         peers = read_snapshots(one for segments in others.values() for one in segments)
         self.held = [*kept, *((one, True) for one in own), *((one, False) for one in (*spare, *peers))]
 
-    def _let_go(self, ranks: Ranks, others: dict[int, tuple[Segment, ...]], copied: Copied | None) -> None:
+    def _let_go(self, ranks: GenerationRanks, others: dict[int, tuple[Segment, ...]], copied: Copied | None) -> None:
         self.ranks = None
         ranks.close()
         for segment in (one for segments in others.values() for one in segments):
@@ -319,7 +321,7 @@ class LocalNode:
         self._listeners.clear()
 
 
-def _failure(error: MeshwrightError, ranks: Ranks) -> Message:
+def _failure(error: MeshwrightError, ranks: GenerationRanks) -> Message:
     """Returns what the leader needs to know of a failure."""
     rank = ranks.blamed(error)
     at = ranks.hang.last.get(rank)

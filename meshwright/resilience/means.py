@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 from meshwright.plan import Plan
 from meshwright.resilience.claims import Claims
-from meshwright.resilience.local import LocalNode, Orders
-from meshwright.resilience.wire import Hub, Line, Message
-from meshwright.train.facts import Facts
+from meshwright.resilience.local import GenerationAborted, LocalNode
+from meshwright.resilience.wire import Hub, Message, PeerConnection
+from meshwright.train.facts import ModelAnalysis
 
 
-class Deposed(Orders):
+class LeadershipLost(GenerationAborted):
     """Another node leads now."""
 
 
-class Outnumbered(Deposed):
+class MinorityPartition(LeadershipLost):
     """Others are to lead: more nodes live that this one can't reach than that it can."""
 
 
@@ -24,20 +24,20 @@ class Outnumbered(Deposed):
 class Member:
     """A node that is there."""
 
-    line: Line | None
+    line: PeerConnection | None
     """The connection to it; None for the leader's own."""
     report: Message
     """What it told last (`LocalNode.report`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Means:
+class LeaderContext:
     """What a leader works with."""
 
     local: LocalNode
     hub: Hub
     claims: Claims
-    plans: Callable[[int], tuple[Plan, Facts]]
+    plans: Callable[[int], tuple[Plan, ModelAnalysis]]
     """Gives a plan for a number of ranks; refuses numbers that have no layout."""
     announce: Callable[[Plan], None]
     """Told of each later plan before its ranks start."""

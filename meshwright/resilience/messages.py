@@ -125,7 +125,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Reconfigure:
     """Ranks are to end after a step that they agree on."""
 
     generation: int
@@ -147,7 +147,7 @@ class End:
     error: str
 
 
-Said = Beat | Busy | Ready | Start | Cut | Fence | End
+Said = Beat | Busy | Ready | Start | Reconfigure | Fence | End
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Envelope:
             raise ValueError(f"messages of version {self.version}, this program speaks {VERSION}")
 
 
-CODEC = RecordCodec((Beat, Busy, Ready, Start, Cut, Fence, End, Envelope))
+CODEC = RecordCodec((Beat, Busy, Ready, Start, Reconfigure, Fence, End, Envelope))
 """Messages to JSON and back."""
 
 

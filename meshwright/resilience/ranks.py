@@ -18,7 +18,7 @@ from meshwright.errors import (
     MeshwrightError,
     PlanError,
 )
-from meshwright.launch.contract import Place
+from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
@@ -30,7 +30,7 @@ from meshwright.train.copies import SHARE
 from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING, Control, Memory
-from meshwright.train.session import Job
+from meshwright.train.session import TrainJob
 
 _COPY_BYTES_S = 2e9
 """Bytes a second of a snapshot, copy and checksum, as the slowest machines give them."""
@@ -64,7 +64,7 @@ def steps_between(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
     return max(1, min(_MOST_STEPS, round(steps + 0.5)), math.ceil(send_s / step_s))
 
 
-class Ranks:
+class GenerationRanks:
     """The ranks of one generation, and what is shared with them.
 
     Args:
@@ -81,11 +81,11 @@ class Ranks:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainJob,
         devices: Devices,
         generation: int,
         interrupts: int,
-        place: Place | None = None,
+        place: NodeRanks | None = None,
         copies: int = COPIES,
         every: int | None = None,
         disk: bool | None = None,

@@ -19,7 +19,7 @@ _TABLE_BYTES = 1 << 28
 """Of a snapshot's tables and of buffers, which the plan doesn't count, at most."""
 
 
-class Room(NamedTuple):
+class HostMemoryBudget(NamedTuple):
     """Which copies fit into this node's memory."""
 
     snapshots: bool
@@ -69,9 +69,7 @@ def held_for_others(peers: int) -> int:
     return COPIES if peers == 1 else NODE_COPIES
 
 
-def nodes_have_room(
-    plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0, peers: int = 1
-) -> bool:
+def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0, peers: int = 1) -> bool:
     """Says whether snapshots fit where each node of a ring holds its own ranks' and copies of those before.
 
     Args:
@@ -95,7 +93,7 @@ def nodes_have_room(
     )
 
 
-def room_for(plan: Plan, ranks: int, available: int | None = None) -> Room:
+def room_for(plan: Plan, ranks: int, available: int | None = None) -> HostMemoryBudget:
     """Says which copies fit: the snapshots and the one for the disk, the latter alone, or none.
 
     Args:
@@ -105,4 +103,4 @@ def room_for(plan: Plan, ranks: int, available: int | None = None) -> Room:
     """
     room, one = available_bytes() if available is None else available, state_bytes(plan, ranks)
     most = SHARE * _left(plan, ranks, room)
-    return Room((COPIES + 1) * one <= most, one <= most, one, room)
+    return HostMemoryBudget((COPIES + 1) * one <= most, one <= most, one, room)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from meshwright.monitor.progress import RankProgress
+from meshwright.monitor.progress import RankStamp
 
 SAMPLES = 200
 """Looks of which a verdict is made."""
@@ -44,7 +44,7 @@ class SlowWatch:
         self._looks = 0
         self._busy: dict[int, int] = {}
 
-    def look(self, found: Sequence[RankProgress]) -> list[Slow]:
+    def look(self, found: Sequence[RankStamp]) -> list[Slow]:
         """Takes one look; returns the slow ranks of the last `SAMPLES` looks when these are full."""
         if not found or any(one.step < 3 or one.phase not in _COMPUTES for one in found):
             return []

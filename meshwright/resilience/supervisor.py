@@ -26,18 +26,18 @@ from meshwright.launch.signals import interrupts_to
 from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.plan import Plan
-from meshwright.resilience.ahead import Ahead
+from meshwright.resilience.ahead import PlanPrefetcher
 from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
 from meshwright.resilience.keeper import Keeper
-from meshwright.resilience.ranks import HOPELESS, Patience, Ranks, keep_on_disk
+from meshwright.resilience.ranks import HOPELESS, GenerationRanks, Patience, keep_on_disk
 from meshwright.resilience.rewinds import Rewinds
-from meshwright.train.facts import Facts
+from meshwright.train.facts import ModelAnalysis
 from meshwright.train.faults import parse_faults
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING
-from meshwright.train.session import Job, run_rank
+from meshwright.train.session import TrainJob, run_rank
 
 
 class Supervisor:
@@ -55,17 +55,17 @@ class Supervisor:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainJob,
         devices: Devices,
-        plans: Callable[[int], tuple[Plan, Facts]],
-        announce: Callable[[Job], Job],
+        plans: Callable[[int], tuple[Plan, ModelAnalysis]],
+        announce: Callable[[TrainJob], TrainJob],
     ) -> None:
         ensure(needed(job.plan.layout, devices.count, cuda=devices.kind == "cuda"))
         self._first, self._announce = job, announce
         self._config = job.config.recovery
         self._devices = devices
         self._roster = Roster([devices.slot(rank) for rank in range(devices.count)], self._config)
-        self._ahead = Ahead(plans)
+        self._ahead = PlanPrefetcher(plans)
         self._ahead.learn(job.plan.ranks, (job.plan, job.facts))
         self._sink = JsonlSink(job.run_dir, metrics=False)
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.checkpoint)
@@ -112,7 +112,7 @@ class Supervisor:
         """Starts ranks and waits for them; returns the run's result, or None when others must take their place."""
         job, slots = self._next_job()
         fruitless = self._patience.fruitless
-        ranks = Ranks(job, self._devices.only(slots), self.generation, self._interrupts, fruitless=fruitless)
+        ranks = GenerationRanks(job, self._devices.only(slots), self.generation, self._interrupts, fruitless=fruitless)
         if not ranks.room.snapshots:
             need, there = ranks.room.state_bytes, ranks.room.available_bytes
             self._event("snapshots_off", state_bytes=need, available_bytes=there, from_disk_only=True)
@@ -159,7 +159,7 @@ class Supervisor:
         self._event("growing", step=result["step"], devices=back)
         return None
 
-    def _keep(self, ranks: Ranks) -> None:
+    def _keep(self, ranks: GenerationRanks) -> None:
         """Has a process hold what these ranks will leave in memory, and write it should this process be killed."""
         segments, before = ranks.all_segments(), self._newest()
         layout, old_layout = ranks.layout, self._layout
@@ -216,7 +216,7 @@ class Supervisor:
         latest = self._store.latest() if self._states else None
         return None if not self._states or (latest and latest.step > self._states[0].step) else self._states[0]
 
-    def _next_job(self) -> tuple[Job, list[int]]:
+    def _next_job(self) -> tuple[TrainJob, list[int]]:
         """Returns the job for as many of the devices that are there as a layout can use, and these devices."""
         began = time.monotonic()
         if self.generation == 0:
@@ -248,7 +248,7 @@ class Supervisor:
                     raise self._over(LaunchError("ended while waiting for devices to come back"))
             self._roster.readmit(self._roster.due())
 
-    def _watch(self, ranks: Ranks) -> None:
+    def _watch(self, ranks: GenerationRanks) -> None:
         found = ranks.hang.look()
         self._disk.look(ranks.disk, ranks.layout, ranks.control)
         for slow in ranks.slow.look(found):
@@ -260,7 +260,7 @@ class Supervisor:
             count = ranks.launcher.ranks
             self._ahead.begin([fewer for fewer in (count - 1, count - 2) if fewer >= self._config.minimum])
 
-    def _event_lost(self, error: MeshwrightError, ranks: Ranks, fenced: float) -> None:
+    def _event_lost(self, error: MeshwrightError, ranks: GenerationRanks, fenced: float) -> None:
         rank = ranks.blamed(error)
         place = ranks.launcher.label(rank) if ranks.launcher.label is not None and rank >= 0 else ""
         at = ranks.hang.last.get(rank)
@@ -270,7 +270,7 @@ class Supervisor:
         assert self._lost_at is not None
         self._event("fenced", generation=self.generation, seconds=fenced - self._lost_at)
 
-    def _decide(self, error: MeshwrightError, ranks: Ranks, slots: list[int]) -> None:
+    def _decide(self, error: MeshwrightError, ranks: GenerationRanks, slots: list[int]) -> None:
         """Decides whether to go on after a failure, and without whom.
 
         Raises:

@@ -14,7 +14,7 @@ from meshwright.resilience.messages import Beat, Busy, Said, decode, encode
 from meshwright.transport.connection import Connection, connect
 from meshwright.transport.gate import Gate, Refused
 from meshwright.transport.key import RunKey
-from meshwright.transport.seal import HEADER_BYTES, MAC_BYTES, Kind, Wire, WireError, frame_header, read_header
+from meshwright.transport.seal import HEADER_BYTES, MAC_BYTES, Channel, FrameKind, WireError, frame_header, read_header
 
 BEAT_S = 0.5
 """Seconds between signs of life."""
@@ -31,7 +31,7 @@ Message = dict[str, Any]
 """Plain values of an order or a report."""
 
 
-class Line:
+class PeerConnection:
     """A connection to another supervisor, which has shown the run's key."""
 
     def __init__(self, connection: Connection) -> None:
@@ -50,7 +50,7 @@ class Line:
     def say(self, message: Said) -> None:
         """Sends a message, as far as the connection takes it now; the rest follows."""
         contents = encode(message)
-        header = frame_header(Kind.MESSAGE, len(contents))
+        header = frame_header(FrameKind.MESSAGE, len(contents))
         self._out += header + contents + self._seals.sends.mac(header, contents)
         self.flush()
 
@@ -104,7 +104,7 @@ class Line:
             return None
         header = bytes(self._in[:HEADER_BYTES])
         kind, size = read_header(header, MESSAGE_BYTES)
-        if kind is not Kind.MESSAGE:
+        if kind is not FrameKind.MESSAGE:
             raise WireError("a parcel came where a message was due")
         last = HEADER_BYTES + size
         if len(self._in) < last + MAC_BYTES:
@@ -143,10 +143,10 @@ class Hub:
 
     def __init__(self, listener: socket.socket, key: RunKey, refused: Refused | None = None) -> None:
         self._listener, self._key = listener, key
-        self._gate = Gate(listener, key, Wire.SUPERVISORS, refused)
+        self._gate = Gate(listener, key, Channel.SUPERVISORS, refused)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._gate, selectors.EVENT_READ)
-        self._lines: list[Line] = []
+        self._lines: list[PeerConnection] = []
         self._pumped = time.monotonic()
         self.mismatch = ""
         """Where what was called last doesn't have the run's key; empty where it does."""
@@ -155,14 +155,14 @@ class Hub:
         """Returns a descriptor that is readable when something has come."""
         return self._selector.fileno()  # type: ignore[attr-defined, no-any-return]
 
-    def call(self, host: str, port: int) -> Line | None:
+    def call(self, host: str, port: int) -> PeerConnection | None:
         """Connects to another supervisor; None when it can't be reached, or doesn't have the run's key.
 
         Raises:
             ConnectionRefusedError: when its machine says that there is none.
         """
         try:
-            connection = connect((host, port), self._key, Wire.SUPERVISORS, _CONNECT_S)
+            connection = connect((host, port), self._key, Channel.SUPERVISORS, _CONNECT_S)
         except ConnectionRefusedError:
             raise
         except WireError as error:
@@ -174,13 +174,13 @@ class Hub:
         self.mismatch = ""
         return self._add(connection)
 
-    def _add(self, connection: Connection) -> Line:
-        line = Line(connection)
+    def _add(self, connection: Connection) -> PeerConnection:
+        line = PeerConnection(connection)
         self._lines.append(line)
         self._selector.register(line.socket, selectors.EVENT_READ, line)
         return line
 
-    def drop(self, line: Line) -> None:
+    def drop(self, line: PeerConnection) -> None:
         """Ends a connection."""
         if line in self._lines:
             self._lines.remove(line)
@@ -194,13 +194,13 @@ class Hub:
         for line in list(self._lines):
             self.drop(line)
 
-    def pump(self, seconds: float = 0.0) -> tuple[list[tuple[Line, Said]], list[Line]]:
+    def pump(self, seconds: float = 0.0) -> tuple[list[tuple[PeerConnection, Said]], list[PeerConnection]]:
         """Waits so long at most for something to come.
 
         Returns:
             Messages with the connections that they came through, and connections that are lost: they are dropped.
         """
-        heard: list[tuple[Line, Said]] = []
+        heard: list[tuple[PeerConnection, Said]] = []
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 heard += [(key.data, message) for message in key.data.hear()]

@@ -10,23 +10,23 @@ import torch
 from torch import nn
 
 from meshwright.axes import cp, ep, replicate, shard, wide
-from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.chance import DropoutRng
 from meshwright.axes.comm.checkpoints import repeat_in
 from meshwright.axes.comm.layers import layer_of
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.groups import gradient_axes
-from meshwright.axes.spine import Spine
+from meshwright.axes.spine import LayerGraph
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.runtime import chance, pipeline, recompute, tensor
 from meshwright.runtime.buffers import MovingBuffers
-from meshwright.runtime.clock import Clock
+from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.load import ExpertMeter
 from meshwright.runtime.materialise import Fill, materialise
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Compute, LossView, Part, Program
+from meshwright.runtime.program import Compute, LossView, Program, StageModule
 
 DTYPES = {
     "float32": torch.float32,
@@ -38,7 +38,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class ModelSource:
     """The model as `build` takes it."""
 
     module: nn.Module
@@ -57,7 +57,7 @@ class Source:
     """Groups of parameter names that are one parameter."""
     table: ShardingTable | None = None
     """What axes do to each weight; needed by layouts with an axis that splits layers."""
-    spine: Spine | None = None
+    spine: LayerGraph | None = None
     """How forward goes through the layers; needed by layouts with a pipeline."""
     attention: str = "heads"
     """How ``cp`` computes attention: ``heads`` or ``gather``."""
@@ -72,24 +72,24 @@ class Source:
 
 
 @dataclass(slots=True)
-class Work:
+class TransformContext:
     """What the transforms pass along."""
 
-    source: Source
+    source: ModelSource
     layout: Layout
     mesh: Mesh | None
-    parts: list[Part]
+    parts: list[StageModule]
     view: LossView = field(default_factory=LossView)
-    chance: Chance | None = None
+    chance: DropoutRng | None = None
 
 
-def _split(work: Work) -> None:
+def _split(work: TransformContext) -> None:
     if work.layout.degree("pp") > 1:
         assert work.mesh is not None
         work.parts = pipeline.split(work.source, work.layout, work.mesh)
 
 
-def _tensor(work: Work) -> None:
+def _tensor(work: TransformContext) -> None:
     layout = work.layout
     if layout.degree("tp") == 1:
         return
@@ -98,7 +98,7 @@ def _tensor(work: Work) -> None:
     work.view.vocab = tensor.split(work.parts, work.source.table, work.mesh, apart)
 
 
-def _expert(work: Work) -> None:
+def _expert(work: TransformContext) -> None:
     layout, mesh = work.layout, work.mesh
     if layout.degree("ep") == 1:
         return
@@ -114,7 +114,7 @@ def _expert(work: Work) -> None:
                 experts.forward = torch.compiler.disable(experts.forward)
 
 
-def _context(work: Work) -> None:
+def _context(work: TransformContext) -> None:
     layout, mesh, table = work.layout, work.mesh, work.source.table
     if layout.degree("cp") == 1:
         return
@@ -126,7 +126,7 @@ def _context(work: Work) -> None:
     work.view.tokens = (mesh.wires["cp"].index, layout.degree("cp"), work.source.attention == "gather")
 
 
-def _chance(work: Work) -> None:
+def _chance(work: TransformContext) -> None:
     source = work.source
     if source.random:
         work.chance = chance.install(
@@ -134,13 +134,13 @@ def _chance(work: Work) -> None:
         )
 
 
-def _widen(work: Work) -> None:
+def _widen(work: TransformContext) -> None:
     if work.layout.precision == "float64":
         for part in work.parts:
             wide.apply([part.module, *part.layers])
 
 
-def _recompute(work: Work) -> None:
+def _recompute(work: TransformContext) -> None:
     names = work.source.layers
     wanted = {names[place] for place in recompute.chosen(len(names), work.layout.recompute)}
     for part in work.parts:
@@ -150,7 +150,9 @@ def _recompute(work: Work) -> None:
                 recompute.apply([layer], work.layout.recompute, _repeated(work, name, layer))
 
 
-def _repeated(work: Work, name: str, layer: nn.Module) -> Callable[[recompute.Forward], recompute.Forward] | None:
+def _repeated(
+    work: TransformContext, name: str, layer: nn.Module
+) -> Callable[[recompute.Forward], recompute.Forward] | None:
     """What makes a layer's forward repeat itself: its random numbers, and the buffers that it changes."""
     chance, moving = work.chance, MovingBuffers([layer], work.source.moving, name)
     if not moving:
@@ -161,7 +163,7 @@ def _repeated(work: Work, name: str, layer: nn.Module) -> Callable[[recompute.Fo
     return lambda plain: moving.again(again(plain))
 
 
-def _compile(work: Work) -> None:
+def _compile(work: TransformContext) -> None:
     if work.layout.compile:
         for wire in work.mesh.wires.values() if work.mesh is not None else ():
             wire.hide_from_compiler()
@@ -170,7 +172,7 @@ def _compile(work: Work) -> None:
             layer.forward = compiled  # type: ignore[method-assign]
 
 
-def _shard_data(work: Work) -> None:
+def _shard_data(work: TransformContext) -> None:
     """Data axes: sharded state where the layout shards, or computes in another type than it keeps, else copies."""
     layout, mesh = work.layout, work.mesh
     for part in work.parts:
@@ -198,12 +200,12 @@ def _shard_data(work: Work) -> None:
                     part.sync.insert(0, _LateReplicate(part.module, own, wire, work.source.layers))
 
 
-def _used(shards: Wire, copies: Wire) -> list[Wire]:
+def _used(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
     """The wires of a unit: over the ranks that share its state and, where these have copies, over the copies."""
     return [shards, copies] if copies.size > 1 else [shards]
 
 
-def _apart(part: Part, mesh: Mesh) -> shard.Apart | None:
+def _apart(part: StageModule, mesh: Mesh) -> shard.ExpertFsdpGroup | None:
     """The experts modules of a part, whose shards lie on the ranks that hold the same experts."""
     owners = {name.rpartition(".")[0]: None for name, place in part.places.items() if ep.AXIS.name in place.axes}
     if not owners:
@@ -211,7 +213,7 @@ def _apart(part: Part, mesh: Mesh) -> shard.Apart | None:
     wires = [mesh.across((shard.AXIS.name,)), mesh.wires["ep_copies"]]
     if mesh.layout.zero:
         wires = [mesh.wires["ep_shard"], mesh.across(gradient_axes(ep.AXIS.carves))]
-    return shard.Apart(
+    return shard.ExpertFsdpGroup(
         modules=[part.module.get_submodule(name) for name in owners], mesh=mesh.line(wires[0]), wires=_used(*wires)
     )
 
@@ -219,7 +221,7 @@ def _apart(part: Part, mesh: Mesh) -> shard.Apart | None:
 class _LateReplicate:
     """Attaches a reducer's hooks to parameters once they are materialised (hooks don't survive that)."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str], wire: Wire, layers: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, names: Sequence[str], wire: AxisGroup, layers: Sequence[str]) -> None:
         self._module, self._wire = module, wire
         numbers = {name: number for number, name in enumerate(layers)}
         self._layers = {name: layer_of(name, numbers) for name in names}
@@ -237,7 +239,7 @@ class _LateReplicate:
         self._reducer.finish()
 
 
-TRANSFORMS: tuple[Callable[[Work], None], ...] = (
+TRANSFORMS: tuple[Callable[[TransformContext], None], ...] = (
     _split,
     _tensor,
     _expert,
@@ -270,7 +272,7 @@ def check(layout: Layout, device_type: str, layers: int) -> None:
     pipeline.check(layout, layers)
 
 
-def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.device, clock: Clock) -> Program:
+def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.device, clock: StepTimer) -> Program:
     """Builds the program of this rank.
 
     Args:
@@ -284,7 +286,7 @@ def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.devic
         The program, its weights materialised as this rank's parts.
     """
     layers = [source.module.get_submodule(name) for name in source.layers]
-    work = Work(source, layout, mesh, [Part(source.module, layers)])
+    work = TransformContext(source, layout, mesh, [StageModule(source.module, layers)])
     for transform in TRANSFORMS:
         transform(work)
     master = torch.float64 if layout.precision == "float64" else torch.float32

@@ -8,26 +8,26 @@ from typing import Any
 from torch import nn
 
 from meshwright.axes.comm.boxes import TokenSplit, Units
-from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.chance import DropoutRng
 from meshwright.axes.cp import local_group
 from meshwright.axes.experts import ExpertRows
-from meshwright.axes.table import Group, ShardingTable
+from meshwright.axes.table import ShardingGroup, ShardingTable
 from meshwright.plan import Layout
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Part
+from meshwright.runtime.program import StageModule
 
 ROUTED = "its tokens are those that a router chose, in an order that depends on the layout"
 """Why nothing inside experts can be drawn by place."""
 
 
 def install(
-    parts: Sequence[Part],
+    parts: Sequence[StageModule],
     layers: Sequence[str],
     table: ShardingTable | None,
     experts: Sequence[ExpertRows],
     mesh: Mesh | None,
     attention: str,
-) -> Chance:
+) -> DropoutRng:
     """Gives the forwards of a rank's stages their numbers.
 
     Args:
@@ -38,7 +38,7 @@ def install(
         mesh: ranks and wires.
         attention: how ``cp`` computes attention.
     """
-    chance = Chance(_tokens(mesh, attention) if mesh is not None else TokenSplit())
+    chance = DropoutRng(_tokens(mesh, attention) if mesh is not None else TokenSplit())
     inside = tuple(f"{name}." for name in layers)
     for part in parts:
         held = {name: module for name, module in part.module.named_modules() if _runs(module)}
@@ -70,7 +70,9 @@ def _tokens(mesh: Mesh, attention: str) -> TokenSplit:
     )
 
 
-def _own_units(chance: Chance, layer: nn.Module, groups: Sequence[Group], mesh: Mesh, attention: str) -> None:
+def _own_units(
+    chance: DropoutRng, layer: nn.Module, groups: Sequence[ShardingGroup], mesh: Mesh, attention: str
+) -> None:
     """States what this rank has of each group's units, where it hasn't all."""
     for group in groups:
         units = held_units(group, mesh, mesh.layout, attention)
@@ -79,7 +81,7 @@ def _own_units(chance: Chance, layer: nn.Module, groups: Sequence[Group], mesh: 
             chance.between(layer.get_submodule(first), layer.get_submodule(group.row), units)
 
 
-def held_units(group: Group, mesh: Mesh, layout: Layout, attention: str) -> Units | None:
+def held_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str) -> Units | None:
     """Returns the units of a group that this rank computes; None where it computes all."""
     tensor, context = mesh.wires["tp"], mesh.wires["cp"]
     shares = group.shares(tensor.size) if layout.degree("tp") > 1 else None

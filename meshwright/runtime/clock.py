@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Clock:
+class StepTimer:
     """Splits a step into named parts; on CUDA it never makes the host wait.
 
     Args:

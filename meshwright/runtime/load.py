@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.axes.experts import ExpertRows
-from meshwright.runtime.program import Part
+from meshwright.runtime.program import StageModule
 
 
 class ExpertMeter:
@@ -22,7 +22,7 @@ class ExpertMeter:
         rows: where the model's experts are; layers with another number of experts than the first aren't counted.
     """
 
-    def __init__(self, parts: Sequence[Part], rows: Sequence[ExpertRows]) -> None:
+    def __init__(self, parts: Sequence[StageModule], rows: Sequence[ExpertRows]) -> None:
         self.experts = rows[0].experts
         self._counts: torch.Tensor | None = None
         for part in parts:

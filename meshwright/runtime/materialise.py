@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from meshwright.axes.placement import Box, Place, count
+from meshwright.axes.placement import Box, LocalShard, count
 from meshwright.axes.scalars import whole_shape
 from meshwright.runtime.weights import Weight, cut, owners, placed_like
 
@@ -16,7 +16,7 @@ Fill = Callable[[str, Box], torch.Tensor]
 
 
 def materialise(
-    module: nn.Module, places: Mapping[str, Place], device: torch.device, dtype: torch.dtype, fill: Fill
+    module: nn.Module, places: Mapping[str, LocalShard], device: torch.device, dtype: torch.dtype, fill: Fill
 ) -> None:
     """Replaces every meta parameter by this rank's part of it, with values from ``fill``; ties stay ties.
 
@@ -29,7 +29,7 @@ def materialise(
     """
     with torch.no_grad():
         for name, parameter, holders in list(owners(module)):
-            place = places.get(name) or Place.whole(name, whole_shape(*holders[0], parameter), 1)
+            place = places.get(name) or LocalShard.whole(name, whole_shape(*holders[0], parameter), 1)
             made = _made(Weight(parameter, place), device, dtype, fill)
             for part, attribute in holders:
                 part._parameters[attribute] = made

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.axes.axis import known_axes
-from meshwright.axes.comm.wire import TrafficLog, Wire
+from meshwright.axes.comm.wire import AxisGroup, TrafficLog
 from meshwright.axes.groups import carved_groups, loss_axes
 from meshwright.plan import Layout
 
@@ -19,7 +19,7 @@ WORLD = "world"
 
 
 class Mesh:
-    """A layout's DeviceMesh (dimensions named as the axes, outermost first) and one `Wire` per axis that is used.
+    """A layout's DeviceMesh (dimensions named as the axes, outermost first) and one `AxisGroup` per axis that is used.
 
     Args:
         layout: its degrees multiply to the ranks of the default process group.
@@ -32,11 +32,9 @@ class Mesh:
         self.rank = dist.get_rank()
         self.loss_axes = loss_axes()
         shape = layout.shape()
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            device_type, tuple(shape.values()), mesh_dim_names=tuple(shape)
-        )
-        self.world = Wire(WORLD, dist.group.WORLD, log)
-        self.wires = {name: Wire(name, self.device_mesh.get_group(name), log) for name in shape}
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        self.world = AxisGroup(WORLD, dist.group.WORLD, log)
+        self.wires = {name: AxisGroup(name, self.device_mesh.get_group(name), log) for name in shape}
         for name, axis in known_axes().items():
             if axis.carves and layout.degree(name) > 1:
                 self._carve(name)
@@ -49,15 +47,15 @@ class Mesh:
         """
         for suffix, groups in zip(("", "_shard", "_copies"), carved_groups(name, self.layout.degrees)):
             group, _ = dist.new_subgroups_by_enumeration(groups)
-            self.wires[name + suffix] = Wire(name + suffix, group, self.log)
+            self.wires[name + suffix] = AxisGroup(name + suffix, group, self.log)
 
-    def line(self, wire: Wire) -> DeviceMesh:
+    def line(self, wire: AxisGroup) -> DeviceMesh:
         """Returns the ranks of a wire as a mesh of one dimension, which has the wire's name."""
         if wire.axis in self.layout.shape():
             return self.device_mesh[wire.axis]
         return DeviceMesh.from_group(wire.group, self.device_type, mesh_dim_names=(wire.axis,))
 
-    def across(self, names: Sequence[str]) -> Wire:
+    def across(self, names: Sequence[str]) -> AxisGroup:
         """Returns a wire over the product of some axes; all ranks must ask for it together."""
         used = [name for name in names if self.layout.degree(name) > 1] or list(names[:1])
         if len(used) == 1:
@@ -69,16 +67,16 @@ class Mesh:
             size = math.prod(self.layout.degree(name) for name in used)
             lines = self.device_mesh.mesh.movedim(dims, tuple(last)).reshape(-1, size)
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
-            self.wires[key] = Wire(key, group, self.log)
+            self.wires[key] = AxisGroup(key, group, self.log)
         return self.wires[key]
 
-    def neighbours(self, name: str, size: int) -> Wire:
+    def neighbours(self, name: str, size: int) -> AxisGroup:
         """Returns a wire over runs of ``size`` neighbours along an axis; all ranks must ask for it together."""
         key = f"{name}_{size}"
         if key not in self.wires:
             lines = self.device_mesh.mesh.movedim(tuple(self.layout.shape()).index(name), -1).reshape(-1, size)
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
-            self.wires[key] = Wire(name, group, self.log)
+            self.wires[key] = AxisGroup(name, group, self.log)
         return self.wires[key]
 
     def barrier(self, timeout: timedelta) -> None:

@@ -18,7 +18,7 @@ OUTSIDE = -1
 """Told when the last of a rank's layers is left; of backward there is no such moment but its end (`outside`)."""
 
 
-class Passage:
+class LayerProgressHooks:
     """What passes through a rank's layers tells it."""
 
     def __init__(self) -> None:

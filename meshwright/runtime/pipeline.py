@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.plan import Layout
-from meshwright.runtime.clock import Clock
+from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Compute, LossView, Part, Program, Stamp
-from meshwright.runtime.stage_run import Line, ScheduleRun, chain
-from meshwright.runtime.stages import Division, StagePart, check, split
+from meshwright.runtime.program import Compute, LossView, Program, StageModule, Stamp
+from meshwright.runtime.stage_run import PipelineGroup, ScheduleRun, chain
+from meshwright.runtime.stages import Division, PipelineStageModule, check, split
 from meshwright.runtime.weights import Weight
 
 __all__ = ["PipelineProgram", "check", "split"]
@@ -25,7 +25,7 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.floa
 class _Shared:
     """A weight that several stages hold, and the sum of its gradient over them."""
 
-    def __init__(self, weights: list[Weight], wire: Wire | None) -> None:
+    def __init__(self, weights: list[Weight], wire: AxisGroup | None) -> None:
         self._first, *self.twins = weights
         self._wire, self._of = wire, weights[0].name
 
@@ -60,15 +60,21 @@ class PipelineProgram(Program):
     """
 
     def __init__(
-        self, parts: Sequence[Part], compute: Compute, view: LossView, mesh: Mesh, clock: Clock, layout: Layout
+        self,
+        parts: Sequence[StageModule],
+        compute: Compute,
+        view: LossView,
+        mesh: Mesh,
+        clock: StepTimer,
+        layout: Layout,
     ) -> None:
         super().__init__(parts, compute, view, mesh, clock)
-        self._stages: list[StagePart] = [part for part in parts if isinstance(part, StagePart)]
+        self._stages: list[PipelineStageModule] = [part for part in parts if isinstance(part, PipelineStageModule)]
         division = self._stages[0].division
         assert division is not None
         cpu = mesh.device_type == "cpu"
         device = torch.device("cpu") if cpu else torch.device(mesh.device_type, torch.cuda.current_device())
-        self._line = Line(wire=mesh.wires["pp"], schedule=division.schedule, device=device)
+        self._line = PipelineGroup(wire=mesh.wires["pp"], schedule=division.schedule, device=device)
         self._shared = self._share(division, mesh)
         for part in self._stages:
             assert part.cut is not None
@@ -156,7 +162,7 @@ class PipelineProgram(Program):
             self._run = shape, ScheduleRun(self.parts, self._line, kinds, self._forward, self._before_backward)
         return self._run[1]
 
-    def _forward(self, part: Part, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
+    def _forward(self, part: StageModule, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
         if self._stamp:
             self._stamp.phase("forward", number)
         reported = len(self._sums)
@@ -170,8 +176,8 @@ class PipelineProgram(Program):
             self.meter.sample()
         return given
 
-    def _compute_stage(self, part: Part, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
-        assert isinstance(part, StagePart) and part.cut is not None
+    def _compute_stage(self, part: StageModule, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
+        assert isinstance(part, PipelineStageModule) and part.cut is not None
         batch, cut = self._batches[number], part.cut
         given = cut.run(lambda: self._compute(part.module, batch, self._scale, self.view), taken)
         if not cut.is_last:
@@ -202,7 +208,7 @@ class PipelineProgram(Program):
         return shared
 
 
-def _holder_wires(division: Division, mesh: Mesh) -> dict[tuple[int, ...], Wire]:
+def _holder_wires(division: Division, mesh: Mesh) -> dict[tuple[int, ...], AxisGroup]:
     """A wire for each set of indices along ``pp`` that shares weights; every rank makes all groups, in one order."""
     names = mesh.device_mesh.mesh_dim_names or ()
     size = mesh.device_mesh["pp"].size()
@@ -214,7 +220,7 @@ def _holder_wires(division: Division, mesh: Mesh) -> dict[tuple[int, ...], Wire]
         elif len(holders) > 1:
             group, _ = dist.new_subgroups_by_enumeration([[line[index] for index in holders] for line in lines])
             if mesh.device_mesh.get_local_rank("pp") in holders:
-                wires[holders] = Wire("pp", group, mesh.log)
+                wires[holders] = AxisGroup("pp", group, mesh.log)
     return wires
 
 

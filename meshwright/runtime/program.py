@@ -11,15 +11,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.chance import DropoutRng
 from meshwright.axes.comm.random import seed_all
 from meshwright.axes.comm.vocabulary import VocabShard
-from meshwright.axes.placement import Place
+from meshwright.axes.placement import LocalShard
 from meshwright.runtime.buffers import MovingBuffers
-from meshwright.runtime.clock import Clock
+from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.memory import StateMeter
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.passage import Passage
+from meshwright.runtime.passage import LayerProgressHooks
 from meshwright.runtime.weights import Weight, named_weights
 
 
@@ -65,14 +65,14 @@ class ExpertCounts(Protocol):
 
 
 @dataclass(slots=True)
-class Part:
+class StageModule:
     """One stage of the model on this rank; without a pipeline axis the whole model is its only part."""
 
     module: nn.Module
     """The stage; its names are those of the whole model."""
     layers: list[nn.Module]
     """Its repeated blocks, in order."""
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, LocalShard] = field(default_factory=dict)
     """Which part of the whole weight a parameter stands for, by name in the module; absent where it is whole."""
     sync: list[Sync] = field(default_factory=list)
     """What sums its gradients, in the order in which it finishes."""
@@ -101,7 +101,7 @@ class Program:
     """
 
     def __init__(
-        self, parts: Sequence[Part], compute: Compute, view: LossView, mesh: Mesh | None, clock: Clock
+        self, parts: Sequence[StageModule], compute: Compute, view: LossView, mesh: Mesh | None, clock: StepTimer
     ) -> None:
         self.parts, self.mesh, self.clock, self.view = tuple(parts), mesh, clock, view
         self._compute = compute
@@ -115,9 +115,9 @@ class Program:
         for part in self.parts:
             for weight in named_weights(part.module, part.places, copies, frozen=True):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
-        self.passage = Passage()
+        self.passage = LayerProgressHooks()
         """Tells which layer runs, to whom sets its ``tell``."""
-        self.chance: Chance | None = None
+        self.chance: DropoutRng | None = None
         """Random numbers of forwards that may draw some."""
         self.experts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""

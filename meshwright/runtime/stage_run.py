@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.errors import PlanError
-from meshwright.runtime.program import Part
+from meshwright.runtime.program import StageModule
 from meshwright.schedules.action import Schedule
 
-Forward = Callable[[Part, int, tuple[torch.Tensor, ...]], Any]
+Forward = Callable[[StageModule, int, tuple[torch.Tensor, ...]], Any]
 """(stage, micro-batch, what it received) to what the next stage gets, or in the last stage the loss."""
 Backward = Callable[[int], None]
 """Told of a micro-batch before its backward."""
@@ -44,10 +44,10 @@ class TensorKind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class PipelineGroup:
     """The ranks that a micro-batch passes through."""
 
-    wire: Wire
+    wire: AxisGroup
     """Of the axis ``pp``."""
     schedule: Schedule
     """What runs when."""
@@ -60,8 +60,8 @@ class _TorchStage(PipelineStage):
 
     def __init__(
         self,
-        part: Part,
-        line: Line,
+        part: StageModule,
+        line: PipelineGroup,
         kinds: tuple[Sequence[TensorKind], ...],
         forward: Forward,
         backward: Backward,
@@ -121,7 +121,7 @@ class _TorchStage(PipelineStage):
 class _Received:
     """What a stage is to receive: waiting for it is told as for a collective."""
 
-    def __init__(self, work: Any, wire: Wire, what: str) -> None:
+    def __init__(self, work: Any, wire: AxisGroup, what: str) -> None:
         self._work, self._log, self._what = work, wire.log, what
         self._number = wire.log.begin()
 
@@ -139,7 +139,7 @@ class _Inbox(dict[tuple[int, int], Any]):
         what: what comes, as `_Received` tells it.
     """
 
-    def __init__(self, wire: Wire, what: str) -> None:
+    def __init__(self, wire: AxisGroup, what: str) -> None:
         super().__init__()
         self._wire, self._what = wire, what
 
@@ -162,8 +162,8 @@ class ScheduleRun:
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        line: Line,
+        parts: Sequence[StageModule],
+        line: PipelineGroup,
         kinds: Sequence[tuple[Sequence[TensorKind], ...]],
         forward: Forward,
         backward: Backward,
@@ -217,7 +217,7 @@ def _identity(output: torch.Tensor, _target: None) -> torch.Tensor:
 
 
 def chain(
-    parts: Sequence[Part], line: Line, forward: Callable[[Part, tuple[torch.Tensor, ...]], Any]
+    parts: Sequence[StageModule], line: PipelineGroup, forward: Callable[[StageModule, tuple[torch.Tensor, ...]], Any]
 ) -> list[tuple[Sequence[TensorKind], ...]]:
     """Passes one batch of any shape forward through all stages, one after the other.
 
@@ -249,7 +249,7 @@ def chain(
     return kinds
 
 
-def _send(line: Line, tensors: tuple[torch.Tensor, ...], index: int) -> None:
+def _send(line: PipelineGroup, tensors: tuple[torch.Tensor, ...], index: int) -> None:
     peer = dist.get_global_rank(line.wire.group, index)
     dist.send(_header(tensors).to(line.device), peer, group=line.wire.group)
     for tensor in tensors:
@@ -257,7 +257,7 @@ def _send(line: Line, tensors: tuple[torch.Tensor, ...], index: int) -> None:
     line.wire.log.add(line.wire.axis, "send", sum(item.nbytes for item in tensors), 0.0, 0.0)
 
 
-def _receive(line: Line, index: int) -> tuple[torch.Tensor, ...]:
+def _receive(line: PipelineGroup, index: int) -> tuple[torch.Tensor, ...]:
     peer = dist.get_global_rank(line.wire.group, index)
     header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=line.device)
     with line.wire.log.waiting(f"receive over {line.wire.axis}", line.wire.log.begin()):

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from meshwright.axes.placement import Place
-from meshwright.axes.spine import Spine, check_split, divide, held_names
+from meshwright.axes.placement import LocalShard
+from meshwright.axes.spine import LayerGraph, check_split, divide, held_names
 from meshwright.axes.stage.cut import Stage, copied
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Part
+from meshwright.runtime.program import StageModule
 from meshwright.schedules.action import Schedule
 
 if TYPE_CHECKING:
-    from meshwright.runtime.build import Source
+    from meshwright.runtime.build import ModelSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Division:
 
 
 @dataclass(slots=True)
-class StagePart(Part):
+class PipelineStageModule(StageModule):
     """A part that is a stage of a pipeline."""
 
     cut: Stage | None = None
@@ -68,7 +68,7 @@ def check(layout: Layout, layers: int) -> None:
         )
 
 
-def split(source: Source, layout: Layout, mesh: Mesh) -> list[Part]:
+def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     """Cuts the model into this rank's stages.
 
     Args:
@@ -85,16 +85,18 @@ def split(source: Source, layout: Layout, mesh: Mesh) -> list[Part]:
     numbers = division.schedule.rank_stages(mesh.device_mesh.get_local_rank("pp"))
     copies = mesh.world.size // layout.degree("pp")
     modules = [*(copied(source.module) for _ in numbers[1:]), source.module]
-    parts: list[Part] = []
+    parts: list[StageModule] = []
     for number, module in zip(numbers, modules):
         first, stop = division.bounds[number : number + 2]
         cut = Stage(module, source.spine, first, stop, division.held[number])
         places = _places(module, division, copies)
-        parts.append(StagePart(module, cut.layers, places, stage=number, first=first, cut=cut, division=division))
+        parts.append(
+            PipelineStageModule(module, cut.layers, places, stage=number, first=first, cut=cut, division=division)
+        )
     return parts
 
 
-def _division(module: nn.Module, spine: Spine, ties: Sequence[Sequence[str]], layout: Layout) -> Division:
+def _division(module: nn.Module, spine: LayerGraph, ties: Sequence[Sequence[str]], layout: Layout) -> Division:
     """Divides the whole model, which is on meta."""
     schedule = layout.pipeline().unsplit() if spine.whole_backward else layout.pipeline()
     sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
@@ -114,12 +116,12 @@ def _division(module: nn.Module, spine: Spine, ties: Sequence[Sequence[str]], la
     )
 
 
-def _places(module: nn.Module, division: Division, copies: int) -> dict[str, Place]:
+def _places(module: nn.Module, division: Division, copies: int) -> dict[str, LocalShard]:
     """Places of the weights that go by another name, or that other ranks of the line hold too."""
     places = {}
     for name, item in module.named_parameters():
         first: Any = division.first[name]
         among = len(division.holders[first])
         if first != name or among > 1:
-            places[name] = Place.whole(first, tuple(item.shape), among * copies)
+            places[name] = LocalShard.whole(first, tuple(item.shape), among * copies)
     return places

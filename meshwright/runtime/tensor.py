@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from meshwright.axes import tp
 from meshwright.axes.comm.split import copied_runs
 from meshwright.axes.comm.vocabulary import VocabShard
-from meshwright.axes.placement import Place
+from meshwright.axes.placement import LocalShard
 from meshwright.axes.table import ShardingTable, vocabulary_span
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Part
+from meshwright.runtime.program import StageModule
 
 
-def split(parts: Sequence[Part], table: ShardingTable, mesh: Mesh, apart: Sequence[str]) -> VocabShard | None:
+def split(parts: Sequence[StageModule], table: ShardingTable, mesh: Mesh, apart: Sequence[str]) -> VocabShard | None:
     """Splits stages over ``tp``.
 
     Args:
@@ -39,13 +39,13 @@ def split(parts: Sequence[Part], table: ShardingTable, mesh: Mesh, apart: Sequen
         for name, place in done.places.items():
             part.places[name] = _over(place, part.places.get(name), copies)
         owed = [item for item in done.owed if not item.name.startswith(inside)]
-        part.sync.append(tp.OwedSum(part.module, owed, wire, neighbours))
+        part.sync.append(tp.PartialGradReducer(part.module, owed, wire, neighbours))
     if not table.vocabulary or table.headless:
         return None
     return VocabShard(wire, *vocabulary_span(table.vocab, wire.size, wire.index))
 
 
-def _over(place: Place, held: Place | None, copies: int) -> Place:
+def _over(place: LocalShard, held: LocalShard | None, copies: int) -> LocalShard:
     """Returns a place with the name and the copies that a tie between stages gave the weight before."""
     if held is None:
         return place

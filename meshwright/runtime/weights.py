@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshwright.axes.pieces import Pieces
-from meshwright.axes.placement import Box, Piece, Place
+from meshwright.axes.pieces import LocalBoxes
+from meshwright.axes.placement import Box, LocalShard, ShardBox
 from meshwright.axes.scalars import whole_shape
 
 
@@ -28,7 +28,7 @@ class Weight:
     """
 
     parameter: nn.Parameter
-    place: Place
+    place: LocalShard
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class Weight:
         )
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[ShardBox, ...]:
         """Boxes that the local part is made of; ``copies`` counts the ranks of the world that hold each."""
         rows = None
         if isinstance(self.parameter, DTensor):
@@ -89,9 +89,9 @@ class Weight:
         shards = self.shards
         if rows is not None and not self.shape:  # a number, which one of the shards holds as its row
             copies = max(1, self.place.copies // shards)
-            return tuple(Piece(local=((0, 1),), whole=(), copies=copies) for _ in range(*rows))
+            return tuple(ShardBox(local=((0, 1),), whole=(), copies=copies) for _ in range(*rows))
         return tuple(
-            Piece(local=piece.local, whole=piece.whole, copies=max(1, piece.copies // shards))
+            ShardBox(local=piece.local, whole=piece.whole, copies=max(1, piece.copies // shards))
             for piece in self.place.pieces(rows)
         )
 
@@ -114,7 +114,7 @@ class Weight:
         parts = [(piece.whole, cut(local, piece.local)) for piece in self.pieces]
         if as_row:
             parts = [(box, view.reshape(())) for box, view in parts]
-        return Pieces(self.shape, parts, local.dtype)
+        return LocalBoxes(self.shape, parts, local.dtype)
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -134,7 +134,9 @@ def placed_like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
 
 
-def named_weights(module: nn.Module, places: Mapping[str, Place], copies: int, frozen: bool = False) -> list[Weight]:
+def named_weights(
+    module: nn.Module, places: Mapping[str, LocalShard], copies: int, frozen: bool = False
+) -> list[Weight]:
     """Returns every trainable parameter of ``module`` once, in the order of definition.
 
     Args:
@@ -146,7 +148,9 @@ def named_weights(module: nn.Module, places: Mapping[str, Place], copies: int, f
     found = []
     for name, item, ((owner, key), *_) in owners(module):
         if item.requires_grad or frozen:
-            found.append(Weight(item, places.get(name) or Place.whole(name, whole_shape(owner, key, item), copies)))
+            found.append(
+                Weight(item, places.get(name) or LocalShard.whole(name, whole_shape(owner, key, item), copies))
+            )
     return found
 
 

@@ -9,7 +9,7 @@ import sys
 
 from meshwright.errors import MeshwrightError
 from meshwright.schedules import draw, table
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.file import build_schedule
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
@@ -45,7 +45,7 @@ def _answer(chosen: argparse.Namespace) -> str:
     schedule = build_schedule(chosen.draw, chosen.ranks, stages, chosen.microbatches)
     if chosen.csv:
         return schedule.to_csv()
-    seen = simulate(schedule, Costs.uniform(schedule.stages))
+    seen = simulate(schedule, ActionCosts.uniform(schedule.stages))
     return draw.svg(seen) + "\n" if chosen.svg else draw.text(seen)
 
 

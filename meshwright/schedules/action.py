@@ -20,7 +20,7 @@ from meshwright.errors import PlanError
 from meshwright.records import parse_json
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What is computed; the values are torch's letters."""
 
     FORWARD = "F"
@@ -47,7 +47,7 @@ class Action:
     """One computation of one stage on one micro-batch, or a pair of such (kind OVERLAP, stage and micro-batch -1)."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     pair: tuple[Action, Action] | None = None
 
@@ -74,7 +74,7 @@ class Action:
         """
         bare = text.strip()
         if plain := _PLAIN.fullmatch(bare):
-            return cls(int(plain[1]), Kind(plain[2]), int(plain[3]))
+            return cls(int(plain[1]), ActionKind(plain[2]), int(plain[3]))
         if both := _PAIR.fullmatch(bare):
             return overlap(cls.parse(both[1]), cls.parse(both[2]))
         raise PlanError(
@@ -85,27 +85,27 @@ class Action:
 
 def forward(stage: int, microbatch: int) -> Action:
     """Returns the forward of a stage on a micro-batch."""
-    return Action(stage, Kind.FORWARD, microbatch)
+    return Action(stage, ActionKind.FORWARD, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Action:
     """Returns the whole backward of a stage on a micro-batch."""
-    return Action(stage, Kind.BACKWARD, microbatch)
+    return Action(stage, ActionKind.BACKWARD, microbatch)
 
 
 def backward_input(stage: int, microbatch: int) -> Action:
     """Returns the backward to the input of a stage."""
-    return Action(stage, Kind.INPUT, microbatch)
+    return Action(stage, ActionKind.INPUT, microbatch)
 
 
 def backward_weight(stage: int, microbatch: int) -> Action:
     """Returns the backward to the weights of a stage."""
-    return Action(stage, Kind.WEIGHT, microbatch)
+    return Action(stage, ActionKind.WEIGHT, microbatch)
 
 
 def overlap(first: Action, second: Action) -> Action:
     """Returns a forward and a whole backward as one action."""
-    return Action(-1, Kind.OVERLAP, -1, (first, second))
+    return Action(-1, ActionKind.OVERLAP, -1, (first, second))
 
 
 @dataclass(frozen=True)
@@ -137,15 +137,15 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether some backward comes as two halves."""
-        return any(action.kind is Kind.INPUT for row in self.actions for action in row)
+        return any(action.kind is ActionKind.INPUT for row in self.actions for action in row)
 
     def unsplit(self) -> Schedule:
         """Returns the schedule with each backward whole, where its INPUT stands; nothing waits for a WEIGHT."""
         if not self.splits_backward:
             return self
-        rows = [[item for item in row if item.kind is not Kind.WEIGHT] for row in self.actions]
+        rows = [[item for item in row if item.kind is not ActionKind.WEIGHT] for row in self.actions]
         whole = [
-            tuple(backward(item.stage, item.microbatch) if item.kind is Kind.INPUT else item for item in row)
+            tuple(backward(item.stage, item.microbatch) if item.kind is ActionKind.INPUT else item for item in row)
             for row in rows
         ]
         return replace(self, actions=tuple(whole))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _of_each(stages_per_rank: Array, microbatches: Array, read: Callable[[int, i
 @lru_cache(maxsize=4096)
 def _peaks(spec: ScheduleSpec, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
     schedule = spec.build(ranks, stages_per_rank, microbatches)
-    return simulate(schedule, Costs.uniform(schedule.stages)).peak_live_rank
+    return simulate(schedule, ActionCosts.uniform(schedule.stages)).peak_live_rank
 
 
 @lru_cache(maxsize=4096)
@@ -118,5 +118,5 @@ def _idle_share(spec: ScheduleSpec, ranks: int, stages_per_rank: int, microbatch
         return 0.0
     schedule = spec.build(ranks, stages_per_rank, microbatches)
     busy = UNIT_BACKWARD * stages_per_rank
-    whole = simulate(schedule, Costs.uniform(schedule.stages)).makespan_s
+    whole = simulate(schedule, ActionCosts.uniform(schedule.stages)).makespan_s
     return (whole - microbatches * busy) / ((ranks - 1) * busy)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from meshwright.errors import PlanError
-from meshwright.schedules.action import Action, Kind, Schedule, backward, backward_weight, forward
+from meshwright.schedules.action import Action, ActionKind, Schedule, backward, backward_weight, forward
 
-OTHER_BACKWARD = {Kind.BACKWARD: Kind.INPUT, Kind.INPUT: Kind.BACKWARD}
+OTHER_BACKWARD = {ActionKind.BACKWARD: ActionKind.INPUT, ActionKind.INPUT: ActionKind.BACKWARD}
 """What can't stand beside a backward of the same stage and micro-batch."""
-_Key = tuple[int, Kind, int]
+_Key = tuple[int, ActionKind, int]
 
 
 def check_complete(schedule: Schedule) -> None:
@@ -48,8 +48,8 @@ def _add(part: Action, rank: int, schedule: Schedule, seen: dict[_Key, int], own
     same = OTHER_BACKWARD.get(kind)
     if key in seen or (same is not None and (stage, same, microbatch) in seen):
         raise PlanError(f"{_where(schedule, rank, part)}: this was computed before on the rank; leave one of the two")
-    if kind is not Kind.FORWARD:
-        needs = (stage, Kind.INPUT if kind is Kind.WEIGHT else Kind.FORWARD, microbatch)
+    if kind is not ActionKind.FORWARD:
+        needs = (stage, ActionKind.INPUT if kind is ActionKind.WEIGHT else ActionKind.FORWARD, microbatch)
         if needs not in seen:
             raise PlanError(
                 f"{_where(schedule, rank, part)} waits for {Action(*needs)}, which the rank doesn't run before it; "
@@ -64,13 +64,13 @@ def _where(schedule: Schedule, rank: int, part: Action) -> str:
 
 def _check_pair(stage: int, microbatch: int, schedule: Schedule, seen: dict[_Key, int]) -> None:
     missing = None
-    if (stage, Kind.FORWARD, microbatch) not in seen:
+    if (stage, ActionKind.FORWARD, microbatch) not in seen:
         missing, waits = forward(stage, microbatch), forward(stage + 1, microbatch)
         if stage == schedule.stages - 1:
             waits = backward(stage, microbatch)
-    elif (stage, Kind.INPUT, microbatch) in seen and (stage, Kind.WEIGHT, microbatch) not in seen:
+    elif (stage, ActionKind.INPUT, microbatch) in seen and (stage, ActionKind.WEIGHT, microbatch) not in seen:
         missing, waits = backward_weight(stage, microbatch), None
-    elif not {(stage, Kind.BACKWARD, microbatch), (stage, Kind.INPUT, microbatch)} & seen.keys():
+    elif not {(stage, ActionKind.BACKWARD, microbatch), (stage, ActionKind.INPUT, microbatch)} & seen.keys():
         missing, waits = backward(stage, microbatch), backward(stage - 1, microbatch) if stage else None
     if missing is not None:
         sizes = f"{schedule.stages} stages x {schedule.microbatches} micro-batches"
@@ -86,7 +86,7 @@ def _check_losses(schedule: Schedule) -> None:
     expected = 0
     for row in schedule.actions:
         for part in (part for action in row for part in action.parts):
-            if part.stage == schedule.stages - 1 and part.kind is Kind.FORWARD:
+            if part.stage == schedule.stages - 1 and part.kind is ActionKind.FORWARD:
                 if part.microbatch != expected:
                     raise PlanError(
                         f"schedule {schedule.name}: the last stage runs {part} where "

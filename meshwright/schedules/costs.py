@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.errors import PlanError
-from meshwright.schedules.action import Action, Kind, Schedule
+from meshwright.schedules.action import Action, ActionKind, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
+class ActionCosts:
     """Seconds of each action of each stage, and of a send between ranks."""
 
     forward_s: tuple[float, ...]
@@ -31,7 +31,7 @@ class Costs:
     @classmethod
     def uniform(
         cls, stages: int, *, forward_s: float = 1.0, input_s: float = 1.0, weight_s: float = 1.0, send_s: float = 0.0
-    ) -> Costs:
+    ) -> ActionCosts:
         """Returns equal stages whose whole backward costs its two halves.
 
         Args:
@@ -75,11 +75,11 @@ class Costs:
             first, second = (self.of(part) for part in action.pair)
             return first + second - self.overlap_share * min(first, second)
         kind, stage = action.kind, action.stage
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             return self.forward_s[stage]
-        if kind is Kind.BACKWARD:
+        if kind is ActionKind.BACKWARD:
             return self.backward_s[stage]
-        return self.input_s[stage] if kind is Kind.INPUT else self.weight_s[stage]
+        return self.input_s[stage] if kind is ActionKind.INPUT else self.weight_s[stage]
 
     def between(self, sender: int, receiver: int) -> float:
         """Returns the seconds of a send; nothing between stages of one rank."""

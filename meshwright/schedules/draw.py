@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from meshwright.schedules.action import Action, Kind
-from meshwright.schedules.simulate import Simulation, Span
+from meshwright.schedules.action import Action, ActionKind
+from meshwright.schedules.simulate import ActionSpan, Simulation
 from meshwright.units import format_seconds
 
-COLOURS = {Kind.FORWARD: "#9ecae1", Kind.BACKWARD: "#a1d99b", Kind.INPUT: "#fdd0a2", Kind.WEIGHT: "#cbc9e2"}
+COLOURS = {
+    ActionKind.FORWARD: "#9ecae1",
+    ActionKind.BACKWARD: "#a1d99b",
+    ActionKind.INPUT: "#fdd0a2",
+    ActionKind.WEIGHT: "#cbc9e2",
+}
 """Light fills, for dark numbers on them."""
 NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "backward to the input",
-    Kind.WEIGHT: "backward to the weights",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "backward to the input",
+    ActionKind.WEIGHT: "backward to the weights",
 }
 ROW_PX, LABEL_PX, TOP_PX, LEGEND_PX = 26, 58, 28, 26
 DIGIT_PX = 7
@@ -54,7 +59,7 @@ def svg(simulation: Simulation, width_px: int = 960) -> str:
     return "\n".join([*pieces, "</svg>"])
 
 
-def _boxes(span: Span, scale: float, laps: dict[int, int]) -> list[str]:
+def _boxes(span: ActionSpan, scale: float, laps: dict[int, int]) -> list[str]:
     parts = span.action.parts
     high = (ROW_PX - 4) / len(parts)
     left, wide = LABEL_PX + span.start_s * scale, (span.end_s - span.start_s) * scale
@@ -76,7 +81,7 @@ def _boxes(span: Span, scale: float, laps: dict[int, int]) -> list[str]:
     return pieces
 
 
-def _legend(kinds: set[Kind], height_px: int) -> list[str]:
+def _legend(kinds: set[ActionKind], height_px: int) -> list[str]:
     pieces, left = [], LABEL_PX
     for kind in (kind for kind in COLOURS if kind in kinds):
         pieces.append(f'<rect x="{left}" y="{height_px - 18}" width="12" height="12" fill="{COLOURS[kind]}"/>')

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.schedules.action import Action, Kind, backward, backward_input, backward_weight, forward, overlap
+from meshwright.schedules.action import Action, ActionKind, backward, backward_input, backward_weight, forward, overlap
 from meshwright.schedules.closed_form import Array, PassSums
 from meshwright.schedules.spec import Placement, ScheduleSpec
 
@@ -17,19 +17,19 @@ class _Row:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self._next: dict[tuple[int, Kind], int] = {}
+        self._next: dict[tuple[int, ActionKind], int] = {}
         self._waiting: deque[tuple[int, int]] = deque()
 
-    def _turn(self, stage: int, way: Kind) -> int:
+    def _turn(self, stage: int, way: ActionKind) -> int:
         turn = self._next.get((stage, way), 0)
         self._next[stage, way] = turn + 1
         return turn
 
     def forward(self, *stages: int) -> None:
-        self.actions += [forward(stage, self._turn(stage, Kind.FORWARD)) for stage in stages]
+        self.actions += [forward(stage, self._turn(stage, ActionKind.FORWARD)) for stage in stages]
 
     def backward(self, stage: int, split: bool = False) -> None:
-        turn = self._turn(stage, Kind.BACKWARD)
+        turn = self._turn(stage, ActionKind.BACKWARD)
         self.actions.append(backward_input(stage, turn) if split else backward(stage, turn))
         if split:
             self._waiting.append((stage, turn))
@@ -39,8 +39,8 @@ class _Row:
             self.actions.append(backward_weight(*self._waiting.popleft()))
 
     def both(self, ahead: int, back: int) -> None:
-        first = forward(ahead, self._turn(ahead, Kind.FORWARD))
-        self.actions.append(overlap(first, backward(back, self._turn(back, Kind.BACKWARD))))
+        first = forward(ahead, self._turn(ahead, ActionKind.FORWARD))
+        self.actions.append(overlap(first, backward(back, self._turn(back, ActionKind.BACKWARD))))
 
 
 def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.errors import PlanError
 from meshwright.schedules.action import Action, Schedule
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import ScheduleSpec, find_schedule
 
@@ -33,7 +33,10 @@ def find_choice(choice: str) -> ScheduleSpec:
 def _spec_of_file(choice: str, text: str) -> ScheduleSpec:
     """The facts of a file: it is of one size, and every rank runs as many stages as the first does."""
     schedule = Schedule.from_csv(text, name=choice)
-    stages, peak = len(schedule.rank_stages(0)), max(simulate(schedule, Costs.uniform(schedule.stages)).peak_live_rank)
+    stages, peak = (
+        len(schedule.rank_stages(0)),
+        max(simulate(schedule, ActionCosts.uniform(schedule.stages)).peak_live_rank),
+    )
 
     def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
         return list(schedule.actions[rank])

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 
-from meshwright.schedules.action import Action, Kind, Schedule
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.action import Action, ActionKind, Schedule
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 
-PARTS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+PARTS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
 """What a stage computes."""
 NEVER = -1.0
 """Stands for the end of what hasn't run."""
 
 
-def makespan_s(schedule: Schedule, costs: Costs) -> float:
+def makespan_s(schedule: Schedule, costs: ActionCosts) -> float:
     """Returns seconds from the first start to the last end: `Simulation.makespan_s`.
 
     Args:
@@ -29,7 +29,7 @@ def makespan_s(schedule: Schedule, costs: Costs) -> float:
         PlanError: ranks wait for each other for ever.
     """
     costs.check(schedule)
-    run = _Run(schedule, costs)
+    run = _MakespanState(schedule, costs)
     turns = deque(range(schedule.ranks))
     while turns:
         turns.extend(run.advance(turns.popleft()))
@@ -38,10 +38,10 @@ def makespan_s(schedule: Schedule, costs: Costs) -> float:
     return max(run.free_s)
 
 
-class _Run:
+class _MakespanState:
     """How far each rank is, and when each result was there."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: ActionCosts) -> None:
         self.schedule, self.costs = schedule, costs
         self.place = [0] * schedule.ranks
         self.free_s = [0.0] * schedule.ranks
@@ -52,16 +52,16 @@ class _Run:
             (kind, stage): self._known(kind, stage, half) for kind in PARTS for stage in range(schedule.stages)
         }
 
-    def _known(self, kind: Kind, stage: int, half: int) -> tuple[float, int, int, float]:
+    def _known(self, kind: ActionKind, stage: int, half: int) -> tuple[float, int, int, float]:
         """Seconds of an action, its result, the result that it waits for, and seconds of its send; -1 for no result.
 
         Results are those of micro-batch 0.
         """
-        schedule, costs, ahead = self.schedule, self.costs, kind is Kind.FORWARD
+        schedule, costs, ahead = self.schedule, self.costs, kind is ActionKind.FORWARD
         took_s = costs.of(Action(stage, kind, 0))
         own = stage * schedule.microbatches + (0 if ahead else half)
         before = stage - 1 if ahead else stage + 1
-        if kind is Kind.WEIGHT:
+        if kind is ActionKind.WEIGHT:
             return took_s, -1, -1, 0.0
         if not 0 <= before < schedule.stages:
             return took_s, own, -1, 0.0

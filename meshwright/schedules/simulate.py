@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.schedules.action import Action, Kind, Schedule
+from meshwright.schedules.action import Action, ActionKind, Schedule
 from meshwright.schedules.complete import check_complete
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 
 MOST_STUCK = 4
 """Stuck ranks that a message lists."""
@@ -25,7 +25,7 @@ _Result = tuple[bool, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """When a rank ran an action."""
 
     rank: int
@@ -48,7 +48,7 @@ class Simulation:
     """Most (stage, micro-batch) pairs a rank held: forward begun, backward (INPUT and WEIGHT) not ended."""
     peak_live_stage: tuple[int, ...]
     """Most micro-batches a stage held."""
-    timeline: tuple[Span, ...]
+    timeline: tuple[ActionSpan, ...]
     """Every action, earliest start first."""
 
     @property
@@ -58,17 +58,17 @@ class Simulation:
         return 1.0 - sum(self.busy_s) / total_s if total_s else 0.0
 
 
-class _Run:
+class _SimulationState:
     """The state of a simulation: how far each rank is, and which results are there since when."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: ActionCosts) -> None:
         self.schedule, self.costs = schedule, costs
         self.place = [0] * schedule.ranks
         self.free_s = [0.0] * schedule.ranks
         self.busy_s = [0.0] * schedule.ranks
         self.there_s: dict[_Result, float] = {}
         self.waiting: dict[_Result, int] = {}
-        self.spans: list[Span] = []
+        self.spans: list[ActionSpan] = []
 
     def advance(self, rank: int) -> Iterator[int]:
         """Runs a rank until it must wait; yields the ranks that waited for what it computed."""
@@ -84,7 +84,7 @@ class _Run:
                 start_s = max(start_s, came_s + self.costs.between(placement[need[1]], rank))
             took_s = self.costs.of(action)
             end_s = start_s + took_s
-            self.spans.append(Span(rank, start_s, end_s, action))
+            self.spans.append(ActionSpan(rank, start_s, end_s, action))
             self.free_s[rank] = end_s
             self.busy_s[rank] += took_s
             self.place[rank] += 1
@@ -97,9 +97,9 @@ class _Run:
 def _results(action: Action) -> list[_Result]:
     """What other stages can wait for of an action."""
     return [
-        (part.kind is Kind.FORWARD, part.stage, part.microbatch)
+        (part.kind is ActionKind.FORWARD, part.stage, part.microbatch)
         for part in action.parts
-        if part.kind is not Kind.WEIGHT
+        if part.kind is not ActionKind.WEIGHT
     ]
 
 
@@ -109,7 +109,7 @@ def _needs(results: list[_Result], stages: int) -> list[_Result]:
     return [need for need in needs if 0 <= need[1] < stages and need not in results]
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+def simulate(schedule: Schedule, costs: ActionCosts) -> Simulation:
     """Runs a schedule once.
 
     Args:
@@ -125,7 +125,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """
     check_complete(schedule)
     costs.check(schedule)
-    run = _Run(schedule, costs)
+    run = _SimulationState(schedule, costs)
     turns = deque(range(schedule.ranks))
     while turns:
         turns.extend(run.advance(turns.popleft()))
@@ -142,11 +142,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     )
 
 
-def _deadlock(run: _Run) -> str:
+def _deadlock(run: _SimulationState) -> str:
     lines = []
     for (ahead, stage, microbatch), rank in sorted(run.waiting.items(), key=lambda item: item[1]):
         action = run.schedule.actions[rank][run.place[rank]]
-        need = Action(stage, Kind.FORWARD if ahead else Kind.BACKWARD, microbatch)
+        need = Action(stage, ActionKind.FORWARD if ahead else ActionKind.BACKWARD, microbatch)
         lines.append(f"rank {rank} stops at {action}, which waits for {need} of rank {run.schedule.placement[stage]}")
     more = f", and {len(lines) - MOST_STUCK} ranks more" if len(lines) > MOST_STUCK else ""
     return (
@@ -162,7 +162,7 @@ def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
     for rank, row in enumerate(schedule.actions):
         held = 0
         for part in (part for action in row for part in action.parts):
-            change = 1 if part.kind is Kind.FORWARD else 0 if part.kind is Kind.INPUT else -1
+            change = 1 if part.kind is ActionKind.FORWARD else 0 if part.kind is ActionKind.INPUT else -1
             held, live[part.stage] = held + change, live[part.stage] + change
             ranks[rank] = max(ranks[rank], held)
             stages[part.stage] = max(stages[part.stage], live[part.stage])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
 
@@ -54,7 +54,7 @@ def _row(spec: ScheduleSpec, ranks: int, microbatches: int) -> Row:
     except PlanError as error:
         refused = str(error)
     else:
-        seen = simulate(schedule, Costs.uniform(schedule.stages))
+        seen = simulate(schedule, ActionCosts.uniform(schedule.stages))
         stated, bubble, peak = spec.bubble(ranks, stages, microbatches), seen.bubble, max(seen.peak_live_rank)
     return Row(
         name=spec.name,

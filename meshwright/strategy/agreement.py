@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.errors import ConfigError
 from meshwright.runtime.program import Program
 from meshwright.runtime.weights import Weight
@@ -33,7 +33,7 @@ class AgreementCheck:
         assert program.mesh is not None
         wires, layout = program.mesh.wires, program.mesh.layout
         held = (*program.weights, *program.frozen)
-        self._copies: list[tuple[Wire, Sequence[Weight]]] = []
+        self._copies: list[tuple[AxisGroup, Sequence[Weight]]] = []
         if layout.degree("replicate") > 1:
             self._copies.append((wires["replicate"], held))
         if layout.degree("tp") > 1:
@@ -86,7 +86,7 @@ def checksum(values: torch.Tensor) -> int | torch.Tensor:
     return (bits.to(torch.int64) * places).sum() if bits.numel() else torch.zeros((), dtype=torch.int64)
 
 
-def _differing(sums: Iterable[Any], wire: Wire, device: torch.device) -> list[int]:
+def _differing(sums: Iterable[Any], wire: AxisGroup, device: torch.device) -> list[int]:
     """Returns the places at which ranks have other sums, the same on all of them."""
     mine = torch.stack([torch.as_tensor(item, device=device) for item in sums]).remainder(1 << _KEPT_BITS)
     own = torch.cat([mine, -mine]).to(torch.float64)

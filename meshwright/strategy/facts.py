@@ -11,20 +11,28 @@ from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
 
 from meshwright.axes.comm.values import broadcast_bytes
 from meshwright.axes.experts import ExpertRows
-from meshwright.axes.spine import Returned, Spine
-from meshwright.axes.table import Block, Cutting, Group, LayerRows, Number, ShardingTable, Split
+from meshwright.axes.spine import LayerGraph, LayerOutput
+from meshwright.axes.table import (
+    Block,
+    Cutting,
+    LayerRows,
+    ParameterSplit,
+    ShapeAttribute,
+    ShardingGroup,
+    ShardingTable,
+)
 from meshwright.errors import MeshwrightError, error_of
-from meshwright.models.anatomy import Anatomy
+from meshwright.models.anatomy import ModelStructure
 from meshwright.models.build import BuiltModel
 from meshwright.models.objective_trial import ForwardTrial
 from meshwright.plan import Layout
 from meshwright.records import RecordCodec, RecordError
 from meshwright.strategy.own import tried_on
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RankRefusal:
     """An error that the first rank met, as it is told to the others."""
 
     kind: str
@@ -34,7 +42,20 @@ class Refusal:
 
 
 CODEC = RecordCodec(
-    (Refusal, Facts, ShardingTable, LayerRows, Group, Split, Number, Cutting, Block, Spine, Returned, ExpertRows),
+    (
+        RankRefusal,
+        ModelAnalysis,
+        ShardingTable,
+        LayerRows,
+        ShardingGroup,
+        ParameterSplit,
+        ShapeAttribute,
+        Cutting,
+        Block,
+        LayerGraph,
+        LayerOutput,
+        ExpertRows,
+    ),
     {TreeSpec: (treespec_dumps, treespec_loads)},
 )
 """What the first rank tells the others; as JSON, never as a pickle."""
@@ -42,7 +63,7 @@ CODEC = RecordCodec(
 
 def shared_facts(
     built: BuiltModel, layout: Layout, example: torch.Tensor | None, split_vocabulary: bool
-) -> Facts:
+) -> ModelAnalysis:
     """Reads what the layout needs of the model; only the first rank tries the model out.
 
     Args:
@@ -55,38 +76,38 @@ def shared_facts(
         PlanError: the model doesn't allow the layout; raised on every rank.
     """
     if all(layout.degree(name) == 1 for name in ("pp", "tp", "ep")):
-        return Facts()
+        return ModelAnalysis()
     pretend = dist.get_backend() == "fake"
     first = dist.get_rank() == 0
     found = _read(built, layout, example) if pretend or first else None
     if not pretend:
         found = CODEC.loads(broadcast_bytes(CODEC.dumps(found) if first else b""))
-    if isinstance(found, Refusal):
+    if isinstance(found, RankRefusal):
         raise error_of(found.kind, found.text)
-    assert isinstance(found, Facts)
+    assert isinstance(found, ModelAnalysis)
     facts = found
     if facts.table is not None and not split_vocabulary:
         facts = dataclasses.replace(facts, table=_with_whole_head(facts.table, built.anatomy))
     return facts
 
 
-def _read(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> Facts | Refusal:
+def _read(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> ModelAnalysis | RankRefusal:
     needs_trial = layout.degree("pp") > 1 or layout.degree("tp") > 1
     try:
         # The loop computes the loss, not the model: nothing of it is tried, nor told.
-        known = Facts(trial=ForwardTrial())
-        facts = read_facts(tried_on(built, example) if needs_trial else built, layout, known)
+        known = ModelAnalysis(trial=ForwardTrial())
+        facts = analyse_model(tried_on(built, example) if needs_trial else built, layout, known)
         facts = dataclasses.replace(facts, trial=None)
         CODEC.dumps(facts)
     except MeshwrightError as error:
-        return Refusal(type(error).__name__, str(error))
+        return RankRefusal(type(error).__name__, str(error))
     except (RecordError, NotImplementedError, TypeError) as error:
         # The others wait for an answer.
-        return Refusal("PlanError", f"what the model's layers return can't be told to other ranks: {error}")
+        return RankRefusal("PlanError", f"what the model's layers return can't be told to other ranks: {error}")
     return facts
 
 
-def _with_whole_head(table: ShardingTable, anatomy: Anatomy) -> ShardingTable:
+def _with_whole_head(table: ShardingTable, anatomy: ModelStructure) -> ShardingTable:
     """Returns the table with logits whole on every rank: without the head, nor an embedding that is the same weight."""
     kept = tuple(name for name in table.vocabulary if name != anatomy.head)
     tied = {name for group in anatomy.ties for name in group}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
-from meshwright.strategy.held import HeldModel
+from meshwright.strategy.held import ShardedModel
 from meshwright.strategy.module_state import batch_norms
 
 
@@ -24,7 +24,7 @@ class ForwardHooks:
         local_batch_norm: let BatchNorm take its statistics of this rank's rows.
     """
 
-    def __init__(self, held: HeldModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:
+    def __init__(self, held: ShardedModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:
         assert held.sync is not None
         self._held, self._sync = held, held.sync
         self._seed, self._reader, self._forwards = seed, reader, 0

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.errors import ConfigError
 from meshwright.runtime.program import Program
 from meshwright.runtime.weights import Weight, cut
@@ -47,7 +47,7 @@ class GradientSync:
     def __init__(self, program: Program, readers: int, average: bool, publish: Callable[[], None]) -> None:
         assert program.mesh is not None
         self._program, self._readers, self._publish = program, readers, publish
-        self._world: Wire = program.mesh.world
+        self._world: AxisGroup = program.mesh.world
         self._mean = readers if average else 1
         self.state = GradientState.NONE
         self.last = True

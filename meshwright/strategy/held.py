@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.axes.pieces import Pieces
+from meshwright.axes.pieces import LocalBoxes
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.runtime.program import Program
@@ -20,7 +20,7 @@ from meshwright.strategy.state import SavedParts
 from meshwright.train.step import local_norm_squared
 
 
-class HeldModel:
+class ShardedModel:
     """This rank's parts of a model that ranks share.
 
     Args:
@@ -146,4 +146,4 @@ class HeldModel:
 
 def _as_tensor(saved: Any, weight: Weight) -> torch.Tensor:
     """What a weight saves, a tensor in any case."""
-    return SavedParts(saved, weight.local.device) if isinstance(saved, Pieces) else saved
+    return SavedParts(saved, weight.local.device) if isinstance(saved, LocalBoxes) else saved

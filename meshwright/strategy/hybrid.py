@@ -15,16 +15,16 @@ from meshwright.axes.comm.wire import TrafficLog
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.build import BuiltModel
 from meshwright.plan import Layout
-from meshwright.runtime.build import TRANSFORMS, Source, Work, build, check
-from meshwright.runtime.clock import Clock
+from meshwright.runtime.build import TRANSFORMS, ModelSource, TransformContext, build, check
+from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.materialise import Fill
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Part, Program
+from meshwright.runtime.program import Program, StageModule
 from meshwright.runtime.weights import Weight
 from meshwright.strategy.facts import shared_facts
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
-from meshwright.strategy.held import HeldModel
+from meshwright.strategy.held import ShardedModel
 from meshwright.strategy.mesh import Dim, compute_device, given_once, layout_given, ranks_of
 from meshwright.strategy.module_state import named_before, send_weights, settle_module
 from meshwright.strategy.own import Model, as_source, check_equal, precise, read_model
@@ -101,7 +101,7 @@ class HybridParallelStrategy:
         self._engine: PipelineEngine | None = None
         self._split_vocabulary, self._average = split_vocabulary, average
         self._mesh: Mesh | None = None
-        self._held: HeldModel | None = None
+        self._held: ShardedModel | None = None
         self._local_batch_norm = local_batch_norm
 
     @overload
@@ -202,7 +202,7 @@ class HybridParallelStrategy:
         device: torch.device | str | None,
         fill: Fill | None,
         seed: int,
-    ) -> HeldModel:
+    ) -> ShardedModel:
         """Builds this rank's program."""
         where = compute_device(model if isinstance(model, nn.Module) else None, device)
         built = read_model(model, seed)
@@ -218,8 +218,10 @@ class HybridParallelStrategy:
             check_equal(built, mesh.world)
         facts = shared_facts(built, layout, example, self._split_vocabulary)
         source = as_source(built, facts, fill, _no_compute)
-        program = _outline(source, layout, mesh) if where.type == "meta" else build(
-            source, layout, mesh, where, Clock(kind)
+        program = (
+            _outline(source, layout, mesh)
+            if where.type == "meta"
+            else build(source, layout, mesh, where, StepTimer(kind))
         )
         program.meter = None
         module = program.module.train(training)
@@ -227,7 +229,7 @@ class HybridParallelStrategy:
             # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as
             # it is, and compile=true in the layout compiles its layers.
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        return HeldModel(program, layout, mesh.rank, built.anatomy.ties, (self.reader[1], self._average))
+        return ShardedModel(program, layout, mesh.rank, built.anatomy.ties, (self.reader[1], self._average))
 
     def _run_by_engine(
         self,
@@ -346,7 +348,7 @@ class HybridParallelStrategy:
         """
         return self._ready().state_dict(optimizer)
 
-    def _ready(self) -> HeldModel:
+    def _ready(self) -> ShardedModel:
         if self._held is None:
             raise ConfigError("no model has been sharded yet; call shard(model) first")
         return self._held
@@ -361,13 +363,13 @@ def _no_compute(*_: Any) -> Any:
     raise ConfigError("the loop is the user's own: call the model, and backward on its loss")
 
 
-def _outline(source: Source, layout: Layout, mesh: Mesh) -> Program:
+def _outline(source: ModelSource, layout: Layout, mesh: Mesh) -> Program:
     """Builds a program that holds no memory: shapes and places alone."""
     layers = [source.module.get_submodule(name) for name in source.layers]
-    work = Work(source, layout, mesh, [Part(source.module, layers)])
+    work = TransformContext(source, layout, mesh, [StageModule(source.module, layers)])
     for transform in TRANSFORMS:
         transform(work)
-    return Program(work.parts, source.compute, work.view, mesh, Clock(mesh.device_type))
+    return Program(work.parts, source.compute, work.view, mesh, StepTimer(mesh.device_type))
 
 
 def _check(layout: Layout) -> None:

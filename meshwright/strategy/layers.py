@@ -10,22 +10,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from meshwright.axes.comm.flow import entered, gather, gathered, scattered, summed
-from meshwright.axes.comm.wire import TrafficLog, Wire
+from meshwright.axes.comm.flow import all_gather_tokens, copy_to_group, gather, reduce_from_group, reduce_scatter_tokens
+from meshwright.axes.comm.wire import AxisGroup, TrafficLog
 from meshwright.errors import ConfigError
 
-Ranks: TypeAlias = Wire | DeviceMesh | dist.ProcessGroup | None
+Ranks: TypeAlias = AxisGroup | DeviceMesh | dist.ProcessGroup | None
 """Who shares a layer: a mesh of one dim (``device_mesh(...)["tp"]``), a process group, or all ranks."""
 Mode: TypeAlias = Literal["columns", "rows"]
 
 
-def wire_over(ranks: Ranks) -> Wire:
+def wire_over(ranks: Ranks) -> AxisGroup:
     """Returns the collectives of a group of ranks.
 
     Raises:
         ConfigError: for a mesh of several dims, and where there is no process group.
     """
-    if isinstance(ranks, Wire):
+    if isinstance(ranks, AxisGroup):
         return ranks
     if not dist.is_initialized():
         raise ConfigError("there is no process group; call torch.distributed.init_process_group() under torchrun")
@@ -38,7 +38,7 @@ def wire_over(ranks: Ranks) -> Wire:
         if ranks.ndim != 1:
             raise ConfigError(f"the mesh has dims {ranks.mesh_dim_names}; name the one to split over, as mesh['tp']")
         ranks = ranks.get_group()
-    return Wire("tp", ranks or dist.group.WORLD, TrafficLog())
+    return AxisGroup("tp", ranks or dist.group.WORLD, TrafficLog())
 
 
 class TensorParallelLinear(nn.Module):
@@ -100,7 +100,7 @@ class TensorParallelLinear(nn.Module):
         made._take(whole, mode, wire_over(ranks), gather_output, input_is_split)
         return made
 
-    def _take(self, whole: nn.Linear, mode: Mode, wire: Wire, gather_output: bool, input_is_split: bool) -> None:
+    def _take(self, whole: nn.Linear, mode: Mode, wire: AxisGroup, gather_output: bool, input_is_split: bool) -> None:
         if mode not in ("columns", "rows"):
             raise ConfigError(f"mode='{mode}': a layer is split by 'columns' (its outputs) or 'rows' (its inputs)")
         if mode == "columns" and input_is_split:
@@ -120,10 +120,10 @@ class TensorParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., in), or (..., in / n) where the input is split, to (..., out), or (..., out / n) ungathered."""
         if self.mode == "columns":
-            y = self.product(entered(x, self._wire))
-            return gathered(y, self._wire, -1, False) if self.gather_output else y
-        held = x if self.input_is_split else scattered(x, self._wire, -1, False)
-        y = summed(functional.linear(held, self.weight), self._wire)
+            y = self.product(copy_to_group(x, self._wire))
+            return all_gather_tokens(y, self._wire, -1, False) if self.gather_output else y
+        held = x if self.input_is_split else reduce_scatter_tokens(x, self._wire, -1, False)
+        y = reduce_from_group(functional.linear(held, self.weight), self._wire)
         return y if self.bias is None else y + self.bias
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ class TensorParallelMultiheadAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, S, D), equal on all ranks, to the same shape."""
-        let_in = entered(x, self._wire)
+        let_in = copy_to_group(x, self._wire)
         query, key, value = (self._heads(part.product(let_in)) for part in (self.query, self.key, self.value))
         grouped = query.shape[1] != key.shape[1]
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=grouped)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.errors import ConfigError
-from meshwright.models.anatomy import Anatomy, read_anatomy
+from meshwright.models.anatomy import ModelStructure, read_anatomy
 from meshwright.models.build import BuiltModel, is_transformers, use_float64, without_cache
 from meshwright.models.chance import drawing_parts
 from meshwright.models.config import ModelConfig
@@ -21,9 +21,9 @@ from meshwright.models.deferred import check_complete, recipe_of
 from meshwright.models.recorder import Recording, record
 from meshwright.models.sizes import DROPOUTS
 from meshwright.plan import Layout
-from meshwright.runtime.build import Source
+from meshwright.runtime.build import ModelSource
 from meshwright.runtime.materialise import Fill
-from meshwright.train.facts import Facts
+from meshwright.train.facts import ModelAnalysis
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 """A module, or a function that builds one."""
@@ -78,7 +78,7 @@ def _config_of(module: nn.Module) -> ModelConfig:
     return ModelConfig(name=config.model_type, overrides=kept, dropout=dropout)
 
 
-def _with_layers(module: nn.Module, anatomy: Anatomy) -> Anatomy:
+def _with_layers(module: nn.Module, anatomy: ModelStructure) -> ModelStructure:
     """Takes the items of an `nn.Sequential` that have weights for its layers, where nothing in it is repeated."""
     if anatomy.layers or not isinstance(module, nn.Sequential):
         return anatomy
@@ -138,7 +138,7 @@ def _shallow(module: nn.Module) -> nn.Module:
     return made
 
 
-def check_equal(built: BuiltModel, world: Wire) -> None:
+def check_equal(built: BuiltModel, world: AxisGroup) -> None:
     """Refuses weights that aren't the same on all ranks, by a sum of their bits.
 
     Raises:
@@ -163,7 +163,7 @@ def check_equal(built: BuiltModel, world: Wire) -> None:
         )
 
 
-def as_source(built: BuiltModel, facts: Facts, fill: Fill | None, compute: Any) -> Source:
+def as_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, compute: Any) -> ModelSource:
     """Returns a model of the user's own as the runtime takes it."""
 
     def fill_buffers(module: nn.Module, device: torch.device) -> None:
@@ -176,7 +176,7 @@ def as_source(built: BuiltModel, facts: Facts, fill: Fill | None, compute: Any) 
                     assert fill is not None
                     part._buffers[key] = fill(name, tuple((0, size) for size in item.shape)).to(device, item.dtype)
 
-    return Source(
+    return ModelSource(
         module=built.module,
         layers=built.anatomy.layers,
         compute=compute,

@@ -13,14 +13,14 @@ from torch.nn.functional import cross_entropy
 
 from meshwright.axes.comm.wire import TrafficLog
 from meshwright.errors import ConfigError, DataError, PlanError
-from meshwright.models.anatomy import Anatomy, read_anatomy
+from meshwright.models.anatomy import ModelStructure, read_anatomy
 from meshwright.plan import Layout
 from meshwright.runtime.build import build, check
-from meshwright.runtime.clock import Clock
+from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.program import Compute, LossView, Program
 from meshwright.strategy.facts import shared_facts
-from meshwright.strategy.held import HeldModel
+from meshwright.strategy.held import ShardedModel
 from meshwright.strategy.mesh import compute_device, ranks_of
 from meshwright.strategy.module_state import named_before
 from meshwright.strategy.own import Model, as_source, check_equal, precise, read_model
@@ -90,7 +90,7 @@ class PipelineEngine:
         self._model = _module_of(model, model_stages)
         self._loss, self._make, self._clip = loss or mean_cross_entropy, optimizer, clip
         self._device = compute_device(self._model if isinstance(self._model, nn.Module) else None, device)
-        self._built: tuple[Program, HeldModel, torch.optim.Optimizer] | None = None
+        self._built: tuple[Program, ShardedModel, torch.optim.Optimizer] | None = None
         self.steps = 0
         """Optimizer steps done."""
         self.norm: torch.Tensor | None = None
@@ -107,9 +107,9 @@ class PipelineEngine:
         check_equal(built, self._mesh.world)
         facts = shared_facts(built, plan, example, split_vocabulary=False)
         source = as_source(built, facts, None, _compute(built.anatomy, self._loss))
-        program = build(source, plan, self._mesh, self._device, Clock(self._device.type))
+        program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
         program.meter = None
-        held = HeldModel(program, plan, self._mesh.rank, built.anatomy.ties)
+        held = ShardedModel(program, plan, self._mesh.rank, built.anatomy.ties)
         held.optimizers.mark_stale(before.parameters)
         optimizer = self._make or torch.optim.AdamW
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -118,7 +118,7 @@ class PipelineEngine:
             optimizer = held.optimizers.make(optimizer, None, {})
         self._built = program, held, optimizer
 
-    def _ready(self) -> tuple[Program, HeldModel, torch.optim.Optimizer]:
+    def _ready(self) -> tuple[Program, ShardedModel, torch.optim.Optimizer]:
         if self._built is None:
             raise ConfigError(
                 "the engine is built at its first batch, since the model takes no tokens: give one input as example= "
@@ -136,7 +136,7 @@ class PipelineEngine:
         return self._ready()[0]
 
     @property
-    def held(self) -> HeldModel:
+    def held(self) -> ShardedModel:
         """This rank's parts of the model."""
         return self._ready()[1]
 
@@ -294,7 +294,7 @@ def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
     return dataclasses.replace(layout, microbatches=microbatches or layout.microbatches)
 
 
-def _compute(anatomy: Anatomy, loss: Loss) -> Compute:
+def _compute(anatomy: ModelStructure, loss: Loss) -> Compute:
     """The computation of a micro-batch; its sums are (loss x rows, rows, 0)."""
 
     def compute(module: nn.Module, batch: MicroBatch, scale: float, _: LossView) -> tuple[torch.Tensor, torch.Tensor]:

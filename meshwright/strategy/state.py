@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from meshwright.axes.pieces import Pieces
+from meshwright.axes.pieces import LocalBoxes
 
 
 class SavedParts(torch.Tensor):
@@ -15,10 +15,10 @@ class SavedParts(torch.Tensor):
     Only torch.distributed.checkpoint can use it; it has no values that an operation could read.
     """
 
-    pieces: Pieces
+    pieces: LocalBoxes
 
     @staticmethod
-    def __new__(cls, pieces: Pieces, device: torch.device) -> Self:
+    def __new__(cls, pieces: LocalBoxes, device: torch.device) -> Self:
         """Makes the stand-in for boxes whose memory is on a device."""
         made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, pieces.size(), dtype=pieces.dtype, device=device, requires_grad=False

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from meshwright.axes.placement import Box
 from meshwright.checkpoint.agreement import Agreement
-from meshwright.checkpoint.parts import Part, cells_of, parts_of, within
+from meshwright.checkpoint.parts import TensorShard, cells_of, parts_of, within
 from meshwright.runtime.program import Program
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.state import BUFFERS, state_places, state_tensors
@@ -176,7 +176,7 @@ class CopyCheck:
         self._places = state_places(self._program, self._optimizer)
         held = [pair for pair in parts_of(self._held) if not pair[0].name.startswith(f"{BUFFERS}/")]
         tables = [
-            [Part.from_json(values) for values in table]
+            [TensorShard.from_json(values) for values in table]
             for table in self._agreement.gather([part.to_json() for part, _ in held])
         ]
         holders: dict[tuple[str, tuple[int, ...], Box], set[int]] = {}

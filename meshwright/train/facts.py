@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.override import overridden
-from meshwright.axes.spine import Spine, divide
+from meshwright.axes.spine import LayerGraph, divide
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel
@@ -22,12 +22,12 @@ from meshwright.runtime import tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class ModelAnalysis:
     """What a layout needs to know of a model beyond its modules; read once, before ranks are forked."""
 
     table: ShardingTable | None = None
     """How its weights can be split; for ``tp`` and ``cp``."""
-    spine: Spine | None = None
+    spine: LayerGraph | None = None
     """What passes from layer to layer; for ``pp``."""
     experts: Sequence[ExpertRows] = ()
     """Where its experts are; for ``ep``, and to count their tokens."""
@@ -73,7 +73,9 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
         )
 
 
-def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None, tokens: int = 0) -> Facts:
+def analyse_model(
+    model: BuiltModel, layout: Layout, known: ModelAnalysis | None = None, tokens: int = 0
+) -> ModelAnalysis:
     """Reads what a layout needs of a model, and refuses a layout that the model doesn't allow.
 
     Args:
@@ -90,7 +92,7 @@ def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None, to
             f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "
             "compile out, or set the model's dropout to 0"
         )
-    known = known or Facts()
+    known = known or ModelAnalysis()
     trial = known.trial or try_forward(model)
     _check_trial(trial, layout)
     table, spine, experts = known.table, known.spine, known.experts
@@ -113,12 +115,12 @@ def read_facts(model: BuiltModel, layout: Layout, known: Facts | None = None, to
     if layout.degree("cp") > 1 and table is not None and (not attention or layout.attention not in ("", attention)):
         found = _context(model, layout, table, tokens)
         rows, attention, tried = found.rows, found.attention, found.tried
-    return Facts(
+    return ModelAnalysis(
         table=table, spine=spine, experts=experts, rows=rows, attention=attention, tried=tried, trial=trial
     )
 
 
-def _check_stages(model: BuiltModel, spine: Spine, layout: Layout) -> None:
+def _check_stages(model: BuiltModel, spine: LayerGraph, layout: Layout) -> None:
     """Refuses stages where the model can't be cut so; the ranks divide it by the same rule."""
     sizes = {name: item.numel() for name, item in model.module.named_parameters(remove_duplicate=False)}
     divide(spine, sizes, model.anatomy.ties, layout.pipeline().stages, layout.split)
@@ -144,7 +146,7 @@ def _context(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: in
     return found
 
 
-def check_shapes(facts: Facts, layout: Layout, rows: int, sequence: int) -> None:
+def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int) -> None:
     """Refuses a batch whose rows or tokens a layout can't divide.
 
     Args:

@@ -17,7 +17,7 @@ from meshwright.train.bounds import StateBounds
 from meshwright.train.copies import Comparison, CopyCheck, Element, as_values
 from meshwright.train.health import NO_LIMITS, Health, Limits
 from meshwright.train.optimizer import LocalAdamW
-from meshwright.train.step import Outcome
+from meshwright.train.step import StepOutcome
 
 LIMITS, COPIES, BOUNDS = "limits", "copies", "bounds"
 
@@ -115,8 +115,8 @@ class Integrity:
         return Limits(min(own.loss, learned.loss), min(own.norm, learned.norm))
 
     def settled(
-        self, step: int, outcome: Outcome, scaled: bool, run: Callable[[Limits | None], Outcome]
-    ) -> tuple[Outcome, dict[str, float]]:
+        self, step: int, outcome: StepOutcome, scaled: bool, run: Callable[[Limits | None], StepOutcome]
+    ) -> tuple[StepOutcome, dict[str, float]]:
         """Returns a step's outcome once it is trusted: a suspect one, which updated nothing, is computed again.
 
         Args:
@@ -132,8 +132,8 @@ class Integrity:
         return outcome, values
 
     def _trusted(
-        self, step: int, outcome: Outcome, scaled: bool, run: Callable[[Limits | None], Outcome]
-    ) -> tuple[Outcome, dict[str, float]]:
+        self, step: int, outcome: StepOutcome, scaled: bool, run: Callable[[Limits | None], StepOutcome]
+    ) -> tuple[StepOutcome, dict[str, float]]:
         """Returns what `settled` does, of which nobody has taken note yet."""
         values = outcome.read()
         why = self._suspect(step, values, scaled)

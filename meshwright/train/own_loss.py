@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.models.anatomy import Anatomy
+from meshwright.models.anatomy import ModelStructure
 from meshwright.models.forward import author_output
 from meshwright.models.objective import Objective
 from meshwright.runtime.program import Compute, LossView
@@ -13,7 +13,7 @@ from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import cross_entropy_sums
 
 
-def own_loss_compute(anatomy: Anatomy, objective: Objective) -> Compute:
+def own_loss_compute(anatomy: ModelStructure, objective: Objective) -> Compute:
     """Returns the computation of one micro-batch of a model whose own loss is trained.
 
     The loss of a step is sum_m n_m / N CE_m + sum_t sum_m w_tm / W_t t_m over micro-batches m and terms t: CE the mean
@@ -28,9 +28,7 @@ def own_loss_compute(anatomy: Anatomy, objective: Objective) -> Compute:
         module: nn.Module, batch: MicroBatch, scale: float, view: LossView
     ) -> tuple[torch.Tensor, torch.Tensor]:
         masked = batch.positions is not None
-        output = author_output(
-            module, anatomy, batch.tokens, batch.targets, objective.labels, batch.positions, masked
-        )
+        output = author_output(module, anatomy, batch.tokens, batch.targets, objective.labels, batch.positions, masked)
         assert output.loss is not None
         weights = objective.weights(batch.targets)
         if output.logits is None or not objective.logits:

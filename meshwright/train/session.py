@@ -35,12 +35,12 @@ from meshwright.monitor.flight import find_recorder
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import PROGRESS, ProgressWriter, node_progress
 from meshwright.plan import Plan
-from meshwright.runtime.build import DTYPES, Source, build
-from meshwright.runtime.clock import Clock
+from meshwright.runtime.build import DTYPES, ModelSource, build
+from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.peak import measure_peak
 from meshwright.runtime.program import Compute, LossView, Program
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook
@@ -53,11 +53,11 @@ from meshwright.train.scaler import LossScaler
 from meshwright.train.shortage import is_shortage, report
 from meshwright.train.spoiler import Spoiler
 from meshwright.train.step import Stepper
-from meshwright.train.trainer import Parts, Trainer
+from meshwright.train.trainer import Trainer, TrainerDeps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class TrainJob:
     """What the command hands to every rank."""
 
     config: RunConfig
@@ -69,7 +69,7 @@ class Job:
     """Of the model's architecture."""
     header: dict[str, str]
     """What the display says about the run."""
-    facts: Facts
+    facts: ModelAnalysis
     """What the layout needs to know of the model."""
     flops_per_token: float
     """Model FLOPs of one token, forward and backward."""
@@ -122,7 +122,7 @@ def _no_values(name: str, box: Box) -> torch.Tensor:
 
 
 def build_program(
-    model: BuiltModel, plan: Plan, device: torch.device, facts: Facts | None = None, filled: bool = True
+    model: BuiltModel, plan: Plan, device: torch.device, facts: ModelAnalysis | None = None, filled: bool = True
 ) -> Program:
     """Builds this rank's program; the default process group must stand.
 
@@ -130,15 +130,15 @@ def build_program(
         model: on meta; its module is wrapped and becomes the program's.
         plan: the layout.
         device: where this rank computes.
-        facts: from `read_facts`; read here when not given.
+        facts: from `analyse_model`; read here when not given.
         filled: give weights their first values, which takes as long as to draw or read them; NaN otherwise.
     """
     layout = plan.layout
-    facts = facts or read_facts(model, layout)
+    facts = facts or analyse_model(model, layout)
     trial = facts.trial or ForwardTrial()
     if layout.precision == "float64":
         use_float64(model.module)
-    source = Source(
+    source = ModelSource(
         module=model.module,
         layers=model.anatomy.layers,
         compute=model_compute(model, trial.objective),
@@ -155,17 +155,17 @@ def build_program(
         experts=facts.experts,
     )
     mesh = Mesh(layout, device.type, TrafficLog())
-    return build(source, layout, mesh, device, Clock(device.type))
+    return build(source, layout, mesh, device, StepTimer(device.type))
 
 
-def _progress(context: RankContext, job: Job) -> Path:
+def _progress(context: RankContext, job: TrainJob) -> Path:
     """Returns the file of this host's stamps: clocks and shared memory end at a host's edge."""
     if context.node is not None:
         return job.run_dir / node_progress(context.node)
     return job.run_dir / (PROGRESS if context.nodes == 1 else f"{socket.gethostname()}-{PROGRESS}")
 
 
-def _peak(job: Job, stepper: Stepper, device: torch.device) -> float:
+def _peak(job: TrainJob, stepper: Stepper, device: torch.device) -> float:
     """Returns the matrix-product rate of all ranks together, measured while all of them multiply, or as before."""
     if job.memory is not None and job.memory.peak_flops is not None:
         return job.memory.peak_flops * job.plan.layout.world
@@ -174,7 +174,7 @@ def _peak(job: Job, stepper: Stepper, device: torch.device) -> float:
     return float(stepper.world_sum(own))
 
 
-def run_rank(context: RankContext, job: Job) -> dict[str, Any]:
+def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
     """Trains on this rank; the same call on every rank.
 
     Returns:
@@ -194,7 +194,9 @@ def run_rank(context: RankContext, job: Job) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: contextlib.ExitStack) -> dict[str, Any]:
+def _train(
+    context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack
+) -> dict[str, Any]:
     config, layout = job.config, job.plan.layout
     device = torch.device(context.device)
     program = build_program(job.model, job.plan, device, job.facts, job.memory is None or job.memory.state is None)
@@ -225,7 +227,7 @@ def _train(context: RankContext, job: Job, progress: ProgressWriter, stack: cont
     monitor.event(Event(kind="rank_started", rank=context.rank, data={"device": context.device}))
     faults.refuse = partial(_tell_refused, monitor, context.rank)
     origin = Origin(model=job.fingerprint, data=token_set.fingerprint, layout=layout, config=config.to_dict())
-    parts = Parts(
+    parts = TrainerDeps(
         config=config,
         layout=layout,
         program=program,
@@ -273,14 +275,14 @@ def _tell_refused(monitor: Monitor, rank: int, path: Path, why: str) -> None:
         monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": why}))
 
 
-def _faults(context: RankContext, job: Job, program: Program, optimizer: LocalAdamW) -> Faults:
+def _faults(context: RankContext, job: TrainJob, program: Program, optimizer: LocalAdamW) -> Faults:
     """Returns what is to go wrong on this rank; what belongs to its start happens here."""
     spoiler = Spoiler(program, optimizer)
     known = parse_faults(job.config.recovery.faults)
     return Faults(job.run_dir, context.rank, context.generation, known, spoiler.spoil_gradient, spoiler.flip_bit)
 
 
-def _feed(job: Job, token_set: TokenSet, span: tuple[int, int], device: torch.device, start: int) -> TokenFeed:
+def _feed(job: TrainJob, token_set: TokenSet, span: tuple[int, int], device: torch.device, start: int) -> TokenFeed:
     """Opens this rank's part of the text, from step ``start`` on."""
     data, train = job.config.data, job.config.train
     return TokenFeed(

@@ -11,7 +11,7 @@ AFTERWARDS = ("restore", "record", "compare", "evaluate", "checkpoint", "snapsho
 """Phases that follow a step, and are said to be of it; of none while it isn't known yet."""
 
 
-class Standing:
+class RankProgress:
     """Keeps where this rank stands.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.outcome import Loaded, Saved
+from meshwright.checkpoint.outcome import LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.runtime.program import Program
 from meshwright.train.optimizer import LocalAdamW
@@ -49,7 +49,7 @@ def save_state(
     origin: Origin,
     tokens: int,
     **more: Any,
-) -> Saved:
+) -> SavedCheckpoint:
     """Writes a checkpoint after ``step`` steps and ``tokens`` target tokens, with ``more`` plain values beside.
 
     The step alone says where in the data the run is, which learning rate comes next and what dropout draws.
@@ -71,7 +71,7 @@ def adopt_values(values: Mapping[str, Any], optimizer: LocalAdamW, scaler: LossS
 
 def load_state(
     store: CheckpointStore, program: Program, optimizer: LocalAdamW, scaler: LossScaler, origin: Origin
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """Fills weights, moments and counters from the newest whole checkpoint; None when there is no checkpoint.
 
     Raises:

@@ -19,7 +19,7 @@ follow (`runtime.program.Compute`), then a mixture's counts by expert."""
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What a step gave, global over all ranks; `read` waits for the device."""
 
     sums: torch.Tensor
@@ -133,7 +133,7 @@ class Stepper:
         stop: float,
         stamp: Stamp | None = None,
         limits: tuple[float, float] | None = None,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Runs one step.
 
         Args:
@@ -174,7 +174,7 @@ class Stepper:
         self.optimizer.step(lr, factor)
         program.clear_gradients()
         program.clock.lap("optimizer")
-        return Outcome(vector, norm, lr, program.terms)
+        return StepOutcome(vector, norm, lr, program.terms)
 
     def _mean_loss(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns the loss of a step from its summed vector, float64 on the device."""

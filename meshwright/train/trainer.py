@@ -28,9 +28,9 @@ from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
 from meshwright.train.shortage import peak_bytes
-from meshwright.train.standing import Standing
+from meshwright.train.standing import RankProgress
 from meshwright.train.state import load_state, save_state
-from meshwright.train.step import Outcome, Stepper, mean_terms
+from meshwright.train.step import StepOutcome, Stepper, mean_terms
 
 SICK_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
@@ -39,7 +39,7 @@ METERED_STEPS = 2
 
 
 @dataclass(kw_only=True, slots=True)
-class Parts:
+class TrainerDeps:
     """What a trainer is made of, built by the session."""
 
     config: RunConfig
@@ -70,7 +70,7 @@ class Parts:
 class Trainer:
     """Runs the steps of a run from wherever its state stands."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainerDeps) -> None:
         self._parts = parts
         self.step = 0
         self.tokens = 0
@@ -85,7 +85,7 @@ class Trainer:
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
-        self._standing = Standing(parts.progress, parts.faults, lambda: self.step)
+        self._standing = RankProgress(parts.progress, parts.faults, lambda: self.step)
         parts.program.passage.tell = self._standing.enter
         if parts.program.mesh is not None:
             parts.program.mesh.log.on_wait = self._standing.waits
@@ -212,9 +212,7 @@ class Trainer:
         if not parts.memory.copies:
             return self.save() if self._saved_at < self.step else None
         self._phase("snapshot", 0)
-        parts.memory.take(
-            self.step, parts.program, parts.optimizer, parts.stepper.scaler, self.tokens, **self._more()
-        )
+        parts.memory.take(self.step, parts.program, parts.optimizer, parts.stepper.scaler, self.tokens, **self._more())
         parts.program.clock.lap("snapshot")
         self._phase("record", 0)
 
@@ -238,7 +236,7 @@ class Trainer:
         if parts.memory is not None and parts.memory.cut:
             asked += CUT_SHARE
 
-        def run(limits: Limits | None) -> Outcome:
+        def run(limits: Limits | None) -> StepOutcome:
             return parts.stepper.run(self.step, batches, targets, rate, asked, self._stamp, limits)
 
         scaled, first = parts.stepper.scaler.active, run(self._integrity.limits(self.step))
@@ -259,7 +257,7 @@ class Trainer:
         parts.monitor.step(record)
         return record, values["stop"]
 
-    def _record(self, outcome: Outcome, values: Mapping[str, float], step_s: float, skipped: bool) -> StepRecord:
+    def _record(self, outcome: StepOutcome, values: Mapping[str, float], step_s: float, skipped: bool) -> StepRecord:
         parts, tokens = self._parts, int(values["targets"])
         spent = parts.program.clock.drain()
         rate = tokens / step_s

@@ -12,10 +12,10 @@ from meshwright.transport.seal import (
     FRAME_BYTES,
     HEADER_BYTES,
     MAC_BYTES,
+    Channel,
     ClientChallenge,
-    Kind,
+    FrameKind,
     Seals,
-    Wire,
     WireError,
     frame_header,
     make_notice,
@@ -51,7 +51,7 @@ class Connection:
         """Sets how long each wait for the other end may take; None for ever."""
         self.socket.settimeout(seconds)
 
-    def send(self, contents: bytes | bytearray | memoryview, kind: Kind = Kind.MESSAGE) -> None:
+    def send(self, contents: bytes | bytearray | memoryview, kind: FrameKind = FrameKind.MESSAGE) -> None:
         """Sends a frame.
 
         Raises:
@@ -73,14 +73,14 @@ class Connection:
             WireError: for another kind of frame, one that is too long, or a MAC that is wrong.
             OSError: when the connection has ended.
         """
-        contents = bytearray(self._header(Kind.MESSAGE, most))
+        contents = bytearray(self._header(FrameKind.MESSAGE, most))
         self._contents(memoryview(contents))
         return contents
 
     def send_parcel(self, data: memoryview) -> None:
         """Sends bytes of whose number the other end knows."""
         for at in range(0, len(data), FRAME_BYTES):
-            self.send(data[at : at + FRAME_BYTES], Kind.PARCEL)
+            self.send(data[at : at + FRAME_BYTES], FrameKind.PARCEL)
 
     def receive_parcel(self, place: memoryview) -> None:
         """Fills ``place`` with exactly as many bytes.
@@ -92,12 +92,12 @@ class Connection:
         at = 0
         while at < len(place):
             wanted = min(FRAME_BYTES, len(place) - at)
-            if self._header(Kind.PARCEL, wanted) != wanted:
+            if self._header(FrameKind.PARCEL, wanted) != wanted:
                 raise WireError(f"a frame of a parcel is shorter than the {wanted} bytes that were due")
             self._contents(place[at : at + wanted])
             at += wanted
 
-    def _header(self, kind: Kind, most: int) -> int:
+    def _header(self, kind: FrameKind, most: int) -> int:
         self._head = bytes(_receive(self.socket, HEADER_BYTES))
         found, size = read_header(self._head, most)
         if found is not kind:
@@ -119,7 +119,7 @@ class Connection:
         self.close()
 
 
-def connect(address: tuple[str, int], key: RunKey, wire: Wire, limit_s: float = CHALLENGE_S) -> Connection:
+def connect(address: tuple[str, int], key: RunKey, wire: Channel, limit_s: float = CHALLENGE_S) -> Connection:
     """Connects, shows the key, and has the other end show it.
 
     Args:
@@ -147,7 +147,7 @@ def connect(address: tuple[str, int], key: RunKey, wire: Wire, limit_s: float = 
         raise
 
 
-def notify(address: tuple[str, int], key: RunKey, wire: Wire, contents: bytes, limit_s: float) -> None:
+def notify(address: tuple[str, int], key: RunKey, wire: Channel, contents: bytes, limit_s: float) -> None:
     """Tells something to a listener, at work or not yet (`seal.make_notice`).
 
     Raises:

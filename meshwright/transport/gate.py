@@ -19,8 +19,8 @@ from meshwright.transport.seal import (
     HELLO_BYTES,
     NOTICE_REST_BYTES,
     PROOF_BYTES,
+    Channel,
     ServerChallenge,
-    Wire,
     WireError,
     is_notice,
     read_notice,
@@ -58,7 +58,7 @@ class Gate:
         refused: told of strangers.
     """
 
-    def __init__(self, listener: socket.socket, key: RunKey, wire: Wire, refused: Refused | None = None) -> None:
+    def __init__(self, listener: socket.socket, key: RunKey, wire: Channel, refused: Refused | None = None) -> None:
         listener.setblocking(False)
         self._listener, self._key, self._wire, self._refused = listener, key, wire, refused
         self._strangers: list[_Stranger] = []

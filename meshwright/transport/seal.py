@@ -49,7 +49,7 @@ class WireError(ConnectionError):
     """The other end doesn't have the run's key, or what it sends is no frame of this connection."""
 
 
-class Wire(enum.IntEnum):
+class Channel(enum.IntEnum):
     """What a connection is for; an end that means another one is turned away."""
 
     SUPERVISORS = 1
@@ -62,7 +62,7 @@ class Wire(enum.IntEnum):
     """How writers of a checkpoint agree."""
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame holds."""
 
     MESSAGE = 1
@@ -109,12 +109,12 @@ class Seal:
             raise WireError("a frame's MAC is wrong: it was forged, changed, left out or repeated")
 
 
-def frame_header(kind: Kind, size: int) -> bytes:
+def frame_header(kind: FrameKind, size: int) -> bytes:
     """Returns what stands before a frame's contents."""
     return _HEADER.pack(VERSION, kind, size)
 
 
-def read_header(data: bytes, most: int) -> tuple[Kind, int]:
+def read_header(data: bytes, most: int) -> tuple[FrameKind, int]:
     """Returns kind and size of a frame.
 
     Args:
@@ -125,11 +125,11 @@ def read_header(data: bytes, most: int) -> tuple[Kind, int]:
         WireError: for another version, an unknown kind, or a frame that is too long.
     """
     version, kind, size = _HEADER.unpack(data)
-    if version != VERSION or kind not in Kind.__members__.values():
+    if version != VERSION or kind not in FrameKind.__members__.values():
         raise WireError(f"not a frame of this version: version {version}, kind {kind}")
     if size > most:
         raise WireError(f"a frame of {size} bytes came, where {most} are allowed")
-    return Kind(kind), size
+    return FrameKind(kind), size
 
 
 class ClientChallenge:
@@ -140,7 +140,7 @@ class ClientChallenge:
         wire: what the connection is for.
     """
 
-    def __init__(self, key: RunKey, wire: Wire) -> None:
+    def __init__(self, key: RunKey, wire: Channel) -> None:
         self._key, self._wire, self._nonce = key, wire, secrets.token_bytes(NONCE_BYTES)
         self.hello = _HELLO.pack(MAGIC, VERSION, wire, self._nonce)
         """What goes out first."""
@@ -170,7 +170,7 @@ class ServerChallenge:
         WireError: for other bytes, or another wire.
     """
 
-    def __init__(self, key: RunKey, wire: Wire, hello: bytes) -> None:
+    def __init__(self, key: RunKey, wire: Channel, hello: bytes) -> None:
         magic, version, asked, nonce = _HELLO.unpack(hello)
         if magic != MAGIC or version != VERSION or asked != wire:
             raise WireError("its first bytes aren't those of this wire")
@@ -190,7 +190,7 @@ class ServerChallenge:
         return _seals(self._key, self._said, server=True)
 
 
-def make_notice(key: RunKey, wire: Wire, contents: bytes) -> bytes:
+def make_notice(key: RunKey, wire: Channel, contents: bytes) -> bytes:
     """Returns what tells something to a listener that may not be at work yet: nobody answers, so nobody need wait.
 
     It can be repeated by who saw it, so it must say what stays true: "rank 3 won't come for step 500".
@@ -209,7 +209,7 @@ def is_notice(hello: bytes) -> bool:
     return hello.startswith(NOTICE_MAGIC)
 
 
-def read_notice(key: RunKey, wire: Wire, hello: bytes, rest: bytes) -> bytes:
+def read_notice(key: RunKey, wire: Channel, hello: bytes, rest: bytes) -> bytes:
     """Returns what a notice says.
 
     Raises:
@@ -223,7 +223,7 @@ def read_notice(key: RunKey, wire: Wire, hello: bytes, rest: bytes) -> bytes:
     return contents
 
 
-def _said(wire: Wire, client_nonce: bytes, server_nonce: bytes) -> bytes:
+def _said(wire: Channel, client_nonce: bytes, server_nonce: bytes) -> bytes:
     return MAGIC + bytes((VERSION, wire)) + client_nonce + server_nonce
 
 

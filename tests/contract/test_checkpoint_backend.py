@@ -31,9 +31,7 @@ def part(value, places, mesh):
             parts = list(torch.chunk(local, mesh.size(axis), place.dim))
             parts += [parts[0].narrow(place.dim, 0, 0)] * (mesh.size(axis) - len(parts))
             local = parts[mesh.get_local_rank(axis)]
-    return DTensor.from_local(
-        local.clone(), mesh, places, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    return DTensor.from_local(local.clone(), mesh, places, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def state(layout, fill=True):

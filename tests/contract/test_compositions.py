@@ -16,7 +16,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from tests.tiers import cases
 
@@ -58,7 +58,7 @@ def prove(
         return build_meta(config, vocab=VOCAB, context=SEQUENCE)
 
     batches = made_up_batches(1, rows, SEQUENCE, VOCAB, documents=documents)
-    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250, allow_whole=allow_whole)
+    case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250, allow_whole=allow_whole)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 
@@ -161,7 +161,7 @@ def test_fewer_key_heads_than_ranks_and_heads_that_do_not_divide() -> None:
 
 def _no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows' products are never added up."""
-    monkeypatch.setattr(flow._Summed, "forward", staticmethod(lambda ctx, x, wire: x.view_as(x)))
+    monkeypatch.setattr(flow._ReduceFromGroup, "forward", staticmethod(lambda ctx, x, wire: x.view_as(x)))
 
 
 def _no_sum_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def _no_sum_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _nothing_owed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of norms under split tokens stay each rank's own."""
-    monkeypatch.setattr(tp.OwedSum, "finish", lambda self: None)
+    monkeypatch.setattr(tp.PartialGradReducer, "finish", lambda self: None)
 
 
 def _own_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

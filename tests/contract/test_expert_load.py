@@ -12,7 +12,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.verify import made_up_batches
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -25,7 +25,7 @@ def model() -> BuiltModel:
     return build_meta(ModelConfig(name="mixtral", layers=2, width=32, heads=4), 64, 16)
 
 
-def work(rank: int, text: str, facts: Facts) -> tuple[float, ...]:
+def work(rank: int, text: str, facts: ModelAnalysis) -> tuple[float, ...]:
     """Runs two steps and returns the experts' shares in the second: a pipeline tries a new shape out in the first."""
     layout = Layout.parse(f"precision=float64,{text}")
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
@@ -44,7 +44,7 @@ def work(rank: int, text: str, facts: Facts) -> tuple[float, ...]:
 def test_shares_are_those_of_one_rank() -> None:
     wanted: tuple[float, ...] = ()
     for text in ("replicate=1", "shard=2,ep=2,zero=1", "tp=2", "cp=2", "pp=2,microbatches=2"):
-        facts = read_facts(model(), Layout.parse(text))
+        facts = analyse_model(model(), Layout.parse(text))
         found = run_ranks(Layout.parse(text).world, work, text, facts)
         wanted = wanted or found[0]
         assert len(wanted) == 4 and sum(wanted) == pytest.approx(1.0) and max(wanted) > min(wanted)

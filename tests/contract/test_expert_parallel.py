@@ -12,13 +12,13 @@ from torch import nn
 
 from meshwright.axes import ep
 from meshwright.axes.comm import exchange
-from meshwright.axes.comm.wire import TrafficLog, Wire
+from meshwright.axes.comm.wire import AxisGroup, TrafficLog
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.experts import find_experts
 from meshwright.plan import Layout
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.runtime import build
 from tests.ranks.group import run_ranks
@@ -36,7 +36,10 @@ def case(model: ModelConfig, rows: int = 8, steps: int = 2, sequence: int = SEQU
         return build_meta(model, vocab=VOCAB, context=sequence)
 
     return Case(
-        build=make, batches=made_up_batches(steps, rows, sequence, VOCAB, False), recipe=Recipe(), timeout_s=250
+        build=make,
+        batches=made_up_batches(steps, rows, sequence, VOCAB, False),
+        recipe=OptimizerRecipe(),
+        timeout_s=250,
     )
 
 
@@ -106,15 +109,15 @@ def _forgotten_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _forgotten_holders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shard of an expert keeps what its own rank computed."""
-    scatter = Wire.reduce_scatter
+    scatter = AxisGroup.reduce_scatter
 
-    def own(self: Wire, output: torch.Tensor, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
+    def own(self: AxisGroup, output: torch.Tensor, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
         if self.axis != "ep_shard":
             return scatter(self, output, tensor, of)
         output.copy_(tensor.view(self.size, -1)[self.index])
         return self.all_gather(torch.empty_like(tensor), output)
 
-    monkeypatch.setattr(Wire, "reduce_scatter", own)
+    monkeypatch.setattr(AxisGroup, "reduce_scatter", own)
 
 
 def _mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +201,7 @@ def _run(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tenso
 def _dispatched(rank: int, numbers: tuple[int, ...], equal: bool) -> tuple[list[torch.Tensor], Any]:
     module = Experts()
     (rows,) = find_experts(module)
-    wire = Wire("ep", torch.distributed.group.WORLD, TrafficLog())
+    wire = AxisGroup("ep", torch.distributed.group.WORLD, TrafficLog())
     places = ep.wrap(module, rows, wire, 1, wire if equal else None)
     found = _run(module, _tokens(numbers[rank], 0 if equal else rank))
     return found, places[".up"].spans[0]

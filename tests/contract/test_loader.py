@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from meshwright.data.loader import IGNORED, Loader, evaluation_batches, evaluation_steps
-from meshwright.data.tokens import Split
+from meshwright.data.tokens import TokenStream
 from meshwright.errors import DataError
 from meshwright.plan import Layout
 from meshwright.train.feed import TokenFeed
 
 
-def make_split(length: int = 5003, documents: int = 60, fingerprint: str = "f", seed: int = 0) -> Split:
+def make_split(length: int = 5003, documents: int = 60, fingerprint: str = "f", seed: int = 0) -> TokenStream:
     """A stream whose tokens are their own places, so that a test reads off where each came from."""
     inner = np.random.default_rng(seed).choice(np.arange(1, length), documents - 1, replace=False)
-    return Split(
+    return TokenStream(
         name="train",
         tokens=np.arange(length, dtype="<u4"),
         ends=np.sort(np.append(inner, length)).astype(np.int64),

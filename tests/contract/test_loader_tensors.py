@@ -7,11 +7,11 @@ import torch
 
 from meshwright.data.loader import IGNORED, Loader
 from meshwright.data.prefetch import Prefetcher, tensors
-from meshwright.data.tokens import Split
+from meshwright.data.tokens import TokenStream
 
 
 def test_tensors_hold_what_the_arrays_hold() -> None:
-    split = Split(
+    split = TokenStream(
         name="train",
         tokens=np.arange(400, dtype="<u2"),
         ends=np.array([50, 51, 200, 400]),

@@ -15,7 +15,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate
-from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.measured import corrected
 
@@ -23,7 +23,7 @@ MODEL = ModelConfig(name="llama", layers=4, width=64, heads=4, ffn=128, vocab=25
 RATE, ELEMENTS = 1e10, 1e9
 SIZES = (16, 4096)
 BUILT = build_meta(MODEL)
-JOB = Job(shape=measure_shape(BUILT), sequence=32, rows=16, precision="float32")
+JOB = PricedJob(shape=measure_shape(BUILT), sequence=32, rows=16, precision="float32")
 MEASURE = measure_of(BUILT, 32, "float32")
 
 

@@ -7,15 +7,15 @@ import pytest
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.shape import ModelShape
 
 LLAMA = {"layers": 3, "width": 256, "heads": 4, "vocab": 512}
 CASES = {
-    "llama": Sizes(name="llama", **LLAMA, ffn=704),
-    "qwen3": Sizes(name="qwen3", **LLAMA, ffn=704),
-    "gpt2": Sizes(name="gpt2", **LLAMA, gated=False, positions=128, tied=True),
-    "mixtral": Sizes(name="mixtral", **LLAMA, experts=4, active_experts=2, expert_ffn=704),
+    "llama": TableSizes(name="llama", **LLAMA, ffn=704),
+    "qwen3": TableSizes(name="qwen3", **LLAMA, ffn=704),
+    "gpt2": TableSizes(name="gpt2", **LLAMA, gated=False, positions=128, tied=True),
+    "mixtral": TableSizes(name="mixtral", **LLAMA, experts=4, active_experts=2, expert_ffn=704),
 }
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.axes.wide import Wide
+from meshwright.axes.wide import Float64Ops
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.objective_trial import try_forward
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.train.feed import MicroBatch
 from meshwright.train.session import build_program
@@ -31,7 +31,7 @@ def build(name: str) -> BuiltModel:
 
 
 def prove(name: str, *texts: str) -> list[Verdict]:
-    case = Case(build=partial(build, name), batches=BATCHES[:2], recipe=Recipe(), timeout_s=50)
+    case = Case(build=partial(build, name), batches=BATCHES[:2], recipe=OptimizerRecipe(), timeout_s=50)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 
@@ -71,7 +71,7 @@ def test_statistics_of_several_calls_are_refused_by_name(name: str) -> None:
 def test_buffers_hold_what_a_plain_loop_leaves(name: str, text: str) -> None:
     built = build(name)
     module = materialise(built.module, built.recipe, built.config.seed).double().train()
-    with Wide():
+    with Float64Ops():
         for batch in BATCHES:
             module(batch.tokens)
     wanted = dict(module.named_buffers())

@@ -11,7 +11,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from tests.odd_models import VOCAB
 from tests.tiers import cases
@@ -23,7 +23,7 @@ def prove(name: str, *layouts: str, **overrides: object) -> list[Verdict]:
     config = ModelConfig(name=f"tests.odd_stacks:{name}", overrides=overrides)
     build = partial(build_meta, config, VOCAB, 8)
     batches = made_up_batches(2, 4, 8, VOCAB, documents=False)
-    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=60)
+    case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=60)
     return verify(case, [Layout.parse(f"{layout},precision=float64") for layout in layouts])
 
 

@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.cli.plan import PlanConfig, question_of
 from meshwright.cluster.calibration import FORMS, Calibration
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.space import cores, expand, layout_of
 from meshwright.units import format_seconds
 
@@ -30,9 +30,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("float32", form, True, m, n, k, 2.0 * m * n * k / 1e10)
         for form, m, n, k in product(FORMS, sizes, sizes, sizes)
     ]
-    plain = [
-        (name, "float32", True, count, count / 1e9) for name in ("copy", "add", "mul") for count in (10, 1000)
-    ]
+    plain = [(name, "float32", True, count, count / 1e9) for name in ("copy", "add", "mul") for count in (10, 1000)]
     made = Calibration(
         machine={"kind": "cpu", "cores": RANKS}, ranks=RANKS, matmul=tuple(products), operations=tuple(plain),
         attention=tuple(("float32", True, 1, sequence, 16, 1e-4, 2e-4) for sequence in (16, 64)),
@@ -73,7 +71,7 @@ def layouts_of(kind: str) -> list[str]:
     sizes = {"layers": 2, "width": 64, "heads": 4, "vocab": 256}
     if kind == "mixture":
         sizes |= {"experts": 4, "active_experts": 2, "expert_ffn": 128}
-    shape = shape_from_sizes(Sizes(name=kind, **sizes))
+    shape = shape_from_sizes(TableSizes(name=kind, **sizes))
     config = PlanConfig(sizes="layers=2,width=64,heads=4,vocab=256", cluster=f"{RANKS}xcpu", batch=8, sequence=32)
     question = question_of(config, None)
     question = dataclasses.replace(question, job=dataclasses.replace(question.job, shape=shape))

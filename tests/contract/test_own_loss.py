@@ -16,7 +16,7 @@ from meshwright.models.forward import model_forward
 from meshwright.models.objective_trial import try_forward
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.train.feed import MicroBatch
 from meshwright.train.session import build_program
@@ -45,7 +45,7 @@ def mixture(name: str) -> ModelConfig:
 def prove(config: ModelConfig, *texts: str) -> list[Verdict]:
     batches = made_up_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
     # Under tp the head stays whole: the model computes its loss from all logits, not from a share of them.
-    case = Case(build=partial(build, config), batches=batches, recipe=Recipe(), timeout_s=50, allow_whole=True)
+    case = Case(build=partial(build, config), batches=batches, recipe=OptimizerRecipe(), timeout_s=50, allow_whole=True)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 

@@ -15,13 +15,13 @@ from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.spine import read_spine
 from meshwright.plan import Layout
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.runtime import pipeline
 from meshwright.runtime.pipeline import PipelineProgram
 from meshwright.runtime.weights import Weight
 from meshwright.schedules.spec import known_schedules
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from tests.plain_model import Block
 
 SEQUENCE, VOCAB = 10, 61
@@ -36,7 +36,7 @@ def case(name: str) -> Case:
         return build_meta(config(name), vocab=VOCAB, context=SEQUENCE)
 
     batches = made_up_batches(2, 8, SEQUENCE, VOCAB, documents=name in ("gpt2", "llama"))
-    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250)
+    return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
 
 
 def layouts(*texts: str) -> list[Layout]:
@@ -162,11 +162,11 @@ def test_a_skip_is_carried_where_it_crosses_one_cut_alone() -> None:
 
 def test_stages_that_the_spine_forbids_are_refused_before_a_rank_starts() -> None:
     built = build_meta(ModelConfig(name=f"{__name__}:sideways"), vocab=VOCAB)
-    known = Facts(spine=read_spine(built))
-    assert read_facts(built, Layout.parse("pp=2,microbatches=2,split=2-1"), known).spine == known.spine
+    known = ModelAnalysis(spine=read_spine(built))
+    assert analyse_model(built, Layout.parse("pp=2,microbatches=2,split=2-1"), known).spine == known.spine
     for text in ("pp=2,microbatches=2,split=1-2", "pp=3,microbatches=3"):
         with pytest.raises(PlanError, match="layer 2 reads what layer 0 made"):
-            read_facts(built, Layout.parse(text), known)
+            analyse_model(built, Layout.parse(text), known)
 
 
 @pytest.mark.parametrize(("function", "why"), [("hidden_sideways", "on another way"), ("looped", "more than once")])

@@ -11,8 +11,8 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.plan import OFFLOADS, Layout
 from meshwright.planner.choose import Candidate, Choice, Question, candidate, choose, joined, searched
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
-from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.job import LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, reason, why
@@ -23,17 +23,19 @@ from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
 from meshwright.planner.timeline import timeline
 
-LLAMA = shape_from_sizes(Sizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
+LLAMA = shape_from_sizes(TableSizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(
-    Sizes(name="mixture", layers=8, width=2048, heads=16, vocab=32000, experts=16, active_experts=2, expert_ffn=4096)
+    TableSizes(
+        name="mixture", layers=8, width=2048, heads=16, vocab=32000, experts=16, active_experts=2, expert_ffn=4096
+    )
 )
 
 
-SHORT = shape_from_sizes(Sizes(name="short", layers=5, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
+SHORT = shape_from_sizes(TableSizes(name="short", layers=5, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 
 
 def question(text: str = "16xh100", shape: object = LLAMA, rows: int = 32, **changes: object) -> Question:
-    job = Job(shape=shape, sequence=4096, rows=rows)  # type: ignore[arg-type]
+    job = PricedJob(shape=shape, sequence=4096, rows=rows)  # type: ignore[arg-type]
     return Question(job=job, cluster=Cluster.parse(text), base=Layout(precision="bf16"), **changes)  # type: ignore[arg-type]
 
 
@@ -95,7 +97,7 @@ def test_layouts_of_every_schedule_are_priced_together_as_one_by_one() -> None:
     asked = question("16xh100", SHORT, 32)
     texts = [f"pp=2,shard=8,zero=1,microbatches=4,schedule={name}" for name in ("interleaved", "zbv", "1f1b", "gpipe")]
     layouts = [Layout.parse(f"{text},precision=bf16") for text in (*texts, "shard=16,zero=3", texts[1])]
-    many = price_many(asked.job, Degrees.from_layouts(layouts, 5), asked.machine, asked.runtime)
+    many = price_many(asked.job, LayoutBatch.from_layouts(layouts, 5), asked.machine, asked.runtime)
     for at, layout in enumerate(layouts):
         one = price(asked.job, layout, asked.machine, asked.runtime)
         assert many.take(at) == pytest.approx(dict(one.parts)) and many.step_s[at] == pytest.approx(one.step_s)
@@ -187,7 +189,7 @@ def test_the_closed_form_of_a_pipeline_is_near_its_simulation() -> None:
         layout = Layout.parse(f"pp=4,shard=4,zero=1,microbatches=8,precision=bf16,schedule={schedule}")
         run = timeline(asked.job, layout, asked.machine, asked.runtime)
         assert run is not None
-        closed = price_many(asked.job, Degrees.from_layouts([layout], 12), asked.machine, asked.runtime)
+        closed = price_many(asked.job, LayoutBatch.from_layouts([layout], 12), asked.machine, asked.runtime)
         after = sum(float(closed.parts[name][0]) for name in ("gather", "reduce", "optimizer", "step"))
         piped = float(closed.step_s[0]) - after
         assert abs(piped / run.makespan_s - 1) < 0.12, schedule

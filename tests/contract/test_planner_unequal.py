@@ -11,18 +11,18 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
-from meshwright.planner.cost.job import Job
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.planner.dealt import pipelines
 from meshwright.planner.kinds import kinds_of, places_of
 from meshwright.planner.unequal import _candidate, _timed, choose_unequal, why_unequal
 
-SHAPE = shape_from_sizes(Sizes(name="llama", layers=16, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
+SHAPE = shape_from_sizes(TableSizes(name="llama", layers=16, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 
 
 def question(text: str, rows: int = 16) -> Question:
-    job = Job(shape=SHAPE, sequence=4096, rows=rows)
+    job = PricedJob(shape=SHAPE, sequence=4096, rows=rows)
     return Question(job=job, cluster=Cluster.parse(text), base=Layout(precision="bf16"))
 
 

@@ -9,20 +9,22 @@ from meshwright.cluster import traffic
 from meshwright.cluster.cluster import Cluster
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine, span
-from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.cost.job import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.space import cores, expand
 
-DENSE = shape_from_sizes(Sizes(name="dense", layers=8, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
+DENSE = shape_from_sizes(TableSizes(name="dense", layers=8, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(
-    Sizes(name="mixture", layers=4, width=2048, heads=16, vocab=32000, experts=16, active_experts=2, expert_ffn=4096)
+    TableSizes(
+        name="mixture", layers=4, width=2048, heads=16, vocab=32000, experts=16, active_experts=2, expert_ffn=4096
+    )
 )
 LAYERS = {"dense": 8, "mixture": 4}
 
 
-def _weights(name: str, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
+def _weights(name: str, degrees: LayoutBatch) -> tuple[np.ndarray, np.ndarray]:
     """Parameters in the layers of the mean rank along pp: without experts, and of experts; by hand."""
     shape = DENSE if name == "dense" else MIXTURE
     block = shape.blocks[0]
@@ -42,7 +44,7 @@ def _seconds(kind: object, size: np.ndarray, before: np.ndarray, ranks: np.ndarr
 @pytest.mark.parametrize("cluster", ["16xh100", "16xa100-40@ethernet-100g", "64xrtx3090@ethernet-10g"])
 def test_no_step_is_shorter_than_what_a_wire_carries(name: str, cluster: str) -> None:
     shape = DENSE if name == "dense" else MIXTURE
-    job = Job(shape=shape, sequence=4096, rows=64)
+    job = PricedJob(shape=shape, sequence=4096, rows=64)
     asked = Question(job=job, cluster=Cluster.parse(cluster), base=Layout(precision="bf16"))
     machine, world = asked.machine, asked.cluster.devices
     every = expand(job, asked.space, cores(job, asked.space))

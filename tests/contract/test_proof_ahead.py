@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.cli import proven
 from meshwright.plan import Layout
 from meshwright.proof import ahead
@@ -45,14 +45,14 @@ def proof(root: Path, run: str) -> dict:
 
 def halve() -> None:
     """Plants a bug: gradients are averaged over the copies once more, which every rank does alike."""
-    reduce = Wire.all_reduce
+    reduce = AxisGroup.all_reduce
 
-    def halved(self: Wire, tensor: torch.Tensor, of: str = "") -> Any:
+    def halved(self: AxisGroup, tensor: torch.Tensor, of: str = "") -> Any:
         if self.axis == "replicate":
             tensor.div_(self.size)
         return reduce(self, tensor, of)
 
-    Wire.all_reduce = halved  # type: ignore[method-assign]
+    AxisGroup.all_reduce = halved  # type: ignore[method-assign]
 
 
 def test_a_layout_that_equals_one_device_is_proven_and_trains(root: Path) -> None:

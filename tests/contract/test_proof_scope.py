@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from meshwright.axes.table import Block, Group
+from meshwright.axes.table import Block, ShardingGroup
 from meshwright.cli.main import main
 from meshwright.errors import PlanError
 from meshwright.models import context, table
@@ -17,11 +17,11 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import kinds_of, pairs, shrink, walk, with_every_kind
 from meshwright.models.config import ModelConfig
 from meshwright.models.context import trial_tokens
-from meshwright.models.growth import grown_group
+from meshwright.models.growth import rescale_group
 from meshwright.plan import Layout
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.train.facts import read_facts
+from meshwright.train.facts import analyse_model
 from tests.odd_models import VOCAB
 
 torch.set_num_threads(1)
@@ -37,21 +37,21 @@ def case(config: ModelConfig, lengths: tuple[int, ...], rows: int = 4, allow_who
         return build_meta(config, vocab=VOCAB, context=max(lengths))
 
     batches = made_up_batches(len(lengths), rows, lengths, VOCAB, documents=False)
-    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250, allow_whole=allow_whole)
+    return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250, allow_whole=allow_whole)
 
 
 @pytest.mark.parametrize("span", [16, 32, 64, 100])
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"])
 def test_tokens_that_meet_far_apart_are_seen_in_the_rows_of_the_run(span: int, layout: str) -> None:
     with pytest.raises(PlanError, match="with rows of 240 tokens"):
-        read_facts(build_meta(chunked(span)), Layout.parse(layout), tokens=240)
+        analyse_model(build_meta(chunked(span)), Layout.parse(layout), tokens=240)
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"])
 def test_rows_too_short_for_tokens_to_meet_are_split(layout: str) -> None:
-    facts = read_facts(build_meta(chunked(64)), Layout.parse(layout), tokens=48)
+    facts = analyse_model(build_meta(chunked(64)), Layout.parse(layout), tokens=48)
     assert facts.table is not None
-    read_facts(build_meta(chunked(0)), Layout.parse(layout), tokens=240)
+    analyse_model(build_meta(chunked(0)), Layout.parse(layout), tokens=240)
 
 
 @pytest.mark.parametrize("span", [32, 100])
@@ -68,7 +68,7 @@ def test_a_trial_says_why_its_rows_are_shorter_than_the_run_s() -> None:
     assert trial_tokens(200, 1000) == (200, "")
     length, why = trial_tokens(8192, 1 << 24)
     assert length == 256 and "8192" in why
-    facts = read_facts(build_meta(chunked(0)), Layout.parse("cp=2"), tokens=4096)
+    facts = analyse_model(build_meta(chunked(0)), Layout.parse("cp=2"), tokens=4096)
     assert "512" in facts.tried and "4096" in facts.tried
 
 
@@ -151,7 +151,7 @@ def test_streams_that_are_permuted_views_pass_through_a_split_backward() -> None
 def test_a_backward_that_can_t_come_in_halves_is_whole_in_the_first(schedule: str) -> None:
     config = ModelConfig(name="tests.odd_models:encoder_decoder", overrides={"encoders": 5})
     layout = Layout.parse(f"pp=2,microbatches=4,{schedule},precision=float64")
-    spine = read_facts(build_meta(config), layout).spine
+    spine = analyse_model(build_meta(config), layout).spine
     assert spine is not None and spine.whole_backward
     (verdict,) = verify(case(config, (8,)), [layout])
     assert verdict.passed, verdict
@@ -160,7 +160,7 @@ def test_a_backward_that_can_t_come_in_halves_is_whole_in_the_first(schedule: st
 @pytest.mark.parametrize("layout", ["tp=2,sequence=true", "cp=2"])
 def test_token_splits_of_a_model_without_layers_are_refused(layout: str) -> None:
     with pytest.raises(PlanError, match="no stack of repeated layers"):
-        read_facts(build_meta(ModelConfig(name="tests.odd_models:no_stack")), Layout.parse(layout))
+        analyse_model(build_meta(ModelConfig(name="tests.odd_models:no_stack")), Layout.parse(layout))
 
 
 def test_modules_of_one_s_own_split_their_tokens() -> None:
@@ -171,8 +171,8 @@ def test_modules_of_one_s_own_split_their_tokens() -> None:
 def grown(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> Case:
     """A proof whose sharding table grows from a narrower clone; with ``wrong`` query rows go to other heads."""
 
-    def interleaved(group: Group, *layers: object) -> Group | None:
-        found = grown_group(group, *layers)  # type: ignore[arg-type]
+    def interleaved(group: ShardingGroup, *layers: object) -> ShardingGroup | None:
+        found = rescale_group(group, *layers)  # type: ignore[arg-type]
         if found is None or not found.heads:
             return found
         splits = []

@@ -9,7 +9,7 @@ from meshwright.checkpoint.parts import parts_of
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.train.session import build_program
 from tests.odd_models import VOCAB
@@ -26,7 +26,7 @@ def build() -> BuiltModel:
 def test_a_number_trains_as_on_one_device(layout: str) -> None:
     batches = made_up_batches(2, 4, 8, VOCAB, documents=False)
     # Under tp the head stays whole: the scale multiplies its logits.
-    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=50, allow_whole=True)
+    case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=50, allow_whole=True)
     (verdict,) = verify(case, [Layout.parse(f"{layout},precision=float64")])
     assert verdict.passed, verdict
 

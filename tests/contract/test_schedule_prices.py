@@ -16,16 +16,16 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
-from meshwright.planner.cost.job import Degrees, Job, schedule_names
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.job import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.timing import held
 from meshwright.schedules.closed_form import PassSums, held_microbatches, step_seconds
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
 
-SIZES = Sizes(name="small", layers=16, width=2048, heads=16, vocab=32000, ffn=5632)
+SIZES = TableSizes(name="small", layers=16, width=2048, heads=16, vocab=32000, ffn=5632)
 ORIGINALS = tuple(known_schedules())
 
 
@@ -53,7 +53,7 @@ def known_name(text: str) -> str:
 
 
 def question(devices: int = 8, rows: int = 64) -> Question:
-    job = Job(shape=shape_from_sizes(SIZES), sequence=2048, rows=rows)
+    job = PricedJob(shape=shape_from_sizes(SIZES), sequence=2048, rows=rows)
     return Question(job=job, cluster=Cluster.parse(f"{devices}xh100"), base=Layout(precision="bf16"))
 
 
@@ -109,7 +109,7 @@ def test_what_a_form_says_is_held_covers_the_actions(name: str) -> None:
         v, m = np.array([float(stages)]), np.array([float(microbatches)])
         stated, counted = (held_microbatches(one, ranks, v, m)[0] for one in (spec, bare))
         schedule = spec.build(ranks, stages, microbatches)
-        seen = simulate(schedule, Costs.uniform(schedule.stages)).peak_live_rank
+        seen = simulate(schedule, ActionCosts.uniform(schedule.stages)).peak_live_rank
         assert np.allclose(counted * stages, seen)
         assert np.all(stated * stages >= np.array(seen) - 1e-9), (ranks, stages, microbatches)
 
@@ -122,7 +122,7 @@ def test_a_schedule_without_forms_takes_what_its_actions_take(name: str) -> None
         each = np.array([3.0 * stages])
         sums = PassSums(dearest=each, whole=ranks * each, weight=each / 3)
         schedule = spec.build(ranks, stages, microbatches)
-        run = simulate(schedule, Costs.uniform(schedule.stages))
+        run = simulate(schedule, ActionCosts.uniform(schedule.stages))
         assert step_seconds(spec, ranks, v, m, sums)[0] == pytest.approx(run.makespan_s, rel=1e-12)
 
 
@@ -144,7 +144,7 @@ def test_stages_of_a_file_may_stand_on_any_rank(tmp_path: Path) -> None:
     path = tmp_path / "swapped.csv"
     path.write_text("\n".join(reversed(known_schedules()["1f1b"].build(2, 1, 4).to_csv().splitlines())) + "\n")
     layout = Layout.parse(f"pp=2,microbatches=4,schedule=file:{path}")
-    degrees = Degrees.from_layouts([layout], 16)
+    degrees = LayoutBatch.from_layouts([layout], 16)
     assert held(degrees, 2).tolist() == [[1.0, 2.0]]
     assert degrees.schedules[int(degrees.schedule[0])].owners == (1, 0)
     there = candidate(question(2), dataclasses.replace(layout, precision="bf16")).price

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshwright.errors import PlanError
-from meshwright.schedules.action import Action, Kind, Schedule
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.action import Action, ActionKind, Schedule
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import Simulation, simulate
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
 
@@ -49,7 +49,7 @@ def simulated(spec: ScheduleSpec) -> list[tuple[tuple[int, int, int], Simulation
     found = []
     for size in sizes(spec):
         schedule = spec.build(*size)
-        found.append((size, simulate(schedule, Costs.uniform(schedule.stages))))
+        found.append((size, simulate(schedule, ActionCosts.uniform(schedule.stages))))
     return found
 
 
@@ -57,9 +57,9 @@ def simulated(spec: ScheduleSpec) -> list[tuple[tuple[int, int, int], Simulation
 def test_runs_everything_once_and_in_order(spec: ScheduleSpec) -> None:
     assert len(simulated(spec)) > 10
     for (ranks, stages, microbatches), seen in simulated(spec):
-        ends: dict[tuple[int, Kind, int], float] = {}
-        starts: dict[tuple[int, Kind, int], float] = {}
-        count: Counter[tuple[int, Kind, int]] = Counter()
+        ends: dict[tuple[int, ActionKind, int], float] = {}
+        starts: dict[tuple[int, ActionKind, int], float] = {}
+        count: Counter[tuple[int, ActionKind, int]] = Counter()
         for span in seen.timeline:
             for part in span.action.parts:
                 key = (part.stage, part.kind, part.microbatch)
@@ -68,17 +68,17 @@ def test_runs_everything_once_and_in_order(spec: ScheduleSpec) -> None:
         assert set(count.values()) == {1}
         for stage in range(ranks * stages):
             for microbatch in range(microbatches):
-                ahead = (stage, Kind.FORWARD, microbatch)
-                whole, halves = (stage, Kind.BACKWARD, microbatch), (stage, Kind.INPUT, microbatch)
+                ahead = (stage, ActionKind.FORWARD, microbatch)
+                whole, halves = (stage, ActionKind.BACKWARD, microbatch), (stage, ActionKind.INPUT, microbatch)
                 assert (whole in count) != (halves in count)
                 back = whole if whole in count else halves
                 assert ends[ahead] <= starts[back]
-                weight = (stage, Kind.WEIGHT, microbatch)
+                weight = (stage, ActionKind.WEIGHT, microbatch)
                 assert (weight in count) == (halves in count)
                 if weight in count:
                     assert ends[halves] <= starts[weight]
                 if stage:
-                    assert ends[stage - 1, Kind.FORWARD, microbatch] <= starts[ahead]
+                    assert ends[stage - 1, ActionKind.FORWARD, microbatch] <= starts[ahead]
 
 
 @every
@@ -112,9 +112,11 @@ def test_unsplit_each_backward_stands_once_where_its_first_half_did(spec: Schedu
     for size, _ in simulated(spec):
         split, whole = spec.build(*size), spec.build(*size).unsplit()
         assert whole.splits_backward is False and (spec.splits_backward or whole == split)
-        kept = [[str(item).replace("I", "B") for item in row if item.kind is not Kind.WEIGHT] for row in split.actions]
+        kept = [
+            [str(item).replace("I", "B") for item in row if item.kind is not ActionKind.WEIGHT] for row in split.actions
+        ]
         assert kept == [list(map(str, row)) for row in whole.actions]
-        simulate(whole, Costs.uniform(whole.stages))  # it deadlocks nowhere
+        simulate(whole, ActionCosts.uniform(whole.stages))  # it deadlocks nowhere
 
 
 @every
@@ -186,7 +188,7 @@ def test_1f1b_is_torch_s_own_table_but_for_its_last_rank() -> None:
         theirs = torch_single("Schedule1F1B", ranks, microbatches)
         assert [[str(action) for action in row] for row in rows[:-1]] == theirs[:-1]
         last = [str(Action(part.stage, part.kind, part.microbatch)) for part in rows[-1]]
-        off_by_one = [f"{p.stage}{p.kind.value}{p.microbatch + (p.kind is Kind.FORWARD)}" for p in rows[-1]]
+        off_by_one = [f"{p.stage}{p.kind.value}{p.microbatch + (p.kind is ActionKind.FORWARD)}" for p in rows[-1]]
         assert theirs[-1] in (last, off_by_one)
         checked += 1
     assert checked > 10

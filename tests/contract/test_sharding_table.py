@@ -15,9 +15,9 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.table import sharding_table
 from meshwright.plan import Layout
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.train.facts import read_facts
+from meshwright.train.facts import analyse_model
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -187,20 +187,18 @@ def test_a_large_model_is_read_off_a_narrow_clone():
 def test_parts_train_as_the_whole(sizes, layout):
     config = ModelConfig(**({"layers": 1, "width": 32} | sizes))
     batches = made_up_batches(1, 2, 8, 64, False)
-    case = Case(build=lambda: build_meta(config, 64, 32), batches=batches, recipe=Recipe(), timeout_s=250)
+    case = Case(build=lambda: build_meta(config, 64, 32), batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
     (verdict,) = verify(case, [Layout.parse(f"{layout},precision=float64")])
     assert verdict.passed, verdict
 
 
 @pytest.mark.slow
 def test_a_user_s_rows_override_what_was_read() -> None:
-    config = ModelConfig(
-        name="llama", layers=2, width=32, heads=4, sharding={"model.layers.*.mlp.down_proj": "whole"}
-    )
+    config = ModelConfig(name="llama", layers=2, width=32, heads=4, sharding={"model.layers.*.mlp.down_proj": "whole"})
     built = build_meta(config, 64, 16)
-    facts = read_facts(built, Layout.parse("tp=2"))
+    facts = analyse_model(built, Layout.parse("tp=2"))
     assert facts.table is not None
     rows = [group.row for group in facts.table.layers["model.layers.0"].groups]
     assert rows == ["self_attn.o_proj"]
     with pytest.raises(PlanError, match="no effect without tp"):
-        read_facts(built, Layout.parse("replicate=2"))
+        analyse_model(built, Layout.parse("replicate=2"))

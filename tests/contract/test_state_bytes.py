@@ -14,7 +14,7 @@ from meshwright.plan import Layout, Plan, Prediction
 from meshwright.planner.memory import ModelParts, rest_bytes, state_memory
 from meshwright.proof.verify import made_up_batches
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -48,13 +48,13 @@ def model(name: str) -> BuiltModel:
     return build_meta(ModelConfig(name=name, **CASES[name][0]), vocab=VOCAB, context=CONTEXT)
 
 
-def parts_of(built: BuiltModel, facts: Facts) -> ModelParts:
+def parts_of(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
     named = built.module.named_parameters(remove_duplicate=False)
     anatomy = built.anatomy
     return ModelParts.of(named, anatomy.layers, anatomy.ties, facts.table, facts.spine, facts.experts)
 
 
-def trained(built: BuiltModel, facts: Facts, layout: Layout, rank: int) -> dict[str, int]:
+def trained(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int) -> dict[str, int]:
     """Trains two steps; returns the bytes held at most, and those of the masters."""
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
     program = build_program(built, plan, torch.device("cpu"), facts=facts)
@@ -73,7 +73,7 @@ def trained(built: BuiltModel, facts: Facts, layout: Layout, rank: int) -> dict[
 def measured(name: str, texts: list[str]) -> list[tuple[str, ModelParts, list[dict[str, int]]]]:
     """Runs layouts of one number of ranks in one group of them."""
     table = sharding_table(model(name))
-    facts = {text: read_facts(model(name), Layout.parse(text), Facts(table=table)) for text in texts}
+    facts = {text: analyse_model(model(name), Layout.parse(text), ModelAnalysis(table=table)) for text in texts}
 
     def work(rank: int) -> dict[str, Any]:
         torch.set_num_threads(1)

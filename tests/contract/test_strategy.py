@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.axes.wide import Wide
+from meshwright.axes.wide import Float64Ops
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.strategy import HybridParallelStrategy
 from tests.own_models import (
@@ -333,7 +333,7 @@ def test_torch_clips_parts_of_several_meshes(make: Callable[[], nn.Module], text
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     wanted: tuple[list[float], list[float]] = ([], [])
     for x, y in rows():
-        with Wide():
+        with Float64Ops():
             loss = mean_loss(output(model, x), y)
             loss.backward()
         wanted[0].append(loss.item())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.axes.comm.reducer import GradientReducer
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.cli.main import main
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
@@ -20,7 +20,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
 from meshwright.proof.layouts import data_layouts
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.train import step
 from meshwright.train.step import Stepper
@@ -40,7 +40,7 @@ def case(model: str, rows: int, count: int = 2) -> Case:
         return build_meta(MODELS[model], vocab=VOCAB, context=SEQUENCE)
 
     batches = made_up_batches(count, rows, SEQUENCE, VOCAB, documents=model != "plain")
-    return Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250)
+    return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
 
 
 def all_pass(verdicts: list[Verdict]) -> None:
@@ -71,14 +71,14 @@ def test_recompute_of_some_layers_and_more_micro_batches() -> None:
 
 def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient averaged twice: every sum is divided by the ranks once more."""
-    reduce = Wire.all_reduce
+    reduce = AxisGroup.all_reduce
 
-    def halved(self: Wire, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
+    def halved(self: AxisGroup, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
         if self.axis == "replicate":
             tensor.div_(self.size)
         return reduce(self, tensor, of)
 
-    monkeypatch.setattr(Wire, "all_reduce", halved)
+    monkeypatch.setattr(AxisGroup, "all_reduce", halved)
 
 
 def _forgotten_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +112,11 @@ def _count_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def _forgotten_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards keep their own rank's gradient."""
 
-    def own(self: Wire, output: torch.Tensor, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
+    def own(self: AxisGroup, output: torch.Tensor, tensor: torch.Tensor, of: str = ""):  # type: ignore[no-untyped-def]
         output.copy_(tensor.view(self.size, -1)[self.index])
         return self.all_gather(torch.empty_like(tensor), output)
 
-    monkeypatch.setattr(Wire, "reduce_scatter", own)
+    monkeypatch.setattr(AxisGroup, "reduce_scatter", own)
 
 
 def _early_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,9 @@ def still() -> nn.Module:
 def test_a_model_that_draws_random_numbers_is_refused_with_what_works() -> None:
     batches = made_up_batches(1, 4, SEQUENCE, VOCAB, documents=False)
     drawn, still = (
-        Case(build=partial(build_meta, ModelConfig(name=f"{__name__}:{name}")), batches=batches, recipe=Recipe())
+        Case(
+            build=partial(build_meta, ModelConfig(name=f"{__name__}:{name}")), batches=batches, recipe=OptimizerRecipe()
+        )
         for name in ("shaken", "still")
     )
     two = [Layout.parse("replicate=2,precision=float64")]

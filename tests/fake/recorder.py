@@ -25,7 +25,7 @@ from meshwright.proof.verify import made_up_batches
 from meshwright.runtime import stage_run
 from meshwright.runtime.build import DTYPES
 from meshwright.runtime.program import Program
-from meshwright.train.facts import Facts
+from meshwright.train.facts import ModelAnalysis
 from meshwright.train.feed import MicroBatch
 from meshwright.train.session import build_program
 
@@ -151,7 +151,7 @@ def known_boundary(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[None]
         yield
 
 
-def build_rank(built: BuiltModel, layout: Layout, facts: Facts) -> Program:
+def build_rank(built: BuiltModel, layout: Layout, facts: ModelAnalysis) -> Program:
     """Builds this rank's program on a copy of the model."""
     own = dataclasses.replace(built, module=copied(built.module))
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")

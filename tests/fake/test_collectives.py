@@ -31,12 +31,12 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question
-from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.planner.memory import position_memory, rest_bytes
 from meshwright.planner.space import cores, expand, layout_of
 from meshwright.planner.traffic import step_collectives
-from meshwright.train.facts import Facts, check_shapes, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model, check_shapes
 from tests.fake.recorder import build_rank, fake_rank, step_of
 from tests.ranks.group import run_contexts
 from tests.tiers import cases
@@ -66,18 +66,18 @@ class Model:
         self.name = name
         self.built: BuiltModel = build_meta(config(name), vocab=VOCAB, context=TOKENS)
         self.shape = measure_shape(self.built)
-        self._facts: dict[Any, Facts] = {}
+        self._facts: dict[Any, ModelAnalysis] = {}
         self._table = functools.cache(lambda degree: sharding_table(self.built, degree))
 
-    def job(self, precision: str = "float32") -> Job:
-        return Job(shape=self.shape, sequence=TOKENS, rows=ROWS, precision=precision)
+    def job(self, precision: str = "float32") -> PricedJob:
+        return PricedJob(shape=self.shape, sequence=TOKENS, rows=ROWS, precision=precision)
 
-    def facts(self, layout: Layout) -> Facts:
+    def facts(self, layout: Layout) -> ModelAnalysis:
         """What a layout needs; refused as `meshwright train` refuses it."""
         tp, cp = layout.degree("tp"), layout.degree("cp")
         key = tp, cp, layout.attention
-        known = self._facts.get(key) or Facts(table=self._table(tp * cp) if tp * cp > 1 else None)
-        self._facts[key] = found = read_facts(self.built, layout, known)
+        known = self._facts.get(key) or ModelAnalysis(table=self._table(tp * cp) if tp * cp > 1 else None)
+        self._facts[key] = found = analyse_model(self.built, layout, known)
         check_shapes(found, layout, ROWS, TOKENS)
         return found
 
@@ -184,8 +184,8 @@ def test_each_rule_of_the_account_is_met_by_a_layout_that_is_named() -> None:
 @pytest.mark.slow
 def test_state_of_every_layout_of_a_mixture_is_priced_as_it_is_held() -> None:
     model, off = Model("mixtral"), []
-    experts = read_facts(model.built, Layout.parse("shard=2,ep=2"), Facts()).experts
-    parts = model_parts(model.built, Facts(table=sharding_table(model.built, 8), experts=experts))
+    experts = analyse_model(model.built, Layout.parse("shard=2,ep=2"), ModelAnalysis()).experts
+    parts = model_parts(model.built, ModelAnalysis(table=sharding_table(model.built, 8), experts=experts))
     layouts = model.layouts(16, {"fixed": {"pp": 1, "microbatches": 1}, "recomputes": ("none",), "offloads": ("none",)})
     # FSDP2 deals out rows: 8 experts lie on 8 of 16 ranks.
     assert any(layout.degree("ep") == 1 and layout.state_shards == 16 for layout in layouts)
@@ -205,7 +205,7 @@ def forwards(context: RankContext, texts: list[str]) -> str:
     built, found = build_meta(ModelConfig(name="gpt2", layers=4, width=32, heads=2), vocab=61, context=64), []
     for layout in map(Layout.parse, texts):
         with fake_rank(0, layout.world):
-            program = build_rank(built, layout, read_facts(built, layout, Facts()))
+            program = build_rank(built, layout, analyse_model(built, layout, ModelAnalysis()))
             counts = [_counted(layer) for part in program.parts for layer in part.layers]
             step_of(program, layout, 0, (4, 8, 61, 32))
         # Two steps, and one forward that tries shapes out.

@@ -17,7 +17,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
 from meshwright.planner.memory import StateSizes, state_memory
 from meshwright.runtime import build as builder
-from meshwright.runtime.clock import Clock
+from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
 from tests.ranks.group import run_contexts
 
@@ -39,11 +39,11 @@ def work(context: RankContext, text: str, rank: int) -> str:
     def fill(name: str, box: Box) -> torch.Tensor:
         return torch.empty([stop - start for start, stop in box], device="meta")
 
-    source = builder.Source(
+    source = builder.ModelSource(
         module=model.module, layers=layers, compute=None, fill=fill, fill_buffers=lambda *_: None
     )
     mesh = Mesh(layout, "cpu", TrafficLog())
-    program = builder.build(source, layout, mesh, torch.device("meta"), Clock("cpu"))
+    program = builder.build(source, layout, mesh, torch.device("meta"), StepTimer("cpu"))
     memory, _ = state_memory(layout, StateSizes(total=total, layers=tuple(counts)))
     return json.dumps({
         "held": sum(weight.local.nbytes for weight in program.weights),

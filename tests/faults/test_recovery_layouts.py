@@ -148,4 +148,3 @@ def test_each_layout_is_left_and_taken_up(name: str, root: Path) -> None:
     assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
     for step, pair in expected.items():
         assert found[step] == pytest.approx(pair, rel=BOUNDS[precision]), step
-

@@ -277,9 +277,7 @@ def network() -> Iterator[Network]:
         found.close()
 
 
-def test_only_one_half_of_a_parted_network_trains(
-    network: Network, nodes: Callable[..., Nodes], whole: dict
-) -> None:
+def test_only_one_half_of_a_parted_network_trains(network: Network, nodes: Callable[..., Nodes], whole: dict) -> None:
     """The other ends its ranks, and joins again when it can."""
     run = nodes("parted", 2, TWO, "--recovery.faults", f"{HELD};{AGAIN}")
     run.meet, run.enter = network.addresses[0], network.enter

@@ -22,7 +22,7 @@ from meshwright.resilience.local import LocalNode
 from meshwright.train import faults
 from meshwright.transport.connection import connect
 from meshwright.transport.key import RunKey
-from meshwright.transport.seal import ClientChallenge, Kind, Wire, frame_header, make_notice
+from meshwright.transport.seal import Channel, ClientChallenge, FrameKind, frame_header, make_notice
 from tests.runs import Running, call, curve, events, warm, words, write_corpus
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def noise(address: Address, draw: random.Random) -> None:
 
 def forged(address: Address, draw: random.Random) -> None:
     """Challenges of another key, answers that are repeated, frames without an answer, and notices."""
-    wire, key = draw.choice(list(Wire)), RunKey.fresh()
+    wire, key = draw.choice(list(Channel)), RunKey.fresh()
     kind = draw.randrange(5)
     if kind == 0:
         with contextlib.suppress(OSError):
@@ -97,10 +97,13 @@ def forged(address: Address, draw: random.Random) -> None:
             stranger.settimeout(0.5)
             stranger.sendall(ClientChallenge(key, wire).hello)
             challenge = stranger.recv(64)
-            stranger.sendall(challenge[32:] + frame_header(Kind.MESSAGE, 2**32 - 1))
+            stranger.sendall(challenge[32:] + frame_header(FrameKind.MESSAGE, 2**32 - 1))
             assert stranger.recv(10) == b""
     elif kind == 2:
-        said(address, ClientChallenge(key, wire).hello + b"\0" * 32 + frame_header(Kind.PARCEL, 1 << 20) + b"x" * 4096)
+        said(
+            address,
+            ClientChallenge(key, wire).hello + b"\0" * 32 + frame_header(FrameKind.PARCEL, 1 << 20) + b"x" * 4096,
+        )
     elif kind == 3:
         said(address, make_notice(key, wire, b"\0" * 24))
     else:
@@ -184,9 +187,7 @@ def memory_of(pids: list[int]) -> dict[int, int]:
     return found
 
 
-def test_a_run_under_siege_trains_on_as_if_nobody_were_there(
-    root: Path, siege: Callable[[list[Path]], Siege]
-) -> None:
+def test_a_run_under_siege_trains_on_as_if_nobody_were_there(root: Path, siege: Callable[[list[Path]], Siege]) -> None:
     status, text = call(words(root, "whole", layout=LAYOUT, devices=2), root / "whole.log")
     assert status == 0, text
     ports = [root / f"ports-{node}" for node in range(2)]

@@ -20,7 +20,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from tests.generated import oddities
 from tests.generated.models import draw_spec
@@ -30,9 +30,7 @@ LAYOUTS = (
     *("pp=2,microbatches=4,schedule=zbv,stages=2", "replicate=2,microbatches=2", "shard=2,zero=2,recompute=full"),
     *("pp=2,microbatches=4,stages=2,schedule=interleaved", "tp=2,recompute=full", "tp=3", "rows=3-1,shard=2,zero=2"),
 )
-ODD_LAYOUTS = (
-    *("tp=2", "cp=2", "pp=2,microbatches=4", "pp=2,microbatches=4,schedule=zbv,stages=2", "shard=2,zero=3"),
-)
+ODD_LAYOUTS = (*("tp=2", "cp=2", "pp=2,microbatches=4", "pp=2,microbatches=4,schedule=zbv,stages=2", "shard=2,zero=3"),)
 LENGTHS, ROWS = (32, 12), 8
 
 
@@ -50,7 +48,9 @@ def prove_oddity(name: str, layouts: Iterable[str] = ()) -> list[Verdict]:
 
 def _verified(config: ModelConfig, vocab: int, texts: Iterable[str]) -> list[Verdict]:
     batches = made_up_batches(2, ROWS, LENGTHS, vocab, documents=False)
-    case = Case(build=partial(build_meta, config), batches=batches, recipe=Recipe(), timeout_s=120, allow_whole=True)
+    case = Case(
+        build=partial(build_meta, config), batches=batches, recipe=OptimizerRecipe(), timeout_s=120, allow_whole=True
+    )
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 

@@ -21,7 +21,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts, this_cluster
 from meshwright.measure import compute
-from meshwright.measure.clock import Clock
+from meshwright.measure.clock import DeviceTimer
 from meshwright.measure.host import host_times
 from meshwright.measure.machine import fastest
 from meshwright.measure.wires import KINDS, placements
@@ -158,7 +158,7 @@ def test_processor_time_counts_for_every_rank_of_a_core() -> None:
     def work() -> None:
         torch.ones(200_000).sum()
 
-    alone, shared = (Clock(torch.device("cpu"), 0.01, sharing=ranks).seconds(work) for ranks in (1.0, 50.0))
+    alone, shared = (DeviceTimer(torch.device("cpu"), 0.01, sharing=ranks).seconds(work) for ranks in (1.0, 50.0))
     assert 0 < alone < shared
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from meshwright.axes.comm import drawing
 from meshwright.axes.comm.boxes import TokenSplit, Units, Unplaced, box_of
-from meshwright.axes.comm.chance import Chance
+from meshwright.axes.comm.chance import DropoutRng
 from meshwright.axes.comm.random import Box, _bits_on, kept, row_keys, uniform
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel, build_meta
@@ -25,9 +25,9 @@ from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict
 from meshwright.proof.masks import Masks
-from meshwright.proof.reference import Recipe
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.train.facts import read_facts
+from meshwright.train.facts import analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.session import build_program
 from meshwright.train.step import local_norm_squared
@@ -96,7 +96,7 @@ def proven(model: str, *texts: str) -> list[Verdict]:
         return build_meta(MODELS[model], vocab=VOCAB if model in ("gpt2", "opt") else None, context=SEQUENCE)
 
     batches = made_up_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
-    case = Case(build=build, batches=batches, recipe=Recipe(), timeout_s=250)
+    case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 
@@ -161,14 +161,14 @@ def test_a_probability_that_grows_from_zero() -> None:
 
 def _by_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reader counts its rows from zero."""
-    begin = Chance.begin
-    monkeypatch.setattr(Chance, "begin", lambda self, key, first, shape: begin(self, key, first % 4, shape))
+    begin = DropoutRng.begin
+    monkeypatch.setattr(DropoutRng, "begin", lambda self, key, first, shape: begin(self, key, first % 4, shape))
 
 
 def _by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every micro-batch has a step's numbers to itself."""
-    begin, steps = Chance.begin, iter(range(100))
-    monkeypatch.setattr(Chance, "begin", lambda self, key, *more: begin(self, (key[0], next(steps)), *more))
+    begin, steps = DropoutRng.begin, iter(range(100))
+    monkeypatch.setattr(DropoutRng, "begin", lambda self, key, *more: begin(self, (key[0], next(steps)), *more))
 
 
 def _by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,23 +179,25 @@ def _by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed again draws anew."""
-    again = Chance.again
+    again = DropoutRng.again
 
-    def planted(self: Chance, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(self: DropoutRng, plain: Callable[..., Any]) -> Callable[..., Any]:
         assert self.moment is not None
         held, self.moment.key = self.moment.key, "0,99"
         call = again(self, plain)
         self.moment.key = held
         return call
 
-    monkeypatch.setattr(Chance, "again", planted)
+    monkeypatch.setattr(DropoutRng, "again", planted)
 
 
 def _by_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's tokens count from zero."""
-    monkeypatch.setattr(TokenSplit, "places", lambda self, tokens: {
-        len(held): np.arange(len(held)) for held in PLACES(self, tokens).values()
-    })
+    monkeypatch.setattr(
+        TokenSplit,
+        "places",
+        lambda self, tokens: {len(held): np.arange(len(held)) for held in PLACES(self, tokens).values()},
+    )
 
 
 PLACES = TokenSplit.places
@@ -259,7 +261,7 @@ class Unlocated(nn.Module):
 
 
 def test_a_draw_without_a_place_names_its_module() -> None:
-    chance, module = Chance(TokenSplit()), Unlocated()
+    chance, module = DropoutRng(TokenSplit()), Unlocated()
     chance.own(module, "blocks.1")
     x = torch.ones(4, 6, 2)
     chance.begin((0, 0), 0, (4, 6))
@@ -281,7 +283,7 @@ def test_models_without_dropout_are_left_alone(name: str) -> None:
 def test_compiled_layers_that_draw_are_refused() -> None:
     model = build_meta(MODELS["gpt2"], VOCAB, SEQUENCE)
     with pytest.raises(PlanError, match=r"compile=true hides what transformer\.drop draws"):
-        read_facts(model, Layout.parse("compile=true"))
+        analyse_model(model, Layout.parse("compile=true"))
 
 
 @functools.cache
@@ -293,7 +295,7 @@ def plain_masks(step: int) -> Any:
 
 @pytest.mark.parametrize("step", [0, 3])
 def test_numbers_change_with_step_and_row_alone(step: int) -> None:
-    chance, drop = Chance(TokenSplit()), nn.Dropout(0.4)
+    chance, drop = DropoutRng(TokenSplit()), nn.Dropout(0.4)
     chance.own(drop, "")
     found = []
     for first, last in ((0, 3), (3, 8)):

@@ -16,7 +16,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.verify import made_up_batches
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -34,7 +34,7 @@ def model(name: str) -> BuiltModel:
     return build_meta(ModelConfig(name=name, layers=2, width=32, heads=4, **kv), VOCAB, CONTEXT)
 
 
-def work(rank: int, name: str, text: str, folder: Path, facts: Facts, save: bool) -> dict[str, Any]:
+def work(rank: int, name: str, text: str, folder: Path, facts: ModelAnalysis, save: bool) -> dict[str, Any]:
     """Trains a step and saves, or loads; returns this rank's parts with their boxes."""
     layout = Layout.parse(f"precision=float64,{text}")
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
@@ -98,7 +98,7 @@ def assembled(ranks: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]
 def test_any_layout_to_any_layout(name: str, saved: str, loaded: list[str], tmp_path: Path) -> None:
     def run(text: str, save: bool) -> dict[str, torch.Tensor]:
         layout = Layout.parse(f"precision=float64,{text}")
-        facts = read_facts(model(name), layout)
+        facts = analyse_model(model(name), layout)
         return assembled(run_ranks(layout.world, work, name, text, tmp_path / "ckpt", facts, save, timeout=250), name)
 
     wanted = run(saved, True)

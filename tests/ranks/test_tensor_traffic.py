@@ -8,7 +8,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.verify import made_up_batches
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.session import build_program
 from tests.ranks.group import run_ranks
 
@@ -19,7 +19,7 @@ def model() -> BuiltModel:
     return build_meta(ModelConfig(name="llama", layers=LAYERS, width=32, heads=4), 64, 16)
 
 
-def work(rank: int, layout: Layout, facts: Facts) -> int:
+def work(rank: int, layout: Layout, facts: ModelAnalysis) -> int:
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
     program = build_program(model(), plan, torch.device("cpu"), facts=facts)
     (batch,) = made_up_batches(1, 4, 16, 64, documents=False)
@@ -31,6 +31,6 @@ def work(rank: int, layout: Layout, facts: Facts) -> int:
 
 def test_each_group_sums_once_each_way() -> None:
     layout = Layout.parse("tp=2")
-    facts = read_facts(model(), layout)
+    facts = analyse_model(model(), layout)
     # Two groups a layer, forward and backward; the embedding forward, the head backward, and the loss's two.
     assert run_ranks(2, work, layout, facts) == [4 * LAYERS + 4] * 2

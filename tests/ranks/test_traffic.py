@@ -14,11 +14,11 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.monitor.drift import compare
 from meshwright.plan import Layout
-from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.traffic import step_collectives
 from meshwright.proof.verify import made_up_batches
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -51,12 +51,10 @@ def model(name: str) -> BuiltModel:
     return build_meta(config, vocab=VOCAB, context=TOKENS)
 
 
-def trained(name: str, layout: Layout, facts: Facts, rank: int) -> dict[str, Any]:
+def trained(name: str, layout: Layout, facts: ModelAnalysis, rank: int) -> dict[str, Any]:
     """Trains three steps; returns the last one's record, as a run keeps it."""
     program = build_rank(model(name), layout, facts)
-    stepper = Stepper(
-        program, LocalAdamW(program.weights, OptimizerConfig()), LossScaler(False), clip=1.0, seed=0
-    )
+    stepper = Stepper(program, LocalAdamW(program.weights, OptimizerConfig()), LossScaler(False), clip=1.0, seed=0)
     assert program.mesh is not None
     first, last = layout.span(rank, ROWS)
     for step, batch in enumerate(made_up_batches(3, ROWS, TOKENS, VOCAB, documents=False)):
@@ -76,7 +74,7 @@ def trained(name: str, layout: Layout, facts: Facts, rank: int) -> dict[str, Any
 def test_no_axis_drifts_in_bytes(name: str, world: int) -> None:
     texts = [text for text in CASES[name] if Layout.parse(text).world == world]
     table, shape = sharding_table(model(name), 2), measure_shape(model(name))
-    facts = {text: read_facts(model(name), Layout.parse(text), Facts(table=table)) for text in texts}
+    facts = {text: analyse_model(model(name), Layout.parse(text), ModelAnalysis(table=table)) for text in texts}
 
     def work(rank: int) -> dict[str, Any]:
         torch.set_num_threads(1)
@@ -85,7 +83,7 @@ def test_no_axis_drifts_in_bytes(name: str, world: int) -> None:
     found = run_ranks(world, work, timeout=250)
     for text in texts:
         layout = Layout.parse(text)
-        job = Job(shape=shape, sequence=TOKENS, rows=ROWS, precision=layout.precision)
+        job = PricedJob(shape=shape, sequence=TOKENS, rows=ROWS, precision=layout.precision)
         for rank in range(world):
             planned = step_collectives(job, layout, model_parts(model(name), facts[text]), rank).sent()
             drifts = compare({"traffic": planned}, found[rank][text], 0.0)

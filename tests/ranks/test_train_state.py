@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.axes.comm.sharded import LateSums
-from meshwright.axes.comm.wire import Transfer
+from meshwright.axes.comm.sharded import DeferredReductions
+from meshwright.axes.comm.wire import PendingCollective
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
@@ -20,7 +20,7 @@ from meshwright.proof.verify import made_up_batches
 from meshwright.runtime import build
 from meshwright.runtime.program import Program
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import Facts, read_facts
+from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -55,7 +55,7 @@ def sizes(built: BuiltModel) -> StateSizes:
     return StateSizes(total=sum(item.numel() for _, item in named), layers=tuple(layers))
 
 
-def program_of(built: BuiltModel, layout: Layout, facts: Facts | None = None) -> Program:
+def program_of(built: BuiltModel, layout: Layout, facts: ModelAnalysis | None = None) -> Program:
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
     return build_program(built, plan, torch.device("cpu"), facts)
 
@@ -103,7 +103,7 @@ def of_four() -> list[dict[str, dict]]:
 
 @pytest.mark.parametrize("text", [*PAIRS, *FOURS])
 def test_bytes_held_are_bytes_planned(text: str) -> None:
-    found = (of_four() if text in FOURS else of_two())
+    found = of_four() if text in FOURS else of_two()
     planned, _ = state_memory(Layout.parse(text), sizes(model()))
     for rank, results in enumerate(found):
         held = results[text]["held"]
@@ -212,7 +212,7 @@ def test_no_weight_is_ever_whole_on_a_rank_that_holds_a_part() -> None:
         built = build_meta(config, vocab=16384, context=8)
         whole = [item.numel() for item in built.module.parameters()]
         layout = Layout.parse("shard=4,zero=3")
-        facts = read_facts(built, layout)  # as a run has it: read before ranks start, on a clone
+        facts = analyse_model(built, layout)  # as a run has it: read before ranks start, on a clone
         with Allocations() as seen:
             program = program_of(built, layout, facts)
         return seen.largest, max(whole), sum(whole), sum(weight.local.numel() for weight in program.weights)
@@ -240,7 +240,7 @@ def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
     def work(rank: int) -> tuple[list[bool], list[torch.Tensor], list[torch.Tensor]]:
         torch.set_num_threads(1)
         left: list[bool] = []
-        scatter = LateSums.scatter
+        scatter = DeferredReductions.scatter
         batch = made_up_batches(1, ROWS, CONTEXT, VOCAB, documents=False)[0]
         index, count = layout.reader(rank)
         mine = slice(index * ROWS // count, (index + 1) * ROWS // count)
@@ -249,12 +249,12 @@ def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
         found = []
         for late in (True, False):
 
-            def seen(self: LateSums, started: Transfer, late: bool = late) -> None:
+            def seen(self: DeferredReductions, started: PendingCollective, late: bool = late) -> None:
                 self.open = self.open and late
                 left.append(self.open)
                 scatter(self, started)
 
-            LateSums.scatter = seen  # type: ignore[method-assign]
+            DeferredReductions.scatter = seen  # type: ignore[method-assign]
             program = program_of(model(), layout)
             program.forward_backward(micro, 1.0, (0, 0))
             found.append([weight.gradient.clone() for weight in program.weights if weight.gradient is not None])

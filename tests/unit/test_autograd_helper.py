@@ -14,7 +14,7 @@ import torch
 from meshwright import forking
 from meshwright.autograd_helper import computed_by_helper, run_in_helper
 from meshwright.errors import ConfigError, PlanError
-from meshwright.models.trial import ThreadWire, in_threads
+from meshwright.models.trial import ThreadGroup, in_threads
 
 
 class _Demanding(Exception):
@@ -92,7 +92,7 @@ def test_a_helper_that_dies_and_one_that_takes_too_long() -> None:
 def test_threads_of_a_helper_find_torch_s_thread_pool() -> None:
     product = torch.ones(300, 300)
 
-    def multiply(wire: ThreadWire) -> float:
+    def multiply(wire: ThreadGroup) -> float:
         wire.exchange(None)  # so that all begin at once
         return float((product * wire.index).mean())
 

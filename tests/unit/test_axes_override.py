@@ -5,24 +5,26 @@ from __future__ import annotations
 import pytest
 
 from meshwright.axes.override import REASON, overridden
-from meshwright.axes.table import Block, Group, LayerRows, ShardingTable, Split
+from meshwright.axes.table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.errors import ConfigError
 
 
-def group(module: str, columns: tuple[str, ...], row: str, heads: bool) -> Group:
+def group(module: str, columns: tuple[str, ...], row: str, heads: bool) -> ShardingGroup:
     block = (Block(start=0, size=2, count=4),)
-    splits = [Split(name=f"{name}.{part}", dim=0, blocks=block) for name in columns for part in ("weight", "bias")]
-    splits.append(Split(name=f"{row}.weight", dim=1, blocks=block))
-    return Group(
+    splits = [
+        ParameterSplit(name=f"{name}.{part}", dim=0, blocks=block) for name in columns for part in ("weight", "bias")
+    ]
+    splits.append(ParameterSplit(name=f"{row}.weight", dim=1, blocks=block))
+    return ShardingGroup(
         module=module, columns=columns, inlets=columns, entries=(), row=row, units=4, splits=tuple(splits), heads=heads
     )
 
 
 ATTENTION = group("attn", ("attn.q", "attn.k"), "attn.o", True)
 CHANNELS = group("mlp", ("mlp.up",), "mlp.down", False)
-EXPERTS = Group(
+EXPERTS = ShardingGroup(
     module="mlp", columns=(), inlets=("mlp.experts",), entries=(), row="mlp.experts", units=4,
-    splits=(Split(name="mlp.experts.up", dim=1, blocks=(Block(start=0, size=1, count=4),)),),
+    splits=(ParameterSplit(name="mlp.experts.up", dim=1, blocks=(Block(start=0, size=1, count=4),)),),
 )  # fmt: skip
 ROWS = LayerRows(groups=(ATTENTION, CHANNELS), refused={"gate": "its output meets everything"})
 TABLE = ShardingTable(

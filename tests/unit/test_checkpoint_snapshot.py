@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from meshwright.axes.pieces import Pieces
+from meshwright.axes.pieces import LocalBoxes
 from meshwright.axes.placement import Box
-from meshwright.checkpoint.parts import Part, check_covered, digest, fill, keepers, parts_of, uncovered
+from meshwright.checkpoint.parts import TensorShard, check_covered, digest, fill, keepers, parts_of, uncovered
 from meshwright.checkpoint.snapshot import Segment, Snapshot, SnapshotWriter, State, read_snapshots, whole_states
 from meshwright.errors import CheckpointError
 
@@ -28,7 +28,7 @@ def whole(offset: float = 0.0) -> torch.Tensor:
 def held(*boxes: Box, offset: float = 0.0) -> dict[str, object]:
     """What a rank holds: boxes of a matrix, and a scalar."""
     parts = [(box, whole(offset)[tuple(slice(*span) for span in box)].clone()) for box in boxes]
-    return {"w": Pieces(SHAPE, parts, torch.float64), "b": torch.tensor(3.0 + offset)}
+    return {"w": LocalBoxes(SHAPE, parts, torch.float64), "b": torch.tensor(3.0 + offset)}
 
 
 LAYOUTS: dict[str, list[list[Box]]] = {
@@ -73,7 +73,7 @@ def test_a_state_of_one_layout_fills_another(before: str, after: str) -> None:
 
 
 def test_ranks_keep_about_as_much() -> None:
-    table = [Part(f"w{i}", (100,), "float32", ((0, 100),)) for i in range(40)]
+    table = [TensorShard(f"w{i}", (100,), "float32", ((0, 100),)) for i in range(40)]
     kept = keepers([table] * 4)
     assert [len(one) for one in kept] == [10, 10, 10, 10]
     assert sorted(index for one in kept for index, _ in one) == list(range(40))
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="its state float64"):
         fill({"w": torch.zeros(SHAPE)}, source)
     with pytest.raises(CheckpointError, match=r"two parts|of 35 elements"):
-        check_covered(Part("w", SHAPE, "float64", box) for box in [((0, 4), (0, 5)), ((3, 7), (0, 5))])
+        check_covered(TensorShard("w", SHAPE, "float64", box) for box in [((0, 4), (0, 5)), ((3, 7), (0, 5))])
     assert uncovered((4,), [((0, 2),), ((1, 3),)]) == "has two parts at ((1, 3),)"
     assert uncovered((4,), [((0, 5),)]) == "has a part ((0, 5),) outside its shape (4,)"
     state = newest_state(read_snapshots(written(LAYOUTS["one"])[0]))

@@ -69,7 +69,7 @@ def test_degrees_must_multiply_to_the_slots(hosts: str, capsys: pytest.CaptureFi
 
 def test_a_host_that_fails_is_named(hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     fake = tmp_path / "ssh"
-    fake.write_text("#!/bin/sh\n[ \"$1\" = second ] && exit 7\nexec sleep 30\n")
+    fake.write_text('#!/bin/sh\n[ "$1" = second ] && exit 7\nexec sleep 30\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(launch_hostfile.HostfileLauncher.__init__, "__kwdefaults__", {
         **launch_hostfile.HostfileLauncher.__init__.__kwdefaults__, "ssh": (os.fspath(fake),),
@@ -77,7 +77,7 @@ def test_a_host_that_fails_is_named(hosts: str, tmp_path: Path, monkeypatch: pyt
     words = ["train", "--layout", "shard=4", "--hostfile", hosts]
     assert main([*words, "--recovery.enabled", "false"]) == 1
     assert "[second] ended with status 7" in capsys.readouterr().err
-    fake.write_text("#!/bin/sh\n[ \"$1\" = second ] && exit 7\nexec sleep 0.2\n")
+    fake.write_text('#!/bin/sh\n[ "$1" = second ] && exit 7\nexec sleep 0.2\n')
     assert main(words) == 0, "the supervisors of the others go on"
     fake.write_text("#!/bin/sh\nexit 7\n")
     assert main(words) == 1

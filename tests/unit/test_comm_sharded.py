@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.axes.comm.sharded import LateSums
+from meshwright.axes.comm.sharded import DeferredReductions
 
 
 class Started:
@@ -21,7 +21,7 @@ class Started:
         return True
 
 
-def unit(late: LateSums, name: str, told: list[str], scatters: bool, copies: bool) -> None:
+def unit(late: DeferredReductions, name: str, told: list[str], scatters: bool, copies: bool) -> None:
     """What FSDP2 calls after a unit's backward."""
     if scatters:
         late.advance()
@@ -43,7 +43,7 @@ UNITS = {
 @pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
 @pytest.mark.parametrize("late", [True, False])
 def test_each_sum_starts_once_after_its_scatter_and_ends(units: list[tuple[str, bool, bool]], late: bool) -> None:
-    sums, told = LateSums(), list[str]()
+    sums, told = DeferredReductions(), list[str]()
     sums.open = late
     for name, scatters, copies in units:
         unit(sums, name, told, scatters, copies)

@@ -12,21 +12,21 @@ from meshwright.errors import PlanError
 from meshwright.models.operators import DRAWN_BYTES
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.engines import MESHWRIGHT, NANOTRON
-from meshwright.planner.cost.job import Job
+from meshwright.planner.cost.job import PricedJob
 from meshwright.planner.cost.own import DRAW_BYTES, MOST_SCORES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price
 
-LLAMA = Sizes(name="llama", layers=16, width=2048, heads=16, kv_heads=4, vocab=32000, ffn=8192)
-GPT = Sizes(name="gpt", layers=12, width=2048, heads=16, vocab=50304, gated=False, positions=1024)
+LLAMA = TableSizes(name="llama", layers=16, width=2048, heads=16, kv_heads=4, vocab=32000, ffn=8192)
+GPT = TableSizes(name="gpt", layers=12, width=2048, heads=16, vocab=50304, gated=False, positions=1024)
 CLUSTER = Cluster.parse("8xh100")
 
 
-def priced(text: str, sizes: Sizes = LLAMA, cluster: Cluster = CLUSTER, rows: int = 64) -> Price:
+def priced(text: str, sizes: TableSizes = LLAMA, cluster: Cluster = CLUSTER, rows: int = 64) -> Price:
     layout = Layout.parse(text)
-    job = Job(shape=shape_from_sizes(sizes), sequence=1024, rows=rows, precision=layout.precision)
+    job = PricedJob(shape=shape_from_sizes(sizes), sequence=1024, rows=rows, precision=layout.precision)
     return price(job, layout, cluster)
 
 
@@ -55,7 +55,7 @@ def test_an_engine_that_was_run_compiled_stays_as_it_is() -> None:
 
 
 def test_a_search_for_compiled_layers_finds_no_split_backward() -> None:
-    job = Job(shape=shape_from_sizes(LLAMA), sequence=1024, rows=64)
+    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=1024, rows=64)
     asked = Question(job=job, cluster=CLUSTER, base=Layout(precision="bf16", compile=True), limits={"fixed": {"pp": 4}})
     best = choose(asked).best
     assert all(one.layout.compile and one.layout.schedule not in ("zbv", "zerobubble", "dualpipev") for one in best)
@@ -93,7 +93,7 @@ def test_too_many_weights_of_attention_are_made_again() -> None:
 
 def test_kernels_of_others_draw_as_they_drop() -> None:
     layout = Layout.parse("replicate=8,precision=bf16")
-    job = Job(shape=shape_from_sizes(GPT_DROPPED), sequence=1024, rows=64)
+    job = PricedJob(shape=shape_from_sizes(GPT_DROPPED), sequence=1024, rows=64)
     plain = dataclasses.replace(job, shape=shape_from_sizes(GPT))
     assert price(job, layout, CLUSTER, NANOTRON).parts == price(plain, layout, CLUSTER, NANOTRON).parts
 
@@ -124,7 +124,7 @@ def test_float64_is_half_the_speed_on_a_core() -> None:
 
 
 def test_a_device_without_float64_refuses_it() -> None:
-    job = Job(shape=shape_from_sizes(LLAMA), sequence=1024, rows=64)
+    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=1024, rows=64)
     asked = Question(job=job, cluster=Cluster.parse("8xgaudi2"), base=Layout(precision="bf16"))
     with pytest.raises(PlanError, match="precision=float64: device gaudi2 has no rate for float64"):
         candidate(asked, Layout.parse("replicate=8,precision=float64"))

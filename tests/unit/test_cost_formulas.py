@@ -8,27 +8,27 @@ import pytest
 from meshwright.axes import spine
 from meshwright.cluster.cluster import Cluster
 from meshwright.plan import Layout
-from meshwright.planner.closed_form import Latent, Sizes, shape_from_sizes
-from meshwright.planner.cost.engine import Engine, Runtime, Saved
+from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
+from meshwright.planner.cost.engine import ActivationModel, FrameworkProfile, RuntimeModel
 from meshwright.planner.cost.engines import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine, span
-from meshwright.planner.cost.job import Degrees, Job, schedule_names
-from meshwright.planner.cost.layers import Model
+from meshwright.planner.cost.job import LayoutBatch, PricedJob, schedule_names
+from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import MEMORY
 from meshwright.planner.cost.stages import _balanced, divide
 from meshwright.planner.cost.timing import held, makespan
 from meshwright.planner.memory import StateSizes, state_memory
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import find_schedule
 from meshwright.shape import ModelShape
 
 TRUTH = Path(__file__).parents[2] / "benchmarks" / "truth"
-GPT3 = Sizes(
+GPT3 = TableSizes(
     name="gpt3", layers=96, width=12288, heads=96, vocab=51200, gated=False, positions=2048, tied=True, dropout=True
 )
-LLAMA = Sizes(name="llama", layers=32, width=4096, heads=32, kv_heads=8, vocab=128256, ffn=14336)
+LLAMA = TableSizes(name="llama", layers=32, width=4096, heads=32, kv_heads=8, vocab=128256, ffn=14336)
 
 
 def test_gpt3_has_the_parameters_and_flops_of_the_closed_forms():
@@ -42,7 +42,7 @@ def test_gpt3_has_the_parameters_and_flops_of_the_closed_forms():
 def test_public_models_have_their_parameters():
     assert shape_from_sizes(LLAMA).parameters == pytest.approx(8.03e9, rel=1e-3)
     latent = Latent(query_rank=1536, kv_rank=512, rope_size=64, nope_size=128, value_size=128)
-    deepseek = Sizes(
+    deepseek = TableSizes(
         name="deepseek-v3",
         layers=61,
         width=7168,
@@ -72,7 +72,7 @@ def test_model_flops_are_those_that_nanotron_logged():
     for row in rows:
         number = {key: int(row[key]) for key in ("layers", "hidden", "heads", "vocab", "ffn_hidden", "gbs", "gpus")}
         shape = shape_from_sizes(
-            Sizes(
+            TableSizes(
                 name="row",
                 layers=number["layers"],
                 width=number["hidden"],
@@ -86,15 +86,17 @@ def test_model_flops_are_those_that_nanotron_logged():
         assert work / float(row["step_time_s"]) / 1e12 == pytest.approx(logged, rel=2e-3, abs=0.01)
 
 
-PLAIN = Engine(name="plain", saved=Saved(flash=False, score_bytes=5.0), runtime=Runtime(flash=False))
+PLAIN = FrameworkProfile(
+    name="plain", saved=ActivationModel(flash=False, score_bytes=5.0), runtime=RuntimeModel(flash=False)
+)
 
 
 def saved_bytes(recompute: str, tp: int, sequence: bool) -> float:
     text = f"tp={tp},sequence={str(sequence).lower()}" if tp > 1 else "replicate=1"
     layout = Layout.parse(text + (f",recompute={recompute}" if recompute != "none" else ""))
-    degrees = Degrees.from_layouts([layout], 96)
-    job = Job(shape=shape_from_sizes(GPT3), sequence=2048, rows=1)
-    model = Model(job, degrees, Machine.of(Cluster.parse("8xa100-80")), PLAIN)
+    degrees = LayoutBatch.from_layouts([layout], 96)
+    job = PricedJob(shape=shape_from_sizes(GPT3), sequence=2048, rows=1)
+    model = PricedModel(job, degrees, Machine.of(Cluster.parse("8xa100-80")), PLAIN)
     return float(np.broadcast_to(model.layer(job.shape.blocks[0]).saved, 1)[0])
 
 
@@ -128,7 +130,7 @@ def test_saved_bytes_are_those_of_the_paper(recompute, tp, sequence, factor):
 )
 def test_state_bytes_are_those_that_the_runtime_holds(text):
     layout, shape = Layout.parse(text), shape_from_sizes(LLAMA)
-    job = Job(shape=shape, sequence=4096, rows=64, precision="bf16" if layout.mixed else "float32")
+    job = PricedJob(shape=shape, sequence=4096, rows=64, precision="bf16" if layout.mixed else "float32")
     ours = price(job, layout, Cluster.parse("8xh100")).memory
     theirs, _ = state_memory(layout, StateSizes(total=shape.parameters, layers=shape.layer_parameters))
     for part, size in theirs.items():
@@ -145,7 +147,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_parts_sum_to_the_whole(text):
-    job = Job(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
+    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
     found = price(job, Layout.parse(text), Cluster.parse("64xh100"))
     assert sum(found.parts.values()) == pytest.approx(found.step_s, rel=1e-9)
     assert min(found.parts.values()) >= 0
@@ -156,9 +158,9 @@ def test_parts_sum_to_the_whole(text):
 
 
 def test_one_and_many_are_the_same():
-    job = Job(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
+    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
     cluster, layouts = Cluster.parse("64xh100"), [Layout.parse(text) for text in LAYOUTS]
-    many = price_many(job, Degrees.from_layouts(layouts, 32), cluster)
+    many = price_many(job, LayoutBatch.from_layouts(layouts, 32), cluster)
     for at, layout in enumerate(layouts):
         one = price(job, layout, cluster)
         assert many.step_s[at] == pytest.approx(one.step_s, rel=1e-12)
@@ -172,10 +174,10 @@ def test_one_and_many_are_the_same():
 def test_the_closed_forms_of_schedules_agree_with_the_simulator(name, ranks, chunks, slack):
     microbatches = 16
     schedule = find_schedule(name).build(ranks, chunks, microbatches)
-    run = simulate(schedule, Costs.uniform(ranks * chunks, forward_s=1.0, input_s=1.0, weight_s=1.0))
+    run = simulate(schedule, ActionCosts.uniform(ranks * chunks, forward_s=1.0, input_s=1.0, weight_s=1.0))
     ones = np.full((1, ranks), float(chunks))
     columns = {"pp": ranks, "microbatches": microbatches, "stages": chunks}
-    degrees = Degrees.of(columns | {"schedule": schedule_names().index(name)})
+    degrees = LayoutBatch.of(columns | {"schedule": schedule_names().index(name)})
     told = makespan(degrees, ones, 2 * ones, ones)
     assert told[0] == pytest.approx(run.makespan_s, rel=slack)
     live = held(degrees, ranks)[0] * chunks
@@ -184,9 +186,9 @@ def test_the_closed_forms_of_schedules_agree_with_the_simulator(name, ranks, chu
 
 def test_uneven_stages_of_1f1b_are_exact():
     forward, backward = np.array([[1.0, 1.5, 1.0, 2.0]]), np.array([[2.0, 3.0, 2.0, 4.0]])
-    costs = Costs(forward_s=(1, 1.5, 1, 2), backward_s=(2, 3, 2, 4), input_s=(1, 1, 1, 1), weight_s=(1, 1, 1, 1))
+    costs = ActionCosts(forward_s=(1, 1.5, 1, 2), backward_s=(2, 3, 2, 4), input_s=(1, 1, 1, 1), weight_s=(1, 1, 1, 1))
     run = simulate(find_schedule("1f1b").build(4, 1, 12), costs)
-    told = makespan(Degrees.of({"pp": 4, "microbatches": 12}), forward, backward, backward / 2)
+    told = makespan(LayoutBatch.of({"pp": 4, "microbatches": 12}), forward, backward, backward / 2)
     assert told[0] == pytest.approx(run.makespan_s, rel=0.03)
 
 
@@ -208,10 +210,10 @@ def test_groups_cross_the_nodes_that_they_cross():
 
 
 def test_a_faster_network_is_never_slower():
-    job = Job(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
+    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
     columns = {"tp": 8, "shard": 8, "zero": 1, "microbatches": 2, "sequence": 1}
     scales = np.array([0.1, 0.5, 1.0, 2.0])
-    found = price_many(job, Degrees.of(columns | {"outside_scale": scales}), Cluster.parse("64xh100"), MESHWRIGHT)
+    found = price_many(job, LayoutBatch.of(columns | {"outside_scale": scales}), Cluster.parse("64xh100"), MESHWRIGHT)
     assert np.all(np.diff(found.step_s) <= 0)
 
 
@@ -220,7 +222,7 @@ def test_adapters_need_no_gradients_of_weights():
     columns = {"replicate": 8, "microbatches": 2}
     cluster = Cluster.parse("8xh100")
     whole, adapted = (
-        price_many(Job(shape=shape, sequence=4096, rows=64, adapters=some), Degrees.of(columns), cluster)
+        price_many(PricedJob(shape=shape, sequence=4096, rows=64, adapters=some), LayoutBatch.of(columns), cluster)
         for some in (False, True)
     )
     assert adapted.step_s[0] < 0.85 * whole.step_s[0]
@@ -234,7 +236,7 @@ def test_balanced_stages_are_those_that_the_runtime_cuts(seed):
     tail, stages = int(chance.integers(0, 9)), int(chance.integers(1, 5))
     names = tuple(str(number) for number in range(len(costs)))
     nothing = (frozenset[str](),) * len(costs)
-    model = spine.Spine(
+    model = spine.LayerGraph(
         layers=names, feeds=nothing, bridges=(*nothing, frozenset({"head"})), payload=((),) * len(costs), returns=()
     )
     sizes = {f"{name}.weight": cost for name, cost in zip(names, costs)} | {"head": tail}

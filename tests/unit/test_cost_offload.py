@@ -13,14 +13,14 @@ from meshwright.cluster.node import named_node, standard_node
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
-from meshwright.planner.closed_form import Sizes, shape_from_sizes
-from meshwright.planner.cost.job import Degrees, Job
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.job import LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import ADAM_PASSES, HOST_USABLE, PINNED
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.explain import why
 
-LLAMA = shape_from_sizes(Sizes(name="llama", layers=32, width=4096, heads=32, kv_heads=8, vocab=128256, ffn=14336))
+LLAMA = shape_from_sizes(TableSizes(name="llama", layers=32, width=4096, heads=32, kv_heads=8, vocab=128256, ffn=14336))
 N = LLAMA.parameters
 CLUSTER = Cluster.parse("8xh100")
 FILE = {"group": [{"device": "h100", "nodes": 1, "count": 8}]}
@@ -28,7 +28,7 @@ FILE = {"group": [{"device": "h100", "nodes": 1, "count": 8}]}
 
 def priced(text: str, cluster: Cluster = CLUSTER, rows: int = 64) -> Price:
     layout = Layout.parse(text)
-    job = Job(shape=LLAMA, sequence=2048, rows=rows, precision=layout.precision)
+    job = PricedJob(shape=LLAMA, sequence=2048, rows=rows, precision=layout.precision)
     return price(job, layout, cluster)
 
 
@@ -110,10 +110,12 @@ def test_parameters_leave_what_is_gathered_and_what_is_on_its_way() -> None:
 
 def test_thirteen_billion_train_on_one_device_of_32_gb() -> None:
     """ZeRO-Offload (Ren et al., 2021): 13 billion parameters on one V100 of 32 GB, none of it without offload."""
-    shape = shape_from_sizes(Sizes(name="13b", layers=40, width=5120, heads=40, vocab=50304, gated=False, tied=True))
+    shape = shape_from_sizes(
+        TableSizes(name="13b", layers=40, width=5120, heads=40, vocab=50304, gated=False, tied=True)
+    )
     assert shape.parameters == pytest.approx(13e9, rel=0.02)
     cluster = Cluster.parse("1xv100-32")
-    job = Job(shape=shape, sequence=1024, rows=1, precision="fp16")
+    job = PricedJob(shape=shape, sequence=1024, rows=1, precision="fp16")
     whole, some, most = (
         price(job, Layout(precision="fp16", recompute="full", offload=mode), cluster)
         for mode in ("none", "optimizer", "parameters")
@@ -131,8 +133,8 @@ def test_hosts_of_a_dgx2_hold_sixty_five_billion_and_not_eighty() -> None:
     host = cluster.host
     assert host is not None
     for layers, fits in ((80, True), (100, False)):
-        shape = shape_from_sizes(Sizes(name="big", layers=layers, width=8192, heads=64, vocab=50304, gated=False))
-        job = Job(shape=shape, sequence=1024, rows=16, precision="fp16")
+        shape = shape_from_sizes(TableSizes(name="big", layers=layers, width=8192, heads=64, vocab=50304, gated=False))
+        job = PricedJob(shape=shape, sequence=1024, rows=16, precision="fp16")
         layout = Layout.parse("shard=16,zero=3,recompute=full,precision=fp16,offload=parameters")
         found = price(job, layout, cluster)
         assert (found.host < HOST_USABLE * host.memory_bytes) is fits
@@ -178,7 +180,7 @@ def test_what_offloads_is_never_faster(text: str, mode: str) -> None:
 
 
 def test_many_layouts_are_priced_with_those_that_offload_among_them() -> None:
-    job = Job(shape=LLAMA, sequence=2048, rows=64)
+    job = PricedJob(shape=LLAMA, sequence=2048, rows=64)
     texts = [
         "shard=8,zero=1,precision=bf16,offload=optimizer",
         "shard=8,zero=1,precision=bf16",
@@ -186,7 +188,7 @@ def test_many_layouts_are_priced_with_those_that_offload_among_them() -> None:
         "pp=2,shard=4,zero=1,microbatches=4,precision=bf16",
     ]
     layouts = [Layout.parse(text) for text in texts]
-    many = price_many(job, Degrees.from_layouts(layouts, 32), CLUSTER)
+    many = price_many(job, LayoutBatch.from_layouts(layouts, 32), CLUSTER)
     for at, layout in enumerate(layouts):
         one = price(job, layout, CLUSTER)
         assert many.step_s[at] == pytest.approx(one.step_s) and many.peak[at] == pytest.approx(one.peak)
@@ -199,7 +201,7 @@ def test_many_layouts_are_priced_with_those_that_offload_among_them() -> None:
 
 
 def question(cluster: Cluster, **changes: object) -> Question:
-    job = Job(shape=LLAMA, sequence=2048, rows=64)
+    job = PricedJob(shape=LLAMA, sequence=2048, rows=64)
     return Question(job=job, cluster=cluster, base=Layout(precision="bf16"), **changes)  # type: ignore[arg-type]
 
 
@@ -226,11 +228,11 @@ def test_a_named_layout_that_offloads_is_explained() -> None:
     assert "of a rank in host memory" in told and "copies to and from host memory" in told
 
 
-BIG = Sizes(name="big", layers=48, width=8192, heads=64, kv_heads=8, vocab=32000, ffn=28672)
+BIG = TableSizes(name="big", layers=48, width=8192, heads=64, kv_heads=8, vocab=32000, ffn=28672)
 
 
 def test_offload_is_chosen_where_nothing_fits_without() -> None:
-    job = Job(shape=shape_from_sizes(BIG), sequence=2048, rows=8)
+    job = PricedJob(shape=shape_from_sizes(BIG), sequence=2048, rows=8)
     asked = Question(job=job, cluster=Cluster.parse("8xa100-40"), base=Layout(precision="bf16"))
     best = choose(asked).best[0]
     assert best.layout.offload != "none" and best.price.peak <= asked.room_bytes

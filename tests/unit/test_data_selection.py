@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from meshwright.data.selection import DOCUMENT, Piece, cut, document_row, first_of_each, held_out, within_limit
+from meshwright.data.selection import DOCUMENT, TextPiece, cut, document_row, first_of_each, held_out, within_limit
 from meshwright.data.tokenizer import splits_at_newlines, train_bpe
 
 
@@ -56,7 +56,7 @@ def test_a_cut_changes_no_token(tmp_path: Path) -> None:
     path = tmp_path / "text"
     data = text.encode()
     path.write_bytes(b"before" + data)
-    whole = Piece(shard=0, start=6, stop=6 + len(data), ends=True)
+    whole = TextPiece(shard=0, start=6, stop=6 + len(data), ends=True)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         pieces = list(cut(view, whole, 500))
     assert len(pieces) > 20
@@ -69,6 +69,6 @@ def test_a_cut_changes_no_token(tmp_path: Path) -> None:
 def test_a_text_without_lines_is_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"x" * 200_000)
-    whole = Piece(shard=0, start=0, stop=200_000, ends=True)
+    whole = TextPiece(shard=0, start=0, stop=200_000, ends=True)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         assert list(cut(view, whole, 1000)) == [whole]

@@ -16,7 +16,7 @@ from meshwright.launch.choice import choose_launcher
 from meshwright.launch.config import LaunchConfig
 from meshwright.launch.devices import Devices, count_cores, count_gpus, found_devices
 from meshwright.launch.fork import ForkLauncher
-from meshwright.launch.hostfile import Host, HostfileLauncher, read_hostfile
+from meshwright.launch.hostfile import HostfileLauncher, HostfileLine, read_hostfile
 from meshwright.launch.torchrun import TorchrunLauncher, torchrun_context
 
 PLACE = {
@@ -103,7 +103,7 @@ def test_gpu_ranks_may_not_outnumber_gpus(monkeypatch):
 )
 def test_visible_gpus_as_cuda_reads_them(monkeypatch, tmp_path, visible, count):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo \"GPU $i: NVIDIA (UUID: GPU-$i)\"; done\n")
+    tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA (UUID: GPU-$i)"; done\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: False)
@@ -122,7 +122,7 @@ def test_hostfile(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# two nodes\nme@alpha slots=8  # head\n\nbeta slots = 4\n10.0.0.3\n")
     hosts = read_hostfile(path)
-    assert hosts == [Host("me@alpha", 8), Host("beta", 4), Host("10.0.0.3", 1)]
+    assert hosts == [HostfileLine("me@alpha", 8), HostfileLine("beta", 4), HostfileLine("10.0.0.3", 1)]
     launcher = HostfileLauncher(hosts, python="python3", folder=Path("/my runs"), run_id="r1")
     assert launcher.ranks == 13
     command = launcher.commands(["train", "a b.toml"])[1]
@@ -178,7 +178,7 @@ def ssh(tmp_path) -> Path:
 
 
 def _hosts(ssh: Path, *names: str) -> HostfileLauncher:
-    launcher = HostfileLauncher([Host(name, 2) for name in names], ssh=[str(ssh)])
+    launcher = HostfileLauncher([HostfileLine(name, 2) for name in names], ssh=[str(ssh)])
     launcher.start(["train"])
     return launcher
 
@@ -223,6 +223,6 @@ def test_an_interrupt_is_typed_on_every_host(ssh):
 
 
 def test_no_ssh(tmp_path):
-    launcher = HostfileLauncher([Host("alpha", 1)], ssh=[str(tmp_path / "none")])
+    launcher = HostfileLauncher([HostfileLine("alpha", 1)], ssh=[str(tmp_path / "none")])
     with pytest.raises(LaunchError, match="can't be run"):
         launcher.start(["train"])

@@ -7,20 +7,20 @@ import torch
 from torch import nn
 
 from meshwright.axes.cp import refusal
-from meshwright.axes.table import Block, Cutting, Group, LayerRows, ShardingTable, Split
+from meshwright.axes.table import Block, Cutting, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.models import table as tables
-from meshwright.models.growth import grown_group
+from meshwright.models.growth import rescale_group
 from meshwright.models.units import blocks_of, finest_units, parameter_blocks, unit_masks
 
 torch.set_num_threads(1)
 
 
-def group_of(units: int, *counts: int) -> Group:
+def group_of(units: int, *counts: int) -> ShardingGroup:
     splits = tuple(
-        Split(name=f"w{place}", dim=0, blocks=(Block(start=0, size=2, count=count),))
+        ParameterSplit(name=f"w{place}", dim=0, blocks=(Block(start=0, size=2, count=count),))
         for place, count in enumerate(counts)
     )
-    return Group(module="", columns=(), inlets=(), entries=(), row="w0", units=units, splits=splits)
+    return ShardingGroup(module="", columns=(), inlets=(), entries=(), row="w0", units=units, splits=splits)
 
 
 def test_blocks_come_back_from_their_masks():
@@ -124,23 +124,23 @@ def test_what_a_narrow_layer_cuts_grows_with_it():
         Cutting(kind="argument", module="", key="2", dim=2, blocks=heads),
     )
     group = dataclasses.replace(group_of(4, 4, 4), heads=True, cuttings=cuttings)
-    grown = grown_group(group, Part(2), Part(6))
+    grown = rescale_group(group, Part(2), Part(6))
     assert grown is not None and grown.units == 4
     large = (Block(start=0, size=6, count=4),)
     assert [item.blocks for item in (*grown.splits, *grown.cuttings)] == [
         large, large, large, one_each, large, one_each, large
     ]  # fmt: skip
     odd = dataclasses.replace(cuttings[-1], blocks=(Block(start=0, size=4, count=2),))
-    assert grown_group(dataclasses.replace(group, cuttings=(odd,)), Part(2), Part(6)) is None
+    assert rescale_group(dataclasses.replace(group, cuttings=(odd,)), Part(2), Part(6)) is None
 
 
 def test_channels_that_are_cut_become_more():
     channels = (Block(start=0, size=1, count=8),)
-    splits = tuple(Split(name=name, dim=0, blocks=channels) for name in ("w0", "w1"))
+    splits = tuple(ParameterSplit(name=name, dim=0, blocks=channels) for name in ("w0", "w1"))
     cutting = Cutting(kind="argument", module="", key="1", dim=1, blocks=channels)
     group = dataclasses.replace(group_of(8, 8), splits=splits, cuttings=(cutting,))
-    grown = grown_group(group, Part(2), Part(6))
+    grown = rescale_group(group, Part(2), Part(6))
     assert grown is not None and grown.units == 24
     assert {item.blocks for item in (*grown.splits, *grown.cuttings)} == {(Block(start=0, size=1, count=24),)}
     slopes = dataclasses.replace(cutting, kind="buffer", key="slopes", dim=0)
-    assert grown_group(dataclasses.replace(group, cuttings=(slopes,)), Part(2), Part(6)) is None
+    assert rescale_group(dataclasses.replace(group, cuttings=(slopes,)), Part(2), Part(6)) is None

@@ -51,9 +51,7 @@ def test_the_first_that_is_not_complete_is_what_the_device_is_at() -> None:
             entry(2, "all_reduce", "scheduled"),
         )
     )
-    assert found == Unfinished(
-        op="all_reduce", group="tp", number=42, size_bytes=2 * 2**20, started=False, behind=1
-    )
+    assert found == Unfinished(op="all_reduce", group="tp", number=42, size_bytes=2 * 2**20, started=False, behind=1)
     assert str(found) == "all_reduce over tp, 2.00 MiB (number 42 of its group), and 1 behind it"
     later = unfinished(dump(entry(2, "all_reduce", "scheduled"), entry(3, "_reduce_scatter_base", "started")))
     assert later is not None and (later.op, later.started) == ("reduce_scatter_base", True), "of another stream"

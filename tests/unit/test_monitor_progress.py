@@ -10,7 +10,7 @@ from meshwright.errors import RankError
 from meshwright.monitor.progress import (
     PHASES,
     ProgressWriter,
-    RankProgress,
+    RankStamp,
     read_progress,
     reset_progress,
     waiting_sentences,
@@ -100,8 +100,8 @@ def test_bad_use_is_refused(tmp_path):
     assert read_progress(tmp_path / "short.bin") == []
 
 
-def stand(rank: int, phase: str, waits_for: str = "", age_s: float = 0.0, step: int = 12) -> RankProgress:
-    return RankProgress(
+def stand(rank: int, phase: str, waits_for: str = "", age_s: float = 0.0, step: int = 12) -> RankStamp:
+    return RankStamp(
         rank=rank, pid=1, generation=0, step=step, micro=0, phase=phase, waits_for=waits_for, since=100.0 - age_s
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.axes.experts import ExpertRows
-from meshwright.axes.spine import Returned, Spine
-from meshwright.axes.table import Block, Group, LayerRows, ShardingTable, Split
+from meshwright.axes.spine import LayerGraph, LayerOutput
+from meshwright.axes.table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.held import elements, shard_elements
@@ -23,20 +23,21 @@ TOTAL = EMBED + LAYERS * LAYER + NORM
 
 def table() -> ShardingTable:
     block = (Block(start=0, size=1, count=CHANNELS),)
-    splits = (Split(name="up.weight", dim=0, blocks=block), Split(name="down.weight", dim=1, blocks=block))
-    group = Group(
+    splits = (
+        ParameterSplit(name="up.weight", dim=0, blocks=block),
+        ParameterSplit(name="down.weight", dim=1, blocks=block),
+    )
+    group = ShardingGroup(
         module="", columns=("up",), inlets=("up",), entries=(), row="down", units=CHANNELS, splits=splits
     )
     rows = LayerRows(groups=(group,))
-    return ShardingTable(
-        layers={f"h.{at}": rows for at in range(LAYERS)}, vocabulary=("embed", "head"), vocab=VOCAB
-    )
+    return ShardingTable(layers={f"h.{at}": rows for at in range(LAYERS)}, vocabulary=("embed", "head"), vocab=VOCAB)
 
 
-def spine() -> Spine:
+def spine() -> LayerGraph:
     none = frozenset[str]()
-    returned = Returned(nest=None, leaves=(), tensors=())
-    return Spine(
+    returned = LayerOutput(nest=None, leaves=(), tensors=())
+    return LayerGraph(
         layers=tuple(f"h.{at}" for at in range(LAYERS)),
         feeds=(frozenset({"embed.weight"}), *[none] * (LAYERS - 1)),
         bridges=(*[none] * LAYERS, frozenset({"norm", "head.weight"})),
@@ -92,9 +93,7 @@ def test_tensor_splits_columns_rows_and_vocabulary() -> None:
     assert held("tp=3") == uneven
     # Six channels over four: 2, 2, 1, 1; ten rows: 3, 3, 2, 2.
     shares = ((3, 2), (3, 2), (2, 1), (2, 1))
-    assert held("tp=4") == [
-        rows * WIDTH + LAYERS * (NORM + MIX + 2 * units * WIDTH) + NORM for rows, units in shares
-    ]
+    assert held("tp=4") == [rows * WIDTH + LAYERS * (NORM + MIX + 2 * units * WIDTH) + NORM for rows, units in shares]
     assert held("tp=7")[0] == 2 * WIDTH + LAYERS * LAYER + NORM
     memory, formula = state_memory(Layout.parse("tp=3"), model())
     assert memory["parameters"] == 4 * uneven[0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.parts import Part, digest, parts_of
+from meshwright.checkpoint.parts import TensorShard, digest, parts_of
 from meshwright.checkpoint.remote import whole_steps
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
@@ -23,18 +23,18 @@ from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import claims as claims_module
 from meshwright.resilience import wire as wire_module
 from meshwright.resilience.claims import Claim, Claims
-from meshwright.resilience.messages import Cut, End
+from meshwright.resilience.messages import End, Reconfigure
 from meshwright.resilience.orders import choose, compose, copies, shortage
 from meshwright.resilience.ranks import Patience
 from meshwright.resilience.spare import ranks_to_copy
-from meshwright.resilience.wire import SILENCE_S, Hub, Line, until
+from meshwright.resilience.wire import SILENCE_S, Hub, PeerConnection, until
 from meshwright.train.config import RecoveryConfig
 from meshwright.transport.key import RunKey
 
 KEY = RunKey.fresh()
 
 
-def called(server: Hub, client: Hub, port: int) -> Line:
+def called(server: Hub, client: Hub, port: int) -> PeerConnection:
     """A line from one hub to another, which both belong to this process."""
     with ThreadPoolExecutor(1) as pool:
         line = pool.submit(client.call, "127.0.0.1", port)
@@ -126,7 +126,7 @@ def test_who_slept_gives_others_time_to_speak(monkeypatch: pytest.MonkeyPatch) -
     server, client = Hub(listener, KEY), Hub(listen_at("127.0.0.1"), KEY)
     try:
         line = called(server, client, port)
-        line.say(Cut(0))
+        line.say(Reconfigure(0))
         heard: list = []
         assert until(lambda: bool(heard), 100.0, lambda seconds: heard.extend(server.pump(seconds)[0]))
         clock = SimpleNamespace(now=time.monotonic())
@@ -267,11 +267,9 @@ def test_writers_of_several_nodes_make_one_checkpoint_or_none(tmp_path: Path) ->
         tensors = {f"weights/{node}": torch.full((3,), float(step)), "weights/both": torch.ones(2)}
         held = [part for part, _ in parts_of(tensors)]
         kept = [(at, part) for at, part in enumerate(held) if node == 0 or "both" not in part.name]
-        segment, whole = Segment(), [Part(f"weights/{one}", (3,), "float32", ((0, 3),)) for one in (0, 1)]
+        segment, whole = Segment(), [TensorShard(f"weights/{one}", (3,), "float32", ((0, 3),)) for one in (0, 1)]
         fingerprint = digest([*whole, *held])
-        writer = SnapshotWriter(
-            [segment], rank=node, generation=0, tensors=fingerprint, ranks=2, held=held, kept=kept
-        )
+        writer = SnapshotWriter([segment], rank=node, generation=0, tensors=fingerprint, ranks=2, held=held, kept=kept)
         writer.take(step, tensors, {"tokens": step})
         writer.wait()
         (snapshot,) = read_snapshots([segment])

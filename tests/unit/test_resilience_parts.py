@@ -12,17 +12,17 @@ import torch
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.parts import Part, digest
+from meshwright.checkpoint.parts import TensorShard, digest
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter
 from meshwright.cli.layouts import _like, uneven
 from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.devices import Devices
 from meshwright.monitor import progress as progress_module
-from meshwright.monitor.progress import ProgressWriter, RankProgress, reset_progress
+from meshwright.monitor.progress import ProgressWriter, RankStamp, reset_progress
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import devices as devices_module
 from meshwright.resilience import hang as hang_module
-from meshwright.resilience.ahead import Ahead
+from meshwright.resilience.ahead import PlanPrefetcher
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
 from meshwright.resilience.hang import LEAST_S, UNKNOWN_S, HangError, HangWatch
@@ -164,11 +164,11 @@ def test_no_rank_writes_over_a_snapshot_before_all_have_the_next_one() -> None:
     control.close()
 
 
-def looks(busy: dict[int, float]) -> list[list[RankProgress]]:
+def looks(busy: dict[int, float]) -> list[list[RankStamp]]:
     """Looks at ranks that compute for a share of the time."""
     return [
         [
-            RankProgress(
+            RankStamp(
                 rank=rank, pid=1, generation=0, step=9, micro=0, phase="forward", since=0.0,
                 waits_for="" if (at * 0.618) % 1 < share else "all_reduce over replicate",
             )
@@ -202,7 +202,7 @@ def test_plans_are_made_ahead_by_another_process() -> None:
             raise PlanError("no layout of 5")
         return f"layout of {count}"
 
-    ahead = Ahead(plan)
+    ahead = PlanPrefetcher(plan)
     ahead.learn(8, "the first")
     ahead.begin([7, 5])
     end = time.monotonic() + 20
@@ -339,7 +339,7 @@ def test_a_disk_or_an_evaluation_may_take_longer_than_ever(phase: str, tmp_path:
 
 
 def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path) -> None:
-    part = Part("w", (4,), "float32", ((0, 4),))
+    part = TensorShard("w", (4,), "float32", ((0, 4),))
     segments = [Segment(), Segment()]
     told: list[tuple[str, dict]] = []
     writer = DiskWriter(tmp_path, CheckpointConfig(), Origin(), lambda kind, **data: told.append((kind, data)))

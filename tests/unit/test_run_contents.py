@@ -86,9 +86,7 @@ def test_a_run_of_a_directory_is_used_without_the_directory(
     assert used(tmp_path / "moved", tmp_path / "after", capsys) == before
 
 
-def test_a_run_without_its_contents_says_what_adds_them(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_its_contents_says_what_adds_them(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = one_run(home, "run")
     (run / "text.json").unlink()
     assert main(["generate", str(run), "--prompt", "the"]) == 2

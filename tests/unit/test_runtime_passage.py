@@ -13,9 +13,9 @@ from torch import nn
 from meshwright.axes.comm.layers import REST, layer_of, spell
 from meshwright.monitor.progress import NO_LAYER, ProgressWriter, read_progress
 from meshwright.runtime import recompute
-from meshwright.runtime.passage import OUTSIDE, Passage
+from meshwright.runtime.passage import OUTSIDE, LayerProgressHooks
 from meshwright.train.faults import Fault, Faults
-from meshwright.train.standing import Standing
+from meshwright.train.standing import RankProgress
 
 
 class Layer(nn.Module):
@@ -45,7 +45,7 @@ def test_layers_tell_forward_in_order_and_backward_in_reverse(mode: str) -> None
     layers, told = [Layer(), Layer("tuple"), Layer("dict"), Layer()], list[int]()
     if mode == "full":
         recompute.apply(layers, mode, None)
-    passage = Passage()
+    passage = LayerProgressHooks()
     passage.watch(layers, first=4)
     assert list(inspect.signature(layers[0].forward).parameters)[:2] != [], "what it took, it takes"
     x = torch.ones(2, 3)
@@ -69,7 +69,7 @@ def test_where_a_rank_stands_is_stamped_with_its_layer(tmp_path: Path) -> None:
     struck: list[str] = []
     known = [Fault(kind="nan", rank=0, step=12, phase="backward.3")]
     faults = Faults(tmp_path, 0, 0, known, spoil=lambda: struck.append("nan") is None)
-    standing = Standing(ProgressWriter(path, 0), faults, lambda: step)
+    standing = RankProgress(ProgressWriter(path, 0), faults, lambda: step)
 
     def now() -> tuple[str, int, int, str]:
         (one,) = read_progress(path)

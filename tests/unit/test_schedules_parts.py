@@ -15,8 +15,8 @@ import meshwright.schedules as folder
 from meshwright.errors import PlanError
 from meshwright.schedules import draw
 from meshwright.schedules.__main__ import main
-from meshwright.schedules.action import Action, Kind, Schedule, backward, backward_input, forward, overlap
-from meshwright.schedules.costs import Costs
+from meshwright.schedules.action import Action, ActionKind, Schedule, backward, backward_input, forward, overlap
+from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.file import build_schedule
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
@@ -36,7 +36,7 @@ def test_a_pair_has_its_parts() -> None:
     pair = Action.parse("(0F1;3B0)OVERLAP_F_B")
     assert pair == overlap(forward(0, 1), backward(3, 0))
     assert pair.parts == (forward(0, 1), backward(3, 0))
-    assert pair.kind is Kind.OVERLAP
+    assert pair.kind is ActionKind.OVERLAP
     assert backward_input(1, 2).parts == (backward_input(1, 2),)
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_is_missing(tmp_path: Path) -> None:
 def test_svg_has_a_box_for_every_part(name: str) -> None:
     spec = known_schedules()[name]
     schedule = spec.build(3, spec.least_stages, 6)
-    seen = simulate(schedule, Costs.uniform(schedule.stages))
+    seen = simulate(schedule, ActionCosts.uniform(schedule.stages))
     tree = ElementTree.fromstring(draw.svg(seen))
     boxes = [box for box in tree.iter("{http://www.w3.org/2000/svg}rect") if len(box)]
     assert len(boxes) == sum(len(span.action.parts) for span in seen.timeline)
@@ -136,7 +136,7 @@ def test_svg_has_a_box_for_every_part(name: str) -> None:
 
 
 def test_text_timeline() -> None:
-    seen = simulate(Schedule.from_csv(GOOD), Costs.uniform(2))
+    seen = simulate(Schedule.from_csv(GOOD), ActionCosts.uniform(2))
     lines = draw.text(seen, columns=9 + 18).splitlines()
     assert lines == ["rank 0 |F0F1....B0--..B1--|", "rank 1 |..F0B0--F1B1--....|"]
 

@@ -17,12 +17,12 @@ import pytest
 from meshwright.errors import LaunchError
 from meshwright.launch.rendezvous import listen_at
 from meshwright.records import RecordError
-from meshwright.resilience.messages import VERSION, Cut, End, Ready, decode, encode
+from meshwright.resilience.messages import VERSION, End, Ready, Reconfigure, decode, encode
 from meshwright.resilience.wire import Hub, until
 from meshwright.transport.connection import Connection, connect, notify
 from meshwright.transport.gate import MOST_STRANGERS, Gate
 from meshwright.transport.key import RunKey, read_key, run_key
-from meshwright.transport.seal import CHALLENGE_BYTES, ClientChallenge, Kind, Wire, WireError, frame_header
+from meshwright.transport.seal import CHALLENGE_BYTES, Channel, ClientChallenge, FrameKind, WireError, frame_header
 
 KEY = RunKey.fresh()
 
@@ -33,7 +33,7 @@ def listener() -> Iterator[socket.socket]:
         yield one
 
 
-def pair(listener: socket.socket, wire: Wire = Wire.COURIER) -> tuple[Connection, Connection]:
+def pair(listener: socket.socket, wire: Channel = Channel.COURIER) -> tuple[Connection, Connection]:
     """Two ends that have shown the key: who listened, who called."""
     gate = Gate(listener, KEY, wire)
     with ThreadPoolExecutor(1) as pool:
@@ -85,10 +85,10 @@ def test_first_bytes_that_are_none_of_this_wire_end_the_connection(listener: soc
 def test_another_key_is_noticed_by_both_ends(listener: socket.socket) -> None:
     def attack(address: tuple[str, int]) -> None:
         with pytest.raises(WireError, match="doesn't have this run's key"):
-            connect(address, RunKey.fresh(), Wire.SUPERVISORS)
+            connect(address, RunKey.fresh(), Channel.SUPERVISORS)
         # One that goes on without looking at the server's proof, and shows a wrong one.
         with socket.create_connection(address, 5.0) as stranger:
-            stranger.sendall(ClientChallenge(KEY, Wire.SUPERVISORS).hello)
+            stranger.sendall(ClientChallenge(KEY, Channel.SUPERVISORS).hello)
             assert len(stranger.recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES
             stranger.sendall(os.urandom(32))
             stranger.settimeout(5.0)
@@ -99,16 +99,16 @@ def test_another_key_is_noticed_by_both_ends(listener: socket.socket) -> None:
 
 def test_a_proof_can_be_neither_reflected_nor_replayed(listener: socket.socket) -> None:
     """What the server sent is no proof of a client, nor what a client sent to another connection."""
-    gate, seen = Gate(listener, KEY, Wire.SHELF), bytearray()
+    gate, seen = Gate(listener, KEY, Channel.SHELF), bytearray()
 
     def relay() -> None:
         with socket.create_connection(listener.getsockname(), 5.0) as stranger:
             stranger.settimeout(5.0)
-            stranger.sendall(ClientChallenge(KEY, Wire.SHELF).hello)
+            stranger.sendall(ClientChallenge(KEY, Channel.SHELF).hello)
             challenge = stranger.recv(CHALLENGE_BYTES)
             stranger.sendall(challenge[32:])
             assert stranger.recv(1) == b""
-        honest = ClientChallenge(KEY, Wire.SHELF)
+        honest = ClientChallenge(KEY, Channel.SHELF)
         with socket.create_connection(listener.getsockname(), 5.0) as first:
             first.sendall(honest.hello)
             answer, _ = honest.answer(first.recv(CHALLENGE_BYTES))
@@ -129,13 +129,13 @@ def test_a_proof_can_be_neither_reflected_nor_replayed(listener: socket.socket) 
 
 
 def test_silent_connections_are_few_and_short_lived_and_keep_nobody_out(listener: socket.socket) -> None:
-    gate = Gate(listener, KEY, Wire.COURIER)
+    gate = Gate(listener, KEY, Channel.COURIER)
     silent = [socket.create_connection(listener.getsockname(), 5.0) for _ in range(100)]
     until(lambda: gate.strangers >= MOST_STRANGERS, 10.0, lambda seconds: gate.poll(seconds) and None)
     assert gate.strangers == MOST_STRANGERS
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
-        calling = pool.submit(connect, listener.getsockname(), KEY, Wire.COURIER)
+        calling = pool.submit(connect, listener.getsockname(), KEY, Channel.COURIER)
         server = gate.accept(5.0)
         assert server is not None and time.monotonic() - began < 4.0
         calling.result().close()
@@ -153,7 +153,7 @@ def test_silent_connections_are_few_and_short_lived_and_keep_nobody_out(listener
 def test_a_frame_that_was_changed_is_no_frame(listener: socket.socket, at: int) -> None:
     server, client = pair(listener)
     contents = b"x" * 100
-    header = frame_header(Kind.MESSAGE, len(contents))
+    header = frame_header(FrameKind.MESSAGE, len(contents))
     frame = bytearray(header + contents + client.seals.sends.mac(header, contents))
     frame[at] ^= 1
     client.socket.sendall(frame)
@@ -165,7 +165,7 @@ def test_a_frame_that_was_changed_is_no_frame(listener: socket.socket, at: int) 
 def test_a_frame_that_is_repeated_or_sent_back_is_no_frame(listener: socket.socket) -> None:
     server, client = pair(listener)
     server.limit(5.0)
-    header = frame_header(Kind.MESSAGE, 2)
+    header = frame_header(FrameKind.MESSAGE, 2)
     frame = header + b"ok" + client.seals.sends.mac(header, b"ok")
     client.socket.sendall(frame + frame)
     assert server.receive(10) == b"ok"
@@ -183,19 +183,25 @@ def test_a_frame_that_is_repeated_or_sent_back_is_no_frame(listener: socket.sock
 def test_a_huge_length_allocates_nothing(listener: socket.socket) -> None:
     server, client = pair(listener)
     server.limit(5.0)
-    client.socket.sendall(frame_header(Kind.MESSAGE, 2**32 - 1))
+    client.socket.sendall(frame_header(FrameKind.MESSAGE, 2**32 - 1))
     with server, client, pytest.raises(WireError, match="4294967295 bytes came, where 1000 are allowed"):
         server.receive(1000)
 
 
 def test_a_message_that_is_none_ends_the_line_and_not_the_process(listener: socket.socket) -> None:
     """Also of who has the key: its supervisor may be of another version, or broken."""
-    for bad in (b"{", b"[]", encode(Cut(1)).replace(b"1", b'"x"'), b'{"!":"Envelope","fields":[9,null]}', b"[" * 9000):
+    for bad in (
+        b"{",
+        b"[]",
+        encode(Reconfigure(1)).replace(b"1", b'"x"'),
+        b'{"!":"Envelope","fields":[9,null]}',
+        b"[" * 9000,
+    ):
         told: list[dict] = []
         with listen_at("127.0.0.1") as place:
             hub = Hub(place, KEY, teller(told))
             with ThreadPoolExecutor(1) as pool:
-                calling = pool.submit(connect, place.getsockname(), KEY, Wire.SUPERVISORS)
+                calling = pool.submit(connect, place.getsockname(), KEY, Channel.SUPERVISORS)
                 until(calling.done, 10.0, lambda seconds, hub=hub: hub.pump(seconds) and None)
                 line = calling.result()
             line.send(bad)
@@ -209,13 +215,13 @@ def test_a_message_that_is_none_ends_the_line_and_not_the_process(listener: sock
 
 
 def test_messages_come_back_as_they_were_and_are_checked_field_by_field() -> None:
-    for message in (Cut(3), End(result={"step": 5, "loss": 1.5}, error=""), End(result=None, error="gone")):
+    for message in (Reconfigure(3), End(result={"step": 5, "loss": 1.5}, error=""), End(result=None, error="gone")):
         assert decode(encode(message)) == message
     with pytest.raises(RecordError, match=r"Ready\.report is a dict unlike NodeReport"):
         decode(encode(Ready("s", {"node": 1})))  # type: ignore[typeddict-item]
     with pytest.raises(RecordError, match="version"):
-        of_another = encode(Cut(1)).replace(b"[%d," % VERSION, b"[%d," % (VERSION + 1), 1)
-        assert of_another != encode(Cut(1))
+        of_another = encode(Reconfigure(1)).replace(b"[%d," % VERSION, b"[%d," % (VERSION + 1), 1)
+        assert of_another != encode(Reconfigure(1))
         decode(of_another)
     with pytest.raises(RecordError, match="'RunKey' isn't among"):
         decode(b'{"!":"RunKey","fields":["x"]}')
@@ -223,10 +229,10 @@ def test_messages_come_back_as_they_were_and_are_checked_field_by_field() -> Non
 
 def test_a_notice_needs_no_listener_at_work_but_the_key(listener: socket.socket) -> None:
     address = listener.getsockname()
-    notify(address, RunKey.fresh(), Wire.WRITERS, b"f" * 24, 5.0)
-    notify(address, KEY, Wire.SHELF, b"o" * 24, 5.0)
-    notify(address, KEY, Wire.WRITERS, b"n" * 24, 5.0)
-    gate = Gate(listener, KEY, Wire.WRITERS)
+    notify(address, RunKey.fresh(), Channel.WRITERS, b"f" * 24, 5.0)
+    notify(address, KEY, Channel.SHELF, b"o" * 24, 5.0)
+    notify(address, KEY, Channel.WRITERS, b"n" * 24, 5.0)
+    gate = Gate(listener, KEY, Channel.WRITERS)
     until(lambda: bool(gate.notices), 10.0, lambda seconds: gate.poll(seconds) and None)
     gate.poll(0.1)
     assert gate.notices == [b"n" * 24]

@@ -18,7 +18,7 @@ from meshwright.checkpoint.contract import FileRecord
 from meshwright.checkpoint.dcp import BACKEND
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
 from meshwright.checkpoint.mirror import Mirror
-from meshwright.checkpoint.parts import Part
+from meshwright.checkpoint.parts import TensorShard
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.main import main
 from meshwright.errors import CheckpointError, ConfigError, DataError
@@ -160,7 +160,7 @@ def test_kernels_of_the_hub_are_code_and_refused(tmp_path: Path) -> None:
 
 
 def test_what_processes_tell_each_other_is_of_a_closed_list() -> None:
-    part = Part("weights/a", (3, 2), "float32", ((0, 3), (0, 2)))
+    part = TensorShard("weights/a", (3, 2), "float32", ((0, 3), (0, 2)))
     for value in ([part], {"a": FileRecord(3, "crc32:0")}, ("x", None, 1.5), {1: {2}}, Path("/a")):
         assert CODEC.loads(CODEC.dumps(value)) == value
     with pytest.raises(RecordError, match="isn't among what passes"):

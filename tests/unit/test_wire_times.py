@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.axes.comm import wire
-from meshwright.axes.comm.wire import TrafficLog, Transfer
+from meshwright.axes.comm.wire import PendingCollective, TrafficLog
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.optimizer import LocalAdamW
 
@@ -40,7 +40,7 @@ def booked(monkeypatch: pytest.MonkeyPatch, over_ms: float, compute_ms: float) -
     stream, log = _Stream(), TrafficLog()
     monkeypatch.setattr(wire, "_recorded_event", stream.event)
     group: Any = SimpleNamespace(axis="shard", on_cuda=True, log=log)
-    transfer = Transfer([_Collective(stream, over_ms)], lambda: None, group, "all_gather", 1000)
+    transfer = PendingCollective([_Collective(stream, over_ms)], lambda: None, group, "all_gather", 1000)
     stream.now_ms += compute_ms
     transfer.wait()
     transfer.wait()  # once is booked

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.axes.comm.boxes import TokenSplit, Units, Unplaced, box_of, lines_of
-from meshwright.axes.comm.drawing import Drawing
+from meshwright.axes.comm.drawing import RandomOpsMode
 from meshwright.axes.comm.random import Box, Words, generator_states, kept, row_keys, uniform
 from meshwright.errors import PlanError
 
@@ -31,7 +31,7 @@ BOXES = 64
 
 
 @dataclass(slots=True)
-class Moment:
+class RngContext:
     """What is being computed: a micro-batch of a step, and where in the model."""
 
     key: str
@@ -54,7 +54,7 @@ class Moment:
     """Why rows can't be told where this is; "" where they can."""
 
 
-class Chance:
+class DropoutRng:
     """The random numbers of one rank's forwards.
 
     Args:
@@ -63,7 +63,7 @@ class Chance:
 
     def __init__(self, split: TokenSplit) -> None:
         self._split = split
-        self.moment: Moment | None = None
+        self.moment: RngContext | None = None
         self._on = False
         self._drawn: bool | None = None
         """Whether some forward drew a number; None before the first."""
@@ -78,7 +78,7 @@ class Chance:
             shape: of the micro-batch: (B, S) or (B, ...).
         """
         self._drawn = self._drawn or False
-        self.moment = Moment(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
+        self.moment = RngContext(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
 
     def end(self) -> None:
         """Called after it: what follows, such as an evaluation, draws from torch."""
@@ -248,14 +248,14 @@ class Chance:
         self._boxes[key] = box
         return box
 
-    def _asked(self) -> Moment:
+    def _asked(self) -> RngContext:
         assert self.moment is not None
         self._drawn = True
         if self.moment.lost:
             raise self._unplaced(self.moment, (), self.moment.lost)
         return self.moment
 
-    def _name(self, moment: Moment) -> str:
+    def _name(self, moment: RngContext) -> str:
         moment.number += 1
         return f"{moment.key},{moment.owner},{moment.number - 1}"
 
@@ -274,13 +274,13 @@ class Chance:
     def _drawing(self, plain: Call, args: Any, kwargs: Any) -> Any:
         self._on = True
         try:
-            with Drawing(self):
+            with RandomOpsMode(self):
                 return plain(*args, **kwargs)
         finally:
             self._on = False
 
     @staticmethod
-    def _unplaced(moment: Moment, shape: Sequence[int], why: str) -> PlanError:
+    def _unplaced(moment: RngContext, shape: Sequence[int], why: str) -> PlanError:
         what = f" a tensor {tuple(shape)}" if shape else ""
         return PlanError(
             f"random numbers of {moment.owner.rpartition(':')[0] or 'the model'}: it draws{what}, but {why}, and "

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from meshwright.axes.comm import flow, gates
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.axes.placement import Span
-from meshwright.axes.table import Cutting, Group
+from meshwright.axes.table import Cutting, ShardingGroup
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
-def attach(layer: nn.Module, group: Group, shares: Sequence[Span], wire: Wire, sequence: bool) -> None:
+def attach(layer: nn.Module, group: ShardingGroup, shares: Sequence[Span], wire: AxisGroup, sequence: bool) -> None:
     """Attaches the cuttings of a group to the modules that they name.
 
     Args:
@@ -59,12 +59,12 @@ def cut_to(cutting: Cutting, units: Span, of: int) -> Cut:
     return cut
 
 
-def _entering(cut: Cut, wire: Wire) -> Cut:
+def _entering(cut: Cut, wire: AxisGroup) -> Cut:
     """Cuts a tensor that all ranks hold equal; its gradient is summed over them."""
-    return lambda x: cut(flow.entered(x, wire) if x.requires_grad else x)
+    return lambda x: cut(flow.copy_to_group(x, wire) if x.requires_grad else x)
 
 
-def _gather_inputs(module: nn.Module, order: list[int], wire: Wire) -> None:
+def _gather_inputs(module: nn.Module, order: list[int], wire: AxisGroup) -> None:
     """Puts the ranks' features of a module's inputs together, with and without a gradient."""
     part = len(order) // wire.size
 
@@ -76,18 +76,16 @@ def _gather_inputs(module: nn.Module, order: list[int], wire: Wire) -> None:
 
 def _order(cutting: Cutting, shares: Sequence[Span], of: int) -> list[int]:
     """Where each feature of the whole lies among the ranks' parts, one after the other."""
-    held = [
-        index for units in shares for block in cutting.blocks for index in range(*block.span(*units, of))
-    ]
+    held = [index for units in shares for block in cutting.blocks for index in range(*block.span(*units, of))]
     places = [0] * len(held)
     for place, index in enumerate(held):
         places[index] = place
     return places
 
 
-def _together(x: torch.Tensor, wire: Wire, order: list[int]) -> torch.Tensor:
+def _together(x: torch.Tensor, wire: AxisGroup, order: list[int]) -> torch.Tensor:
     """Puts the ranks' features together; their gradients are summands."""
-    whole = flow.gathered(x, wire, x.dim() - 1, True)
+    whole = flow.all_gather_tokens(x, wire, x.dim() - 1, True)
     if order == list(range(len(order))):
         return whole
     return whole.index_select(-1, torch.tensor(order, device=x.device))

@@ -17,7 +17,7 @@ DEAR = 1 << 26
 """Weights of attention (B H S S) beyond which backward makes them again, and a byte of each is kept instead of nine."""
 
 
-class Numbers(Protocol):
+class RandomSource(Protocol):
     """Where the numbers come from."""
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
@@ -30,10 +30,10 @@ class Numbers(Protocol):
         """Returns what dropout keeps of the weights (B, H, queries, keys) of attention, bool."""
 
 
-class Drawing(TorchFunctionMode):
+class RandomOpsMode(TorchFunctionMode):
     """Inside it, functions that draw random numbers get those of ``numbers``."""
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: RandomSource) -> None:
         super().__init__()
         self._numbers = numbers
 
@@ -70,7 +70,7 @@ def dropped(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool = False
     return out
 
 
-def _dropout(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     x, p, training, inplace = _taken(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
     training = kwargs.get("train", training)
     if not training or not p or x.is_meta:
@@ -79,7 +79,7 @@ def _dropout(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tenso
     return dropped(x, numbers.kept(x.shape, p, x.device), p, inplace or func is torch.dropout_)
 
 
-def _features(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _features(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Whole channels (B, C) at once."""
     x, p, training, inplace = _taken(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
     training = kwargs.get("train", training)
@@ -90,7 +90,7 @@ def _features(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tens
     return dropped(x, numbers.kept(shape, p, x.device), p, inplace)
 
 
-def _attention(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Attention with dropout of its weights, which no fused kernel takes from outside: they are made, then dropped."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     query, key, value, mask, p, causal = _taken(args, kwargs, names, (None, None, None, None, 0.0, False))
@@ -124,7 +124,7 @@ def _attended(
 def _filled(make: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
     """A function that gives a tensor of numbers: torch makes it, then its elements are drawn anew."""
 
-    def drawn(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def drawn(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         out: torch.Tensor = func(*args, **kwargs)
         if out.is_meta:
             return out
@@ -161,7 +161,7 @@ def _normal_in_place(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -
     return torch.special.ndtri(u) * std + mean
 
 
-def _refused(_: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+def _refused(_: RandomSource, func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("training", kwargs.get("train")) is False:
         return func(*args, **kwargs)
     raise PlanError(

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.axes.comm.flow import gathered, scattered
-from meshwright.axes.comm.wire import Transfer, Wire
+from meshwright.axes.comm.flow import all_gather_tokens, reduce_scatter_tokens
+from meshwright.axes.comm.wire import AxisGroup, PendingCollective
 from meshwright.axes.experts import ExpertRows
 
 
-def exchange(tensor: torch.Tensor, wire: Wire, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+def exchange(tensor: torch.Tensor, wire: AxisGroup, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
     """Sends each rank its rows and returns the rows that came, both in rank order; without a gradient.
 
     Args:
@@ -32,13 +32,13 @@ def exchange(tensor: torch.Tensor, wire: Wire, sent: Sequence[int], received: Se
     out = tensor.new_empty((sum(received), *tensor.shape[1:]))
     work = dist.all_to_all_single(out, tensor, list(received), list(sent), group=wire.group, async_op=True)
     row_bytes = tensor[:1].nbytes
-    Transfer([work], lambda: None, wire, "all_to_all", row_bytes * (sum(sent) - sent[wire.index])).wait()
+    PendingCollective([work], lambda: None, wire, "all_to_all", row_bytes * (sum(sent) - sent[wire.index])).wait()
     return out
 
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, sent: list[int], received: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, sent: list[int], received: list[int]) -> torch.Tensor:
         ctx.wire, ctx.sent, ctx.received = wire, sent, received
         return exchange(x, wire, sent, received)
 
@@ -99,7 +99,7 @@ class Dispatch:
         same: ranks whose tokens are equal; each sends its share of them. None where all tokens differ.
     """
 
-    def __init__(self, module: nn.Module, rows: ExpertRows, wire: Wire, same: Wire | None) -> None:
+    def __init__(self, module: nn.Module, rows: ExpertRows, wire: AxisGroup, same: AxisGroup | None) -> None:
         self._module, self._rows, self._wire, self._same = module, rows, wire, same
         self._compute = module.forward
         spans = [rows.span(index, wire.size) for index in range(wire.size)]
@@ -118,8 +118,8 @@ class Dispatch:
             tokens = torch.cat([tokens, tokens.new_zeros(short, tokens.shape[1])])
             weights = torch.cat([weights, weights.new_zeros(short, weights.shape[1])])
             index = torch.cat([index, index.new_full((short, index.shape[1]), self._rows.experts)])
-        own = [scattered(item, self._same, 0, False) for item in (tokens, index, weights)]
-        whole = gathered(self._routed(*own), self._same, 0, False)
+        own = [reduce_scatter_tokens(item, self._same, 0, False) for item in (tokens, index, weights)]
+        whole = all_gather_tokens(self._routed(*own), self._same, 0, False)
         return _owned(whole[: len(whole) - short], hidden.shape)
 
     def _routed(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Differentiable collectives on activations: each pairs a movement forward with its transpose backward.
 
-``entered`` is where a tensor that all ranks hold equal goes into work that is split: nothing forward, a sum backward.
-``summed`` is where split work comes together: a sum forward, nothing backward. ``gathered`` and ``scattered`` do the
-same where tokens are split between the two. Source: Shoeybi et al., Megatron-LM (2019), section 3 (f and g);
-Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2 (g and its transpose over the sequence).
+``copy_to_group`` (Megatron's f) stands where a tensor that all ranks hold equal enters split work: identity forward,
+all-reduce backward. ``reduce_from_group`` (Megatron's g) stands where split work ends: all-reduce forward, identity
+backward. ``all_gather_tokens`` and ``reduce_scatter_tokens`` do the same where tokens are split between the two.
+Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022),
+section 4.2.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 
 
-class _Entered(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup) -> torch.Tensor:
         ctx.wire = wire
         return x.view_as(x)
 
@@ -31,9 +32,9 @@ class _Entered(torch.autograd.Function):
         return grad, None
 
 
-class _Summed(torch.autograd.Function):
+class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup) -> torch.Tensor:
         # In its own memory: what makes it, a product of matrices, doesn't keep it for backward; selective recompute,
         # which looks on as a dispatch mode, does.
         x = x.contiguous() if _get_current_dispatch_mode() is None else x.clone(memory_format=torch.contiguous_format)
@@ -45,9 +46,9 @@ class _Summed(torch.autograd.Function):
         return upstream[0], None
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int, partial: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.wire, ctx.dim, ctx.partial = wire, dim, partial
         return gather(x, wire, dim)
 
@@ -59,9 +60,9 @@ class _Gathered(torch.autograd.Function):
         return own_part(grad, ctx.wire, ctx.dim), None, None, None
 
 
-class _Scattered(torch.autograd.Function):
+class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int, partial: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.wire, ctx.dim = wire, dim
         return scatter_sum(x, wire, dim) if partial else own_part(x, wire, dim).clone()
 
@@ -70,17 +71,17 @@ class _Scattered(torch.autograd.Function):
         return gather(upstream[0], ctx.wire, ctx.dim), None, None, None
 
 
-def entered(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+def copy_to_group(x: torch.Tensor, wire: AxisGroup) -> torch.Tensor:
     """Returns ``x``, equal on all ranks, for work that is split; its gradient is summed over the ranks."""
-    return wire.apply(_Entered, x, wire)
+    return wire.apply(_CopyToGroup, x, wire)
 
 
-def summed(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+def reduce_from_group(x: torch.Tensor, wire: AxisGroup) -> torch.Tensor:
     """Returns the sum of all ranks' ``x``, in its memory where that can be; the gradient, equal on all, passes."""
-    return wire.apply(_Summed, x, wire)
+    return wire.apply(_ReduceFromGroup, x, wire)
 
 
-def gathered(x: torch.Tensor, wire: Wire, dim: int, partial: bool) -> torch.Tensor:
+def all_gather_tokens(x: torch.Tensor, wire: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
     """Returns the ranks' parts of ``dim`` put together.
 
     Args:
@@ -89,15 +90,15 @@ def gathered(x: torch.Tensor, wire: Wire, dim: int, partial: bool) -> torch.Tens
         dim: which dim is split.
         partial: whether each rank's gradient is a part of a sum (then it is summed), or equal on all.
     """
-    return wire.apply(_Gathered, x, wire, dim, partial)
+    return wire.apply(_AllGatherTokens, x, wire, dim, partial)
 
 
-def scattered(x: torch.Tensor, wire: Wire, dim: int, partial: bool) -> torch.Tensor:
+def reduce_scatter_tokens(x: torch.Tensor, wire: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
     """Returns this rank's part of ``dim``: of the sum over the ranks where ``x`` is ``partial``, else of ``x``."""
-    return wire.apply(_Scattered, x, wire, dim, partial)
+    return wire.apply(_ReduceScatterTokens, x, wire, dim, partial)
 
 
-def gather(x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+def gather(x: torch.Tensor, wire: AxisGroup, dim: int) -> torch.Tensor:
     """Returns the ranks' parts of ``dim`` put together, without a gradient."""
     part = x.contiguous()
     out = part.new_empty(wire.size * part.numel())
@@ -106,7 +107,7 @@ def gather(x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
     return torch.cat(parts.unbind(), dim=dim) if dim else parts.flatten(0, 1)
 
 
-def scatter_sum(x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+def scatter_sum(x: torch.Tensor, wire: AxisGroup, dim: int) -> torch.Tensor:
     """Returns this rank's part of ``dim`` of the sum over the ranks, without a gradient."""
     parts = torch.stack(x.chunk(wire.size, dim=dim)) if dim else x.contiguous()
     shape = list(x.shape)
@@ -116,6 +117,6 @@ def scatter_sum(x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
     return out
 
 
-def own_part(x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+def own_part(x: torch.Tensor, wire: AxisGroup, dim: int) -> torch.Tensor:
     """Returns this rank's part of ``dim``, a view."""
     return x.chunk(wire.size, dim=dim)[wire.index]

@@ -15,9 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from meshwright.axes.comm.flow import gathered
+from meshwright.axes.comm.flow import all_gather_tokens
 from meshwright.axes.comm.gates import is_hidden
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.axes.placement import Span
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -40,7 +40,7 @@ def in_order(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
 class GatheredAttention(TorchFunctionMode):
     """Inside it, attention asks with this rank's tokens and sees the keys and values of all."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: AxisGroup) -> None:
         super().__init__()
         self._wire = wire
 
@@ -54,7 +54,7 @@ class GatheredAttention(TorchFunctionMode):
         named |= dict(zip(_NAMES, args))
         wire, query = self._wire, named.pop("query")
         keys, values = (
-            in_order(gathered(named.pop(name), wire, -2, True), -2, wire.size) for name in ("key", "value")
+            in_order(all_gather_tokens(named.pop(name), wire, -2, True), -2, wire.size) for name in ("key", "value")
         )
         mask, causal = named.pop("attn_mask", None), named.pop("is_causal", False)
         spans = balanced_spans(keys.shape[-2], wire.index, wire.size)
@@ -75,7 +75,7 @@ def own_runs(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
     return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, ranks)], dim=1)
 
 
-def wrap_layer(layer: Any, wire: Wire, splits: int) -> None:
+def wrap_layer(layer: Any, wire: AxisGroup, splits: int) -> None:
     """Makes a layer compute this rank's runs of the tokens.
 
     Args:

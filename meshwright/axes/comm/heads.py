@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from meshwright.axes.comm.wire import Wire
+from meshwright.axes.comm.wire import AxisGroup
 from meshwright.axes.placement import Span
 
 Spans = tuple[Span, ...]
@@ -36,7 +36,7 @@ def _in_order(spans: Sequence[Spans], features: int) -> bool:
     return at == features
 
 
-def _to_units(x: torch.Tensor, wire: Wire, spans: Sequence[Spans]) -> torch.Tensor:
+def _to_units(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """(B, S/c, F) to (B, S, F'): F' features of this rank's units."""
     own = _width(spans[wire.index])
     parts = [_picked(x, held) for held in spans]
@@ -45,7 +45,7 @@ def _to_units(x: torch.Tensor, wire: Wire, spans: Sequence[Spans]) -> torch.Tens
     return torch.cat(outputs, dim=1)
 
 
-def _to_tokens(x: torch.Tensor, wire: Wire, spans: Sequence[Spans], features: int) -> torch.Tensor:
+def _to_tokens(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """(B, S, F') to (B, S/c, F): what several ranks hold is summed."""
     parts = [part.contiguous() for part in x.chunk(wire.size, dim=1)]
     outputs = [x.new_empty(*parts[0].shape[:2], _width(held)) for held in spans]
@@ -63,7 +63,7 @@ def _to_tokens(x: torch.Tensor, wire: Wire, spans: Sequence[Spans], features: in
 
 class _Units(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, spans: Sequence[Spans]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
         ctx.wire, ctx.spans, ctx.features = wire, spans, x.shape[-1]
         return _to_units(x, wire, spans)
 
@@ -74,7 +74,7 @@ class _Units(torch.autograd.Function):
 
 class _Tokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, spans: Sequence[Spans], features: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
         ctx.wire, ctx.spans = wire, spans
         return _to_tokens(x, wire, spans, features)
 
@@ -83,7 +83,7 @@ class _Tokens(torch.autograd.Function):
         return _to_units(upstream[0], ctx.wire, ctx.spans), None, None, None
 
 
-def to_units(x: torch.Tensor, wire: Wire, spans: Sequence[Spans]) -> torch.Tensor:
+def to_units(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """Turns (B, S/c, F), all features of some tokens, into (B, S, F'), the features of this rank's units of all tokens.
 
     Args:
@@ -94,7 +94,7 @@ def to_units(x: torch.Tensor, wire: Wire, spans: Sequence[Spans]) -> torch.Tenso
     return wire.apply(_Units, x, wire, spans)
 
 
-def to_tokens(x: torch.Tensor, wire: Wire, spans: Sequence[Spans], features: int) -> torch.Tensor:
+def to_tokens(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """Undoes `to_units`, where no feature belongs to several ranks: (B, S, F') to (B, S/c, F).
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.axes.comm.layers import spell
-from meshwright.axes.comm.wire import Transfer, Wire
+from meshwright.axes.comm.wire import AxisGroup, PendingCollective
 from meshwright.errors import ConfigError
 
 ALONE_BYTES = 1 << 20
@@ -28,7 +28,7 @@ class _Bucket:
     parameters: list[nn.Parameter] = field(default_factory=list)
     bytes: int = 0
     missing: int = 0
-    transfer: Transfer | None = None
+    transfer: PendingCollective | None = None
     flat: torch.Tensor | None = None
     of: str = ""
 
@@ -45,7 +45,7 @@ class GradientReducer:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], wire: Wire, layers: Mapping[nn.Parameter, int] | None = None
+        self, parameters: Iterable[nn.Parameter], wire: AxisGroup, layers: Mapping[nn.Parameter, int] | None = None
     ) -> None:
         self._wire = wire
         self._active = False

@@ -1,4 +1,4 @@
-"""FSDP2's two collectives, sent through a `Wire` so that they are direct on gloo and accounted for everywhere."""
+"""FSDP2's two collectives, sent through an `AxisGroup` so that they are direct on gloo and accounted for everywhere."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from meshwright.axes.comm.wire import Transfer, Wire
+from meshwright.axes.comm.wire import AxisGroup, PendingCollective
 
 
-class LateSums:
+class DeferredReductions:
     """Gradients that are summed while backward goes on, where FSDP2 itself would wait, as it does on the CPU.
 
     One unit's scatter is under way at a time, and one unit's sum over copies, so that no more than one unit's whole
@@ -22,9 +22,9 @@ class LateSums:
     def __init__(self) -> None:
         self.open = False
         """Whether sums may end late; otherwise each is waited for where it starts."""
-        self._scatter: Transfer | None = None
-        self._then: Callable[[], Transfer] | None = None
-        self._sum: Transfer | None = None
+        self._scatter: PendingCollective | None = None
+        self._then: Callable[[], PendingCollective] | None = None
+        self._sum: PendingCollective | None = None
 
     def advance(self) -> None:
         """Waits for the scatter under way, and starts the sum over copies that follows it."""
@@ -35,14 +35,14 @@ class LateSums:
             self._follow(self._then)
             self._then = None
 
-    def scatter(self, started: Transfer) -> None:
+    def scatter(self, started: PendingCollective) -> None:
         """Takes a unit's scatter; the one before has been waited for by `advance`."""
         if self.open:
             self._scatter = started
         else:
             started.wait()
 
-    def sum(self, start: Callable[[], Transfer]) -> None:
+    def sum(self, start: Callable[[], PendingCollective]) -> None:
         """Takes what starts a unit's sum over the copies of its shard, once its scatter has ended.
 
         A unit whose shards lie on one rank has no scatter: what it finds under way is another's.
@@ -64,16 +64,16 @@ class LateSums:
             self._sum = None
         self.open = False
 
-    def _follow(self, start: Callable[[], Transfer]) -> None:
+    def _follow(self, start: Callable[[], PendingCollective]) -> None:
         if self._sum is not None:
             self._sum.wait()
         self._sum = start()
 
 
-class WireAllGather(AllGather):
+class BookedAllGather(AllGather):
     """Gathers a unit's parameters: every rank's flat shard to the flat whole; ``of`` names the unit in messages."""
 
-    def __init__(self, wire: Wire, of: str = "") -> None:
+    def __init__(self, wire: AxisGroup, of: str = "") -> None:
         self._wire, self._of = wire, of
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -91,10 +91,10 @@ class WireAllGather(AllGather):
         return None
 
 
-class WireReduceScatter(ReduceScatter):
+class BookedReduceScatter(ReduceScatter):
     """Sums a unit's gradients and leaves each rank its flat shard; ``of`` names the unit in messages."""
 
-    def __init__(self, wire: Wire, late: LateSums, of: str = "") -> None:
+    def __init__(self, wire: AxisGroup, late: DeferredReductions, of: str = "") -> None:
         self._wire, self._late, self._of = wire, late, of
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.axes.placement import Place, Span
-from meshwright.axes.table import Group, Split
+from meshwright.axes.placement import LocalShard, Span
+from meshwright.axes.table import ParameterSplit, ShardingGroup
 
 _SIZES = ("in_features", "out_features", "nf", "nx", "in_channels", "out_channels", "groups", "num_features")
 """Attributes of plain modules that repeat a dim of their weight."""
 
 
-def spans_of(split: Split, units: Span, group: Group, size: int) -> tuple[Span, ...]:
+def spans_of(split: ParameterSplit, units: Span, group: ShardingGroup, size: int) -> tuple[Span, ...]:
     """Returns the runs of a parameter's dim, of ``size`` indices, that the units [first, last) use.
 
     Raises:
@@ -34,7 +34,9 @@ def spans_of(split: Split, units: Span, group: Group, size: int) -> tuple[Span, 
     return tuple((start, stop) for start, stop in spans)
 
 
-def copied_runs(split: Split, units: Span, group: Group, degree: int) -> tuple[tuple[int, int, int], ...]:
+def copied_runs(
+    split: ParameterSplit, units: Span, group: ShardingGroup, degree: int
+) -> tuple[tuple[int, int, int], ...]:
     """Returns (start, stop, ranks) of local indices that several indices of the axis hold."""
     found, at = [], 0
     for block in split.blocks:
@@ -45,10 +47,12 @@ def copied_runs(split: Split, units: Span, group: Group, degree: int) -> tuple[t
     return tuple(found)
 
 
-def place_of(name: str, whole: torch.Size, split: Split, spans: tuple[Span, ...], copies: int, axis: str) -> Place:
+def place_of(
+    name: str, whole: torch.Size, split: ParameterSplit, spans: tuple[Span, ...], copies: int, axis: str
+) -> LocalShard:
     """Returns the place of a parameter of which ``spans`` of one dim are held."""
     by_dim = tuple(spans if dim == split.dim else ((0, size),) for dim, size in enumerate(whole))
-    return Place(name=name, shape=tuple(whole), spans=by_dim, copies=copies, axes=(axis,))
+    return LocalShard(name=name, shape=tuple(whole), spans=by_dim, copies=copies, axes=(axis,))
 
 
 def select(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> torch.Tensor:
@@ -57,7 +61,7 @@ def select(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> torch.Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def cut_parameter(layer: nn.Module, split: Split, spans: tuple[Span, ...]) -> nn.Parameter:
+def cut_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ...]) -> nn.Parameter:
     """Replaces a parameter of the layer by its runs, on meta or with values, and returns it."""
     path, _, attribute = split.name.rpartition(".")
     owner = layer.get_submodule(path)
@@ -73,7 +77,7 @@ def cut_parameter(layer: nn.Module, split: Split, spans: tuple[Span, ...]) -> nn
     return made
 
 
-def adapt(layer: nn.Module, group: Group, units: Span) -> None:
+def adapt(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
     """Sets the integers that the code between a group's matrices reads to what this part of it has."""
     for target, name, value in adapted(layer, group, units):
         if name.startswith("config."):
@@ -87,7 +91,7 @@ def adapt(layer: nn.Module, group: Group, units: Span) -> None:
             setattr(target, name, value)
 
 
-def adapted(layer: nn.Module, group: Group, units: Span) -> Iterator[tuple[nn.Module, str, int]]:
+def adapted(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tuple[nn.Module, str, int]]:
     """Yields (module, attribute, local value) for each number of the group."""
     counts = {split.name: split for split in group.splits}
     for number in group.numbers:
@@ -102,7 +106,7 @@ def read_number(module: Any, attribute: str) -> int:
     return int(getattr(module.config if dot else module, name))
 
 
-def scaled(whole: int, over: str, splits: Mapping[str, Split], group: Group, units: Span) -> int:
+def scaled(whole: int, over: str, splits: Mapping[str, ParameterSplit], group: ShardingGroup, units: Span) -> int:
     """Returns an integer's local value.
 
     Raises:
@@ -121,7 +125,7 @@ def scaled(whole: int, over: str, splits: Mapping[str, Split], group: Group, uni
     return value
 
 
-def _share(splits: Mapping[str, Split], name: str, group: Group, units: Span) -> tuple[int, int]:
+def _share(splits: Mapping[str, ParameterSplit], name: str, group: ShardingGroup, units: Span) -> tuple[int, int]:
     """(local, whole) number of runs of one block, ``name`` being ``<split>`` or ``<split>#<block>``."""
     split, _, number = name.partition("#")
     block = splits[split].blocks[int(number or 0)]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.axes.comm.wire import Wire
+    from meshwright.axes.comm.wire import AxisGroup
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
     """The run [start, stop) of the vocabulary whose logits this rank computes, and the ranks that have the rest."""
 
-    wire: Wire
+    wire: AxisGroup
     start: int
     stop: int
 

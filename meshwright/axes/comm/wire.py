@@ -93,7 +93,7 @@ class TrafficLog:
         return rows
 
 
-class Transfer(dist.Work):  # type: ignore[misc]
+class PendingCollective(dist.Work):  # type: ignore[misc]
     """A started collective: `wait` finishes it once, books it, and runs what must follow (a sum, a copy).
 
     Args:
@@ -106,7 +106,7 @@ class Transfer(dist.Work):  # type: ignore[misc]
     """
 
     def __init__(
-        self, works: list[Any], done: Callable[[], None], wire: Wire, op: str, sent_bytes: int, of: str = ""
+        self, works: list[Any], done: Callable[[], None], wire: AxisGroup, op: str, sent_bytes: int, of: str = ""
     ) -> None:
         super().__init__()
         self._name = f"{op} over {wire.axis} of {of}" if of else f"{op} over {wire.axis}"
@@ -151,7 +151,7 @@ def _recorded_event() -> Any:
     return event
 
 
-class AutogradCalls:
+class DifferentiableCollectives:
     """Runs differentiable collectives: the part of a wire that what stands for one shares with it."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-class Wire(AutogradCalls):
+class AxisGroup(DifferentiableCollectives):
     """The collectives of one group.
 
     Args:
@@ -188,37 +188,37 @@ class Wire(AutogradCalls):
         self.on_cuda = "cuda:nccl" in backends or backends == "nccl"
         self._direct = not self.on_cuda and "gloo" in backends and self.size <= DIRECT_RANKS
 
-    def all_reduce(self, tensor: torch.Tensor, of: str = "") -> Transfer:
-        """Starts a sum of ``tensor`` (any shape, contiguous, in place) over the group; ``of`` as in `Transfer`."""
+    def all_reduce(self, tensor: torch.Tensor, of: str = "") -> PendingCollective:
+        """Starts a sum of ``tensor`` (any shape, contiguous, in place) over the group; ``of`` names it."""
         sent = 2 * tensor.nbytes * (self.size - 1) // self.size
         return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, group=self.group, async_op=True), of)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> Transfer:
+    def all_reduce_max(self, tensor: torch.Tensor) -> PendingCollective:
         """Starts an element-wise maximum of ``tensor`` (any shape, contiguous, in place) over the group."""
         sent = 2 * tensor.nbytes * (self.size - 1) // self.size
         most = dist.ReduceOp.MAX
         return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, most, group=self.group, async_op=True))
 
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor, of: str = "") -> Transfer:
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor, of: str = "") -> PendingCollective:
         """Starts a gather of every rank's ``part: (n,)`` into ``output: (size * n,)``, in rank order.
 
         ``part`` may be this rank's own slice of ``output``.
         """
         sent = part.nbytes * (self.size - 1)
         if self.size == 1:
-            return Transfer([], lambda: _copy(output, part), self, "all_gather", 0, of)
+            return PendingCollective([], lambda: _copy(output, part), self, "all_gather", 0, of)
         if not self._direct:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             return self._native("all_gather", sent, lambda: gather(output, part, group=self.group, async_op=True), of)
         parts = output.view(self.size, -1)
         works = self._receive(lambda peer: parts[peer]) + self._send(lambda peer: part)
-        return Transfer(works, lambda: _copy(parts[self.index], part), self, "all_gather", sent, of)
+        return PendingCollective(works, lambda: _copy(parts[self.index], part), self, "all_gather", sent, of)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, of: str = "") -> Transfer:
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, of: str = "") -> PendingCollective:
         """Starts a sum over the group whose part ``index`` of ``tensor: (size * n,)`` lands in ``output: (n,)``."""
         sent = output.nbytes * (self.size - 1)
         if self.size == 1:
-            return Transfer([], lambda: _copy(output, tensor), self, "reduce_scatter", 0, of)
+            return PendingCollective([], lambda: _copy(output, tensor), self, "reduce_scatter", 0, of)
         if not self._direct:
             scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             return self._native(
@@ -234,9 +234,9 @@ class Wire(AutogradCalls):
             for peer in range(2, self.size):
                 output.add_(received[peer])
 
-        return Transfer(works, add_up, self, "reduce_scatter", sent, of)
+        return PendingCollective(works, add_up, self, "reduce_scatter", sent, of)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Transfer:
+    def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> PendingCollective:
         """Starts sending ``parts[p]`` to rank p of the group and receiving ``outputs[p]`` from it; all contiguous."""
         sent = sum(part.nbytes for peer, part in enumerate(parts) if peer != self.index)
         if not self._direct:
@@ -245,7 +245,7 @@ class Wire(AutogradCalls):
                 "all_to_all", sent, lambda: dist.all_to_all(received, given, group=self.group, async_op=True)
             )
         works = self._receive(outputs.__getitem__) + self._send(parts.__getitem__)
-        return Transfer(works, lambda: _copy(outputs[self.index], parts[self.index]), self, "all_to_all", sent)
+        return PendingCollective(works, lambda: _copy(outputs[self.index], parts[self.index]), self, "all_to_all", sent)
 
     def _peers(self) -> list[int]:
         """Peers in an order that spreads the load: each rank starts with its right-hand neighbour."""
@@ -257,5 +257,5 @@ class Wire(AutogradCalls):
     def _send(self, part: Callable[[int], torch.Tensor]) -> list[Any]:
         return [dist.isend(part(peer), self._global[peer], group=self.group) for peer in self._peers()]
 
-    def _native(self, op: str, sent_bytes: int, start: Callable[[], Any], of: str = "") -> Transfer:
-        return Transfer([start()], lambda: None, self, op, sent_bytes, of)
+    def _native(self, op: str, sent_bytes: int, start: Callable[[], Any], of: str = "") -> PendingCollective:
+        return PendingCollective([start()], lambda: None, self, op, sent_bytes, of)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from meshwright.axes.comm.checkpoints import repeated
-from meshwright.axes.spine import Path, Spine
+from meshwright.axes.spine import LayerGraph, Path
 
 
 class _Boundary(BaseException):
@@ -43,7 +43,7 @@ class Stage:
         kept: names of the weights that it holds, `held_names`.
     """
 
-    def __init__(self, module: nn.Module, spine: Spine, first: int, stop: int, kept: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, spine: LayerGraph, first: int, stop: int, kept: Collection[str]) -> None:
         self.module, self.spine, self.first, self.stop = module, spine, first, stop
         self.layers: list[Any] = [module.get_submodule(name) for name in spine.layers[first:stop]]
         self._received: tuple[torch.Tensor, ...] = ()
@@ -186,7 +186,7 @@ def _placed(call: Any, path: Path, tensor: torch.Tensor) -> Any:
     return items if isinstance(call, list) else tuple(items)
 
 
-def _pass(spine: Spine, number: int, *args: Any, **kwargs: Any) -> Any:
+def _pass(spine: LayerGraph, number: int, *args: Any, **kwargs: Any) -> Any:
     """Stands for a layer of a stage before: gives its own arguments back, nested as the layer would."""
     returned = spine.returns[number]
     leaves: list[Any] = []

@@ -18,19 +18,19 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def apply(modules: Iterable[nn.Module]) -> None:
-    """Makes each module's forward run inside `Wide`, also when recompute calls it during backward."""
+    """Makes each module's forward run inside `Float64Ops`, also when recompute calls it during backward."""
     for module in modules:
         plain: Any = module.forward
 
         @functools.wraps(plain)
         def forward(*args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
-            with Wide():
+            with Float64Ops():
                 return _plain(*args, **kwargs)
 
         module.forward = forward
 
 
-class Wide(TorchFunctionMode):
+class Float64Ops(TorchFunctionMode):
     """Inside it, no operation turns a float64 tensor into a narrower one."""
 
     def __torch_function__(

@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.cluster import traffic
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.layers import LayerCost, Model, Pass
+from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
 from meshwright.planner.cost.own import drop_bytes
 from meshwright.shape import Product
 
@@ -15,7 +15,7 @@ UNALIGNED = 3.2
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on 50,257 words on A100."""
 
 
-def embedding(model: Model, timed: bool = True) -> LayerCost:
+def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
     """Returns what the embedding costs on one micro-batch.
 
     Args:
@@ -40,13 +40,13 @@ def embedding(model: Model, timed: bool = True) -> LayerCost:
         drawn = model.tokens * shape.width / model.divided
         look = look + move_s(drawn * (drop_bytes(element) + model.engine.runtime.draw_bytes), model.machine.device)
         back = back + move_s(drawn * drop_bytes(element), model.machine.device)
-    cost.forward = Pass(elementwise=look, tp=wire)
-    cost.backward = Pass(elementwise=back, tp=scatter * (model.degrees.sequence > 0))
+    cost.forward = PassTime(elementwise=look, tp=wire)
+    cost.backward = PassTime(elementwise=back, tp=scatter * (model.degrees.sequence > 0))
     model.awaited(cost.forward, cost.backward)
     return cost
 
 
-def head(model: Model, timed: bool = True) -> LayerCost:
+def head(model: PricedModel, timed: bool = True) -> LayerCost:
     """Returns what the last norm, the head and the loss cost on one micro-batch.
 
     Args:
@@ -70,17 +70,17 @@ def head(model: Model, timed: bool = True) -> LayerCost:
     reduce = model.groups.seconds(traffic.all_reduce_s, size, model.groups.tp) * (model.degrees.sequence == 0)
     parts = 1 if model.job.adapters else 2
     slower = np.where(np.mod(shape.vocab / tp, 2.0) == 1.0, UNALIGNED, 1.0)
-    cost.forward = Pass(matmul=slower * model.product_s(product), elementwise=_loss_s(model, logits, 0), tp=gather)
+    cost.forward = PassTime(matmul=slower * model.product_s(product), elementwise=_loss_s(model, logits, 0), tp=gather)
     back = slower * model.product_s(product, None, parts)
-    cost.backward = Pass(matmul=back, elementwise=_loss_s(model, logits, 1), tp=gather + reduce)
+    cost.backward = PassTime(matmul=back, elementwise=_loss_s(model, logits, 1), tp=gather + reduce)
     model.awaited(cost.forward, cost.backward)
     return cost
 
 
-def _loss_s(model: Model, logits: object, back: int) -> object:
+def _loss_s(model: PricedModel, logits: object, back: int) -> object:
     return move_s(logits * model.engine.runtime.loss_passes[back] * _width(model), model.machine.device)  # type: ignore[operator]
 
 
-def _width(model: Model) -> float:
+def _width(model: PricedModel) -> float:
     """Bytes of the loss's numbers over those of float32, in which it is computed otherwise."""
     return 2.0 if model.job.precision == "float64" else 1.0

@@ -16,7 +16,7 @@ head as a layer each where only that divides; nanotron's thresholds of compute c
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class States:
+class StateBytesPerParameter:
     """Bytes of model state per parameter that a rank holds before the data axes shard it."""
 
     parameter: float = 2.0
@@ -43,7 +43,7 @@ class States:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class ActivationModel:
     """What a layer saves between forward and backward, and what stands around it."""
 
     flash: bool = True
@@ -83,7 +83,7 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Runtime:
+class RuntimeModel:
     """How kernels, host and wires work together."""
 
     matmul: float = 1.0
@@ -199,16 +199,16 @@ class Runtime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
+class FrameworkProfile:
     """One framework as it was run."""
 
     name: str
     """How it is called."""
-    states: States = dataclasses.field(default_factory=States)
+    states: StateBytesPerParameter = dataclasses.field(default_factory=StateBytesPerParameter)
     """Model state."""
-    saved: Saved = dataclasses.field(default_factory=Saved)
+    saved: ActivationModel = dataclasses.field(default_factory=ActivationModel)
     """Activations."""
-    runtime: Runtime = dataclasses.field(default_factory=Runtime)
+    runtime: RuntimeModel = dataclasses.field(default_factory=RuntimeModel)
     """Time."""
     split: str = "balanced"
     """One of `SPLITS`."""
@@ -226,7 +226,7 @@ class Engine:
         if self.split not in SPLITS:
             raise PlanError(f"engine {self.name}: split {self.split} is none of {', '.join(SPLITS)}")
 
-    def for_layout(self, layout: Layout) -> Engine:
+    def for_layout(self, layout: Layout) -> FrameworkProfile:
         """Returns the engine as it runs a layout: with fused passes and fewer launches where ``compile`` is on.
 
         What autograd keeps stays priced as eager: which tensors a compiled layer recomputes instead isn't known before.
@@ -239,7 +239,7 @@ class Engine:
         )
         return dataclasses.replace(self, runtime=fused)
 
-    def with_options(self, **options: Any) -> Engine:
+    def with_options(self, **options: Any) -> FrameworkProfile:
         """Returns the engine with options changed, each named as ``part.field`` with a double underscore.
 
         Args:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from meshwright.planner.cost.engine import GIB, Engine, Runtime, Saved, States
+from meshwright.planner.cost.engine import GIB, ActivationModel, FrameworkProfile, RuntimeModel, StateBytesPerParameter
 from meshwright.planner.cost.own import DRAW_BYTES, DRAW_S, FUSED_FFN, FUSED_LAYER_S, FUSED_WIDTH
 
-MESHWRIGHT = Engine(
+MESHWRIGHT = FrameworkProfile(
     name="meshwright",
-    states=States(whole_in_pipeline=True, whole_experts=True),
-    saved=Saved(gate_extra=2.0, logits=12.0),
-    runtime=Runtime(
+    states=StateBytesPerParameter(whole_in_pipeline=True, whole_experts=True),
+    saved=ActivationModel(gate_extra=2.0, logits=12.0),
+    runtime=RuntimeModel(
         attention=0.9,
         pass_width=90.0,
         pass_ffn=12.0,
@@ -27,11 +27,11 @@ MESHWRIGHT = Engine(
     split="balanced",
     source="the runtime's own accounts of state; activations by the modules of transformers",
 )
-NANOTRON = Engine(
+NANOTRON = FrameworkProfile(
     name="nanotron",
-    states=States(working_gradient=2.0, whole_when_accumulating=False, update=(2.0, 4.0)),
-    saved=Saved(gate_extra=2.0, kept_gather_piped=1.6, gathered=7.5, logits=9.5),
-    runtime=Runtime(
+    states=StateBytesPerParameter(working_gradient=2.0, whole_when_accumulating=False, update=(2.0, 4.0)),
+    saved=ActivationModel(gate_extra=2.0, kept_gather_piped=1.6, gathered=7.5, logits=9.5),
+    runtime=RuntimeModel(
         attention=0.89,
         pass_width=96.0,
         pass_ffn=12.0,
@@ -57,10 +57,10 @@ NANOTRON = Engine(
 )
 NANOTRON_BEFORE = NANOTRON.with_options(name="nanotron-before", saved__kept_gather=2.5, saved__kept_gather_piped=0.0)
 NANOTRON_AFAB = NANOTRON.with_options(name="nanotron-afab")
-MEGATRON_2020 = Engine(
+MEGATRON_2020 = FrameworkProfile(
     name="megatron-2020",
-    saved=Saved(flash=False, score_bytes=5.0, logits=10.0),
-    runtime=Runtime(
+    saved=ActivationModel(flash=False, score_bytes=5.0, logits=10.0),
+    runtime=RuntimeModel(
         flash=False,
         score_passes=14.3,
         pass_width=36.0,
@@ -123,25 +123,25 @@ SAILOR = MEGATRON_2020.with_options(
     allocator_bytes=4.4 * GIB,
     source="eth-easl/sailor: a fork of Megatron-DeepSpeed in float32 with TF32 products, no dropout",
 )
-MEGATRON_PLAIN = Engine(
+MEGATRON_PLAIN = FrameworkProfile(
     name="megatron-te",
-    saved=Saved(logits=4.15, fresh_gradient=6.0),
-    runtime=Runtime(attention=1.47, dp_overlap=0.0, tp_regather=True, accumulate_bytes=19.6),
+    saved=ActivationModel(logits=4.15, fresh_gradient=6.0),
+    runtime=RuntimeModel(attention=1.47, dp_overlap=0.0, tp_regather=True, accumulate_bytes=19.6),
     split="even",
     source="NVIDIA Megatron-LM 0.14 with Transformer Engine 2.11; SimuMax's strategy files: no overlap",
 )
-NEMO = Engine(
+NEMO = FrameworkProfile(
     name="nemo",
-    runtime=Runtime(dp_overlap=1.0, pass_width=20.0, tp_overlap=0.19, action_s=2e-4, host_step_s=0.2),
+    runtime=RuntimeModel(dp_overlap=1.0, pass_width=20.0, tp_overlap=0.19, action_s=2e-4, host_step_s=0.2),
     split="even",
     source="MLPerf training logs and configurations, v3.0",
 )
 NEMO_OVERLAP = NEMO.with_options(
     name="nemo-overlap", runtime__tp_overlap=1.0, runtime__dp_overlap=1.0, runtime__send_overlap=0.55
 )
-BRIDGE = Engine(
+BRIDGE = FrameworkProfile(
     name="bridge",
-    runtime=Runtime(
+    runtime=RuntimeModel(
         dp_overlap=0.9,
         attention=1.47,
         pass_width=76.0,
@@ -154,9 +154,9 @@ BRIDGE = Engine(
     split="even",
     source="Megatron-Bridge performance tables, containers before 26.06",
 )
-COMPOSER = Engine(
+COMPOSER = FrameworkProfile(
     name="fsdp-composer",
-    runtime=Runtime(
+    runtime=RuntimeModel(
         attention=0.62,
         pass_width=105.0,
         dp_overlap=0.9,
@@ -168,10 +168,10 @@ COMPOSER = Engine(
     source="llm-foundry, scripts/train/benchmarking",
 )
 COMPOSER_HOPPER = COMPOSER.with_options(name="fsdp-composer-hopper", runtime__attention=0.46, runtime__pass_width=76.0)
-TITAN_EAGER = Engine(
+TITAN_EAGER = FrameworkProfile(
     name="torchtitan-eager",
-    saved=Saved(selective_share=0.5, logits=12.0),
-    runtime=Runtime(
+    saved=ActivationModel(selective_share=0.5, logits=12.0),
+    runtime=RuntimeModel(
         dp_overlap=0.9,
         pass_width=190.0,
         reduce_each=True,

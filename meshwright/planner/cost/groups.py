@@ -12,8 +12,8 @@ import numpy as np
 from meshwright.cluster import traffic
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.device import Device
-from meshwright.cluster.host import Host
-from meshwright.planner.cost.job import Array, Degrees
+from meshwright.cluster.host import HostShare
+from meshwright.planner.cost.job import Array, LayoutBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Machine:
     """Each of them."""
     fabric: traffic.Fabric
     """Inside nodes and between."""
-    host: Host | None = None
+    host: HostShare | None = None
     """A rank's part of the memory of its host; None where nothing can be offloaded."""
     network_share: float = 1.0
     """Share of the network's rate that collectives of many nodes reach under load."""
@@ -36,7 +36,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class GroupSpan:
     """Groups along one axis: members on each node, nodes, and groups that share a node's cards; arrays (N,)."""
 
     inside: Array
@@ -49,14 +49,14 @@ class Span:
         return self.inside * self.nodes
 
 
-def span(before: Any, degree: Any, devices: int, world: Any) -> Span:
+def span(before: Any, degree: Any, devices: int, world: Any) -> GroupSpan:
     """Returns what groups along an axis cross, `cluster.traffic.span`, as arrays."""
     inside, nodes, sharing = traffic.span(before, degree, devices, world)
     shape = np.broadcast_shapes(np.shape(inside), np.shape(world))
-    return Span(*(np.broadcast_to(np.asarray(item, float), shape) for item in (inside, nodes, sharing)))
+    return GroupSpan(*(np.broadcast_to(np.asarray(item, float), shape) for item in (inside, nodes, sharing)))
 
 
-class Groups:
+class CollectiveTimes:
     """Collectives of every axis of N layouts: tp inside cp inside shard inside replicate inside pp.
 
     Args:
@@ -64,7 +64,7 @@ class Groups:
         machine: what they run on.
     """
 
-    def __init__(self, degrees: Degrees, machine: Machine) -> None:
+    def __init__(self, degrees: LayoutBatch, machine: Machine) -> None:
         self._degrees, self._machine = degrees, machine
         devices, world = machine.fabric.devices, degrees.world
         block = degrees.tp * degrees.cp
@@ -82,16 +82,16 @@ class Groups:
         self.expert_readers = span(apart, holders * degrees.replicate, devices, world)
         self.pp = span(block * degrees.data, degrees.pp, devices, world)
 
-    def take(self, index: Any, degrees: Degrees) -> Groups:
+    def take(self, index: Any, degrees: LayoutBatch) -> CollectiveTimes:
         """Returns the groups of the layouts at an index, slice or mask, which are ``degrees``."""
         part = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, Span):
-                setattr(part, name, Span(value.inside[index], value.nodes[index], value.sharing[index]))
+            if isinstance(value, GroupSpan):
+                setattr(part, name, GroupSpan(value.inside[index], value.nodes[index], value.sharing[index]))
         part._degrees = degrees
         return part
 
-    def seconds(self, kind: Callable[..., Any], size: Any, group: Span) -> Array:
+    def seconds(self, kind: Callable[..., Any], size: Any, group: GroupSpan) -> Array:
         """Returns seconds of a collective on every layout.
 
         Args:
@@ -115,6 +115,6 @@ class Groups:
         """Returns seconds of a send to the next stage; stages of one node send over its links."""
         degrees, devices = self._degrees, self._machine.fabric.devices
         near = degrees.world / degrees.pp * 2 <= devices
-        group = Span(np.where(near, 2.0, 1.0), np.where(near, 1.0, 2.0), self.pp.sharing)
+        group = GroupSpan(np.where(near, 2.0, 1.0), np.where(near, 1.0, 2.0), self.pp.sharing)
         sharing = np.minimum(devices, degrees.world / degrees.pp)
-        return self.seconds(traffic.send_s, size, Span(group.inside, group.nodes, np.maximum(1, sharing)))
+        return self.seconds(traffic.send_s, size, GroupSpan(group.inside, group.nodes, np.maximum(1, sharing)))

@@ -30,7 +30,7 @@ def schedule_names() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PricedJob:
     """A model and the batch of one step."""
 
     shape: ModelShape
@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Degrees:
+class LayoutBatch:
     """Layouts as arrays of equal length N; a layout is one index."""
 
     pp: Array
@@ -143,12 +143,12 @@ class Degrees:
         """Ranks of each layout."""
         return self.pp * self.replicate * self.shard * self.cp * self.tp
 
-    def take(self, index: Any) -> Degrees:
+    def take(self, index: Any) -> LayoutBatch:
         """Returns the layouts at an index or mask."""
         names = array_fields()
         chosen = np.arange(self.count)[index]
         splits = tuple(self.splits[at] for at in chosen) if self.splits else ()
-        return Degrees(**{name: getattr(self, name)[index] for name in names}, splits=splits, files=self.files)
+        return LayoutBatch(**{name: getattr(self, name)[index] for name in names}, splits=splits, files=self.files)
 
     @classmethod
     def of(
@@ -156,7 +156,7 @@ class Degrees:
         columns: Mapping[str, Any],
         splits: Sequence[tuple[float, ...] | None] = (),
         files: tuple[str, ...] = (),
-    ) -> Degrees:
+    ) -> LayoutBatch:
         """Builds arrays from columns, which broadcast; what isn't given is 1 (0 for choices).
 
         Args:
@@ -172,7 +172,9 @@ class Degrees:
         return cls(**dict(zip(names, arrays)), splits=kept, files=files)
 
     @classmethod
-    def from_layouts(cls, layouts: Sequence[Layout], layers: int, scales: tuple[float, float] = (1.0, 1.0)) -> Degrees:
+    def from_layouts(
+        cls, layouts: Sequence[Layout], layers: int, scales: tuple[float, float] = (1.0, 1.0)
+    ) -> LayoutBatch:
         """Builds arrays from layouts.
 
         Args:
@@ -195,8 +197,8 @@ class Degrees:
 
 
 def array_fields() -> list[str]:
-    """Returns the names of the fields of `Degrees` that are arrays of a value a layout."""
-    return [item.name for item in dataclasses.fields(Degrees) if item.name not in ("splits", "files")]
+    """Returns the names of the fields of `LayoutBatch` that are arrays of a value a layout."""
+    return [item.name for item in dataclasses.fields(LayoutBatch) if item.name not in ("splits", "files")]
 
 
 def _row(layout: Layout, layers: int) -> dict[str, float]:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster import traffic
-from meshwright.planner.cost.engine import Engine
-from meshwright.planner.cost.groups import Groups, Machine
-from meshwright.planner.cost.job import Array, Degrees, Job
+from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost.groups import CollectiveTimes, Machine
+from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
 from meshwright.planner.cost.own import MOST_SCORES, drop_bytes, score_bytes
 from meshwright.shape import LayerShape, Product
@@ -21,7 +21,7 @@ FULL, BLOCK, SELECTIVE = 2, 3, 1
 
 
 @dataclass(kw_only=True, slots=True)
-class Pass:
+class PassTime:
     """Seconds of a forward or a backward of one layer or end of the model, by part; arrays (N,)."""
 
     matmul: Any = 0.0
@@ -49,8 +49,8 @@ class Pass:
 class LayerCost:
     """A layer, or an end of the model, on one micro-batch."""
 
-    forward: Pass = field(default_factory=Pass)
-    backward: Pass = field(default_factory=Pass)
+    forward: PassTime = field(default_factory=PassTime)
+    backward: PassTime = field(default_factory=PassTime)
     saved: Any = 0.0
     """Bytes held from forward to backward."""
     kept: Any = 0.0
@@ -63,7 +63,7 @@ class LayerCost:
     """Parameters of routed experts of a rank."""
 
 
-class Model:
+class PricedModel:
     """What all layers of a job on N layouts have in common.
 
     Args:
@@ -73,9 +73,9 @@ class Model:
         engine: how it is run.
     """
 
-    def __init__(self, job: Job, degrees: Degrees, machine: Machine, engine: Engine) -> None:
+    def __init__(self, job: PricedJob, degrees: LayoutBatch, machine: Machine, engine: FrameworkProfile) -> None:
         self.job, self.degrees, self.machine, self.engine = job, degrees, machine, engine
-        self.groups = Groups(degrees, machine)
+        self.groups = CollectiveTimes(degrees, machine)
         self.element = {"float32": 4.0, "float64": 8.0}.get(job.precision, 2.0)
 
     @cached_property
@@ -143,7 +143,7 @@ class Model:
         self._saved(layer, cost)
         return cost
 
-    def take(self, index: Any) -> Model:
+    def take(self, index: Any) -> PricedModel:
         """Returns the same of the layouts at an index, slice or mask."""
         part = copy.copy(self)
         for name in [name for name, item in vars(type(self)).items() if isinstance(item, cached_property)]:
@@ -152,7 +152,7 @@ class Model:
         part.groups = self.groups.take(index, part.degrees)
         return part
 
-    def _pass(self, layer: LayerShape, back: bool) -> Pass:
+    def _pass(self, layer: LayerShape, back: bool) -> PassTime:
         runtime, device = self.engine.runtime, self.machine.device
         parts = 2 if back and not self.job.adapters else 1
         matmul: Any = sum(self.product_s(product, layer, parts) for product in layer.products)
@@ -168,7 +168,7 @@ class Model:
             each = drop_bytes(self.element) + (0.0 if back else runtime.draw_bytes)
             elementwise = elementwise + move_s(self.tokens * layer.width / self.divided * layer.drops * each, device)
         attention, host = self._attention(layer, back), self._host(layer, back)
-        return Pass(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
+        return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
 
     def _host(self, layer: LayerShape, back: bool) -> Any:
         """Seconds in which the host issues a forward or backward of a layer."""
@@ -240,13 +240,13 @@ class Model:
         many = layer.drops_scores & (self.tokens * row / self.degrees.tp > MOST_SCORES)
         return np.where(many, row, kept), np.where(many, kept - row, 0.0)
 
-    def awaited(self, *passes: Pass) -> None:
+    def awaited(self, *passes: PassTime) -> None:
         """Raises the host's time to the device's where it waits for each layer, so that their sum is one of longest."""
         if not self.engine.runtime.host_ahead:
             for one in passes:
                 one.host = np.maximum(one.host, one.busy)
 
-    def _met(self, *passes: Pass) -> None:
+    def _met(self, *passes: PassTime) -> None:
         """Raises the host's time where ranks of tp meet that are late by their host or by their device."""
         power = self.engine.runtime.tp_meeting
         if power:
@@ -254,7 +254,7 @@ class Model:
                 joined = (np.power(one.host, power) + np.power(one.busy, power)) ** (1.0 / power)
                 one.host = np.where(self.degrees.tp > 1, joined, one.host)
 
-    def _communicate(self, layer: LayerShape, forward: Pass, backward: Pass) -> None:
+    def _communicate(self, layer: LayerShape, forward: PassTime, backward: PassTime) -> None:
         """Adds exposed traffic of tp, cp and ep."""
         d, runtime, groups = self.degrees, self.engine.runtime, self.groups
         size = self.tokens * layer.width * self.element
@@ -279,7 +279,7 @@ class Model:
             exchange = groups.seconds(traffic.all_to_all_s, routed, groups.ep) * (1.0 - runtime.ep_overlap)
             forward.ep = backward.ep = 2.0 * exchange * self.engine.saved.expert_imbalance
 
-    def _recompute(self, forward: Pass, again: Pass, backward: Pass) -> None:
+    def _recompute(self, forward: PassTime, again: PassTime, backward: PassTime) -> None:
         """Adds to backward what is computed a second time."""
         d = self.degrees
         full, selective, block = (d.recompute == code for code in (FULL, SELECTIVE, BLOCK))

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cluster.host import Host
+from meshwright.cluster.host import HostShare
 from meshwright.plan import OFFLOADS
-from meshwright.planner.cost.job import Array, Degrees
+from meshwright.planner.cost.job import Array, LayoutBatch
 
 OPTIMIZER, PARAMETERS = OFFLOADS.index("optimizer"), OFFLOADS.index("parameters")
 PINNED = 1.44
@@ -42,7 +42,9 @@ def wide_bytes(precision: str) -> float:
     return 8.0 if precision == "float64" else 4.0
 
 
-def without(found: dict[str, Array], degrees: Degrees, trained: Array, total: Array, units: Array, size: float) -> None:
+def without(
+    found: dict[str, Array], degrees: LayoutBatch, trained: Array, total: Array, units: Array, size: float
+) -> None:
     """Takes off a rank's state what lies in host memory, and adds ``host``, the bytes that it takes there.
 
     Args:
@@ -68,7 +70,7 @@ def without(found: dict[str, Array], degrees: Degrees, trained: Array, total: Ar
     found["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
 
 
-def least_seconds(parameters: float, sharing: Any, host: Host, size: float) -> Any:
+def least_seconds(parameters: float, sharing: Any, host: HostShare, size: float) -> Any:
     """Returns seconds that no layout which offloads is under, beside what it computes and sends.
 
     Args:
@@ -80,11 +82,11 @@ def least_seconds(parameters: float, sharing: Any, host: Host, size: float) -> A
     return ADAM_PASSES * size * parameters / sharing / host.kernel_bytes_per_s
 
 
-def spent(ranks: Any, trained: Array, host: Host, size: float) -> tuple[Array, Array]:
+def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Array, Array]:
     """Returns seconds of the update in host memory, and of copies that nothing hides, (N, P); 0 where none offloads.
 
     Args:
-        ranks: `ranks.Ranks`, whose compute hides copies.
+        ranks: `ranks.RankTimes`, whose compute hides copies.
         trained: parameters that each rank updates, (N, P).
         host: a rank's part of it.
         size: bytes of a master weight.
@@ -106,7 +108,7 @@ def spent(ranks: Any, trained: Array, host: Host, size: float) -> tuple[Array, A
     return np.where(offloads, update, 0.0), np.where(offloads, copies, 0.0)
 
 
-def added(degrees: Degrees) -> Array:
+def added(degrees: LayoutBatch) -> Array:
     """Returns in which layouts parts of gradients are added up in host memory, for which the host waits, (N,) bool."""
     d = degrees
     return np.asarray((d.offload == PARAMETERS) & (d.zero >= 2) & (d.microbatches > 1) & (d.pp == 1))

@@ -52,7 +52,7 @@ class WorkSeconds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
+class PipelineSeconds:
     """A model's seconds on a micro-batch, by where they lie in a pipeline."""
 
     first: WorkSeconds
@@ -67,7 +67,7 @@ class Pieces:
         return self.first.plus(self.last).plus(self.layer, layers)
 
 
-def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> Pieces:
+def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> PipelineSeconds:
     """Prices what a model computes on one micro-batch.
 
     Args:
@@ -102,7 +102,7 @@ def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, lo
         if logits and calibration.has_operation(name, "float32"):
             ends[1].forward["elementwise"] += float(calibration.operation_s(name, logits, "float32", busy))
             break
-    return Pieces(first=ends[0], layer=layer, last=ends[1])
+    return PipelineSeconds(first=ends[0], layer=layer, last=ends[1])
 
 
 def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> WorkSeconds:

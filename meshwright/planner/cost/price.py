@@ -10,18 +10,18 @@ import numpy as np
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.plan import Layout
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 from meshwright.planner.cost.engines import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Array, Degrees, Job
+from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
-from meshwright.planner.cost.ranks import Costs, Ranks
+from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 
-Holds = Callable[[Degrees, Mapping[str, Array]], Array]
+Holds = Callable[[LayoutBatch, Mapping[str, Array]], Array]
 """(layouts, bytes of their fullest ranks by part, as `Prices` names them) to which of them may be: (N,) bool."""
 
 
-def price(job: Job, layout: Layout, cluster: Cluster | Machine, engine: Engine = MESHWRIGHT) -> Price:
+def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: FrameworkProfile = MESHWRIGHT) -> Price:
     """Returns what a layout takes.
 
     Args:
@@ -32,7 +32,7 @@ def price(job: Job, layout: Layout, cluster: Cluster | Machine, engine: Engine =
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
     engine = engine.for_layout(layout)
-    ranks = Ranks(Costs.of(job, Degrees.from_layouts([layout], len(job.shape.blocks)), machine, engine))
+    ranks = RankTimes(LayerCosts.of(job, LayoutBatch.from_layouts([layout], len(job.shape.blocks)), machine, engine))
     parts = {name: float(values[0]) for name, values in _parts(ranks).items()}
     stages = stages_of(ranks, 0, ranks.memory())
     fullest = max(range(len(stages)), key=lambda at: stages[at].peak)
@@ -47,13 +47,13 @@ def price(job: Job, layout: Layout, cluster: Cluster | Machine, engine: Engine =
     )
 
 
-def stages_of(ranks: Ranks, at: int, memory: dict[str, Array]) -> tuple[StagePrice, ...]:
+def stages_of(ranks: RankTimes, at: int, memory: dict[str, Array]) -> tuple[StagePrice, ...]:
     """Returns each rank of one layout's pipeline.
 
     Args:
         ranks: of many layouts.
         at: which layout.
-        memory: `Ranks.memory` of them.
+        memory: `RankTimes.memory` of them.
     """
     bounds = ranks.cut_of(at).bounds
     return tuple(
@@ -71,10 +71,10 @@ def stages_of(ranks: Ranks, at: int, memory: dict[str, Array]) -> tuple[StagePri
 
 
 def price_many(
-    job: Job,
-    degrees: Degrees,
+    job: PricedJob,
+    degrees: LayoutBatch,
     cluster: Cluster | Machine,
-    engine: Engine = MESHWRIGHT,
+    engine: FrameworkProfile = MESHWRIGHT,
     holds: Holds | None = None,
 ) -> Prices:
     """Returns what every layout takes; those with equally long pipelines are priced together.
@@ -89,21 +89,21 @@ def price_many(
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
     order = np.argsort(degrees.pp, kind="stable")
     degrees = degrees.take(order)
-    costs = Costs.of(job, degrees, machine, engine, timed=holds is None)
+    costs = LayerCosts.of(job, degrees, machine, engine, timed=holds is None)
     columns = _Columns(degrees.count)
     for where, ranks in _runs(costs):
         columns.put_memory(where, ranks.memory())
     may = np.ones(degrees.count, bool)
     if holds is not None:
         may = holds(degrees, columns.memory)
-        costs = Costs.of(job, degrees.take(may), machine, engine) if may.any() else costs
+        costs = LayerCosts.of(job, degrees.take(may), machine, engine) if may.any() else costs
     at = np.flatnonzero(may)
     for where, ranks in _runs(costs) if len(at) else ():
         columns.put(columns.parts, at[where], _parts(ranks))
     return columns.prices(np.argsort(order))
 
 
-def piped_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = MESHWRIGHT) -> Array:
+def piped_many(job: PricedJob, degrees: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT) -> Array:
     """Returns seconds of a step, (N,), without what the ranks do that share the state: a bound on all ways to share it.
 
     Args:
@@ -112,10 +112,12 @@ def piped_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = ME
         machine: what they run on.
         engine: how they are run.
     """
-    return _summed(job, degrees, machine, engine, Ranks.piped) + engine.runtime.host_step_s
+    return _summed(job, degrees, machine, engine, RankTimes.piped) + engine.runtime.host_step_s
 
 
-def seconds_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = MESHWRIGHT) -> Array:
+def seconds_many(
+    job: PricedJob, degrees: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT
+) -> Array:
     """Returns seconds of a step, (N,), as `price_many` does; memory isn't priced.
 
     Args:
@@ -128,28 +130,32 @@ def seconds_many(job: Job, degrees: Degrees, machine: Machine, engine: Engine = 
 
 
 def _summed(
-    job: Job, degrees: Degrees, machine: Machine, engine: Engine, parts: Callable[[Ranks], Mapping[str, Array]]
+    job: PricedJob,
+    degrees: LayoutBatch,
+    machine: Machine,
+    engine: FrameworkProfile,
+    parts: Callable[[RankTimes], Mapping[str, Array]],
 ) -> Array:
     """Sums some parts of each layout's step, (N,)."""
     order = np.argsort(degrees.pp, kind="stable")
     whole = np.empty(degrees.count)
-    for where, ranks in _runs(Costs.of(job, degrees.take(order), machine, engine)):
+    for where, ranks in _runs(LayerCosts.of(job, degrees.take(order), machine, engine)):
         whole[order[where]] = sum(parts(ranks).values())
     return whole
 
 
-def _runs(costs: Costs) -> Iterator[tuple[slice, Ranks]]:
+def _runs(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
     """Layouts with equally long pipelines, which stand together."""
     pp = costs.model.degrees.pp
     starts = [0, *(np.flatnonzero(np.diff(pp)) + 1), len(pp)]
     if len(starts) == 2:
-        yield slice(0, len(pp)), Ranks(costs)
+        yield slice(0, len(pp)), RankTimes(costs)
         return
     for start, stop in pairwise(starts):
-        yield slice(start, stop), Ranks(costs.take(slice(start, stop)))
+        yield slice(start, stop), RankTimes(costs.take(slice(start, stop)))
 
 
-def _parts(ranks: Ranks) -> dict[str, Array]:
+def _parts(ranks: RankTimes) -> dict[str, Array]:
     """Seconds by part of `PARTS`, (N,)."""
     step = np.full(ranks.count, ranks.engine.runtime.host_step_s)
     return ranks.piped() | ranks.ending() | {"step": step}

@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cluster.host import Host
+from meshwright.cluster.host import HostShare
 from meshwright.errors import PlanError
 from meshwright.planner.cost.ends import embedding, head
-from meshwright.planner.cost.engine import Engine
+from meshwright.planner.cost.engine import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Array, Degrees, Job
+from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.layers import LayerCost, Model, Pass
+from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
 from meshwright.planner.cost.offload import spent, wide_bytes, without
 from meshwright.planner.cost.prices import MEMORY
-from meshwright.planner.cost.stages import Cut, cut, kinds
+from meshwright.planner.cost.stages import StageCut, cut, kinds
 from meshwright.planner.cost.states import divided, state_bytes
 from meshwright.planner.cost.timing import held, makespan
-from meshwright.planner.cost.wires import Wires
+from meshwright.planner.cost.wires import CommunicationTimes
 from meshwright.schedules.spec import ScheduleSpec
 
 KEPT = ("matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep")
@@ -34,10 +34,10 @@ STATE = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
+class LayerCosts:
     """What each kind of layer and the ends of the model cost on N layouts, wherever these cut the model."""
 
-    model: Model
+    model: PricedModel
     """What the layouts have in common."""
     layers: tuple[LayerCost, ...]
     """Of each kind of layer."""
@@ -47,7 +47,9 @@ class Costs:
     """Of the last."""
 
     @classmethod
-    def of(cls, job: Job, degrees: Degrees, machine: Machine, engine: Engine, timed: bool = True) -> Costs:
+    def of(
+        cls, job: PricedJob, degrees: LayoutBatch, machine: Machine, engine: FrameworkProfile, timed: bool = True
+    ) -> LayerCosts:
         """Prices the layers and ends of a model.
 
         Args:
@@ -57,15 +59,15 @@ class Costs:
             engine: how they are run.
             timed: time and traffic too; else they stand at 0.
         """
-        model = Model(job, degrees, machine, engine)
+        model = PricedModel(job, degrees, machine, engine)
         read = model.layer if timed else model.sizes
         layers = tuple(read(job.shape.blocks[at]) for at in kinds(job.shape)[1])
         return cls(model=model, layers=layers, embedding=embedding(model, timed), head=head(model, timed))
 
-    def take(self, index: Any) -> Costs:
+    def take(self, index: Any) -> LayerCosts:
         """Returns those of the layouts at an index, slice or mask."""
         count = self.model.degrees.count
-        return Costs(
+        return LayerCosts(
             model=self.model.take(index),
             layers=tuple(_taken(cost, index, count) for cost in self.layers),
             embedding=_taken(self.embedding, index, count),
@@ -81,7 +83,7 @@ def _taken(cost: Any, index: Any, count: int) -> Any:
         if isinstance(value, dict):
             fields[name] = {key: _some(one, index, count) for key, one in value.items()}
         else:
-            fields[name] = _taken(value, index, count) if isinstance(value, Pass) else _some(value, index, count)
+            fields[name] = _taken(value, index, count) if isinstance(value, PassTime) else _some(value, index, count)
     return type(cost)(**fields)
 
 
@@ -94,14 +96,14 @@ def _some(value: Any, index: Any, count: int) -> Any:
     return value[index] if np.shape(value) == (count,) else value
 
 
-class Ranks:
+class RankTimes:
     """The ranks of N layouts that have P ranks along pp each; they may cut the model in different ways.
 
     Args:
         costs: of the layers on these layouts.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: LayerCosts) -> None:
         self.costs, self.model = costs, costs.model
         self.job, self.degrees, self.engine = self.model.job, self.model.degrees, self.model.engine
         self.count, self.ranks = self.degrees.count, int(self.degrees.pp[0])
@@ -115,9 +117,9 @@ class Ranks:
         self.first = np.array([one.first for one in self.cuts])[some]
         self.last = np.array([one.last for one in self.cuts])[some]
         self.held = held(self.degrees, self.ranks)
-        self.wires = Wires(self.model)
+        self.wires = CommunicationTimes(self.model)
 
-    def _cuts(self) -> tuple[list[Cut], Array]:
+    def _cuts(self) -> tuple[list[StageCut], Array]:
         """The different cuts, and the index of each layout's."""
         d, specs = self.degrees, self.degrees.schedules
         # Schedules that put their stages on the same ranks cut the model alike.
@@ -137,7 +139,7 @@ class Ranks:
             for stages, spec, split in made
         ], which
 
-    def cut_of(self, at: int) -> Cut:
+    def cut_of(self, at: int) -> StageCut:
         """Returns how one layout cuts the model."""
         return self.cuts[int(self._which[at])]
 
@@ -288,7 +290,7 @@ class Ranks:
         found = {name: np.take_along_axis(seconds, last, 1)[:, 0] for name, seconds in parts.items()}
         return {"gather": self.wires.gather_s(self)} | found
 
-    def _host(self) -> Host:
+    def _host(self) -> HostShare:
         host = self.model.machine.host
         if host is None:
             raise PlanError("nothing can be offloaded: no host memory, its bandwidth or the link to it is known")

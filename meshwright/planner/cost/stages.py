@@ -133,7 +133,7 @@ def _cuts(costs: tuple[int, ...]) -> Cuts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class StageCut:
     """The layers of a pipeline's ranks, of which each may run several stages."""
 
     bounds: tuple[tuple[int, int], ...]
@@ -153,7 +153,7 @@ def cut(
     owners: tuple[int, ...],
     rule: str,
     split: Sequence[float] | None,
-) -> Cut:
+) -> StageCut:
     """Returns which layers stand on which rank.
 
     Args:
@@ -178,17 +178,17 @@ def cut(
 @lru_cache(maxsize=1024)
 def _balanced_cut(
     costs: tuple[int, ...], tail: int, numbers: tuple[int, ...], many: int, ranks: int, owners: tuple[int, ...]
-) -> Cut:
+) -> StageCut:
     """As `cut`; a search asks for the same cuts of a model again and again."""
     return _counted(_balanced(costs, tail, len(owners)), numbers, many, ranks, owners)
 
 
 def _counted(
     bounds: tuple[tuple[int, int], ...], numbers: tuple[int, ...], many: int, ranks: int, owners: tuple[int, ...]
-) -> Cut:
+) -> StageCut:
     """The layers of each of ``many`` kinds on each rank, which nobody may change."""
     sizes = [stop - start for start, stop in bounds]
     cells = np.repeat(np.array(owners), sizes) + np.array(numbers[: sum(sizes)]) * ranks
     counts = np.bincount(cells, minlength=many * ranks).astype(float).reshape(many, ranks)
     counts.flags.writeable = False
-    return Cut(bounds=bounds, counts=counts, first=owners[0], last=owners[-1])
+    return StageCut(bounds=bounds, counts=counts, first=owners[0], last=owners[-1])

@@ -6,12 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.planner.cost.engine import States
-from meshwright.planner.cost.job import Array, Degrees
+from meshwright.planner.cost.engine import StateBytesPerParameter
+from meshwright.planner.cost.job import Array, LayoutBatch
 
 
 def state_bytes(
-    states: States, degrees: Degrees, own: Array, experts: Array, part: Array, units: Array, wide: float
+    states: StateBytesPerParameter,
+    degrees: LayoutBatch,
+    own: Array,
+    experts: Array,
+    part: Array,
+    units: Array,
+    wide: float,
 ) -> dict[str, Array]:
     """Returns bytes by part, (N, P), and under ``update`` what the update adds while no activations are held.
 
@@ -45,7 +51,7 @@ def state_bytes(
     }
 
 
-def divided(states: States, degrees: Degrees, own: Any, experts: Any, count: int) -> Any:
+def divided(states: StateBytesPerParameter, degrees: LayoutBatch, own: Any, experts: Any, count: int) -> Any:
     """Returns what the data axes leave a rank of its parameters, whose update it computes, (N, P).
 
     Args:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshwright.planner.cost.job import Array, Degrees
+from meshwright.planner.cost.job import Array, LayoutBatch
 from meshwright.schedules.closed_form import PassSums, held_microbatches, step_seconds
 from meshwright.schedules.spec import ScheduleSpec
 
 
-def makespan(degrees: Degrees, forward: Array, backward: Array, weight: Array) -> Array:
+def makespan(degrees: LayoutBatch, forward: Array, backward: Array, weight: Array) -> Array:
     """Returns seconds from the first start to the last end, (N,).
 
     Args:
@@ -32,7 +32,7 @@ def makespan(degrees: Degrees, forward: Array, backward: Array, weight: Array) -
     return found
 
 
-def held(degrees: Degrees, ranks: int) -> Array:
+def held(degrees: LayoutBatch, ranks: int) -> Array:
     """Returns micro-batches of a whole rank's layers that each rank holds at most, (N, P).
 
     Args:

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster import traffic
-from meshwright.planner.cost.groups import Span
+from meshwright.planner.cost.groups import GroupSpan
 from meshwright.planner.cost.job import Array
-from meshwright.planner.cost.layers import Model
+from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.offload import added
 
 
-class Wires:
+class CommunicationTimes:
     """Collectives of the data axes and sends of the pipeline, for N layouts.
 
     Args:
         model: the layouts on their machine.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PricedModel) -> None:
         self._model = model
         # The engine's are of a parameter in 2 bytes; what computes in 4 is gathered so.
         self._gather_bytes = model.engine.runtime.gather_bytes * model.element / 2.0
@@ -112,7 +112,7 @@ class Wires:
         d = self._model.degrees
         return np.asarray(1.0 + (np.minimum(d.microbatches, d.pp) - 1.0) * (d.stages - 1.0) / d.stages)
 
-    def _columns(self, kind: Any, size: Array, span: Span, pieces: Any = None) -> Array:
+    def _columns(self, kind: Any, size: Array, span: GroupSpan, pieces: Any = None) -> Array:
         """Returns seconds of a collective for each rank of the pipeline, (N, P), in equal ``pieces`` one by one."""
         if not size.any():
             return np.zeros_like(size)
