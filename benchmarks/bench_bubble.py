@@ -35,8 +35,8 @@ from meshwright.plan import Layout, Plan, Prediction
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
-from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.feed import MicroBatch
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.session import build_program
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS = 8, 384, 6, 64, 128

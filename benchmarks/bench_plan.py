@@ -32,13 +32,13 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
-from meshwright.planner.cost.job import PricedJob
-from meshwright.planner.ledger import learn
-from meshwright.planner.measured import Measure, informed, priced, recosted
+from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.measured_price import Measure, informed, priced, recosted
 from meshwright.planner.predict import prediction
+from meshwright.planner.run_history import learn
 from meshwright.proof.layouts import all_layouts
 from meshwright.runtime.build import check
-from meshwright.train.facts import analyse_model, check_shapes
+from meshwright.train.model_analysis import analyse_model, check_shapes
 
 MODELS = {
     "llama": ModelConfig(name="llama", layers=8, width=384, heads=6, ffn=1024, vocab=8000, context=128),

@@ -46,10 +46,10 @@ from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.verify import made_up_batches
 from meshwright.resilience.disk import DiskWriter
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import analyse_model
 from meshwright.train.faults import FOLDER
 from meshwright.train.feed import MicroBatch
 from meshwright.train.memory import Control, Memory, RankMemory
+from meshwright.train.model_analysis import analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program

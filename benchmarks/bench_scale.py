@@ -28,12 +28,12 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
-from meshwright.planner.cost.job import PricedJob
+from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.memory import ModelParts, position_memory, rest_bytes
 from meshwright.runtime import build as builder
 from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
-from meshwright.train.facts import ModelAnalysis, analyse_model
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.units import format_bytes, format_count
 
 CASES = {

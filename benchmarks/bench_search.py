@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from meshwright.cli.arguments import read_config
 from meshwright.cli.plan import PlanConfig, question_of
-from meshwright.cli.words import read_config
 from meshwright.planner.choose import Question, choose, searched
 from meshwright.planner.scaling import replan
 from meshwright.planner.unequal import choose_unequal

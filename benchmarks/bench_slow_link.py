@@ -37,10 +37,10 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
-from meshwright.planner.cost.job import PricedJob
-from meshwright.planner.measured import informed, priced, recosted
+from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.measured_price import informed, priced, recosted
 from meshwright.planner.predict import prediction
-from meshwright.train.facts import analyse_model, check_shapes
+from meshwright.train.model_analysis import analyse_model, check_shapes
 
 MODELS = {
     "gpt2": ModelConfig(name="gpt2", layers=6, width=256, heads=4, vocab=2048, context=128),

@@ -19,7 +19,7 @@ from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.choose import Candidate, Question, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.job import PricedJob
+from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.units import format_count
 
 FAMILY = (

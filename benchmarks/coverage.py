@@ -270,7 +270,7 @@ def runs_alone(built: Any) -> str:
 def remember_tables(built: Any, tell: Any) -> None:
     """Reads each table once, and tells what share of the layers' parameters it splits and what stays whole."""
     from meshwright.models import table as tables
-    from meshwright.train import facts
+    from meshwright.train import model_analysis
 
     held: dict[int, Any] = {}
 
@@ -281,7 +281,7 @@ def remember_tables(built: Any, tell: Any) -> None:
             tell(**split_facts(built, held[degree]), table_s=round(time.monotonic() - began, 1))
         return held[degree]
 
-    facts.sharding_table = remembered
+    model_analysis.sharding_table = remembered
 
 
 def split_facts(built: Any, table: Any) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.published.predict import figures, with_engines
 from benchmarks.published.rows import Case
-from meshwright.planner.cost import engines, kernels
-from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost import framework_profiles, kernels
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 
 Bounds = tuple[float, float]
 Found = tuple[np.ndarray, np.ndarray]
@@ -60,7 +60,7 @@ class Knobs:
 
 def known_engines() -> dict[str, FrameworkProfile]:
     """Returns the engines by name."""
-    return {item.name: item for item in vars(engines).values() if isinstance(item, FrameworkProfile)}
+    return {item.name: item for item in vars(framework_profiles).values() if isinstance(item, FrameworkProfile)}
 
 
 def _place(name: str) -> tuple[str, list[str]]:
@@ -94,9 +94,13 @@ def _write(name: str, value: float) -> None:
         changed = tuple(pair)
     if len(path) > 1:
         changed = dataclasses.replace(holder, **{key[0]: changed})
-    for variable, item in list(vars(engines).items()):
+    for variable, item in list(vars(framework_profiles).items()):
         if isinstance(item, FrameworkProfile) and _has(item, owner, path, holder):
-            setattr(engines, variable, dataclasses.replace(item, **{path[0] if len(path) > 1 else key[0]: changed}))
+            setattr(
+                framework_profiles,
+                variable,
+                dataclasses.replace(item, **{path[0] if len(path) > 1 else key[0]: changed}),
+            )
 
 
 def _has(item: FrameworkProfile, owner: str, path: Sequence[str], holder: object) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.published.models import Row, Unpriced
-from meshwright.planner.cost import engines
-from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost import framework_profiles
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 
 
 def engine_of(row: Row) -> FrameworkProfile:
@@ -16,38 +16,38 @@ def engine_of(row: Row) -> FrameworkProfile:
     name, notes = row.get("framework", ""), row.get("notes", "").lower()
     if name == "nanotron":
         if "AllForwardAllBackward" in row.get("pp_engine", ""):
-            return engines.NANOTRON_AFAB
-        return engines.NANOTRON if row.get("after_pp_fix") != "False" else engines.NANOTRON_BEFORE
+            return framework_profiles.NANOTRON_AFAB
+        return framework_profiles.NANOTRON if row.get("after_pp_fix") != "False" else framework_profiles.NANOTRON_BEFORE
     if "Sailor" in name:
-        return engines.SAILOR
+        return framework_profiles.SAILOR
     if "DeepSpeed" in name:
-        return engines.DEEPSPEED_BIGSCIENCE if "BigScience" in name else engines.DEEPSPEED
+        return framework_profiles.DEEPSPEED_BIGSCIENCE if "BigScience" in name else framework_profiles.DEEPSPEED
     if "FSDP" in name:
         hopper = "h100" in row.get("gpu_type", "").lower()  # its attention was written for the generation before
-        return engines.COMPOSER_HOPPER if hopper else engines.COMPOSER
+        return framework_profiles.COMPOSER_HOPPER if hopper else framework_profiles.COMPOSER
     if "torchtitan" in name:
         return _titan(row, notes)
     if "NeMo" in name:
         overlap = "tp_comm_overlap=true" in notes
-        return engines.NEMO_OVERLAP if overlap else engines.NEMO
+        return framework_profiles.NEMO_OVERLAP if overlap else framework_profiles.NEMO
     if "Bridge" in name:
-        return engines.BRIDGE_GRAPHS if row.get("date", "") >= "26.06" else engines.BRIDGE
+        return framework_profiles.BRIDGE_GRAPHS if row.get("date", "") >= "26.06" else framework_profiles.BRIDGE
     if "TE" in name:
-        return engines.MEGATRON_PLAIN
+        return framework_profiles.MEGATRON_PLAIN
     if "Megatron" in name:
-        return engines.MEGATRON_2020 if row.get("date", "") < "2022" else engines.MEGATRON_2022
+        return framework_profiles.MEGATRON_2020 if row.get("date", "") < "2022" else framework_profiles.MEGATRON_2022
     if "meshwright" in name:
-        return engines.MESHWRIGHT
+        return framework_profiles.MESHWRIGHT
     raise Unpriced(f"no engine for the framework {name}")
 
 
 def _titan(row: Row, notes: str) -> FrameworkProfile:
     compiled = "compile" in notes or row.get("date", "") >= "2025"
     if not compiled:
-        return engines.TITAN_EAGER
+        return framework_profiles.TITAN_EAGER
     asynchronous, rowwise = "async tp" in notes, "rowwise" in row.get("precision", "")
     if rowwise:
-        return engines.TITAN_ASYNC_ROWWISE if asynchronous else engines.TITAN_ROWWISE
+        return framework_profiles.TITAN_ASYNC_ROWWISE if asynchronous else framework_profiles.TITAN_ROWWISE
     if asynchronous:
-        return engines.TITAN_ASYNC
-    return engines.TITAN_2025 if row.get("date", "") >= "2025" else engines.TITAN
+        return framework_profiles.TITAN_ASYNC
+    return framework_profiles.TITAN_2025 if row.get("date", "") >= "2025" else framework_profiles.TITAN

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.published.rows import UNREADABLE, Case
 from benchmarks.published.unequal import unequal_costs
-from meshwright.planner.cost.engine import FrameworkProfile
-from meshwright.planner.cost.job import LayoutBatch
+from meshwright.planner.cost.framework_profile import FrameworkProfile
+from meshwright.planner.cost.layout_batch import LayoutBatch
 from meshwright.planner.cost.price import Holds, price_many, seconds_many
 
 

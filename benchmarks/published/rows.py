@@ -15,10 +15,10 @@ from benchmarks.published.models import Row, Unpriced, counted, number, shape_of
 from benchmarks.published.sites import machine_of, scales_of
 from benchmarks.published.unequal import unequal_kinds
 from meshwright.errors import ClusterError, MeshwrightError
-from meshwright.planner.cost.engine import GIB, FrameworkProfile
+from meshwright.planner.cost.framework_profile import GIB, FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import RECOMPUTES, PricedJob, schedule_names
-from meshwright.planner.kinds import Kind
+from meshwright.planner.cost.layout_batch import RECOMPUTES, PricedJob, schedule_names
+from meshwright.planner.device_kinds import Kind
 
 MOST_STAGES = 1024
 """Most stages of a pipeline that is priced."""

@@ -11,12 +11,12 @@ import numpy as np
 from benchmarks.published.models import Unpriced
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.cluster.node import standard_node
-from meshwright.planner.cost.engine import FrameworkProfile
-from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.framework_profile import FrameworkProfile
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.planner.cost.timing import makespan
-from meshwright.planner.kinds import Kind, kinds_of, places_of
+from meshwright.planner.device_kinds import Kind, kinds_of, places_of
 
 BETWEEN = re.compile(r"\s*(?:[+;&|,/]|\band\b)\s*")
 """What stands between the names of kinds."""

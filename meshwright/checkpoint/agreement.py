@@ -13,7 +13,7 @@ from meshwright.axes.comm.values import all_gather_bytes
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.folder import RefusedCheckpoint
 from meshwright.checkpoint.mirror import FetchedCheckpoint
-from meshwright.checkpoint.parts import TensorShard
+from meshwright.checkpoint.tensor_shards import TensorShard
 from meshwright.errors import CheckpointError
 from meshwright.records import RecordCodec, RecordError
 

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.parts import TensorShard, parts_of, within
+from meshwright.checkpoint.tensor_shards import TensorShard, parts_of, within
 from meshwright.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.files import SummedWriter
-from meshwright.checkpoint.parts import TensorShard, digest, keepers, parts_of, within
 from meshwright.checkpoint.snapshot import Snapshot, State, encode, padded, whole_states
+from meshwright.checkpoint.tensor_shards import TensorShard, digest, keepers, parts_of, within
 from meshwright.errors import CheckpointError
 
 _SUFFIX = ".image"

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.copier import Copier
-from meshwright.checkpoint.parts import TensorShard, check_covered, digest, fill, itemsize
+from meshwright.checkpoint.tensor_shards import TensorShard, check_covered, digest, fill, itemsize
 from meshwright.errors import CheckpointError
 from meshwright.records import parse_json
 

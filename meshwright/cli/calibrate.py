@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.calibrated import told
+from meshwright.cli.arguments import answer, read_config, say, take_flag
+from meshwright.cli.calibrate_output import told
 from meshwright.cli.nodes import NodeWords, take_nodes
-from meshwright.cli.words import answer, read_config, say, take_flag
 from meshwright.cluster.calibration import Calibration
 from meshwright.config import Config
 from meshwright.errors import ClusterError, ConfigError

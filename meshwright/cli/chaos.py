@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.words import answer, say, take_flag, take_value
+from meshwright.cli.arguments import answer, say, take_flag, take_value
 from meshwright.errors import ConfigError
 from meshwright.events import Event
 from meshwright.monitor.display import event_line

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshwright.cli.words import answer, read_positional, say, take_flag
+from meshwright.cli.arguments import answer, read_positional, say, take_flag
 from meshwright.config import Config
 from meshwright.launch.preload import prepare_environment
 
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     import torch
 
     from meshwright.cli.run_contents import read_text
-    from meshwright.cli.trained import newest_weights, run_model
+    from meshwright.cli.trained_model import newest_weights, run_model
     from meshwright.models.export import export_hf
 
     run_dir = Path(source)

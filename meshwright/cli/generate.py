@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.cli.words import answer, read_positional, take_flag
+from meshwright.cli.arguments import answer, read_positional, take_flag
 from meshwright.config import Config
 from meshwright.launch.preload import prepare_environment
 
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     as_json, trust = take_flag(words, "--json"), take_flag(words, "--trust")
     target, config = read_positional(GenerateConfig, words, "generate", "RUN|DIR")
     prepare_environment()
-    from meshwright.cli.trained import open_trained
+    from meshwright.cli.trained_model import open_trained
 
     text = open_trained(Path(target), trust).complete(
         config.prompt,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.words import say
+from meshwright.cli.arguments import say
 from meshwright.config import read_toml
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.launch.devices import Devices
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from meshwright.models.build import BuiltModel
     from meshwright.models.config import ModelConfig
     from meshwright.plan import Layout
-    from meshwright.planner.measured import Measure
+    from meshwright.planner.measured_price import Measure
     from meshwright.shape import ModelWork
-    from meshwright.train.facts import ModelAnalysis
+    from meshwright.train.model_analysis import ModelAnalysis
 
 CACHE = Path("prepared")
 """Where prepared text is kept unless ``data.cache`` says otherwise."""
@@ -220,7 +220,7 @@ def ledger_here(machines: Machines) -> tuple[Path, str]:
     """
     from meshwright.cluster.calibration import machine_key
     from meshwright.launch.machine import calibration_folder, machine_facts
-    from meshwright.planner.ledger import NAME
+    from meshwright.planner.run_history import NAME
 
     name = machine_key(machine_facts(machines.devices, machines.ranks, machines.nodes))
     calibrated = calibration_folder() / f"{name}.json"

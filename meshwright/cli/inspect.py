@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from meshwright.cli.arguments import answer, read_config, say, take_flag
 from meshwright.cli.inputs import model_parts
-from meshwright.cli.inspected import told
-from meshwright.cli.words import answer, read_config, say, take_flag
+from meshwright.cli.inspect_output import told
 from meshwright.config import Config
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.config import ModelConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.axes.table import LayerRows, ShardingTable
     from meshwright.models.build import BuiltModel
     from meshwright.planner.memory import Position
-    from meshwright.train.facts import ModelAnalysis
+    from meshwright.train.model_analysis import ModelAnalysis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
     from meshwright.models.build import build_meta
     from meshwright.models.experts import find_experts
     from meshwright.models.measure import measure_shape
-    from meshwright.train.facts import ModelAnalysis
+    from meshwright.train.model_analysis import ModelAnalysis
 
     layouts = [Layout.parse(text) for text in config.layout]
     built = build_meta(config.model)
@@ -157,7 +157,7 @@ def _priced(built: BuiltModel, layout: Layout, known: ModelAnalysis) -> dict[str
     from meshwright.axes import ep
     from meshwright.planner.memory import paper_memory, position_memory
     from meshwright.runtime.build import check
-    from meshwright.train.facts import analyse_model
+    from meshwright.train.model_analysis import analyse_model
 
     check(layout, "cuda", len(built.anatomy.layers))
     facts = analyse_model(built, layout, known)

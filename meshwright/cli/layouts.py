@@ -7,23 +7,23 @@ import math
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from meshwright.cli.arguments import say
 from meshwright.cli.inputs import Machines, ReadModel, cluster_here, ledger_here, measure_of, model_parts
-from meshwright.cli.words import say
+from meshwright.cluster.cluster_text import with_network
 from meshwright.cluster.node import standard_node
-from meshwright.cluster.words import with_network
 from meshwright.errors import ClusterError, PlanError
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.plan import Layout, Plan
-from meshwright.planner import predict, rule
-from meshwright.planner.allowed import host_shortage
+from meshwright.planner import predict, state_rule
 from meshwright.planner.choose import Question, candidate, choose
-from meshwright.planner.ledger import learn
-from meshwright.planner.measured import informed, recosted
+from meshwright.planner.device_limits import host_shortage
+from meshwright.planner.measured_price import informed, recosted
+from meshwright.planner.run_history import learn
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.train.facts import ModelAnalysis
+    from meshwright.train.model_analysis import ModelAnalysis
 
 
 def make_plans(
@@ -53,13 +53,13 @@ def make_plans(
         if short:
             raise
         # A device without figures, or a model without layers: its state is priced all the same.
-        return [(rule.named_plan(layout, machines.ranks, parts), facts)]
+        return [(state_rule.named_plan(layout, machines.ranks, parts), facts)]
 
 
 def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
     """Reads what a layout needs of the model, refusing one that can't run."""
     from meshwright.runtime.build import check
-    from meshwright.train.facts import analyse_model, check_shapes
+    from meshwright.train.model_analysis import analyse_model, check_shapes
 
     check(layout, devices.kind, len(model.built.anatomy.layers))
     facts = analyse_model(model.built, layout, tokens=config.data.sequence)
@@ -94,7 +94,7 @@ def plan_for_less(config: RunConfig, model: ReadModel, machines: Machines, whole
         except PlanError as error:
             why = error
         else:
-            plan = rule.named_plan(layout, ranks, model_parts(model.built, facts))
+            plan = state_rule.named_plan(layout, ranks, model_parts(model.built, facts))
             return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {whole}"), facts
     raise why
 
@@ -198,7 +198,7 @@ def _automatic(
         choice = recosted(question, choose(question), measure)
     except (ClusterError, PlanError) as error:
         memory = device_memory_bytes(devices, ranks)
-        plan = rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
+        plan = state_rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
         say(f"plan: by state alone, since time can't be priced here: {error}")
         return [(plan, facts_of(config, model, plan.layout, devices))]
     found: list[tuple[Plan, ModelAnalysis]] = []
@@ -219,7 +219,7 @@ def _automatic(
 
 def _question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
     from meshwright.models.measure import measure_shape
-    from meshwright.planner.cost.job import PricedJob
+    from meshwright.planner.cost.layout_batch import PricedJob
 
     job = PricedJob(
         shape=measure_shape(model.built),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.cli.words import take_value
+from meshwright.cli.arguments import take_value
 from meshwright.errors import ConfigError
 from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices, found_devices

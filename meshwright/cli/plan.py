@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.axes.axis import known_axes
-from meshwright.cli.words import answer, read_config, say, take_flag
+from meshwright.cli.arguments import answer, read_config, say, take_flag
 from meshwright.config import Config
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.config import ModelConfig
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
     from meshwright.models.build import BuiltModel
     from meshwright.planner.choose import Candidate, Choice, Question
-    from meshwright.planner.measured import Measure
+    from meshwright.planner.measured_price import Measure
     from meshwright.planner.scaling import Point
     from meshwright.shape import ModelShape
 
@@ -98,9 +98,9 @@ def run(argv: Sequence[str]) -> int:
     question = _left(question_of(config, built), config.lost)
     if ".." in config.devices or "," in config.devices:
         return _curve(config, question, as_json)
-    from meshwright.cli.planned import show_plan, to_json
+    from meshwright.cli.plan_output import show_plan, to_json
     from meshwright.planner.choose import choose
-    from meshwright.planner.measured import recosted
+    from meshwright.planner.measured_price import recosted
     from meshwright.planner.unequal import choose_unequal
 
     search = choose if question.cluster.uniform else choose_unequal
@@ -137,7 +137,7 @@ def _measured(built: BuiltModel | None, question: Question, config: PlanConfig) 
     if built is None:
         return question, None
     from meshwright.cli.inputs import measure_of
-    from meshwright.planner.measured import informed
+    from meshwright.planner.measured_price import informed
 
     measure = measure_of(built, config.sequence, question.job.precision)
     return informed(question, measure), measure
@@ -154,7 +154,7 @@ def question_of(config: PlanConfig, built: BuiltModel | None) -> Question:
         ConfigError, ClusterError, PlanError: for what can't be.
     """
     from meshwright.planner.choose import Question
-    from meshwright.planner.cost.job import PricedJob
+    from meshwright.planner.cost.layout_batch import PricedJob
 
     cluster = cluster_of(config)
     if config.devices.isdigit():
@@ -269,7 +269,7 @@ def _compared(
     """For each layout that the user named, why it isn't the plan; and the answer, which one of them may change."""
     from meshwright.planner.choose import joined
     from meshwright.planner.explain import why
-    from meshwright.planner.measured import priced
+    from meshwright.planner.measured_price import priced
     from meshwright.planner.unequal import why_unequal
 
     layouts = [_named(text, question) for text in config.layout]
@@ -298,7 +298,7 @@ def _named(text: str, question: Question) -> Layout:
 
 
 def _curve(config: PlanConfig, question: Question, as_json: bool) -> int:
-    from meshwright.cli.planned import curve_json, show_curve
+    from meshwright.cli.plan_output import curve_json, show_curve
     from meshwright.planner.scaling import curve, sizes
 
     points: list[Point] = curve(question, sizes(config.devices, question.cluster.devices))

@@ -14,9 +14,9 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question
-from meshwright.planner.ledger import record
-from meshwright.planner.measured import informed, priced
+from meshwright.planner.measured_price import informed, priced
 from meshwright.planner.predict import prediction
+from meshwright.planner.run_history import record
 from meshwright.units import format_seconds
 
 MODEL = ModelConfig(name="llama", layers=4, width=384, heads=6, ffn=1024, vocab=8000, context=128)
@@ -85,7 +85,7 @@ class _Runner:
     def __init__(self, devices: Devices, ranks: int, precision: str) -> None:
         from meshwright.models.build import build_meta
         from meshwright.models.measure import measure_shape
-        from meshwright.planner.cost.job import PricedJob
+        from meshwright.planner.cost.layout_batch import PricedJob
 
         self._tokens, self._rows = int(MODEL.context or 0), ROWS_EACH * max(ranks, 2)
         machines = Machines(devices=devices, ranks=ranks)
@@ -103,7 +103,7 @@ class _Runner:
             MeshwrightError: where the model can't run under it.
         """
         from meshwright.measure.practice import practise_paced
-        from meshwright.train.facts import analyse_model, check_shapes
+        from meshwright.train.model_analysis import analyse_model, check_shapes
 
         facts = analyse_model(self._built, layout, tokens=self._tokens)
         check_shapes(facts, layout, self._rows, self._tokens)

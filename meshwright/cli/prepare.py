@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.cli.arguments import answer, read_config, take_flag, take_value
 from meshwright.cli.inputs import prepared
-from meshwright.cli.words import answer, read_config, take_flag, take_value
 from meshwright.data.config import DataConfig
 
 

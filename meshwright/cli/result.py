@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.cli.words import say
+from meshwright.cli.arguments import say
 from meshwright.units import format_bytes, format_seconds
 
 

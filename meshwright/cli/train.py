@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli import proven, trials
+from meshwright.cli import train_proof, trials
+from meshwright.cli.arguments import answer, read_config, say, take_flag, take_value
 from meshwright.cli.hosts import run_on_hosts, show_commands
 from meshwright.cli.inputs import (
     CONFIG,
@@ -25,21 +26,20 @@ from meshwright.cli.inputs import (
     text_config,
 )
 from meshwright.cli.layouts import check_fallbacks, facts_of, leaner, make_plans, plan_for_less
-from meshwright.cli.mirrored import fetch
+from meshwright.cli.mirrored_run import fetch
 from meshwright.cli.nodes import Nodes, NodeWords, take_nodes
 from meshwright.cli.resumption import differences
 from meshwright.cli.run_contents import write_contents
-from meshwright.cli.words import answer, read_config, say, take_flag, take_value
 from meshwright.errors import ConfigError, RankError
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.preload import prepare_environment
 from meshwright.plan import Layout, Plan
-from meshwright.planner.ledger import record
+from meshwright.planner.run_history import record
 from meshwright.resilience.keeper import await_keeper
-from meshwright.resilience.owner import FOLDER as OWNER
-from meshwright.resilience.owner import RunLock
+from meshwright.resilience.run_lock import FOLDER as OWNER
+from meshwright.resilience.run_lock import RunLock
 from meshwright.train.hooks import Hook
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count
@@ -47,7 +47,7 @@ from meshwright.units import format_bytes, format_count
 if TYPE_CHECKING:
     from meshwright.data.tokens import TokenSet
     from meshwright.launch.torchrun import TorchrunLauncher
-    from meshwright.train.facts import ModelAnalysis
+    from meshwright.train.model_analysis import ModelAnalysis
     from meshwright.train.session import TrainJob
 
 PREEMPTED = 143
@@ -123,7 +123,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = (), nodes: NodeWords | None
 def _train(
     config: RunConfig, launcher: ForkLauncher | TorchrunLauncher | Nodes, hooks: tuple[Hook, ...]
 ) -> dict[str, Any]:
-    from meshwright.cli.trained import check_prompt
+    from meshwright.cli.trained_model import check_prompt
     from meshwright.launch.torchrun import TorchrunLauncher
     from meshwright.models.measure import measure_shape
     from meshwright.models.probe import check_documents
@@ -170,7 +170,7 @@ def _train(
         trials.written(run_dir, rows)
     _begin(job, first, isinstance(launcher, Nodes), token_set)
     if first and config.train.prove:
-        proven.before(job, token_set, forks=context is None, nodes=isinstance(launcher, Nodes))
+        train_proof.before(job, token_set, forks=context is None, nodes=isinstance(launcher, Nodes))
     if isinstance(launcher, Nodes):
         result, first = _nodes_result(config, model, job, launcher, machines)
     else:
@@ -393,7 +393,7 @@ def _remember(plan: Plan, time_s: Mapping[str, float], machines: Machines) -> No
 
 
 def _sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str, str]:
-    from meshwright.cli.trained import open_run
+    from meshwright.cli.trained_model import open_run
 
     trained = open_run(run_dir, trust=True)  # its config is what this command was given
     prompt = config.train.sample or token_set.held_out_text(256).decode("utf-8", errors="ignore")[:64]

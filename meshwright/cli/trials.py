@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.words import say
+from meshwright.cli.arguments import say
 from meshwright.errors import LaunchError, MeshwrightError, PlanError, RankError
 from meshwright.launch.choice import choose_launcher
 from meshwright.plan import Plan
 from meshwright.units import format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.train.facts import ModelAnalysis
+    from meshwright.train.model_analysis import ModelAnalysis
     from meshwright.train.session import TrainJob
 
 STEPS = 10

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.cli import verify_job
-from meshwright.cli.words import answer, read_config, say, take_flag
+from meshwright.cli.arguments import answer, read_config, say, take_flag
 from meshwright.config import Config
 from meshwright.data.config import DataConfig
 from meshwright.errors import ConfigError
@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
     if words and not words[0].startswith("-"):
         return verify_job.run(words)
     if "--loop" in words:
-        from meshwright.cli.verified_loop import run_loop
+        from meshwright.cli.verify_loop import run_loop
 
         return run_loop(words)
     as_json = take_flag(words, "--json")

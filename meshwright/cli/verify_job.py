@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.cli.arguments import answer, read_config, say, take_flag, take_value
 from meshwright.cli.inputs import CONFIG, PLAN, prepared, refuse_code, run_config, text_config
-from meshwright.cli.words import answer, read_config, say, take_flag, take_value
 from meshwright.errors import ConfigError
 from meshwright.launch.preload import prepare_environment
 from meshwright.plan import Layout, Plan

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from meshwright.cluster import notation, words
+from meshwright.cluster import cluster_text, notation
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.device import Device
 from meshwright.cluster.fitted import fitted_node, measured_on
@@ -299,7 +299,7 @@ class Cluster:
         """
         if text.endswith((".toml", ".json")):
             return cls.from_dict(notation.read_file(Path(text)), Path(text).stem)
-        found = [row for part in text.split("+") for row in words.read_nodes(part)]
+        found = [row for part in text.split("+") for row in cluster_text.read_nodes(part)]
         return cls(groups=_grouped(found), name=text.strip())
 
     @classmethod
@@ -324,7 +324,7 @@ class Cluster:
             device: what they all have.
             link: network between them; the usual one when empty.
         """
-        found = [(words.with_network(standard_node(device, count), link), 1) for count in slots]
+        found = [(cluster_text.with_network(standard_node(device, count), link), 1) for count in slots]
         return cls(groups=_grouped(found), name=f"{len(slots)} hosts of {device}")
 
     @classmethod
@@ -334,7 +334,7 @@ class Cluster:
         Raises:
             ClusterError: when it can't be read or holds another kind of line.
         """
-        return cls.from_hosts(words.read_slots(path), device, link)
+        return cls.from_hosts(cluster_text.read_slots(path), device, link)
 
     @classmethod
     def detected(
@@ -363,7 +363,7 @@ class Cluster:
         """
         if kind != "cpu" and not name:
             raise ClusterError("a cluster of GPUs is detected by their driver's name for them; none was given")
-        node = words.with_network(standard_node("cpu" if kind == "cpu" else name, devices), link)
+        node = cluster_text.with_network(standard_node("cpu" if kind == "cpu" else name, devices), link)
         memory = memory_bytes or node.device.memory_bytes
         factor = cores / devices if kind == "cpu" else 1.0
         node = dataclasses.replace(

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cluster import catalogue
+from meshwright.cluster.cluster_text import known
 from meshwright.cluster.device import Device
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import Node, named_node, standard_node
-from meshwright.cluster.words import known
 from meshwright.errors import ClusterError, nearest
 from meshwright.records import parse_json
 

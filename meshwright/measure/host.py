@@ -94,7 +94,7 @@ def _run(devices: Devices, layers: int, text: str, rows: int) -> Parts:
     """Runs the model under a layout; returns each part of its fastest step, the mean over the ranks."""
     from meshwright.measure.practice import practise_parts
     from meshwright.models.build import build_meta
-    from meshwright.train.facts import analyse_model, check_shapes
+    from meshwright.train.model_analysis import analyse_model, check_shapes
 
     config, layout = dataclasses.replace(TINY, layers=layers), Layout.parse(text)
     facts = analyse_model(build_meta(config), layout)

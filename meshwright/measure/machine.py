@@ -15,7 +15,7 @@ from meshwright.axes.comm.values import broadcast_bytes
 from meshwright.cluster.calibration import Calibration
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
-from meshwright.measure import compute, wires
+from meshwright.measure import collectives, compute
 from meshwright.measure.clock import CHUNKS, DeviceTimer, agreed
 from meshwright.measure.compute import CPU, GPU, QUICK, GridSizes
 from meshwright.measure.pace import Pace
@@ -170,13 +170,13 @@ def _traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext, say: To
         return {}
     slow = dataclasses.replace(clock, window_s=2 * clock.window_s)
     rows, place = [], None
-    for row in wires.collectives(sizes.messages, context.local_world, slow):
+    for row in collectives.collectives(sizes.messages, context.local_world, slow):
         if place != row[1:4]:
             place = row[1:4]
             say(f"collectives over {row[1]} ranks, {row[3]} apart" + (f", on {row[2]} nodes" if row[2] > 1 else ""))
         rows.append(row)
     say("an all-reduce under matrix products")
-    hidden = wires.overlapped(min(HIDDEN_BYTES, sizes.messages[-1]), slow)
+    hidden = collectives.overlapped(min(HIDDEN_BYTES, sizes.messages[-1]), slow)
     say("an all-reduce between matrix products")
-    wait_s = wires.awaited(min(BETWEEN_BYTES, sizes.messages[-1]), slow)
+    wait_s = collectives.awaited(min(BETWEEN_BYTES, sizes.messages[-1]), slow)
     return {"collectives": rows, "overlap": hidden, "host": (("wait", wait_s),)}

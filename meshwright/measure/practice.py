@@ -17,8 +17,8 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import ModelAnalysis
 from meshwright.train.feed import MicroBatch
+from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program

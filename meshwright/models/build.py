@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest
-from meshwright.models.anatomy import ModelStructure, read_anatomy
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import (
     Box,
@@ -26,6 +25,7 @@ from meshwright.models.deferred import (
     recipe_of,
 )
 from meshwright.models.recorder import record
+from meshwright.models.structure import ModelStructure, read_anatomy
 from meshwright.models.weights import SafetensorsSource
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.axes.comm.checkpoints import repeated
 from meshwright.errors import ConfigError
-from meshwright.models.anatomy import ModelStructure
+from meshwright.models.structure import ModelStructure
 
 IGNORED = -100
 """Target that counts for nothing, as in `torch.nn.functional.cross_entropy`."""

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.anatomy import ModelStructure
 from meshwright.models.forward import model_forward
+from meshwright.models.structure import ModelStructure
 
 
 def generate_tokens(

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from meshwright.axes.comm.drawing import RandomOpsMode
-from meshwright.models.anatomy import ModelStructure
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
+from meshwright.models.structure import ModelStructure
 
 OFFSETS = 4
 """Tokens ahead up to which the targets of a term are looked for: heads that predict several tokens."""

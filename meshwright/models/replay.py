@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from meshwright.models.draws import BLOCK, draw, generator_at
+from meshwright.models.random_init import BLOCK, draw, generator_at
 from meshwright.models.recorder import Op, Recording, TensorRef
 
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}

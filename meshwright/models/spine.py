@@ -23,13 +23,13 @@ from meshwright.axes.comm.checkpoints import inlined
 from meshwright.axes.spine import LayerGraph, LayerOutput, Path
 from meshwright.axes.stage.cut import copied
 from meshwright.errors import MeshwrightError, PlanError
-from meshwright.models.anatomy import ModelStructure
 from meshwright.models.build import BuiltModel, build_meta, use_float64
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.objective import Objective
 from meshwright.models.sizes import layer_count
 from meshwright.models.stage_rehearsal import Tokens, output_of, rehearse
+from meshwright.models.structure import ModelStructure
 
 _VOCAB, _ROWS, _TOKENS = 64, 2, 10
 _SMALL = 1 << 23

@@ -13,9 +13,9 @@ from meshwright.axes.spine import LayerGraph, held_names
 from meshwright.axes.stage.cut import Stage, copied
 from meshwright.axes.wide import Float64Ops
 from meshwright.errors import PlanError
-from meshwright.models.anatomy import ModelStructure
 from meshwright.models.forward import model_output
 from meshwright.models.objective import Objective, nothing_dropped, trial_output
+from meshwright.models.structure import ModelStructure
 
 _STAGES = 16
 """Most stages of a rehearsal."""

@@ -16,15 +16,15 @@ from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes.table import LayerRows, ShardingGroup, ShardingTable
 from meshwright.axes.wide import Float64Ops
 from meshwright.errors import ConfigError
-from meshwright.models.anatomy import ModelStructure
 from meshwright.models.build import BuiltModel, build_meta, use_float64
 from meshwright.models.clone import narrowed, with_windows
 from meshwright.models.deferred import retie
 from meshwright.models.forward import model_output
 from meshwright.models.groups import find_groups
-from meshwright.models.growth import rescale_group
-from meshwright.models.numbers import find_numbers
 from meshwright.models.objective import Objective, nothing_dropped, trial_output
+from meshwright.models.rescale import rescale_group
+from meshwright.models.shape_attributes import find_numbers
+from meshwright.models.structure import ModelStructure
 from meshwright.models.trace import LayerTrace, trace
 from meshwright.models.trial import TOKENS, rehearse_layer, rehearse_model
 

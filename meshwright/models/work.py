@@ -19,7 +19,7 @@ from meshwright.axes.comm.drawing import RandomOpsMode
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel
-from meshwright.models.chance import may_draw
+from meshwright.models.draw_trial import may_draw
 from meshwright.models.forward import model_output
 from meshwright.models.operators import BlankGroup, faked, measure_work
 from meshwright.shape import ModelWork, ModuleWork

@@ -12,16 +12,16 @@ import numpy as np
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
-from meshwright.planner.allowed import check_host, job_for, with_host_memory
-from meshwright.planner.cost.engine import FrameworkProfile
-from meshwright.planner.cost.engines import MESHWRIGHT
+from meshwright.planner.activation_bytes import ActivationBytes, adjusted_one
+from meshwright.planner.cost.framework_profile import FrameworkProfile
+from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import LayoutBatch, PricedJob
-from meshwright.planner.cost.own import CORE_DRAW_BYTES
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price, Prices
-from meshwright.planner.kept import ActivationBytes, adjusted_one
-from meshwright.planner.ledger import RunHistory
+from meshwright.planner.device_limits import check_host, job_for, with_host_memory
+from meshwright.planner.run_history import RunHistory
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from meshwright.axes.axis import known_axes
 from meshwright.axes.groups import carved_groups, coordinates, gradient_axes, members, state_index
 from meshwright.plan import Layout
-from meshwright.planner.held import StageWeights, Tensors, elements, shard_elements
-from meshwright.planner.parts import ModelParts, Places
+from meshwright.planner.model_parts import ModelParts, Places
+from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_elements
 
 ACTIVE_STAGES = 3
 """Stages of a rank that stay gathered in a pipeline. Source: torch 2.13, pipelining, `_add_unshard_reshard`."""

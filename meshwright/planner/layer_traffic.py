@@ -10,9 +10,9 @@ from meshwright.axes.experts import ExpertRows
 from meshwright.axes.groups import coordinates
 from meshwright.axes.table import LayerRows, ParameterSplit, ShardingGroup
 from meshwright.plan import Layout
-from meshwright.planner.collectives import Bytes, Collectives, RankGroups, CollectiveGroup
-from meshwright.planner.cost.job import PricedJob
-from meshwright.planner.parts import ModelParts, stage_bounds
+from meshwright.planner.collectives import Bytes, CollectiveGroup, Collectives, RankGroups
+from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.model_parts import ModelParts, stage_bounds
 
 INDEX = 8
 """Bytes of an expert's number and of a count of tokens: int64."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.planner.choose import AFTER, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
-from meshwright.planner.measured import Measure, priced
+from meshwright.planner.measured_price import Measure, priced
 from meshwright.planner.memory import ModelParts, StateSizes
-from meshwright.planner.rule import named, predict
+from meshwright.planner.state_rule import named, predict
 from meshwright.planner.traffic import step_collectives
 
 

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.activation_bytes import ActivationBytes, adjusted, extra_bytes
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob, array_fields
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields
 from meshwright.planner.cost.offload import HOST_USABLE, least_seconds, wide_bytes
 from meshwright.planner.cost.price import piped_many, price_many
 from meshwright.planner.cost.prices import Prices
-from meshwright.planner.kept import ActivationBytes, adjusted, extra_bytes
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, splits, variants
 
 CHECKED = 4000

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.plan import OFFLOADS, Layout
-from meshwright.planner.cost.job import RECOMPUTES, Array, LayoutBatch, PricedJob, schedule_names
+from meshwright.planner.cost.layout_batch import RECOMPUTES, Array, LayoutBatch, PricedJob, schedule_names
 from meshwright.schedules.spec import known_schedules, searched_schedules
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from meshwright.plan import Layout
-from meshwright.planner.cost.ends import embedding, head
-from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost.communication import CommunicationTimes
+from meshwright.planner.cost.embedding_and_head import embedding, head
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import LayoutBatch, PricedJob
 from meshwright.planner.cost.layers import LayerCost, PricedModel
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.stages import divide
-from meshwright.planner.cost.wires import CommunicationTimes
 from meshwright.schedules.action import Schedule
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from meshwright.plan import Layout
 from meshwright.planner.collectives import CollectiveGroup, Collectives, StateTraffic
-from meshwright.planner.cost.job import PricedJob
+from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.layer_traffic import LayerTraffic
-from meshwright.planner.parts import ModelParts
+from meshwright.planner.model_parts import ModelParts
 
 
 def step_collectives(job: PricedJob, layout: Layout, model: ModelParts, rank: int = 0) -> Collectives:

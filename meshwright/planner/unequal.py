@@ -16,16 +16,16 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
-from meshwright.planner.allowed import check_host, job_for
 from meshwright.planner.choose import AFTER, Candidate, Choice, Question, choose
-from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import Price, StagePrice
 from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.planner.cost.timing import makespan
-from meshwright.planner.dealt import pipelines, shared
+from meshwright.planner.device_kinds import Kind, describe_kinds, kinds_of, places_of
+from meshwright.planner.device_limits import check_host, job_for
 from meshwright.planner.explain import against
-from meshwright.planner.kinds import Kind, describe_kinds, kinds_of, places_of
+from meshwright.planner.uneven_split import pipelines, shared
 from meshwright.units import format_seconds
 
 ROUNDED = 1e-9

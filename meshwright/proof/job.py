@@ -35,8 +35,8 @@ from meshwright.proof.compare import part_error, relative, scales
 from meshwright.proof.masks import Masks
 from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainRows, PlainSchedule, train_job
 from meshwright.runtime.build import check
-from meshwright.train.facts import analyse_model, check_shapes
 from meshwright.train.hooks import Request, StepInfo
+from meshwright.train.model_analysis import analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig
 from meshwright.train.session import TrainJob, run_rank
 

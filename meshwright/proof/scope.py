@@ -15,7 +15,7 @@ from meshwright.models.build import BuiltModel
 from meshwright.models.experts import find_experts
 from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
 from meshwright.plan import Layout
-from meshwright.train.facts import ModelAnalysis
+from meshwright.train.model_analysis import ModelAnalysis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

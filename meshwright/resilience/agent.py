@@ -26,13 +26,13 @@ from meshwright.plan import Plan
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.contact import STEADY_S, Contact
 from meshwright.resilience.descriptors import ensure, needed
+from meshwright.resilience.generation_ranks import GenerationRanks
 from meshwright.resilience.leader import Leader
-from meshwright.resilience.local import GenerationAborted, LocalNode
-from meshwright.resilience.means import LeaderContext, LeadershipLost, MinorityPartition
+from meshwright.resilience.leader_context import LeaderContext, LeadershipLost, MinorityPartition
+from meshwright.resilience.local_node import GenerationAborted, LocalNode
 from meshwright.resilience.messages import Busy, End, Fence, NodeReport, Ready, Reconfigure, Said, Start
-from meshwright.resilience.ranks import GenerationRanks
-from meshwright.resilience.wire import SILENCE_S, Hub, Message, PeerConnection
-from meshwright.train.facts import ModelAnalysis
+from meshwright.resilience.peers import SILENCE_S, Hub, Message, PeerConnection
+from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.session import TrainJob
 from meshwright.transport.key import RunKey
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.errors import LaunchError
-from meshwright.resilience.owner import FOLDER as OWNER
+from meshwright.resilience.run_lock import FOLDER as OWNER
 
 LOCK = "keeper"
 """The lock's file, in the folder of the run's owner."""

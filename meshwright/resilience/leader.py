@@ -11,16 +11,16 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError, error_of
 from meshwright.plan import Plan
-from meshwright.resilience.ahead import PlanPrefetcher
 from meshwright.resilience.claims import PRESENCE_S, Claim
 from meshwright.resilience.devices import Roster
-from meshwright.resilience.local import GenerationAborted
-from meshwright.resilience.means import LeaderContext, LeadershipLost, Member, MinorityPartition
+from meshwright.resilience.generation_ranks import HOPELESS, GenerationRanks, Patience, keep_on_disk
+from meshwright.resilience.leader_context import LeaderContext, LeadershipLost, Member, MinorityPartition
+from meshwright.resilience.local_node import GenerationAborted
 from meshwright.resilience.messages import Busy, Fence, Order, Ready, Reconfigure, Start
 from meshwright.resilience.orders import choose, compose, copies, held_after, shelves, shortage
-from meshwright.resilience.ranks import HOPELESS, GenerationRanks, Patience, keep_on_disk
+from meshwright.resilience.peers import Message, PeerConnection, until
+from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.rewinds import Rewinds
-from meshwright.resilience.wire import Message, PeerConnection, until
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING
 

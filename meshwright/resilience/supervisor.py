@@ -26,17 +26,17 @@ from meshwright.launch.signals import interrupts_to
 from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.plan import Plan
-from meshwright.resilience.ahead import PlanPrefetcher
 from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
+from meshwright.resilience.generation_ranks import HOPELESS, GenerationRanks, Patience, keep_on_disk
 from meshwright.resilience.keeper import Keeper
-from meshwright.resilience.ranks import HOPELESS, GenerationRanks, Patience, keep_on_disk
+from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.rewinds import Rewinds
-from meshwright.train.facts import ModelAnalysis
 from meshwright.train.faults import parse_faults
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING
+from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.session import TrainJob, run_rank
 
 

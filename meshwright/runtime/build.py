@@ -20,10 +20,10 @@ from meshwright.axes.spine import LayerGraph
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
-from meshwright.runtime import chance, pipeline, recompute, tensor
+from meshwright.runtime import dropout_rng, pipeline, recompute, tensor
 from meshwright.runtime.buffers import MovingBuffers
 from meshwright.runtime.clock import StepTimer
-from meshwright.runtime.load import ExpertMeter
+from meshwright.runtime.expert_load import ExpertMeter
 from meshwright.runtime.materialise import Fill, materialise
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.program import Compute, LossView, Program, StageModule
@@ -129,7 +129,7 @@ def _context(work: TransformContext) -> None:
 def _chance(work: TransformContext) -> None:
     source = work.source
     if source.random:
-        work.chance = chance.install(
+        work.chance = dropout_rng.install(
             work.parts, source.layers, source.table, source.experts, work.mesh, source.attention
         )
 

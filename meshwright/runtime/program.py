@@ -19,7 +19,7 @@ from meshwright.runtime.buffers import MovingBuffers
 from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.memory import StateMeter
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.passage import LayerProgressHooks
+from meshwright.runtime.progress_hooks import LayerProgressHooks
 from meshwright.runtime.weights import Weight, named_weights
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
-from meshwright.strategy.held import ShardedModel
 from meshwright.strategy.module_state import batch_norms
+from meshwright.strategy.sharded_model import ShardedModel
 
 
 class ForwardHooks:

@@ -21,14 +21,14 @@ from meshwright.runtime.materialise import Fill
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.program import Program, StageModule
 from meshwright.runtime.weights import Weight
-from meshwright.strategy.facts import shared_facts
+from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
-from meshwright.strategy.held import ShardedModel
 from meshwright.strategy.mesh import Dim, compute_device, given_once, layout_given, ranks_of
 from meshwright.strategy.module_state import named_before, send_weights, settle_module
-from meshwright.strategy.own import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.pipeline import Loss, PipelineEngine
+from meshwright.strategy.sharded_model import ShardedModel
+from meshwright.strategy.shared_analysis import shared_facts
 from meshwright.train.loss import IGNORED, cross_entropy_sums
 
 
@@ -218,11 +218,8 @@ class HybridParallelStrategy:
             check_equal(built, mesh.world)
         facts = shared_facts(built, layout, example, self._split_vocabulary)
         source = as_source(built, facts, fill, _no_compute)
-        program = (
-            _outline(source, layout, mesh)
-            if where.type == "meta"
-            else build(source, layout, mesh, where, StepTimer(kind))
-        )
+        on_meta, clock = where.type == "meta", StepTimer(kind)
+        program = _outline(source, layout, mesh) if on_meta else build(source, layout, mesh, where, clock)
         program.meter = None
         module = program.module.train(training)
         if layout.precision == "float64" or not layout.zero:

@@ -13,17 +13,17 @@ from torch.nn.functional import cross_entropy
 
 from meshwright.axes.comm.wire import TrafficLog
 from meshwright.errors import ConfigError, DataError, PlanError
-from meshwright.models.anatomy import ModelStructure, read_anatomy
+from meshwright.models.structure import ModelStructure, read_anatomy
 from meshwright.plan import Layout
 from meshwright.runtime.build import build, check
 from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.program import Compute, LossView, Program
-from meshwright.strategy.facts import shared_facts
-from meshwright.strategy.held import ShardedModel
+from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.mesh import compute_device, ranks_of
 from meshwright.strategy.module_state import named_before
-from meshwright.strategy.own import Model, as_source, check_equal, precise, read_model
+from meshwright.strategy.sharded_model import ShardedModel
+from meshwright.strategy.shared_analysis import shared_facts
 from meshwright.train.feed import MicroBatch
 from meshwright.train.step import fill_missing
 

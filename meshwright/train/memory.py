@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from meshwright.checkpoint.agreement import Agreement
-from meshwright.checkpoint.parts import digest, keepers, parts_of
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
+from meshwright.checkpoint.tensor_shards import digest, keepers, parts_of
 from meshwright.errors import CheckpointError
 from meshwright.runtime.program import Program
 from meshwright.train.flight import Flight

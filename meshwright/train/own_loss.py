@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.models.anatomy import ModelStructure
 from meshwright.models.forward import author_output
 from meshwright.models.objective import Objective
+from meshwright.models.structure import ModelStructure
 from meshwright.runtime.program import Compute, LossView
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import cross_entropy_sums

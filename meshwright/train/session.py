@@ -26,7 +26,7 @@ from meshwright.events import Event
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import BuiltModel, use_float64
-from meshwright.models.chance import may_draw
+from meshwright.models.draw_trial import may_draw
 from meshwright.models.forward import model_output
 from meshwright.models.objective import Objective
 from meshwright.models.objective_trial import ForwardTrial
@@ -40,12 +40,12 @@ from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.peak import measure_peak
 from meshwright.runtime.program import Compute, LossView, Program
-from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook
 from meshwright.train.loss import cross_entropy_sums
 from meshwright.train.memory import Memory, RankMemory
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
@@ -194,9 +194,7 @@ def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _train(
-    context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack
-) -> dict[str, Any]:
+def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> Any:
     config, layout = job.config, job.plan.layout
     device = torch.device(context.device)
     program = build_program(job.model, job.plan, device, job.facts, job.memory is None or job.memory.state is None)

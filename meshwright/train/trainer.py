@@ -25,10 +25,10 @@ from meshwright.train.hooks import Hook, Request, StepInfo
 from meshwright.train.integrity import Integrity
 from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
 from meshwright.train.shortage import peak_bytes
-from meshwright.train.standing import RankProgress
 from meshwright.train.state import load_state, save_state
 from meshwright.train.step import StepOutcome, Stepper, mean_terms
 

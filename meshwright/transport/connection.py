@@ -1,4 +1,4 @@
-"""An authenticated connection for threads that wait; a supervisor, which never waits, has `resilience.wire`."""
+"""An authenticated connection for threads that wait; a supervisor, which never waits, has `resilience.peers`."""
 
 from __future__ import annotations
 

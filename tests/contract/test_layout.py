@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import PlanError
 from meshwright.plan import Layout, Plan
 from meshwright.planner.memory import StateSizes, paper_memory, state_memory
-from meshwright.planner.rule import choose, named_plan
+from meshwright.planner.state_rule import choose, named_plan
 
 SIZES = StateSizes(total=1_000_000, layers=(200_000,) * 4)
 DEGREES = [{}, {"replicate": 4}, {"shard": 3}, {"replicate": 2, "shard": 8}]

@@ -21,7 +21,7 @@ from meshwright.runtime import pipeline
 from meshwright.runtime.pipeline import PipelineProgram
 from meshwright.runtime.weights import Weight
 from meshwright.schedules.spec import known_schedules
-from meshwright.train.facts import ModelAnalysis, analyse_model
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from tests.plain_model import Block
 
 SEQUENCE, VOCAB = 10, 61

@@ -12,15 +12,15 @@ from meshwright.errors import PlanError
 from meshwright.plan import OFFLOADS, Layout
 from meshwright.planner.choose import Candidate, Choice, Question, candidate, choose, joined, searched
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.job import LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, reason, why
-from meshwright.planner.measured import priced
-from meshwright.planner.rule import named
+from meshwright.planner.measured_price import priced
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
 from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
+from meshwright.planner.state_rule import named
 from meshwright.planner.timeline import timeline
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))

@@ -11,7 +11,7 @@ from meshwright.plan import Layout
 from meshwright.planner.choose import Question
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine, span
-from meshwright.planner.cost.job import LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.space import cores, expand
 

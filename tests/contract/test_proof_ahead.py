@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from meshwright.axes.comm.wire import AxisGroup
-from meshwright.cli import proven
+from meshwright.cli import train_proof
 from meshwright.plan import Layout
-from meshwright.proof import ahead
-from meshwright.proof.ahead import few_ranks
+from meshwright.proof import before_run
+from meshwright.proof.before_run import few_ranks
 from meshwright.train.run_config import RunConfig
 from tests.runs import call, events, rows, words, write_corpus
 
@@ -71,9 +71,9 @@ def test_a_resumed_run_is_proven_again_when_its_layout_or_model_changed(
 ) -> None:
     asked: list[tuple[str, float]] = []
 
-    def counted(_built: Any, layout: Layout, *, limit_s: float, **_rest: Any) -> ahead.Proof:
+    def counted(_built: Any, layout: Layout, *, limit_s: float, **_rest: Any) -> before_run.Proof:
         asked.append((str(layout), limit_s))
-        return ahead.Proof(outcome="refused", layout=str(layout), why="none here")
+        return before_run.Proof(outcome="refused", layout=str(layout), why="none here")
 
     def begin(layout: str, model: str, nodes: bool = False) -> None:
         plan = SimpleNamespace(layout=Layout.parse(layout))
@@ -82,9 +82,9 @@ def test_a_resumed_run_is_proven_again_when_its_layout_or_model_changed(
         job = SimpleNamespace(plan=plan, config=config, fingerprint=model, model=built, run_dir=tmp_path)
         text = SimpleNamespace(vocab_size=9, train=SimpleNamespace(ends=[4]))
         assert config.train.prove, "it is made unless told otherwise"
-        proven.before(cast(Any, job), cast(Any, text), forks=True, nodes=nodes)
+        train_proof.before(cast(Any, job), cast(Any, text), forks=True, nodes=nodes)
 
-    monkeypatch.setattr(ahead, "prove_ahead", counted)
+    monkeypatch.setattr(before_run, "prove_ahead", counted)
     begin("tp=1", "m")
     assert asked == [] and not (tmp_path / "proof.json").exists(), "one device has nothing to prove"
     begin("tp=2", "m")
@@ -101,32 +101,32 @@ def test_a_proof_is_known_by_what_was_proven(tmp_path: Path) -> None:
     path, subject = tmp_path / "proof.json", {"layout": "tp=2", "model": "m"}
     for text in ("", "[]", "{}", '{"subject": 3}'):
         path.write_text(text)
-        assert not proven.is_known(path, subject, 20.0)
+        assert not train_proof.is_known(path, subject, 20.0)
     for outcome, known in {"passed": True, "refused": True, "wrong": False, "crashed": False}.items():
         path.write_text(json.dumps({"subject": subject, "outcome": outcome, "limit_s": 20.0}))
-        assert proven.is_known(path, subject, 20.0) is known
-        assert not proven.is_known(path, subject | {"model": "n"}, 20.0)
+        assert train_proof.is_known(path, subject, 20.0) is known
+        assert not train_proof.is_known(path, subject | {"model": "n"}, 20.0)
     path.write_text(json.dumps({"subject": subject, "outcome": "unfinished", "limit_s": 20.0}))
-    assert proven.is_known(path, subject, 20.0) and not proven.is_known(path, subject, 21.0)
+    assert train_proof.is_known(path, subject, 20.0) and not train_proof.is_known(path, subject, 21.0)
 
 
 def test_a_models_code_is_part_of_what_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "edited_model.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("edited_model").Net(2, 2)
-    before = proven.code_hash(module)
-    assert proven.code_hash(module) == before
+    before = train_proof.code_hash(module)
+    assert train_proof.code_hash(module) == before
     (tmp_path / "edited_model.py").write_text("# another function now\n")
-    assert proven.code_hash(module) != before
+    assert train_proof.code_hash(module) != before
 
 
 def test_what_goes_wrong_in_the_proof_itself_keeps_no_run_from_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_args: Any) -> None:
         raise ValueError("no such clone")
 
-    monkeypatch.setattr(ahead, "_smaller", broken)
+    monkeypatch.setattr(before_run, "_smaller", broken)
     layout = Layout.parse("replicate=2")
-    proof = ahead.prove_ahead(cast(Any, None), layout, vocab=9, tokens=8, documents=False, limit_s=20.0)
+    proof = before_run.prove_ahead(cast(Any, None), layout, vocab=9, tokens=8, documents=False, limit_s=20.0)
     assert not proof.failed and str(proof) == "not proved: replicate=2: ValueError: no such clone"
 
 

@@ -17,11 +17,11 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import kinds_of, pairs, shrink, walk, with_every_kind
 from meshwright.models.config import ModelConfig
 from meshwright.models.context import trial_tokens
-from meshwright.models.growth import rescale_group
+from meshwright.models.rescale import rescale_group
 from meshwright.plan import Layout
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.train.facts import analyse_model
+from meshwright.train.model_analysis import analyse_model
 from tests.odd_models import VOCAB
 
 torch.set_num_threads(1)

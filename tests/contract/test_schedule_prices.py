@@ -17,7 +17,7 @@ from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.job import LayoutBatch, PricedJob, schedule_names
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.timing import held
 from meshwright.schedules.closed_form import PassSums, held_microbatches, step_seconds

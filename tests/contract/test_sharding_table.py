@@ -17,7 +17,7 @@ from meshwright.models.table import sharding_table
 from meshwright.plan import Layout
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.train.facts import analyse_model
+from meshwright.train.model_analysis import analyse_model
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -25,8 +25,8 @@ from meshwright.proof.verify import made_up_batches
 from meshwright.runtime import stage_run
 from meshwright.runtime.build import DTYPES
 from meshwright.runtime.program import Program
-from meshwright.train.facts import ModelAnalysis
 from meshwright.train.feed import MicroBatch
+from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.session import build_program
 
 Bytes = dict[tuple[str, tuple[int, ...]], int]

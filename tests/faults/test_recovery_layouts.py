@@ -62,7 +62,7 @@ def noted(folder: Path) -> Callable[[], None]:
     """Returns what makes ranks write down each state that they copy, and each that they take up from a copy."""
 
     def before() -> None:
-        from meshwright.checkpoint.parts import parts_of
+        from meshwright.checkpoint.tensor_shards import parts_of
         from meshwright.train.memory import RankMemory
         from meshwright.train.state import state_tensors
 

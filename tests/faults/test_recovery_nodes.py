@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.resilience import wire
+from meshwright.resilience import peers
 from meshwright.train.faults import WRITER
 from tests.runs import Running, call, curve, events, happened, last_step, wait_until, warm, words, write_corpus
 from tests.tiers import cases
@@ -224,7 +224,7 @@ def test_a_stopped_node_finds_itself_fenced(stopped: int, nodes: Callable[..., N
 
 def patient(node: int) -> None:
     """Lets the others be silent for long, in runs that lose a node by its end alone: a starved machine is no fault."""
-    wire.SILENCE_S = 60.0
+    peers.SILENCE_S = 60.0
 
 
 class Network:

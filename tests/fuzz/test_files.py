@@ -26,7 +26,7 @@ from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin, _sealed
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.inputs import run_config
 from meshwright.cli.run_contents import read_text
-from meshwright.cli.trained import newest_weights, run_model
+from meshwright.cli.trained_model import newest_weights, run_model
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.notation import read_file
 from meshwright.config import read_toml
@@ -43,7 +43,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.monitor.report import write_report
 from meshwright.plan import Layout, Plan, Prediction
-from meshwright.planner.ledger import learn, record
+from meshwright.planner.run_history import learn, record
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.schedules.file import build_schedule
 from meshwright.schedules.spec import find_schedule

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.resilience.claims import Claims
-from meshwright.resilience.local import LocalNode
+from meshwright.resilience.local_node import LocalNode
 from meshwright.train import faults
 from meshwright.transport.connection import connect
 from meshwright.transport.key import RunKey

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.parts import digest, parts_of
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, read_snapshots, whole_states
+from meshwright.checkpoint.tensor_shards import digest, parts_of
 from meshwright.runtime.weights import named_weights
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.memory import Aimed

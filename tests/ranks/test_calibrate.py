@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.cli.calibrate import CalibrateConfig, calibrate
-from meshwright.cli.calibrated import told
+from meshwright.cli.calibrate_output import told
 from meshwright.cli.inputs import Machines, cluster_here, ledger_here
 from meshwright.cli.nodes import NodeWords
 from meshwright.cluster.calibration import FORMS, Calibration
@@ -22,9 +22,9 @@ from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts, this_cluster
 from meshwright.measure import compute
 from meshwright.measure.clock import DeviceTimer
+from meshwright.measure.collectives import KINDS, placements
 from meshwright.measure.host import host_times
 from meshwright.measure.machine import fastest
-from meshwright.measure.wires import KINDS, placements
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.work import measure_model

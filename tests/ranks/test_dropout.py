@@ -19,16 +19,16 @@ from meshwright.axes.comm.chance import DropoutRng
 from meshwright.axes.comm.random import Box, _bits_on, kept, row_keys, uniform
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.chance import may_draw
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
+from meshwright.models.draw_trial import may_draw
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.compare import Verdict
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.train.facts import analyse_model
 from meshwright.train.feed import MicroBatch
+from meshwright.train.model_analysis import analyse_model
 from meshwright.train.session import build_program
 from meshwright.train.step import local_norm_squared
 from tests.plain_model import Block, PlainModel

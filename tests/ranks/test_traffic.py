@@ -14,12 +14,12 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.monitor.drift import compare
 from meshwright.plan import Layout
-from meshwright.planner.cost.job import PricedJob
+from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.traffic import step_collectives
 from meshwright.proof.verify import made_up_batches
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.facts import ModelAnalysis, analyse_model
 from meshwright.train.feed import MicroBatch
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.step import Stepper

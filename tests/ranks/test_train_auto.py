@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.launch.machine import calibration_folder
 from meshwright.plan import Layout
-from meshwright.planner.ledger import NAME
+from meshwright.planner.run_history import NAME
 from tests.runs import call, curve, words, write_corpus
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.parts import digest, parts_of
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, peek, read_snapshots, whole_states
+from meshwright.checkpoint.tensor_shards import digest, parts_of
 from meshwright.errors import CheckpointError
 from meshwright.runtime.weights import named_weights
 from meshwright.train.config import OptimizerConfig

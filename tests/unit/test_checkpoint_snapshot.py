@@ -10,8 +10,8 @@ import torch
 
 from meshwright.axes.pieces import LocalBoxes
 from meshwright.axes.placement import Box
-from meshwright.checkpoint.parts import TensorShard, check_covered, digest, fill, keepers, parts_of, uncovered
 from meshwright.checkpoint.snapshot import Segment, Snapshot, SnapshotWriter, State, read_snapshots, whole_states
+from meshwright.checkpoint.tensor_shards import TensorShard, check_covered, digest, fill, keepers, parts_of, uncovered
 from meshwright.errors import CheckpointError
 
 SHAPE = (7, 5)

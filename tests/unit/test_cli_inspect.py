@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli.inspect import InspectConfig, inspect
-from meshwright.cli.inspected import runs, told
+from meshwright.cli.inspect_output import runs, told
 from meshwright.cli.main import main
 from meshwright.models.config import ModelConfig
 

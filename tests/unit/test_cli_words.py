@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.words import read_config
+from meshwright.cli.arguments import read_config
 from meshwright.errors import ConfigError
 from meshwright.train.run_config import RunConfig
 

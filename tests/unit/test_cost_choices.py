@@ -13,9 +13,9 @@ from meshwright.models.operators import DRAWN_BYTES
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.engines import MESHWRIGHT, NANOTRON
-from meshwright.planner.cost.job import PricedJob
-from meshwright.planner.cost.own import DRAW_BYTES, MOST_SCORES
+from meshwright.planner.cost.framework_profiles import MESHWRIGHT, NANOTRON
+from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MOST_SCORES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price
 

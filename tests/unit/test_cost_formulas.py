@@ -9,11 +9,11 @@ from meshwright.axes import spine
 from meshwright.cluster.cluster import Cluster
 from meshwright.plan import Layout
 from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
-from meshwright.planner.cost.engine import ActivationModel, FrameworkProfile, RuntimeModel
-from meshwright.planner.cost.engines import MESHWRIGHT
+from meshwright.planner.cost.framework_profile import ActivationModel, FrameworkProfile, RuntimeModel
+from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine, span
-from meshwright.planner.cost.job import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import MEMORY
 from meshwright.planner.cost.stages import _balanced, divide

@@ -14,7 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.job import LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import ADAM_PASSES, HOST_USABLE, PINNED
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import Price

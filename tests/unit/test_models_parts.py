@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.models.anatomy import read_anatomy
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
@@ -18,6 +17,7 @@ from meshwright.models.export import export_hf
 from meshwright.models.forward import IGNORED, document_positions, model_forward, model_output
 from meshwright.models.generate import generate_tokens
 from meshwright.models.measure import measure_shape
+from meshwright.models.structure import read_anatomy
 from meshwright.shape import ModelShape
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from torch import nn
 from meshwright.axes.cp import refusal
 from meshwright.axes.table import Block, Cutting, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.models import table as tables
-from meshwright.models.growth import rescale_group
+from meshwright.models.rescale import rescale_group
 from meshwright.models.units import blocks_of, finest_units, parameter_blocks, unit_masks
 
 torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from meshwright.forking import release_threads
 from meshwright.launch.rendezvous import LOOPBACK_INTERFACE
 from meshwright.monitor.flight import Unfinished, find_recorder, read_dump, unfinished
 from meshwright.monitor.progress import ProgressWriter, reset_progress
-from meshwright.resilience.hang import HangError, HangWatch
+from meshwright.resilience.hang_watch import HangError, HangWatch
 from meshwright.train import flight as flight_module
 from meshwright.train.flight import Flight
 

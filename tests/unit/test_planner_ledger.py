@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan import Layout
-from meshwright.planner.ledger import learn, record
+from meshwright.planner.run_history import learn, record
 
 
 def test_runs_teach_a_factor(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from meshwright.axes.spine import LayerGraph, LayerOutput
 from meshwright.axes.table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
-from meshwright.planner.held import elements, shard_elements
 from meshwright.planner.memory import ModelParts, StateSizes, position_memory, rest_bytes, state_memory
-from meshwright.planner.parts import stage_bounds
+from meshwright.planner.model_parts import stage_bounds
+from meshwright.planner.rank_weights import elements, shard_elements
 
 VOCAB, WIDTH, CHANNELS, LAYERS, EXPERTS = 10, 4, 6, 4, 3
 NORM, UP, DOWN = WIDTH, CHANNELS * WIDTH, WIDTH * CHANNELS

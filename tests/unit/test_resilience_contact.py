@@ -16,7 +16,7 @@ from meshwright.resilience import contact as contact_module
 from meshwright.resilience.agent import Agent, Seat
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.resilience.contact import CAP_S, FIRST_S, Contact
-from meshwright.resilience.wire import Hub
+from meshwright.resilience.peers import Hub
 from meshwright.train.config import RecoveryConfig
 from meshwright.transport.key import RunKey
 from tests.runs import events

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from meshwright.checkpoint.parts import digest, parts_of
 from meshwright.checkpoint.remote import RemoteSnapshot, Shelf
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
+from meshwright.checkpoint.tensor_shards import digest, parts_of
 from meshwright.errors import CheckpointError
 from meshwright.launch.rendezvous import listen_at
 from meshwright.resilience.courier import Inlet, start_courier, start_shelf

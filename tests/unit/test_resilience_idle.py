@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.monitor.progress import ProgressWriter, reset_progress
-from meshwright.resilience.hang import HangError, HangWatch
+from meshwright.resilience.hang_watch import HangError, HangWatch
 from meshwright.resilience.idle import GAP_S, IdleWatch
 
 

@@ -12,22 +12,22 @@ import pytest
 import torch
 
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.parts import TensorShard, digest, parts_of
 from meshwright.checkpoint.remote import whole_steps
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.tensor_shards import TensorShard, digest, parts_of
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
 from meshwright.launch.rendezvous import address_to, interface_of, listen_at
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import claims as claims_module
-from meshwright.resilience import wire as wire_module
+from meshwright.resilience import peers as wire_module
 from meshwright.resilience.claims import Claim, Claims
+from meshwright.resilience.generation_ranks import Patience
 from meshwright.resilience.messages import End, Reconfigure
 from meshwright.resilience.orders import choose, compose, copies, shortage
-from meshwright.resilience.ranks import Patience
-from meshwright.resilience.spare import ranks_to_copy
-from meshwright.resilience.wire import SILENCE_S, Hub, PeerConnection, until
+from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection, until
+from meshwright.resilience.spare_copies import ranks_to_copy
 from meshwright.train.config import RecoveryConfig
 from meshwright.transport.key import RunKey
 

@@ -13,8 +13,8 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError
-from meshwright.resilience import owner
-from meshwright.resilience.owner import FOLDER, Owner, RunLock
+from meshwright.resilience import run_lock
+from meshwright.resilience.run_lock import FOLDER, Owner, RunLock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -61,7 +61,7 @@ def test_waiting_for_the_end_of_another(tmp_path: Path) -> None:
 def test_an_owner_on_another_host_is_judged_by_its_lease(
     lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "LEASE_S", 2.5)
+    monkeypatch.setattr(run_lock, "LEASE_S", 2.5)
     process = holder(tmp_path)
     try:
         (path,) = [path for path in (tmp_path / FOLDER).iterdir() if path.name.isdigit()]

@@ -12,8 +12,8 @@ import torch
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.parts import TensorShard, digest
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter
+from meshwright.checkpoint.tensor_shards import TensorShard, digest
 from meshwright.cli.layouts import _like, uneven
 from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.devices import Devices
@@ -21,14 +21,14 @@ from meshwright.monitor import progress as progress_module
 from meshwright.monitor.progress import ProgressWriter, RankStamp, reset_progress
 from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import devices as devices_module
-from meshwright.resilience import hang as hang_module
-from meshwright.resilience.ahead import PlanPrefetcher
+from meshwright.resilience import hang_watch as hang_module
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
-from meshwright.resilience.hang import LEAST_S, UNKNOWN_S, HangError, HangWatch
-from meshwright.resilience.ranks import steps_between
-from meshwright.resilience.room import room_for, state_bytes
-from meshwright.resilience.slow import SAMPLES, SlowWatch
+from meshwright.resilience.generation_ranks import steps_between
+from meshwright.resilience.hang_watch import LEAST_S, UNKNOWN_S, HangError, HangWatch
+from meshwright.resilience.host_memory_budget import room_for, state_bytes
+from meshwright.resilience.plan_prefetch import PlanPrefetcher
+from meshwright.resilience.slow_ranks import SAMPLES, SlowWatch
 from meshwright.train.config import RecoveryConfig
 from meshwright.train.faults import Fault, Faults, ask, parse_faults
 from meshwright.train.health import LEAST, Health

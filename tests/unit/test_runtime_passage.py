@@ -13,9 +13,9 @@ from torch import nn
 from meshwright.axes.comm.layers import REST, layer_of, spell
 from meshwright.monitor.progress import NO_LAYER, ProgressWriter, read_progress
 from meshwright.runtime import recompute
-from meshwright.runtime.passage import OUTSIDE, LayerProgressHooks
+from meshwright.runtime.progress_hooks import OUTSIDE, LayerProgressHooks
 from meshwright.train.faults import Fault, Faults
-from meshwright.train.standing import RankProgress
+from meshwright.train.rank_progress import RankProgress
 
 
 class Layer(nn.Module):

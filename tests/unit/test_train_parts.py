@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.cli.words import read_config
+from meshwright.cli.arguments import read_config
 from meshwright.runtime.weights import named_weights
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
 from meshwright.train.loss import cross_entropy_sums

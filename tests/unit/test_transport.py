@@ -18,7 +18,7 @@ from meshwright.errors import LaunchError
 from meshwright.launch.rendezvous import listen_at
 from meshwright.records import RecordError
 from meshwright.resilience.messages import VERSION, End, Ready, Reconfigure, decode, encode
-from meshwright.resilience.wire import Hub, until
+from meshwright.resilience.peers import Hub, until
 from meshwright.transport.connection import Connection, connect, notify
 from meshwright.transport.gate import MOST_STRANGERS, Gate
 from meshwright.transport.key import RunKey, read_key, run_key

@@ -18,8 +18,8 @@ from meshwright.checkpoint.contract import FileRecord
 from meshwright.checkpoint.dcp import BACKEND
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
 from meshwright.checkpoint.mirror import Mirror
-from meshwright.checkpoint.parts import TensorShard
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.tensor_shards import TensorShard
 from meshwright.cli.main import main
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.models.build import build_meta
@@ -27,7 +27,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.weights import SafetensorsSource
 from meshwright.names import plain_name
 from meshwright.records import RecordError
-from meshwright.strategy.facts import CODEC as FACTS
+from meshwright.strategy.shared_analysis import CODEC as FACTS
 
 
 class Call:
@@ -136,7 +136,7 @@ def test_a_run_directory_runs_code_only_where_it_is_trusted(
         told = capsys.readouterr().err
         assert "names the function 'os:system'" in told or "no checkpoint" in told
         assert not mark.exists()
-    from meshwright.cli.trained import run_model
+    from meshwright.cli.trained_model import run_model
 
     with pytest.raises(ConfigError, match=r"would be imported and called, and could do anything; add --trust"):
         run_model(run)

@@ -13,7 +13,7 @@ from meshwright.cluster import traffic
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.device import Device
 from meshwright.cluster.host import HostShare
-from meshwright.planner.cost.job import Array, LayoutBatch
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

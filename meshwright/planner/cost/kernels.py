@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster.device import Device
-from meshwright.planner.cost.job import Array
+from meshwright.planner.cost.layout_batch import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster import traffic
-from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import CollectiveTimes, Machine
-from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
-from meshwright.planner.cost.own import MOST_SCORES, drop_bytes, score_bytes
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, score_bytes
 from meshwright.shape import LayerShape, Product
 
 FULL, BLOCK, SELECTIVE = 2, 3, 1

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.cluster.host import HostShare
 from meshwright.plan import OFFLOADS
-from meshwright.planner.cost.job import Array, LayoutBatch
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 
 OPTIMIZER, PARAMETERS = OFFLOADS.index("optimizer"), OFFLOADS.index("parameters")
 PINNED = 1.44

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cluster.calibration import Calibration
-from meshwright.planner.cost.own import CORE_DRAW_EXPS, DRAW_BYTES
+from meshwright.planner.cost.meshwright_profile import CORE_DRAW_EXPS, DRAW_BYTES
 from meshwright.shape import ModelWork, Operator
 
 KINDS = {"product": "matmul", "attention": "attention", "element": "elementwise"}

@@ -10,10 +10,10 @@ import numpy as np
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.plan import Layout
-from meshwright.planner.cost.engine import FrameworkProfile
-from meshwright.planner.cost.engines import MESHWRIGHT
+from meshwright.planner.cost.framework_profile import FrameworkProfile
+from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
 from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.planner.cost.job import Array
+from meshwright.planner.cost.layout_batch import Array
 
 PARTS = (
     "matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep", "host", "engine", "send", "bubble",

@@ -13,18 +13,18 @@ import numpy as np
 
 from meshwright.cluster.host import HostShare
 from meshwright.errors import PlanError
-from meshwright.planner.cost.ends import embedding, head
-from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost.communication import CommunicationTimes
+from meshwright.planner.cost.embedding_and_head import embedding, head
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import spent, wide_bytes, without
 from meshwright.planner.cost.prices import MEMORY
 from meshwright.planner.cost.stages import StageCut, cut, kinds
-from meshwright.planner.cost.states import divided, state_bytes
+from meshwright.planner.cost.state_bytes import divided, state_bytes
 from meshwright.planner.cost.timing import held, makespan
-from meshwright.planner.cost.wires import CommunicationTimes
 from meshwright.schedules.spec import ScheduleSpec
 
 KEPT = ("matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep")

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.axes.cuts import Cuts
 from meshwright.errors import PlanError
-from meshwright.planner.cost.job import Array
+from meshwright.planner.cost.layout_batch import Array
 from meshwright.shape import LayerShape, ModelShape
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshwright.planner.cost.job import Array, LayoutBatch
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.schedules.closed_form import PassSums, held_microbatches, step_seconds
 from meshwright.schedules.spec import ScheduleSpec
 

@@ -7,7 +7,7 @@ import numpy as np
 from meshwright.cluster import traffic
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
-from meshwright.planner.cost.own import drop_bytes
+from meshwright.planner.cost.meshwright_profile import drop_bytes
 from meshwright.shape import Product
 
 UNALIGNED = 3.2

@@ -13,17 +13,17 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.axes.comm.wire import AxisGroup
 from meshwright.errors import ConfigError
-from meshwright.models.anatomy import ModelStructure, read_anatomy
 from meshwright.models.build import BuiltModel, is_transformers, use_float64, without_cache
-from meshwright.models.chance import drawing_parts
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import check_complete, recipe_of
+from meshwright.models.draw_trial import drawing_parts
 from meshwright.models.recorder import Recording, record
 from meshwright.models.sizes import DROPOUTS
+from meshwright.models.structure import ModelStructure, read_anatomy
 from meshwright.plan import Layout
 from meshwright.runtime.build import ModelSource
 from meshwright.runtime.materialise import Fill
-from meshwright.train.facts import ModelAnalysis
+from meshwright.train.model_analysis import ModelAnalysis
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 """A module, or a function that builds one."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from meshwright.planner.cost.engine import GIB, ActivationModel, FrameworkProfile, RuntimeModel, StateBytesPerParameter
-from meshwright.planner.cost.own import DRAW_BYTES, DRAW_S, FUSED_FFN, FUSED_LAYER_S, FUSED_WIDTH
+from meshwright.planner.cost.framework_profile import (
+    GIB,
+    ActivationModel,
+    FrameworkProfile,
+    RuntimeModel,
+    StateBytesPerParameter,
+)
+from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, DRAW_S, FUSED_FFN, FUSED_LAYER_S, FUSED_WIDTH
 
 MESHWRIGHT = FrameworkProfile(
     name="meshwright",

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.plan import Layout
-from meshwright.planner.cost.ends import embedding, head
-from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost.embedding_and_head import embedding, head
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import RECOMPUTES, LayoutBatch, PricedJob
 from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.shape import ModelWork
 

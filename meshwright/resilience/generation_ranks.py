@@ -23,9 +23,9 @@ from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
 from meshwright.plan import Plan
-from meshwright.resilience.hang import HangError, HangWatch
-from meshwright.resilience.room import COPIES, room_for, state_bytes
-from meshwright.resilience.slow import SlowWatch
+from meshwright.resilience.hang_watch import HangError, HangWatch
+from meshwright.resilience.host_memory_budget import COPIES, room_for, state_bytes
+from meshwright.resilience.slow_ranks import SlowWatch
 from meshwright.train.copies import SHARE
 from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.planner.cost.engine import StateBytesPerParameter
-from meshwright.planner.cost.job import Array, LayoutBatch
+from meshwright.planner.cost.framework_profile import StateBytesPerParameter
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 
 
 def state_bytes(

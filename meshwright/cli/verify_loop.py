@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.cli.arguments import answer, read_config, say, take_flag
 from meshwright.cli.verify import FAILED, PASSED, REFUSED
-from meshwright.cli.words import answer, read_config, say, take_flag
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.launch.preload import prepare_environment

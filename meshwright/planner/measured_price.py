@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Callable
 
 from meshwright.plan import Layout
+from meshwright.planner.activation_bytes import read_kept
 from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of
 from meshwright.planner.cost.operators import pieces
 from meshwright.planner.cost.prices import Price
-from meshwright.planner.kept import read_kept
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.shape import ModelWork
 

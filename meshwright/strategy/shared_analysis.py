@@ -22,13 +22,13 @@ from meshwright.axes.table import (
     ShardingTable,
 )
 from meshwright.errors import MeshwrightError, error_of
-from meshwright.models.anatomy import ModelStructure
 from meshwright.models.build import BuiltModel
 from meshwright.models.objective_trial import ForwardTrial
+from meshwright.models.structure import ModelStructure
 from meshwright.plan import Layout
 from meshwright.records import RecordCodec, RecordError
-from meshwright.strategy.own import tried_on
-from meshwright.train.facts import ModelAnalysis, analyse_model
+from meshwright.strategy.custom_module import tried_on
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import numpy as np
 
 from meshwright.cluster import traffic
 from meshwright.planner.cost.groups import GroupSpan
-from meshwright.planner.cost.job import Array
 from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import added
 
 

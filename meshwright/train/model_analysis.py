@@ -11,8 +11,8 @@ from meshwright.axes.spine import LayerGraph, divide
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel
-from meshwright.models.chance import drawing_parts
 from meshwright.models.context import Context, read_context, read_sequence
+from meshwright.models.draw_trial import drawing_parts
 from meshwright.models.experts import require_experts
 from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.spine import read_spine

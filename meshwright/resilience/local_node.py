@@ -21,11 +21,17 @@ from meshwright.monitor.progress import RankStamp
 from meshwright.plan import Plan
 from meshwright.resilience.courier import Helper, Inlet, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
-from meshwright.resilience.hang import HangError
-from meshwright.resilience.ranks import GenerationRanks
-from meshwright.resilience.room import COPIES, NODE_COPIES, available_bytes, held_for_others, largest_snapshot
-from meshwright.resilience.spare import SpareCopies, ranks_to_copy
-from meshwright.resilience.wire import Message
+from meshwright.resilience.generation_ranks import GenerationRanks
+from meshwright.resilience.hang_watch import HangError
+from meshwright.resilience.host_memory_budget import (
+    COPIES,
+    NODE_COPIES,
+    available_bytes,
+    held_for_others,
+    largest_snapshot,
+)
+from meshwright.resilience.peers import Message
+from meshwright.resilience.spare_copies import SpareCopies, ranks_to_copy
 from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import Copied

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror
-from meshwright.cli.words import say
+from meshwright.cli.arguments import say
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes
 

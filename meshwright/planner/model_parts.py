@@ -13,7 +13,7 @@ from meshwright.axes.spine import LayerGraph, divide, held_names
 from meshwright.axes.table import ShardingTable, vocabulary_span
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
-from meshwright.planner.held import LayerWeights, RankWeights, StageWeights
+from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeights
 
 Shape = tuple[int, ...]
 

@@ -15,13 +15,13 @@ import numpy as np
 from meshwright.axes.cuts import Cuts
 from meshwright.plan import DEFAULT_SCHEDULE, Layout
 from meshwright.planner.choose import Question
-from meshwright.planner.cost.ends import head
-from meshwright.planner.cost.job import Array, LayoutBatch
+from meshwright.planner.cost.embedding_and_head import head
 from meshwright.planner.cost.layers import LayerCost, PricedModel
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.planner.cost.stages import kinds as block_kinds
-from meshwright.planner.kinds import Kind, places_of
+from meshwright.planner.device_kinds import Kind, places_of
 from meshwright.planner.space import divisors
 
 ROUNDS = 4

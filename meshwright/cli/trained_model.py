@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.cli.arguments import say
 from meshwright.cli.inputs import CONFIG, refuse_code, run_config
 from meshwright.cli.run_contents import model_folder, read_text
-from meshwright.cli.words import say
 from meshwright.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.host import HostShare
 from meshwright.errors import ClusterError, PlanError
 from meshwright.plan import OFFLOADS, Layout
-from meshwright.planner.cost.engine import FrameworkProfile
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.job import PricedJob
+from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price
 from meshwright.planner.search import search

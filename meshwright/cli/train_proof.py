@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import __version__
-from meshwright.cli.words import say
+from meshwright.cli.arguments import say
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.data.tokens import TokenSet
-    from meshwright.proof.ahead import Proof
+    from meshwright.proof.before_run import Proof
     from meshwright.train.session import TrainJob
 
 FILE = "proof.json"
@@ -38,7 +38,7 @@ def before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False)
     Raises:
         PlanError: when the layout doesn't compute what one device computes.
     """
-    from meshwright.proof.ahead import Proof, prove_ahead
+    from meshwright.proof.before_run import Proof, prove_ahead
 
     layout, config = job.plan.layout, job.config
     if layout.world == 1:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from meshwright.plan import Plan
 from meshwright.resilience.claims import Claims
-from meshwright.resilience.local import GenerationAborted, LocalNode
-from meshwright.resilience.wire import Hub, Message, PeerConnection
-from meshwright.train.facts import ModelAnalysis
+from meshwright.resilience.local_node import GenerationAborted, LocalNode
+from meshwright.resilience.peers import Hub, Message, PeerConnection
+from meshwright.train.model_analysis import ModelAnalysis
 
 
 class LeadershipLost(GenerationAborted):

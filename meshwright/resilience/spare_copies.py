@@ -12,8 +12,8 @@ from meshwright.checkpoint.remote import Key, Shelf
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, read_snapshots
 from meshwright.errors import CheckpointError
 from meshwright.resilience.courier import Helper
-from meshwright.resilience.room import available_bytes
-from meshwright.resilience.wire import Message
+from meshwright.resilience.host_memory_budget import available_bytes
+from meshwright.resilience.peers import Message
 
 _CHUNK_BYTES = 8 << 20
 
