@@ -154,7 +154,7 @@ def _group(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
 
 def _planned(model: str, layout: Layout, question: Question, measure: Measure) -> Row:
     built = build_meta(MODELS[model])
-    check(layout, "cpu", len(built.anatomy.layers))
+    check(layout, "cpu", len(built.structure.layers))
     facts = analyse_model(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
     one = priced(question, layout, measure)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.axes.comm.wire import TrafficLog
+from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.axes.stage.cut import copied
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.build import BuiltModel, build_meta
@@ -78,13 +78,13 @@ def rank_bytes(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: in
         laps.lap("mesh")
         source = builder.ModelSource(
             module=module,
-            layers=built.anatomy.layers,
+            layers=built.structure.layers,
             compute=lambda *_: (torch.empty(()), torch.empty(())),
             fill=lambda _, box: torch.empty([stop - start for start, stop in box], device="meta"),
             fill_buffers=lambda *_: None,
-            ties=built.anatomy.ties,
+            ties=built.structure.ties,
             table=facts.table,
-            spine=facts.spine,
+            layer_graph=facts.layer_graph,
             experts=facts.experts,
         )
         program = builder.build(source, layout, mesh, torch.device("meta"), StepTimer("cpu"))
@@ -117,10 +117,10 @@ def measure(case: str, text: str, ranks: list[int], cluster: str = "", rows: int
     facts = ModelAnalysis(table=sharding_table(built) if layout.degree("tp") > 1 else None)
     laps.lap("sharding table")
     facts = analyse_model(built, layout, facts)
-    laps.lap("spine and experts")
+    laps.lap("layer graph and experts")
     parts = ModelParts.of(
-        built.module.named_parameters(remove_duplicate=False), built.anatomy.layers, built.anatomy.ties,
-        facts.table, facts.spine, facts.experts,
+        built.module.named_parameters(remove_duplicate=False), built.structure.layers, built.structure.ties,
+        facts.table, facts.layer_graph, facts.experts,
     )  # fmt: skip
     positions = position_memory(layout, parts)
     priced = {rank: rest_bytes(layout, parts, rank) for rank in ranks}

@@ -261,7 +261,7 @@ def runs_alone(built: Any) -> str:
     try:
         use_float64(built.module)
         module = materialise(built.module, built.recipe, 1).double().train()
-        model_forward(module, built.anatomy, torch.arange(2 * TOKENS).view(2, -1))
+        model_forward(module, built.structure, torch.arange(2 * TOKENS).view(2, -1))
     except Exception as error:
         return _short(f"plain PyTorch can't run it on tokens alone in float64: {type(error).__name__}: {error}")
     return ""

@@ -11,7 +11,7 @@ from tests.plain_model import Block
 VOCAB, WIDTH = 61, 12
 
 
-class Spine(nn.Module):
+class Backbone(nn.Module):
     """Embedding, blocks and head; what its loss is, others say."""
 
     def __init__(self, vocab: int, layers: int = 2) -> None:
@@ -32,7 +32,7 @@ def entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Plain(Spine):
+class Plain(Backbone):
     """Its loss is the cross-entropy of its logits."""
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
@@ -40,7 +40,7 @@ class Plain(Spine):
         return logits, None if targets is None else entropy(logits, targets)
 
 
-class LogitPenalty(Spine):
+class LogitPenalty(Backbone):
     """z-loss: the squared log of the partition sum, over all tokens."""
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -49,7 +49,7 @@ class LogitPenalty(Spine):
         return {"logits": logits, "loss": entropy(logits, targets) + 0.01 * z, "z": z}
 
 
-class StraightThrough(Spine):
+class StraightThrough(Backbone):
     """Its penalty has a gradient and no value."""
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -58,7 +58,7 @@ class StraightThrough(Spine):
         return logits, entropy(logits, targets) + z - z.detach()
 
 
-class TwoHeads(Spine):
+class TwoHeads(Backbone):
     """Predicts the token after the next one too."""
 
     def __init__(self, vocab: int) -> None:
@@ -72,7 +72,7 @@ class TwoHeads(Spine):
         return logits, entropy(logits, targets) + 0.3 * entropy(further, targets[:, 1:])
 
 
-class Balanced(Spine):
+class Balanced(Backbone):
     """A balancing loss over all tokens of the batch, as mixtures have it: a product of two means."""
 
     def __init__(self, vocab: int, dropout: float = 0.0) -> None:
@@ -93,21 +93,21 @@ class Balanced(Spine):
         return {"logits": logits, "loss": loss, "balance": balance, "z": z}
 
 
-class LossAlone(Spine):
+class LossAlone(Backbone):
     """Gives no logits."""
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return entropy(self.head(self.hidden(tokens)), targets)
 
 
-class ShiftedAlone(Spine):
+class ShiftedAlone(Backbone):
     """Shifts its labels itself, as its author calls it: model(tokens, labels=tokens)."""
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return entropy(self.head(self.hidden(tokens))[:, :-1], labels[:, 1:])
 
 
-class Loose(Spine):
+class Loose(Backbone):
     """Gives a term of which nobody says how it enters the loss."""
 
     def forward(self, tokens: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -115,7 +115,7 @@ class Loose(Spine):
         return logits, logits.square().mean()
 
 
-class RunningNorm(Spine):
+class RunningNorm(Backbone):
     """Keeps running statistics of its batches."""
 
     def __init__(self, vocab: int) -> None:
@@ -153,7 +153,7 @@ class AverageBlock(Block):
         return super().forward(x - self.average)
 
 
-class Moving(Spine):
+class Moving(Backbone):
     """Blocks that change buffers."""
 
     def __init__(self, vocab: int, kind: type[Block]) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.axes.comm.wire import AxisGroup
+    from meshwright.axes.comm.axis_group import AxisGroup
 
 AXIS = Axis(
     name="cp",
@@ -37,7 +37,7 @@ AXIS = Axis(
 def wrap_model(
     module: nn.Module,
     table: ShardingTable,
-    wire: AxisGroup,
+    axis_group: AxisGroup,
     tensor: tuple[int, int] = (0, 1),
     attention: str = "heads",
     splits: int = 1,
@@ -47,7 +47,7 @@ def wrap_model(
     Args:
         module: the model or a stage of it, split by ``tp`` before.
         table: of the model.
-        wire: the axis.
+        axis_group: the axis.
         tensor: (index, degree) of the rank along ``tp``.
         attention: ``heads`` or ``gather``.
         splits: number of parts into which ``tp`` splits the tokens between the groups.
@@ -60,15 +60,15 @@ def wrap_model(
         if layer is None:
             continue
         if attention == "gather":
-            gathering.wrap_layer(layer, wire, splits)
+            gathering.wrap_layer(layer, axis_group, splits)
             continue
         for group in rows.groups:
             if group.heads:
-                wrap_group(layer, local_group(group, *tensor), wire)
+                wrap_group(layer, local_group(group, *tensor), axis_group)
     first = held_layer(module, next(iter(table.layers)))
     if first is not None:
-        take = partial(own_tokens, index=wire.index, size=wire.size, balanced=attention == "gather")
-        gates.on_hidden(first, _once_a_row(module, wire.size, take), before=True)
+        take = partial(own_tokens, index=axis_group.index, size=axis_group.size, balanced=attention == "gather")
+        gates.on_hidden(first, _once_a_row(module, axis_group.size, take), before=True)
 
 
 def _once_a_row(module: nn.Module, size: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -125,16 +125,17 @@ def refusal(rows: LayerRows, size: int, degree: int) -> str:
         for index in range(degree):
             local = local_group(group, index, degree)
             if local.shares(size) is None:
-                return f"{group.row} reads {local.units} heads on each rank, which {size} ranks can't share out"
+                return f"{group.row_linear} reads {local.units} heads on each rank, which {size} ranks can't share out"
     return ""
 
 
 def _whole_between(group: ShardingGroup) -> str:
     """Why what lies between a group's matrices can't be exchanged: `wrap_group` moves their outputs alone."""
-    if group.inner:
+    if group.inner_row_linears:
         return (
-            f"only what enters and leaves attention is exchanged, but between the matrices around it {group.inner[0]} "
-            f"sums over all heads, before {group.row} reads them; the nearest is attention=gather"
+            f"only what enters and leaves attention is exchanged, but between the matrices around it "
+            f"{group.inner_row_linears[0]} sums over all heads, before {group.row_linear} reads them; "
+            "the nearest is attention=gather"
         )
     for cutting in group.cuttings:
         what = f"argument '{cutting.key}' of {cutting.module or 'the layer'}"
@@ -144,18 +145,18 @@ def _whole_between(group: ShardingGroup) -> str:
             what = cutting.module
         return (
             f"only what enters and leaves attention is exchanged, but {what} holds all heads at once, of which "
-            f"{group.row} reads some on each rank; the nearest is attention=gather"
+            f"{group.row_linear} reads some on each rank; the nearest is attention=gather"
         )
     return ""
 
 
-def wrap_group(layer: nn.Module, group: ShardingGroup, wire: AxisGroup) -> None:
+def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) -> None:
     """Exchanges tokens for heads around the code between a group's matrices.
 
     Args:
         layer: with the weights that ``tp`` left it.
         group: in the sizes that ``tp`` left.
-        wire: the axis.
+        axis_group: the axis.
 
     Raises:
         ValueError: when the heads don't divide, or no module of the layer holds the group alone.
@@ -164,48 +165,48 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, wire: AxisGroup) -> None:
     from meshwright.axes.comm import split as parts
     from meshwright.axes.comm.heads import to_tokens, to_units
 
-    shares = group.shares(wire.size)
+    shares = group.shares(axis_group.size)
     if shares is None:
-        raise ValueError(f"{group.units} heads don't divide over cp={wire.size}")
+        raise ValueError(f"{group.units} heads don't divide over cp={axis_group.size}")
     if not group.module:
         raise ValueError(
-            f"the attention that {group.row} reads is code of the layer itself, and only a module of its own can be "
-            "shown whole rows; the nearest is attention=gather"
+            f"the attention that {group.row_linear} reads is code of the layer itself, and only a module of its own "
+            "can be shown whole rows; the nearest is attention=gather"
         )
     by_name = {split.name: split for split in group.splits}
     root = layer.get_submodule(group.module)
-    _show_whole_rows(root, wire)
+    _show_whole_rows(root, axis_group)
 
     def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
         return [parts.spans_of(split, units, group, size) for units in shares]
 
-    for name in group.columns:
+    for name in group.column_linears:
         column, split = layer.get_submodule(name), by_name[f"{name}.weight"]
         held = spans(split, layer.get_parameter(split.name).shape[split.dim])
-        if name in group.inlets:
-            gates.on_output(column, _exchanging(to_units, wire, held))
+        if name in group.column_inputs:
+            gates.on_output(column, _exchanging(to_units, axis_group, held))
         else:
-            gates.on_output(column, partial(parts.select, dim=-1, spans=held[wire.index]))
-    for name in group.entries:
-        gates.on_output(layer.get_submodule(name), lambda x: flow.all_gather_tokens(x, wire, 1, True))
-    row = by_name[f"{group.row}.weight"]
+            gates.on_output(column, partial(parts.select, dim=-1, spans=held[axis_group.index]))
+    for name in group.replicated_inputs:
+        gates.on_output(layer.get_submodule(name), lambda x: flow.all_gather_tokens(x, axis_group, 1, True))
+    row = by_name[f"{group.row_linear}.weight"]
     features = layer.get_parameter(row.name).shape[row.dim]
     held = spans(row, features)
-    gates.on_input(layer.get_submodule(group.row), lambda x: to_tokens(x, wire, held, features))
-    matrices = {f"{name}.{kind}" for name in (*group.columns, group.row) for kind in ("weight", "bias")}
+    gates.on_input(layer.get_submodule(group.row_linear), lambda x: to_tokens(x, axis_group, held, features))
+    matrices = {f"{name}.{kind}" for name in (*group.column_linears, group.row_linear) for kind in ("weight", "bias")}
     loose = [split for split in group.splits if split.name not in matrices]
     if loose:
-        _slice_loose(root, layer, loose, {split.name: shares[wire.index] for split in loose}, group)
-    parts.adapt(layer, group, shares[wire.index])
+        _slice_loose(root, layer, loose, {split.name: shares[axis_group.index] for split in loose}, group)
+    parts.adapt(layer, group, shares[axis_group.index])
 
 
 def _exchanging(
-    move: Callable[..., torch.Tensor], wire: AxisGroup, held: Any
+    move: Callable[..., torch.Tensor], axis_group: AxisGroup, held: Any
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: move(x, wire, held)
+    return lambda x: move(x, axis_group, held)
 
 
-def _show_whole_rows(root: Any, wire: AxisGroup) -> None:
+def _show_whole_rows(root: Any, axis_group: AxisGroup) -> None:
     """Calls a module with a stand-in of the whole row; what it hands the stand-in to gets this rank's tokens."""
     real: list[torch.Tensor] = []
     shown: list[torch.Tensor] = []
@@ -214,7 +215,9 @@ def _show_whole_rows(root: Any, wire: AxisGroup) -> None:
     def enter(x: torch.Tensor) -> torch.Tensor:
         real.append(x)
         # Not a number: code that computes with it, instead of reading its shape, is found out.
-        whole = x.detach().new_full((1, 1, 1), float("nan")).expand(x.shape[0], x.shape[1] * wire.size, x.shape[2])
+        whole = (
+            x.detach().new_full((1, 1, 1), float("nan")).expand(x.shape[0], x.shape[1] * axis_group.size, x.shape[2])
+        )
         shown.append(whole)
         return whole
 

@@ -13,7 +13,7 @@ from meshwright.errors import PlanError
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.axes.comm.wire import AxisGroup
+    from meshwright.axes.comm.axis_group import AxisGroup
 
 AXIS = Axis(
     name="ep",
@@ -47,7 +47,7 @@ def check(experts: Sequence[ExpertRows], degree: int) -> None:
 
 
 def wrap(
-    module: nn.Module, rows: ExpertRows, wire: AxisGroup, copies: int, same: AxisGroup | None = None
+    module: nn.Module, rows: ExpertRows, axis_group: AxisGroup, copies: int, same: AxisGroup | None = None
 ) -> dict[str, LocalShard]:
     """Leaves this rank its experts of one layer and lets tokens travel.
 
@@ -55,7 +55,7 @@ def wrap(
         module: the layer's experts module, on the meta device or materialised; parameters, counts and forward are
             replaced.
         rows: what it is.
-        wire: the axis's collectives.
+        axis_group: the axis's collectives.
         copies: ranks of the world that hold the same experts.
         same: ranks whose tokens are equal (they send a share each); None where all tokens differ.
 
@@ -66,7 +66,7 @@ def wrap(
 
     from meshwright.axes.comm.exchange import Dispatch
 
-    start, stop = rows.span(wire.index, wire.size)
+    start, stop = rows.span(axis_group.index, axis_group.size)
     places = {}
     for attribute in rows.parameters:
         whole = module.get_parameter(attribute)
@@ -78,6 +78,6 @@ def wrap(
         places[name] = LocalShard(name=name, shape=tuple(whole.shape), spans=spans, copies=copies, axes=(AXIS.name,))
     for attribute in rows.counts:
         setattr(module, attribute, stop - start)
-    dispatch: Any = Dispatch(module, rows, wire, same)
+    dispatch: Any = Dispatch(module, rows, axis_group, same)
     module.forward = dispatch
     return places

@@ -85,9 +85,9 @@ def _layer(layer: str, rows: LayerRows, wanted: Mapping[str, tuple[str, str]]) -
                 f"sharding: {layer}.{held} is '{asked[held][0]}' but {layer}.{whole} 'whole', and one can't be split "
                 f"without the other; write 'whole' for both: {', '.join(sorted(roles))}"
             )
-        refused |= dict.fromkeys((*group.columns, group.row), REASON)
+        refused |= dict.fromkeys((*group.column_linears, group.row_linear), REASON)
         if group.heads:
-            needs = f"{group.row} isn't split and needs all tokens: {REASON}"
+            needs = f"{group.row_linear} isn't split and needs all tokens: {REASON}"
     for name, (kind, glob) in own.items():
         if kind != "whole" and name not in split:
             known = (text for part, text in rows.refused.items() if name.startswith(f"{part}."))
@@ -101,10 +101,10 @@ def _roles(group: ShardingGroup) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(name, kinds that are true of it) of every parameter that a group splits."""
     for split in group.splits:
         path = split.name.rpartition(".")[0]
-        if not group.columns:  # experts: one module, both ways
+        if not group.column_linears:  # experts: one module, both ways
             yield split.name, ("columns", "rows")
         else:
-            yield split.name, ("rows",) if path == group.row else ("columns",)
+            yield split.name, ("rows",) if path == group.row_linear else ("columns",)
 
 
 def _vocabulary(table: ShardingTable, wanted: Mapping[str, tuple[str, str]]) -> ShardingTable:

@@ -10,8 +10,8 @@ from meshwright.axes.axis import Axis, Holds, Reads
 if TYPE_CHECKING:
     from torch import nn
 
+    from meshwright.axes.comm.axis_group import AxisGroup
     from meshwright.axes.comm.reducer import GradientReducer
-    from meshwright.axes.comm.wire import AxisGroup
 
 AXIS = Axis(
     name="replicate",
@@ -23,13 +23,13 @@ AXIS = Axis(
 
 
 def wrap(
-    parameters: Iterable[nn.Parameter], wire: AxisGroup, layers: Mapping[nn.Parameter, int] | None = None
+    parameters: Iterable[nn.Parameter], axis_group: AxisGroup, layers: Mapping[nn.Parameter, int] | None = None
 ) -> GradientReducer:
     """Makes every gradient a sum over the axis, communicated while backward still runs.
 
     Args:
         parameters: plain ones, in the order in which forward uses them; they stay as they are, hooks are added.
-        wire: collectives of the ranks that hold copies of them.
+        axis_group: collectives of the ranks that hold copies of them.
         layers: number of the layer that each belongs to, for messages.
 
     Returns:
@@ -37,4 +37,4 @@ def wrap(
     """
     from meshwright.axes.comm.reducer import GradientReducer
 
-    return GradientReducer(parameters, wire, layers)
+    return GradientReducer(parameters, axis_group, layers)

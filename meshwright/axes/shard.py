@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from meshwright.axes.comm.axis_group import AxisGroup, PendingCollective
     from meshwright.axes.comm.sharded import DeferredReductions
-    from meshwright.axes.comm.wire import AxisGroup, PendingCollective
 
 AXIS = Axis(
     name="shard",
@@ -57,7 +57,7 @@ class ExpertFsdpGroup:
     """Each a unit of gathering of its own, in order."""
     mesh: DeviceMesh
     """Of one dimension: the ranks that share the shards."""
-    wires: Sequence[AxisGroup]
+    axis_groups: Sequence[AxisGroup]
     """As `wrap` takes them."""
 
 
@@ -82,7 +82,7 @@ class FsdpSync:
         summed = last or self._zero >= 2
         self._fresh = self._fresh or fresh
         # A sum that is added to gradients of earlier micro-batches is read where it starts.
-        self._late.open = self._on_cpu and summed and self._fresh and (last or not self._copies)
+        self._late.enabled = self._on_cpu and summed and self._fresh and (last or not self._copies)
         if summed:
             self._fresh = False
         self._module.set_is_last_backward(last)
@@ -118,9 +118,9 @@ class ReplicaAllReduce:
     FSDP2 calls it after each scatter. Before the last micro-batch it keeps the part for later. ``of`` names the unit.
     """
 
-    def __init__(self, wire: AxisGroup, late: DeferredReductions, of: str = "") -> None:
+    def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
         self.last = True
-        self._wire, self._late, self._of = wire, late, of
+        self._wire, self._late, self._of = axis_group, late, of
         self._kept: torch.Tensor | None = None
 
     def __call__(self, part: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ def wrap(
     layers: Sequence[nn.Module],
     mesh: DeviceMesh,
     options: ShardOptions,
-    wires: Sequence[AxisGroup],
+    axis_groups: Sequence[AxisGroup],
     apart: ExpertFsdpGroup | None = None,
 ) -> FsdpSync:
     """Shards ``module`` over a mesh of one dimension, layer by layer.
@@ -161,7 +161,7 @@ def wrap(
         layers: its repeated blocks, each a unit of gathering; the rest is one unit that stays gathered in the step.
         mesh: of one dimension: the ranks that share the state.
         options: how.
-        wires: collectives of these ranks and, where the shards have copies, of the ranks of the copies.
+        axis_groups: collectives of these ranks and, where the shards have copies, of the ranks of the copies.
         apart: modules that are sharded over other ranks; None for none.
 
     Returns:
@@ -195,10 +195,10 @@ def wrap(
         DeferredReductions(),
         [spell([number]) for number in range(options.first, options.first + len(layers))],
     )
-    copies = _connect((root, *layers), wires, late, (spell([REST]), *names))
+    copies = _connect((root, *layers), axis_groups, late, (spell([REST]), *names))
     if apart is not None:
         experts = [f"the experts of {name}" for name in _around(others, layers, names)]
-        copies += _connect(others, apart.wires, late, experts)
+        copies += _connect(others, apart.axis_groups, late, experts)
     return FsdpSync(root, options, copies, late, mesh.device_type == "cpu")
 
 
@@ -209,14 +209,14 @@ def _around(inner: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -
 
 
 def _connect(
-    units: Sequence[Any], wires: Sequence[AxisGroup], late: DeferredReductions, names: Sequence[str]
+    units: Sequence[Any], axis_groups: Sequence[AxisGroup], late: DeferredReductions, names: Sequence[str]
 ) -> list[ReplicaAllReduce]:
-    """Makes units communicate through ``wires``; returns what sums over the second, one a unit."""
+    """Makes units communicate through ``axis_groups``; returns what sums over the second, one a unit."""
     copies = []
     for unit, name in zip(units, names, strict=True):
-        _use_wire(unit, wires[0], late, name)
-        for wire in wires[1:]:
-            copies.append(ReplicaAllReduce(wire, late, name))
+        _use_wire(unit, axis_groups[0], late, name)
+        for axis_group in axis_groups[1:]:
+            copies.append(ReplicaAllReduce(axis_group, late, name))
             unit.set_all_reduce_hook(copies[-1])
     return copies
 
@@ -241,11 +241,11 @@ def _gather_ahead(layers: Sequence[Any], others: Sequence[Any], prefetch: int) -
         unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + prefetch])
 
 
-def _use_wire(unit: Any, wire: AxisGroup, late: DeferredReductions, name: str) -> None:
+def _use_wire(unit: Any, axis_group: AxisGroup, late: DeferredReductions, name: str) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
     from meshwright.axes.comm.sharded import BookedAllGather, BookedReduceScatter
 
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    unit.set_custom_all_gather(BookedAllGather(wire, name))
-    unit.set_custom_reduce_scatter(BookedReduceScatter(wire, late, name))
+    unit.set_custom_all_gather(BookedAllGather(axis_group, name))
+    unit.set_custom_reduce_scatter(BookedReduceScatter(axis_group, late, name))

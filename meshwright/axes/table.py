@@ -55,7 +55,7 @@ class ShapeAttribute:
     """Dotted name of the module that has it, from the layer on; "" is the layer."""
     attribute: str
     """Its attribute; ``config.<name>`` for one that the module reads off its config."""
-    over: str
+    scales_with: str
     """What it counts: the name of a `ParameterSplit` whose local share scales it; ``a/b``, the ratio of two shares;
     ``=a``, the local indices of one."""
 
@@ -84,13 +84,13 @@ class ShardingGroup:
 
     module: str
     """The smallest module that holds all of it but the row, from the layer on."""
-    columns: tuple[str, ...]
+    column_linears: tuple[str, ...]
     """Modules whose outputs are split."""
-    inlets: tuple[str, ...]
+    column_inputs: tuple[str, ...]
     """Those columns whose input is equal on all ranks and enters the group there; for experts the module itself."""
-    entries: tuple[str, ...]
+    replicated_inputs: tuple[str, ...]
     """Modules that are computed whole and whose output enters the group: a key that all heads share."""
-    row: str
+    row_linear: str
     """Module whose input is split; its output is a sum over the ranks. For experts, the module itself."""
     units: int
     """Parts that can't be divided further."""
@@ -100,7 +100,7 @@ class ShardingGroup:
     """Parameters between columns and row that every unit uses: held whole, gradients summed over the ranks."""
     numbers: tuple[ShapeAttribute, ...] = ()
     """Integers to adapt."""
-    inner: tuple[str, ...] = ()
+    inner_row_linears: tuple[str, ...] = ()
     """Matrices between columns and row whose input is split and whose sum over the ranks goes back into the group."""
     cuttings: tuple[Cutting, ...] = ()
     """What lies between columns and row, isn't trained by units, and is cut as it passes."""
@@ -192,7 +192,8 @@ def _layer(rows: Mapping[str, Any]) -> LayerRows:
             Cutting(**{**cutting, "blocks": tuple(Block(**block) for block in cutting["blocks"])})
             for cutting in group["cuttings"]
         )
-        lists: dict[str, Any] = {key: tuple(group[key]) for key in ("columns", "inlets", "entries", "shared", "inner")}
+        names = ("column_linears", "column_inputs", "replicated_inputs", "shared", "inner_row_linears")
+        lists: dict[str, Any] = {key: tuple(group[key]) for key in names}
         lists |= {"splits": splits, "numbers": numbers, "cuttings": cuttings}
         groups.append(ShardingGroup(**{**group, **lists}))
     return LayerRows(**{**rows, "groups": tuple(groups), "faults": tuple(rows.get("faults", ()))})

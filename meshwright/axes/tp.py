@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.axes.comm.wire import AxisGroup
+    from meshwright.axes.comm.axis_group import AxisGroup
 
 AXIS = Axis(
     name="tp",
@@ -57,7 +57,7 @@ class ShardedLayer:
 
 
 def wrap_layer(
-    layer: nn.Module, prefix: str, rows: LayerRows, wire: AxisGroup, copies: int, sequence: bool = False
+    layer: nn.Module, prefix: str, rows: LayerRows, axis_group: AxisGroup, copies: int, sequence: bool = False
 ) -> ShardedLayer:
     """Splits a layer over the ranks of a wire.
 
@@ -65,7 +65,7 @@ def wrap_layer(
         layer: on meta or with values; its parameters are replaced by this rank's parts.
         prefix: its name in the model.
         rows: its part of the sharding table.
-        wire: the axis.
+        axis_group: the axis.
         copies: ranks of the world that hold what the axis doesn't split.
         sequence: between the groups a rank has (B, S / size, D), its run of the tokens.
 
@@ -77,13 +77,13 @@ def wrap_layer(
     done = ShardedLayer()
     unsplit = {name for name, item in layer.named_parameters() if item.requires_grad}
     for group in rows.groups:
-        shares = group.shares(wire.size)
+        shares = group.shares(axis_group.size)
         if shares is None:
             continue
         unsplit -= {split.name for split in group.splits}
-        _cut(layer, prefix, group, shares[wire.index], wire, copies, done)
-        late = _connect(layer, group, wire, sequence)
-        cuttings.attach(layer, group, shares, wire, sequence)
+        _cut(layer, prefix, group, shares[axis_group.index], axis_group, copies, done)
+        late = _connect(layer, group, axis_group, sequence)
+        cuttings.attach(layer, group, shares, axis_group, sequence)
         if not sequence:
             done.owed += [PartialGrad(f"{prefix}.{name}") for name in (*group.shared, *late)]
     if sequence:
@@ -92,7 +92,13 @@ def wrap_layer(
 
 
 def _cut(
-    layer: nn.Module, prefix: str, group: ShardingGroup, units: Span, wire: AxisGroup, copies: int, done: ShardedLayer
+    layer: nn.Module,
+    prefix: str,
+    group: ShardingGroup,
+    units: Span,
+    axis_group: AxisGroup,
+    copies: int,
+    done: ShardedLayer,
 ) -> None:
     """Gives the layer its parts of a group's parameters."""
     from meshwright.axes.comm import split as parts
@@ -101,9 +107,9 @@ def _cut(
     for split in group.splits:
         whole = layer.get_parameter(split.name)
         spans = parts.spans_of(split, units, group, whole.shape[split.dim])
-        copied = parts.copied_runs(split, units, group, wire.size)
+        copied = parts.copied_runs(split, units, group, axis_group.size)
         name = f"{prefix}.{split.name}"
-        place = parts.place_of(name, whole.shape, split, spans, copies // wire.size, "tp")
+        place = parts.place_of(name, whole.shape, split, spans, copies // axis_group.size, "tp")
         if copied:
             held = tuple((start, stop, place.copies * ranks) for start, stop, ranks in copied)
             place = dataclasses.replace(place, copied=held, copied_dim=split.dim)
@@ -114,53 +120,56 @@ def _cut(
         parts.cut_parameter(layer, split, spans)
 
 
-def _connect(layer: nn.Module, group: ShardingGroup, wire: AxisGroup, sequence: bool) -> list[str]:
+def _connect(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup, sequence: bool) -> list[str]:
     """Attaches a group's movements; returns parameters of the row that this rank's sum owes (not under sequence)."""
     from meshwright.axes.comm import flow, gates
 
     split_here = {split.name for split in group.splits}
-    row = layer.get_submodule(group.row)
-    prefix = f"{group.row}." if group.row else ""
+    row = layer.get_submodule(group.row_linear)
+    prefix = f"{group.row_linear}." if group.row_linear else ""
     whole = tuple(name for name, _ in row.named_parameters() if f"{prefix}{name}" not in split_here)
     if not sequence:
-        let_in = gates.Once(lambda x: flow.copy_to_group(x, wire))
-        for name in group.entries:
+        let_in = gates.Once(lambda x: flow.copy_to_group(x, axis_group))
+        for name in group.replicated_inputs:
             gates.on_output(layer.get_submodule(name), let_in)
     else:
-        let_in = gates.Once(lambda x: flow.all_gather_tokens(x, wire, token_dim(x.dim()), True))
+        let_in = gates.Once(lambda x: flow.all_gather_tokens(x, axis_group, token_dim(x.dim()), True))
     if sequence and group.heads:
         gates.on_hidden(layer.get_submodule(group.module), let_in)
-    elif group.inlets == (group.row,):
+    elif group.column_inputs == (group.row_linear,):
         # Experts: tokens, and the weights of their choices, whose gradients are summands too.
-        gates.on_input(row, _one_by_one(wire, sequence), gates.anything if sequence else gates.differentiable)
+        gates.on_input(row, _one_by_one(axis_group, sequence), gates.anything if sequence else gates.differentiable)
     else:
-        for name in group.inlets:
+        for name in group.column_inputs:
             gates.on_input(layer.get_submodule(name), let_in)
 
     def out(y: torch.Tensor) -> torch.Tensor:
         return (
-            flow.reduce_scatter_tokens(y, wire, token_dim(y.dim()), True)
+            flow.reduce_scatter_tokens(y, axis_group, token_dim(y.dim()), True)
             if sequence
-            else flow.reduce_from_group(y, wire)
+            else flow.reduce_from_group(y, axis_group)
         )
 
-    gates.sum_output(row, out, wire.index == 0, whole)
+    gates.sum_output(row, out, axis_group.index == 0, whole)
     late = [] if gates.is_plain_product(row) else [f"{prefix}{name}" for name in whole]
-    for name in group.inner:
+    for name in group.inner_row_linears:
         inner = layer.get_submodule(name)
         gates.sum_output(
-            inner, lambda y: flow.copy_to_group(flow.reduce_from_group(y, wire), wire), wire.index == 0, ()
+            inner,
+            lambda y: flow.copy_to_group(flow.reduce_from_group(y, axis_group), axis_group),
+            axis_group.index == 0,
+            (),
         )
         late += [f"{name}.bias"] if getattr(inner, "bias", None) is not None else []
     return late
 
 
-def _one_by_one(wire: AxisGroup, sequence: bool) -> Any:
+def _one_by_one(axis_group: AxisGroup, sequence: bool) -> Any:
     from meshwright.axes.comm import flow
 
     if sequence:
-        return lambda x: flow.all_gather_tokens(x, wire, 0, True)
-    return lambda x: flow.copy_to_group(x, wire)
+        return lambda x: flow.all_gather_tokens(x, axis_group, 0, True)
+    return lambda x: flow.copy_to_group(x, axis_group)
 
 
 def token_dim(dims: int) -> int:
@@ -168,14 +177,16 @@ def token_dim(dims: int) -> int:
     return 1 if dims > 2 else 0
 
 
-def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: AxisGroup, copies: int) -> ShardedLayer:
+def wrap_vocabulary(
+    module: nn.Module, names: Sequence[str], vocab: int, axis_group: AxisGroup, copies: int
+) -> ShardedLayer:
     """Splits embedding and head over the vocabulary: (V / size, D) each; the logits stay split.
 
     Args:
         module: the model or a stage of it; tied weights stay tied.
         names: modules whose weight's (and bias's) dim 0 is the vocabulary; those without a weight here are left out.
         vocab: V.
-        wire: the axis.
+        axis_group: the axis.
         copies: ranks of the world that hold what the axis doesn't split.
 
     Returns:
@@ -184,7 +195,7 @@ def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: A
     import torch
     from torch import nn
 
-    start, stop = vocabulary_span(vocab, wire.size, wire.index)
+    start, stop = vocabulary_span(vocab, axis_group.size, axis_group.index)
     done, made = ShardedLayer(), dict[nn.Parameter, nn.Parameter]()
     parts = [module.get_submodule(name) for name in names]
     for part in parts:
@@ -195,7 +206,7 @@ def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: A
         if whole in made:
             spans = (((start, stop),), *(((0, size),) for size in whole.shape[1:]))
             done.places[name] = LocalShard(
-                name=name, shape=tuple(whole.shape), spans=spans, copies=copies // wire.size, axes=(AXIS.name,)
+                name=name, shape=tuple(whole.shape), spans=spans, copies=copies // axis_group.size, axes=(AXIS.name,)
             )
     for owner in module.modules():
         for attribute, parameter in list(owner._parameters.items()):
@@ -203,11 +214,11 @@ def wrap_vocabulary(module: nn.Module, names: Sequence[str], vocab: int, wire: A
                 owner._parameters[attribute] = made[parameter]
     for part in parts:
         if any(item is not None for item in part._parameters.values()):
-            _connect_vocabulary(part, start, stop, wire)
+            _connect_vocabulary(part, start, stop, axis_group)
     return done
 
 
-def _connect_vocabulary(part: Any, start: int, stop: int, wire: AxisGroup) -> None:
+def _connect_vocabulary(part: Any, start: int, stop: int, axis_group: AxisGroup) -> None:
     """Lets a split embedding look up its rows alone."""
     import torch
     from torch import nn
@@ -216,7 +227,7 @@ def _connect_vocabulary(part: Any, start: int, stop: int, wire: AxisGroup) -> No
 
     if isinstance(part, nn.Linear):
         part.out_features = stop - start
-        gates.on_input(part, lambda x: flow.copy_to_group(x, wire))
+        gates.on_input(part, lambda x: flow.copy_to_group(x, axis_group))
         return
     outside: list[torch.Tensor] = []
 
@@ -227,7 +238,7 @@ def _connect_vocabulary(part: Any, start: int, stop: int, wire: AxisGroup) -> No
         return (torch.where(beyond, 0, ids - start), *args[1:]), kwargs
 
     def after(_: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
-        return flow.reduce_from_group(out.masked_fill(outside.pop().unsqueeze(-1), 0.0), wire)
+        return flow.reduce_from_group(out.masked_fill(outside.pop().unsqueeze(-1), 0.0), axis_group)
 
     part.register_forward_pre_hook(before, with_kwargs=True)
     part.register_forward_hook(after)
@@ -238,14 +249,14 @@ def _connect_vocabulary(part: Any, start: int, stop: int, wire: AxisGroup) -> No
 
 
 def wrap_model(
-    module: nn.Module, table: ShardingTable, wire: AxisGroup, copies: int, sequence: bool = False
+    module: nn.Module, table: ShardingTable, axis_group: AxisGroup, copies: int, sequence: bool = False
 ) -> ShardedLayer:
     """Splits every layer that a module has, and its embedding and head.
 
     Args:
         module: the model or a stage of it.
         table: of the model; layers that aren't here, or are stubs, are left out.
-        wire: the axis.
+        axis_group: the axis.
         copies: ranks of the world that hold what the axis doesn't split.
         sequence: between the groups of the layers a rank has its run of the tokens; outside of them all tokens.
 
@@ -259,18 +270,18 @@ def wrap_model(
     for name, rows in table.layers.items():
         layer = held_layer(module, name)
         if layer is not None:
-            part = wrap_layer(layer, name, rows, wire, copies, sequence)
+            part = wrap_layer(layer, name, rows, axis_group, copies, sequence)
             done.places |= part.places
             done.owed += part.owed
     if table.vocabulary:
-        done.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, wire, copies).places
+        done.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).places
     if sequence:
         names = list(table.layers)
         first, last = (held_layer(module, name) for name in (names[0], names[-1]))
         if first is not None:
-            gates.on_hidden(first, lambda x: flow.reduce_scatter_tokens(x, wire, 1, False))
+            gates.on_hidden(first, lambda x: flow.reduce_scatter_tokens(x, axis_group, 1, False))
         if last is not None:
-            gates.on_output(last, lambda x: flow.all_gather_tokens(x, wire, 1, False))
+            gates.on_output(last, lambda x: flow.all_gather_tokens(x, axis_group, 1, False))
     return done
 
 
@@ -280,15 +291,15 @@ class PartialGradReducer:
     Args:
         module: holds the parameters; they may be DTensors, whose local shards are summed.
         owed: what is owed, by their names in the module.
-        wire: the axis.
+        axis_group: the axis.
         neighbours: wires over runs of neighbouring ranks, by their number.
     """
 
     def __init__(
-        self, module: nn.Module, owed: Sequence[PartialGrad], wire: AxisGroup, neighbours: Mapping[int, AxisGroup]
+        self, module: nn.Module, owed: Sequence[PartialGrad], axis_group: AxisGroup, neighbours: Mapping[int, AxisGroup]
     ) -> None:
         self._module, self._owed = module, tuple(owed)
-        self._wire, self._neighbours = wire, neighbours
+        self._wire, self._neighbours = axis_group, neighbours
 
     def begin(self, last: bool, fresh: bool = False) -> None:
         """Nothing is summed before the last backward."""
@@ -310,9 +321,9 @@ class PartialGradReducer:
         for (ranks, _), parts in packs.items():
             if not parts:
                 continue
-            wire = self._neighbours[ranks] if ranks else self._wire
+            axis_group = self._neighbours[ranks] if ranks else self._wire
             flat = torch.cat([part.reshape(-1) for part in parts])
-            wire.all_reduce(flat, "shared gradients").wait()
+            axis_group.all_reduce(flat, "shared gradients").wait()
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
                 part.copy_(total.view(part.shape))
 

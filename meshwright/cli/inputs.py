@@ -116,7 +116,7 @@ def read_model(config: RunConfig, vocab: int | None, context: int | None) -> Rea
     built = build_meta(config.model, vocab=vocab, context=context)
     named = [(name, item) for name, item in built.module.named_parameters() if item.requires_grad]
     layers = [
-        sum(item.numel() for name, item in named if name.startswith(layer + ".")) for layer in built.anatomy.layers
+        sum(item.numel() for name, item in named if name.startswith(layer + ".")) for layer in built.structure.layers
     ]
     rows = [(name, list(item.shape), str(item.dtype)) for name, item in built.module.named_parameters()]
     return ReadModel(
@@ -131,13 +131,13 @@ def model_parts(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
     from meshwright.models.experts import routes_wide
 
     named = built.module.named_parameters(remove_duplicate=False)
-    anatomy = built.anatomy
+    structure = built.structure
     return ModelParts.of(
         named,
-        anatomy.layers,
-        anatomy.ties,
+        structure.layers,
+        structure.ties,
         facts.table,
-        facts.spine,
+        facts.layer_graph,
         facts.experts,
         facts.attention,
         wide_routing=routes_wide(built.module),

@@ -68,11 +68,11 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
         for rows in find_experts(built.module)
     ]
-    facts = ModelAnalysis(table=table[0], spine=pipeline[0])
+    facts = ModelAnalysis(table=table[0], layer_graph=pipeline[0])
     return {
         "model": config.model.name,
         "shape": measure_shape(built).to_json(),
-        "anatomy": _anatomy(built),
+        "structure": _structure(built),
         "experts": experts,
         "sharding": table[1],
         "pipeline": pipeline[1],
@@ -80,18 +80,18 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
     }
 
 
-def _anatomy(built: BuiltModel) -> dict[str, Any]:
+def _structure(built: BuiltModel) -> dict[str, Any]:
     """Names of the parts, and the layers by kind."""
-    anatomy = built.anatomy
+    structure = built.structure
     kinds: dict[Any, dict[str, Any]] = {}
-    for name in anatomy.layers:
+    for name in structure.layers:
         layer = built.module.get_submodule(name)
         key = type(layer), tuple((part, tuple(item.shape)) for part, item in layer.named_parameters())
         count = sum(item.numel() for item in layer.parameters())
         kinds.setdefault(key, {"type": type(layer).__name__, "parameters": count, "layers": []})["layers"].append(name)
     parts = ("embedding", "position_embedding", "final_norm", "head", "vocab", "width", "positions", "context")
-    return {part: getattr(anatomy, part) for part in parts} | {
-        "ties": [list(names) for names in anatomy.ties],
+    return {part: getattr(structure, part) for part in parts} | {
+        "ties": [list(names) for names in structure.ties],
         "layers": list(kinds.values()),
     }
 
@@ -119,9 +119,9 @@ def _rows(rows: LayerRows) -> dict[str, Any]:
     groups = [
         {
             "module": group.module,
-            "columns": list(group.columns),
-            "entries": list(group.entries),
-            "row": group.row,
+            "column_linears": list(group.column_linears),
+            "replicated_inputs": list(group.replicated_inputs),
+            "row_linear": group.row_linear,
             "units": group.units,
             "heads": group.heads,
             "shared": list(group.shared),
@@ -137,18 +137,18 @@ def _rows(rows: LayerRows) -> dict[str, Any]:
 
 
 def _pipeline(built: BuiltModel) -> tuple[Any, dict[str, Any]]:
-    """The spine, and where it can be cut."""
-    from meshwright.models.spine import read_spine
+    """The layer graph, and where it can be cut."""
+    from meshwright.models.layer_graph import read_layer_graph
 
     try:
-        spine = read_spine(built)
+        layer_graph = read_layer_graph(built)
     except MeshwrightError as error:
         return None, {"refused": str(error)}
-    return spine, {
-        "layers": len(spine.layers),
-        "stages": len(spine.layers) - len(spine.blocked),
-        "payload": sorted({len(taken) for taken in spine.payload[1:]}),
-        "blocked": {str(at): why for at, why in spine.blocked.items()},
+    return layer_graph, {
+        "layers": len(layer_graph.layers),
+        "stages": len(layer_graph.layers) - len(layer_graph.blocked),
+        "payload": sorted({len(taken) for taken in layer_graph.boundary_tensors[1:]}),
+        "blocked": {str(at): why for at, why in layer_graph.blocked.items()},
     }
 
 
@@ -159,7 +159,7 @@ def _priced(built: BuiltModel, layout: Layout, known: ModelAnalysis) -> dict[str
     from meshwright.runtime.build import check
     from meshwright.train.model_analysis import analyse_model
 
-    check(layout, "cuda", len(built.anatomy.layers))
+    check(layout, "cuda", len(built.structure.layers))
     facts = analyse_model(built, layout, known)
     ep.check(facts.experts, layout.degree("ep"))
     parts = model_parts(built, facts)

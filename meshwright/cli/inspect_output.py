@@ -14,7 +14,7 @@ def told(found: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines that say what `cli.inspect.inspect` found."""
     shape = found["shape"]
     yield f"{found['model']}: {format_count(shape['parameters'])} parameters, {shape['layers']} layers"
-    yield from _anatomy(found["anatomy"], shape)
+    yield from _structure(found["structure"], shape)
     yield from _experts(found["experts"], shape)
     yield from _sharding(found["sharding"])
     yield from _pipeline(found["pipeline"])
@@ -22,24 +22,24 @@ def told(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _layout(layout)
 
 
-def _anatomy(anatomy: Mapping[str, Any], shape: Mapping[str, Any]) -> Iterator[str]:
+def _structure(structure: Mapping[str, Any], shape: Mapping[str, Any]) -> Iterator[str]:
     yield ""
-    yield "anatomy"
-    sizes = f"{anatomy['vocab']} x {anatomy['width']}"
-    yield _row("embedding", f"{anatomy['embedding']} ({sizes})" if anatomy["embedding"] else "none found")
-    if anatomy["position_embedding"]:
-        yield _row("positions", f"{anatomy['position_embedding']} ({anatomy['positions']} learned)")
-    for kind in anatomy["layers"]:
+    yield "structure"
+    sizes = f"{structure['vocab']} x {structure['width']}"
+    yield _row("embedding", f"{structure['embedding']} ({sizes})" if structure["embedding"] else "none found")
+    if structure["position_embedding"]:
+        yield _row("positions", f"{structure['position_embedding']} ({structure['positions']} learned)")
+    for kind in structure["layers"]:
         each = f"{format_count(kind['parameters'])} parameters each"
         yield _row("layers", f"{len(kind['layers'])} x {kind['type']}: {runs(kind['layers'])}, {each}")
     if shape["heads"]:
         yield _row("heads", f"{shape['heads']} of {shape['head_size']}")
     for part in ("final_norm", "head"):
-        yield _row(part.replace("_", " "), anatomy[part] or "none found")
-    for names in anatomy["ties"]:
+        yield _row(part.replace("_", " "), structure[part] or "none found")
+    for names in structure["ties"]:
         yield _row("tied", " = ".join(names))
-    if anatomy["context"]:
-        yield _row("context", f"{anatomy['context']} tokens")
+    if structure["context"]:
+        yield _row("context", f"{structure['context']} tokens")
 
 
 def _experts(experts: Sequence[Mapping[str, Any]], shape: Mapping[str, Any]) -> Iterator[str]:
@@ -62,10 +62,10 @@ def _sharding(sharding: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {runs(kind['layers'])}"
         for group in kind["groups"]:
             what = "heads" if group["heads"] else "channels"
-            columns = " + ".join(group["columns"]) or "experts"
-            entries = f", entered by {' + '.join(group['entries'])}" if group["entries"] else ""
+            columns = " + ".join(group["column_linears"]) or "experts"
+            entries = f", entered by {' + '.join(group['replicated_inputs'])}" if group["replicated_inputs"] else ""
             shared = f", shared: {' + '.join(group['shared'])}" if group["shared"] else ""
-            yield f"    {columns} -> {group['row'] or 'itself'}: {group['units']} {what}{entries}{shared}"
+            yield f"    {columns} -> {group['row_linear'] or 'itself'}: {group['units']} {what}{entries}{shared}"
         for why, names in _by_reason(kind["whole"]).items():
             yield f"    whole: {', '.join(names)}: {why}"
         yield f"    sequence=true {'works' if kind['sequence'] else 'is refused: ' + kind['sequence_refused']}"

@@ -61,7 +61,7 @@ def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devic
     from meshwright.runtime.build import check
     from meshwright.train.model_analysis import analyse_model, check_shapes
 
-    check(layout, devices.kind, len(model.built.anatomy.layers))
+    check(layout, devices.kind, len(model.built.structure.layers))
     facts = analyse_model(model.built, layout, tokens=config.data.sequence)
     check_shapes(facts, layout, config.train.batch, config.data.sequence)
     return facts

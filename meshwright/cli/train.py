@@ -153,7 +153,7 @@ def _train(
         config=config,
         plan=plan,
         model=model.built,
-        facts=facts,
+        analysis=facts,
         run_dir=run_dir,
         data_dir=token_set.path,
         fingerprint=model.fingerprint,
@@ -166,7 +166,7 @@ def _train(
         plan, facts = offers[at]
         plan = dataclasses.replace(plan, reason=f"fastest of {len(rows)} that were tried; {plan.reason}")
         header = _header(config, model, plan, token_set)
-        job = dataclasses.replace(job, plan=plan, facts=facts, header=header)
+        job = dataclasses.replace(job, plan=plan, analysis=facts, header=header)
         trials.written(run_dir, rows)
     _begin(job, first, isinstance(launcher, Nodes), token_set)
     if first and config.train.prove:
@@ -257,7 +257,7 @@ def _nodes_result(
 
     def remake(plan: Plan) -> TrainJob:
         facts, rows = facts_of(config, model, plan.layout, nodes.devices), _layout_rows(plan, nodes.devices.kind)
-        return dataclasses.replace(job, plan=plan, facts=facts, header=job.header | rows)
+        return dataclasses.replace(job, plan=plan, analysis=facts, header=job.header | rows)
 
     key = run_key(job.run_dir, nodes.key_file)
     seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
@@ -302,7 +302,7 @@ def _wait_for(path: Path, limit_s: float) -> None:
 def _header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet) -> dict[str, str]:
     return {
         "model": f"{config.model.name}, {format_count(model.sizes.total)} parameters, "
-        f"{len(model.built.anatomy.layers)} layers",
+        f"{len(model.built.structure.layers)} layers",
         "data": f"{format_count(len(token_set.train.tokens))} tokens, vocabulary {token_set.vocab_size}",
         **_layout_rows(plan, found_devices(None).kind),
         "run": config.run,

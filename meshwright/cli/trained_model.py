@@ -41,7 +41,7 @@ class TrainedModel:
         ids = self.tokenizer.encode(prompt).ids
         made = generate_tokens(
             self.built.module,
-            self.built.anatomy,
+            self.built.structure,
             ids,
             max_tokens=max_tokens,
             temperature=temperature,

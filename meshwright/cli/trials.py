@@ -56,7 +56,7 @@ def fastest(job: TrainJob, offers: Sequence[tuple[Plan, ModelAnalysis]]) -> tupl
         row: dict[str, Any] = {"layout": str(plan.layout), "planned_s": plan.prediction.step_s}
         try:
             launcher = choose_launcher(config.devices, config=config.launch)
-            launcher.run(run_rank, dataclasses.replace(job, config=short, plan=plan, facts=facts, run_dir=run_dir))
+            launcher.run(run_rank, dataclasses.replace(job, config=short, plan=plan, analysis=facts, run_dir=run_dir))
             row["measured_s"] = measure(read_run(run_dir).steps)["step_s"]
         except (LaunchError, RankError, MeshwrightError) as error:
             row["why"] = str(error).splitlines()[0]

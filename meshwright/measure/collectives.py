@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.axes.comm.axis_group import AxisGroup, TrafficLog
 from meshwright.axes.comm.exchange import exchange
-from meshwright.axes.comm.wire import AxisGroup, TrafficLog
 from meshwright.cluster.traffic import span
 from meshwright.measure.clock import DeviceTimer, agreed
 

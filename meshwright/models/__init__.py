@@ -1,1 +1,1 @@
-"""Reads and builds models: names to modules on meta, any part of any weight, anatomy, shape, export."""
+"""Reads and builds models: names to modules on meta, any part of any weight, structure, shape, export."""

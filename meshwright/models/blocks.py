@@ -30,12 +30,12 @@ def read_blocks(built: BuiltModel) -> tuple[LayerShape, ...]:
     plain = config.get_text_config(decoder=True).to_dict() if config is not None else {}
     known: dict[Any, LayerShape] = {}
     found = []
-    for number, name in enumerate(built.anatomy.layers):
+    for number, name in enumerate(built.structure.layers):
         layer = built.module.get_submodule(name)
-        window = _window(plain, number, built.anatomy.context or 0)
+        window = _window(plain, number, built.structure.context or 0)
         key = (type(layer), window, tuple((key, tuple(item.shape)) for key, item in layer.named_parameters()))
         if key not in known:
-            known[key] = _block(layer, built.anatomy.width or 0, plain, window)
+            known[key] = _block(layer, built.structure.width or 0, plain, window)
         found.append(known[key])
     return tuple(found)
 

@@ -39,7 +39,7 @@ class BuiltModel:
     """The module; every parameter and buffer is on meta, in float32 unless its code says otherwise."""
     recipe: InitRecipe
     """How its weights are initialised."""
-    anatomy: ModelStructure
+    structure: ModelStructure
     """Its parts by name."""
     source: SafetensorsSource | None
     """The directory's weights, None when they are made from the seed."""
@@ -69,8 +69,8 @@ class BuiltModel:
 
     @property
     def vocab(self) -> int | None:
-        """Vocabulary of the embedding, None where the anatomy knows no embedding."""
-        return self.anatomy.vocab
+        """Vocabulary of the embedding, None where the structure knows no embedding."""
+        return self.structure.vocab
 
     def tensor(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Makes or reads one box of one parameter or buffer, on the CPU; the same bits on every rank.
@@ -127,11 +127,11 @@ def build_meta(
             module.tie_weights()
     recipe = recipe_of(module, recording)
     check_complete(module, recipe)
-    anatomy = read_anatomy(module)
-    _check_sizes(config, anatomy, vocab, context)
+    structure = read_anatomy(module)
+    _check_sizes(config, structure, vocab, context)
     loads = weights and config.kind == "directory" and not config.fresh
     source = SafetensorsSource(Path(config.name), module) if loads else None
-    return BuiltModel(config, module, recipe, anatomy, source, without_cache(module))
+    return BuiltModel(config, module, recipe, structure, source, without_cache(module))
 
 
 def is_transformers(module: nn.Module) -> bool:
@@ -209,14 +209,14 @@ def _function(config: ModelConfig, vocab: int | None, context: int | None) -> Ca
     return lambda: function(**known)
 
 
-def _check_sizes(config: ModelConfig, anatomy: ModelStructure, vocab: int | None, context: int | None) -> None:
-    if vocab and anatomy.vocab and vocab > anatomy.vocab:
+def _check_sizes(config: ModelConfig, structure: ModelStructure, vocab: int | None, context: int | None) -> None:
+    if vocab and structure.vocab and vocab > structure.vocab:
         raise ConfigError(
-            f"the data's vocabulary of {vocab} is larger than the model's {anatomy.vocab}; set model.vocab to {vocab} "
-            "or more, or prepare the data with the model's tokenizer"
+            f"the data's vocabulary of {vocab} is larger than the model's {structure.vocab}; set model.vocab to "
+            f"{vocab} or more, or prepare the data with the model's tokenizer"
         )
-    if context and anatomy.positions and context > anatomy.positions:
+    if context and structure.positions and context > structure.positions:
         raise ConfigError(
-            f"rows of {context} tokens are longer than the model's {anatomy.positions} learned positions; shorten the "
-            f"rows, or set model.context to {context}"
+            f"rows of {context} tokens are longer than the model's {structure.positions} learned positions; shorten "
+            f"the rows, or set model.context to {context}"
         )

@@ -121,7 +121,7 @@ def narrowed(built: BuiltModel, width: int = 8, layers: int = CLONE_LAYERS) -> M
     assert hf is not None
     plain = hf.get_text_config(decoder=True).to_dict()
     heads = size_of(plain, "heads") or 4
-    count = min(len(built.anatomy.layers), layers)
+    count = min(len(built.structure.layers), layers)
     values = shrink(built.config, count, width * heads).to_dict() | {"width": width * heads}
     for key in ("heads", "kv_heads", "experts"):
         values.pop(key, None)
@@ -149,7 +149,7 @@ def with_every_kind(built: BuiltModel, small: ModelConfig) -> ModelConfig:
     """
     hf = built.hf_config
     least = small.layers or 0
-    if hf is None or not built.anatomy.layers:
+    if hf is None or not built.structure.layers:
         return small
     wanted = kinds_of(built)
     if pairs(wanted) <= pairs(kinds_of(build_meta(small, 128, 32))):
@@ -183,7 +183,7 @@ def kinds_of(built: BuiltModel) -> tuple[Hashable, ...]:
     hf = built.hf_config
     listed = hf.get_text_config(decoder=True).to_dict().get("layer_types") if hf is not None else None
     found = []
-    for place, name in enumerate(built.anatomy.layers):
+    for place, name in enumerate(built.structure.layers):
         label = listed[place] if isinstance(listed, list) and place < len(listed) else ""
         layer = built.module.get_submodule(name)
         found.append((label, *(_part_kind(path, part) for path, part in layer.named_modules())))

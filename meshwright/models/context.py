@@ -129,12 +129,12 @@ def _rehearse(clone: Clone, table: ShardingTable, degree: int, rows: int, way: s
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
     whole = _gradients(out, named, upstream)
 
-    def part(wire: Any) -> Any:
+    def part(axis_group: Any) -> Any:
         module = copy.deepcopy(clone.module)
-        cp.wrap_model(module, table, wire, attention=way)
+        cp.wrap_model(module, table, axis_group, attention=way)
         mine = clone.run(rows, module, tokens=tokens, parts=degree).reshape(rows, -1, out.shape[-1])
         held = {name: item for name, item in module.named_parameters() if item.requires_grad}
-        own = cp.own_tokens(upstream, wire.index, wire.size, way == "gather")
+        own = cp.own_tokens(upstream, axis_group.index, axis_group.size, way == "gather")
         return mine.detach(), _gradients(mine, held, own)
 
     try:

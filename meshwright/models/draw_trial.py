@@ -24,4 +24,4 @@ def _draws(module: nn.Module) -> bool:
 
 def may_draw(built: BuiltModel) -> bool:
     """Whether forward may draw: of a model that isn't a transformers one nobody knows before it has run."""
-    return not built.anatomy.transformers or bool(drawing_parts(built))
+    return not built.structure.transformers or bool(drawing_parts(built))

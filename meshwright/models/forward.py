@@ -37,7 +37,7 @@ class ModelOutput:
 
 def model_forward(
     module: nn.Module,
-    anatomy: ModelStructure,
+    structure: ModelStructure,
     tokens: torch.Tensor,
     positions: torch.Tensor | None = None,
     mask_documents: bool = False,
@@ -46,7 +46,7 @@ def model_forward(
 
     Args:
         module: the model.
-        anatomy: its parts.
+        structure: its parts.
         tokens: (B, S) int64.
         positions: (B, S) int64, the position of each token in its document, starting anew at each boundary; None when
             no row has a boundary, which builds no mask and keeps the causal kernel.
@@ -59,8 +59,8 @@ def model_forward(
         ConfigError: for a model that gives only a loss, or that takes no positions though documents are masked.
     """
     # A forward may insist on targets, or without them give the logits of the last token alone.
-    none = torch.full_like(tokens, IGNORED) if anatomy.target_argument and not anatomy.transformers else None
-    output = model_output(module, anatomy, tokens, none, positions, mask_documents)
+    none = torch.full_like(tokens, IGNORED) if structure.target_argument and not structure.transformers else None
+    output = model_output(module, structure, tokens, none, positions, mask_documents)
     if output.logits is None:
         raise ConfigError("the model's forward gives only a loss; return logits (B, S, V) to use it here")
     return output.logits
@@ -68,7 +68,7 @@ def model_forward(
 
 def model_output(
     module: nn.Module,
-    anatomy: ModelStructure,
+    structure: ModelStructure,
     tokens: torch.Tensor,
     targets: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
@@ -83,7 +83,7 @@ def model_output(
 
     Args:
         module: as `model_forward`.
-        anatomy: as `model_forward`.
+        structure: as `model_forward`.
         tokens: as `model_forward`.
         targets: (B, S) int64, `IGNORED` where there is none.
         positions: as `model_forward`.
@@ -93,17 +93,17 @@ def model_output(
     Raises:
         ConfigError: as `model_forward`, and for an output that is neither logits nor a loss.
     """
-    if anatomy.transformers or targets is None or anatomy.target_argument is None:
+    if structure.transformers or targets is None or structure.target_argument is None:
         labels = {}
     else:
-        labels = {anatomy.target_argument: targets}
-    result = _call(module, anatomy, tokens, labels, positions, mask_documents)
-    return ModelOutput(result.logits, None) if anatomy.transformers else _read(result, tokens, token_parts)
+        labels = {structure.target_argument: targets}
+    result = _call(module, structure, tokens, labels, positions, mask_documents)
+    return ModelOutput(result.logits, None) if structure.transformers else _read(result, tokens, token_parts)
 
 
 def author_output(
     module: nn.Module,
-    anatomy: ModelStructure,
+    structure: ModelStructure,
     tokens: torch.Tensor,
     targets: torch.Tensor,
     labels: str,
@@ -114,7 +114,7 @@ def author_output(
 
     Args:
         module: as `model_forward`.
-        anatomy: as `model_forward`.
+        structure: as `model_forward`.
         tokens: as `model_forward`.
         targets: (B, S) int64, the token after each token; `IGNORED` where there is none.
         labels: one of `LABELS`; "" for a forward that takes no targets.
@@ -126,30 +126,30 @@ def author_output(
     """
     given: dict[str, torch.Tensor] = {}
     if labels:
-        assert anatomy.target_argument is not None
-        given[anatomy.target_argument] = targets
+        assert structure.target_argument is not None
+        given[structure.target_argument] = targets
         if labels == "shift_labels":
             given["shift_labels"] = targets
         elif labels == "shifted":
-            given[anatomy.target_argument] = torch.cat([tokens[:, :1], targets[:, :-1]], dim=1)
-    return _read_loss(_call(module, anatomy, tokens, given, positions, mask_documents), tokens)
+            given[structure.target_argument] = torch.cat([tokens[:, :1], targets[:, :-1]], dim=1)
+    return _read_loss(_call(module, structure, tokens, given, positions, mask_documents), tokens)
 
 
 def _call(
     module: nn.Module,
-    anatomy: ModelStructure,
+    structure: ModelStructure,
     tokens: torch.Tensor,
     labels: Mapping[str, torch.Tensor],
     positions: torch.Tensor | None,
     mask_documents: bool,
 ) -> Any:
     """Calls forward with whatever of this it takes."""
-    arguments: dict[str, Any] = {anatomy.token_argument: tokens, **labels}
+    arguments: dict[str, Any] = {structure.token_argument: tokens, **labels}
     if mask_documents and positions is not None:
-        if not anatomy.takes_positions:
+        if not structure.takes_positions:
             raise ConfigError(_no_documents("its forward takes no position_ids"))
         arguments["position_ids"] = positions
-    if anatomy.transformers and "use_cache" in anatomy.arguments:
+    if structure.transformers and "use_cache" in structure.arguments:
         arguments["use_cache"] = False
     with repeated():
         return module(**arguments)

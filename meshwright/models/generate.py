@@ -12,7 +12,7 @@ from meshwright.models.structure import ModelStructure
 
 def generate_tokens(
     module: nn.Module,
-    anatomy: ModelStructure,
+    structure: ModelStructure,
     prompt: list[int],
     *,
     max_tokens: int = 200,
@@ -29,7 +29,7 @@ def generate_tokens(
 
     Args:
         module: the model, whole on this rank; put into eval mode for the time.
-        anatomy: its parts.
+        structure: its parts.
         prompt: token ids, at least one.
         max_tokens: number of tokens to add.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -44,12 +44,12 @@ def generate_tokens(
     Raises:
         ConfigError: for an empty prompt, ids that the model has no row for, or a negative temperature.
     """
-    _check_request(anatomy, prompt, temperature, top_k)
+    _check_request(structure, prompt, temperature, top_k)
     device = next(module.parameters()).device
-    limit = anatomy.positions or anatomy.context
+    limit = structure.positions or structure.context
     generator = torch.Generator().manual_seed(seed)
     tokens, training = list(prompt), module.training
-    cached = _cached(module, anatomy) and (limit is None or len(prompt) + max_tokens <= limit)
+    cached = _cached(module, structure) and (limit is None or len(prompt) + max_tokens <= limit)
     cache = None
     module.eval()
     try:
@@ -61,7 +61,7 @@ def generate_tokens(
                     cache, logits = output.past_key_values, output.logits
                 else:
                     window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
-                    logits = model_forward(module, anatomy, window)
+                    logits = model_forward(module, structure, window)
                 token = _pick(logits[0, -1, :vocab], temperature, top_k, generator)
                 if token == stop:
                     break
@@ -71,12 +71,12 @@ def generate_tokens(
     return tokens[len(prompt) :]
 
 
-def _check_request(anatomy: ModelStructure, prompt: list[int], temperature: float, top_k: int | None) -> None:
+def _check_request(structure: ModelStructure, prompt: list[int], temperature: float, top_k: int | None) -> None:
     """Refuses what can't be continued or drawn from."""
-    if anatomy.vocab is not None and max(prompt, default=0) >= anatomy.vocab:
+    if structure.vocab is not None and max(prompt, default=0) >= structure.vocab:
         raise ConfigError(
-            f"the prompt holds token {max(prompt)}, the model's vocabulary has {anatomy.vocab} entries: the tokenizer "
-            "is another model's; give the directory its own"
+            f"the prompt holds token {max(prompt)}, the model's vocabulary has {structure.vocab} entries: the "
+            "tokenizer is another model's; give the directory its own"
         )
     if not prompt:
         raise ConfigError("the prompt holds no token; give at least one character")
@@ -84,9 +84,9 @@ def _check_request(anatomy: ModelStructure, prompt: list[int], temperature: floa
         raise ConfigError(f"temperature = {temperature} and top_k = {top_k}; they must be >= 0 and >= 1")
 
 
-def _cached(module: nn.Module, anatomy: ModelStructure) -> bool:
+def _cached(module: nn.Module, structure: ModelStructure) -> bool:
     """True when forward takes and gives the key-value cache of attention."""
-    return anatomy.transformers and {"past_key_values", "use_cache"} <= anatomy.arguments
+    return structure.transformers and {"past_key_values", "use_cache"} <= structure.arguments
 
 
 def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

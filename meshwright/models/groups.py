@@ -52,7 +52,7 @@ def find_groups(trace: LayerTrace, rows: int) -> tuple[list[ShardingGroup], dict
                 groups.append(_group(graph, name))
             except SplitRefusal as refusal:
                 refused[name] = str(refusal)
-    used = {name for group in groups for name in (*group.columns, *group.inner, group.row)}
+    used = {name for group in groups for name in (*group.column_linears, *group.inner_row_linears, group.row_linear)}
     for name in graph.cuts:
         if name not in used:
             refused.setdefault(name, "what it reads and gives isn't shared out by heads or channels")
@@ -106,14 +106,14 @@ def _group(graph: Graph, row: str) -> ShardingGroup:
             cuttings.append(Cutting(kind="meeting", module=name, dim=-1, blocks=held[name] or ()))
     return ShardingGroup(
         module=_common([*columns, *entries, *inner]),
-        columns=columns,
-        inlets=inlets,
-        entries=tuple(entries),
-        row=row,
+        column_linears=columns,
+        column_inputs=inlets,
+        replicated_inputs=tuple(entries),
+        row_linear=row,
         units=units,
         splits=(*splits[:1], *between, *splits[1:]),
         shared=tuple(shared),
-        inner=tuple(inner),
+        inner_row_linears=tuple(inner),
         cuttings=tuple(cuttings),
         heads=mixes_tokens(target, [cuts[name].output for name in sources], graph.rows),
     )
@@ -237,10 +237,10 @@ def expert_groups(cut: TracedMatrix) -> Iterator[ShardingGroup]:
             splits.append(ParameterSplit(name=f"{cut.name}.{name}", dim=dim, blocks=blocks))
         yield ShardingGroup(
             module=cut.name,
-            columns=(),
-            inlets=(cut.name,),
-            entries=(),
-            row=cut.name,
+            column_linears=(),
+            column_inputs=(cut.name,),
+            replicated_inputs=(),
+            row_linear=cut.name,
             units=channels,
             splits=tuple(splits),
         )

@@ -25,15 +25,15 @@ def measure_shape(built: BuiltModel) -> ModelShape:
         The sizes. Heads come from the transformers config; a module without one counts as one head as wide as the
         residual stream in every block, which gives the same attention FLOPs as any number of heads of its width.
     """
-    module, anatomy = built.module, built.anatomy
+    module, structure = built.module, built.structure
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    layers = tuple(_below(sizes, name) for name in anatomy.layers)
-    embedding = sum(_below(sizes, name) for name in (anatomy.embedding, anatomy.position_embedding) if name)
-    head = _below(sizes, anatomy.head) if anatomy.head else 0
+    layers = tuple(_below(sizes, name) for name in structure.layers)
+    embedding = sum(_below(sizes, name) for name in (structure.embedding, structure.position_embedding) if name)
+    head = _below(sizes, structure.head) if structure.head else 0
     total = sum(sizes.values())
     text = built.hf_config.get_text_config(decoder=True).to_dict() if built.hf_config is not None else {}
     experts, active = _config(text, *SYNONYMS["experts"]), _config(text, *ACTIVE_EXPERTS)
-    width = anatomy.width or 0
+    width = structure.width or 0
     heads = _config(text, *SYNONYMS["heads"]) if text else 1
     head_size = _config(text, "head_dim") or (width // heads if heads else 0)
     return ModelShape(
@@ -43,16 +43,16 @@ def measure_shape(built: BuiltModel) -> ModelShape:
         embedding_parameters=embedding,
         head_parameters=head,
         other_parameters=total - sum(layers) - embedding - head,
-        matmul_parameters=_matmul(module, anatomy, active / experts if experts and active else 1.0),
+        matmul_parameters=_matmul(module, structure, active / experts if experts and active else 1.0),
         layers=len(layers),
         width=width,
         heads=heads,
         head_size=head_size,
-        vocab=anatomy.vocab or 0,
+        vocab=structure.vocab or 0,
         experts=experts,
         active_experts=active if experts else 0,
-        tied=bool(anatomy.head) and head == 0,
-        positions=anatomy.positions or 0,
+        tied=bool(structure.head) and head == 0,
+        positions=structure.positions or 0,
         blocks=read_blocks(built),
     )
 
@@ -65,9 +65,9 @@ def _config(text: dict[str, Any], *keys: str) -> int:
     return next((found for key in keys if isinstance(found := text.get(key), int)), 0)
 
 
-def _matmul(module: nn.Module, anatomy: Any, share: float) -> int:
+def _matmul(module: nn.Module, structure: Any, share: float) -> int:
     """Weights of two or more dims outside the embedding tables; of experts only the share that a token visits."""
-    tables = tuple(f"{name}." for name in (anatomy.embedding, anatomy.position_embedding) if name)
+    tables = tuple(f"{name}." for name in (structure.embedding, structure.position_embedding) if name)
     count = 0.0
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.ndim >= 2 and not name.startswith(tables):

@@ -109,7 +109,7 @@ def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 def trial_output(
     module: nn.Module,
-    anatomy: ModelStructure,
+    structure: ModelStructure,
     objective: Objective,
     tokens: torch.Tensor,
     targets: torch.Tensor,
@@ -119,13 +119,13 @@ def trial_output(
 
     Args:
         module: the model, or a stage or part of it.
-        anatomy: its parts.
+        structure: its parts.
         objective: its loss.
         tokens: (B, S) int64.
         targets: (B, S) int64.
         positions: (B, S) int64 where documents are masked.
     """
-    output = author_output(module, anatomy, tokens, targets, objective.labels, positions, positions is not None)
+    output = author_output(module, structure, tokens, targets, objective.labels, positions, positions is not None)
     if output.logits is None:
         assert output.loss is not None
         return output.loss

@@ -99,8 +99,8 @@ class _Trial:
 
     def objective(self) -> Objective:
         """Returns what the loss is made of."""
-        anatomy = self._clone.anatomy
-        if anatomy.target_argument is None:
+        structure = self._clone.structure
+        if structure.target_argument is None:
             self._check_scalars()
             return Objective()
         labels = self._labels()
@@ -129,7 +129,7 @@ class _Trial:
             return ()
         after = []
         for seed in (0, 1):
-            self._call(self._sample(seed), "aligned" if self._clone.anatomy.target_argument else "", keep=True)
+            self._call(self._sample(seed), "aligned" if self._clone.structure.target_argument else "", keep=True)
             after.append(_buffers(self._clone.module))
             _put_back(self._clone.module, before)
         moved = [name for name in after[0] if not _same(after[0][name], before.get(name))]
@@ -137,13 +137,13 @@ class _Trial:
 
     def _fitting_length(self) -> int:
         """Tokens of a row that the model takes."""
-        anatomy = self._clone.anatomy
-        most = max(0, anatomy.positions or anatomy.context or 0)  # some configs say -1 where there is no limit
+        structure = self._clone.structure
+        most = max(0, structure.positions or structure.context or 0)  # some configs say -1 where there is no limit
         lengths = [length for length in LENGTHS if not most or length <= most] or [most or LENGTHS[0]]
         error: Exception | None = None
         for self._length in dict.fromkeys([*lengths, *([most] if most and most <= 256 else [])]):
             try:
-                self._call(self._sample(0), "aligned" if anatomy.target_argument else "")
+                self._call(self._sample(0), "aligned" if structure.target_argument else "")
                 return self._length
             except MeshwrightError:
                 raise
@@ -168,7 +168,7 @@ class _Trial:
         before = {} if keep else _buffers(self._clone.module)
         torch.manual_seed(0)
         with Float64Ops(), nothing_dropped():
-            output = author_output(self._clone.module, self._clone.anatomy, sample.tokens, sample.targets, labels)
+            output = author_output(self._clone.module, self._clone.structure, sample.tokens, sample.targets, labels)
         if not keep:
             _put_back(self._clone.module, before)
         return output
@@ -192,7 +192,7 @@ class _Trial:
         first, any_ = sample.targets.clone(), sample.targets.clone()
         first[:, 0] = (first[:, 0] + 1) % self._clone.vocab
         any_[:, 1:] = torch.where(any_[:, 1:] == IGNORED, IGNORED, (any_[:, 1:] + 1) % self._clone.vocab)
-        ways = ("shift_labels", "aligned") if self._clone.anatomy.transformers else ("aligned",)
+        ways = ("shift_labels", "aligned") if self._clone.structure.transformers else ("aligned",)
         matters = False
         for labels in ways:
             try:
@@ -208,7 +208,7 @@ class _Trial:
         if not matters:
             raise ConfigError(
                 f"the loss that the model's forward gives doesn't depend on its argument "
-                f"'{self._clone.anatomy.target_argument}'; return the whole loss, with the cross-entropy in it"
+                f"'{self._clone.structure.target_argument}'; return the whole loss, with the cross-entropy in it"
             )
         return "shifted"
 

@@ -23,7 +23,7 @@ def check_documents(built: BuiltModel) -> None:
     Raises:
         ConfigError: saying why and to set ``data.mask_documents = false``.
     """
-    if not built.anatomy.takes_positions:
+    if not built.structure.takes_positions:
         raise ConfigError(_refusal(built.config.name, "its forward takes no position_ids"))
     if built.config.kind == "function":
         return
@@ -48,7 +48,7 @@ def document_leak(config: ModelConfig) -> float:
     row = torch.cat([torch.arange(_WALL), torch.arange(_ROW - _WALL)])
     positions = torch.stack([row, row])
     with torch.no_grad():
-        first, second = (model_forward(module, built.anatomy, rows, positions, True) for rows in (tokens, other))
+        first, second = (model_forward(module, built.structure, rows, positions, True) for rows in (tokens, other))
     return float((first - second)[:, _WALL:].abs().max())
 
 

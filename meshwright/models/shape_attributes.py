@@ -86,7 +86,9 @@ def _choices(found: list[ShapeAttribute], alike: list[ShapeAttribute]) -> Iterat
 def _candidates(traced: LayerTrace, group: ShardingGroup) -> Iterator[ShapeAttribute]:
     """Integers of the group's module, and below it, that the code reads."""
     root = traced.layer.get_submodule(group.module)
-    matrices = {*group.columns, *group.entries, *group.inner, group.row} - {group.module}
+    matrices = {*group.column_linears, *group.replicated_inputs, *group.inner_row_linears, group.row_linear} - {
+        group.module
+    }
     matrices |= {cutting.module for cutting in group.cuttings}
     read = integers_read(traced, root)
     for path, module in root.named_modules():
@@ -95,7 +97,7 @@ def _candidates(traced: LayerTrace, group: ShardingGroup) -> Iterator[ShapeAttri
             continue
         for attribute, value in sorted(read.get(path, {}).items()):
             if value > 1 and attribute.rpartition(".")[2] not in _NOT_COUNTS:
-                yield ShapeAttribute(module=full, attribute=attribute, over=_over(group, attribute, value))
+                yield ShapeAttribute(module=full, attribute=attribute, scales_with=_over(group, attribute, value))
 
 
 def integers_read(traced: LayerTrace, root: nn.Module) -> dict[str, dict[str, int]]:

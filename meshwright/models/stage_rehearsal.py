@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from meshwright.axes.spine import LayerGraph, held_names
+from meshwright.axes.layer_graph import LayerGraph, held_names
 from meshwright.axes.stage.cut import Stage, copied
 from meshwright.axes.wide import Float64Ops
 from meshwright.errors import PlanError
@@ -26,27 +26,31 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 def output_of(
-    module: nn.Module, anatomy: ModelStructure, arguments: Tokens, objective: Objective | None = None
+    module: nn.Module, structure: ModelStructure, arguments: Tokens, objective: Objective | None = None
 ) -> torch.Tensor:
     """Returns the logits of a model, with the terms of its own loss in them, or the loss of one that has no logits."""
     if objective is not None and not objective.plain:
         with Float64Ops(), nothing_dropped():
-            return trial_output(module, anatomy, objective, *arguments)
-    found = model_output(module, anatomy, *arguments)
+            return trial_output(module, structure, objective, *arguments)
+    found = model_output(module, structure, *arguments)
     output = found.logits if found.logits is not None else found.loss
     assert output is not None
     return output
 
 
 def rehearse(
-    module: nn.Module, anatomy: ModelStructure, spine: LayerGraph, arguments: Tokens, objective: Objective | None = None
+    module: nn.Module,
+    structure: ModelStructure,
+    layer_graph: LayerGraph,
+    arguments: Tokens,
+    objective: Objective | None = None,
 ) -> str:
     """Cuts a model into stages and compares output and gradients with the whole.
 
     Args:
         module: real, small, in float64; it is left as it was.
-        anatomy: its parts.
-        spine: what is proven.
+        structure: its parts.
+        layer_graph: what is proven.
         arguments: tokens and targets.
         objective: the model's own loss.
 
@@ -56,27 +60,27 @@ def rehearse(
     Raises:
         PlanError: it can't be cut anywhere, or stages compute something else than the whole.
     """
-    whole = output_of(copied(module, share=True), anatomy, arguments, objective)
+    whole = output_of(copied(module, share=True), structure, arguments, objective)
     draw = torch.Generator().manual_seed(2)
     slope = torch.randn(whole.shape, generator=draw, dtype=whole.dtype)
     (whole * slope).sum().backward()
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     wanted = {name: item.grad for name, item in module.named_parameters()}
     module.zero_grad(set_to_none=True)
-    count = len(spine.layers)
-    cuts = [place for place in range(1, count) if place not in spine.blocked]
+    count = len(layer_graph.layers)
+    cuts = [place for place in range(1, count) if place not in layer_graph.blocked]
     if not cuts:
-        place, why = next(iter(spine.blocked.items()))
+        place, why = next(iter(layer_graph.blocked.items()))
         raise PlanError(f"in front of layer {place}, {why}")
     inner = [cuts[index * len(cuts) // (_STAGES - 1)] for index in range(_STAGES - 1)] if len(cuts) >= _STAGES else cuts
     bounds = (0, *inner, count)
-    held = held_names(spine, names, bounds, anatomy.ties)
-    call = functools.partial(_as_payload, anatomy=anatomy, arguments=arguments, objective=objective)
-    output = _through_stages(module, spine, call, held, bounds, slope)
+    held = held_names(layer_graph, names, bounds, structure.ties)
+    call = functools.partial(_as_payload, structure=structure, arguments=arguments, objective=objective)
+    output = _through_stages(module, layer_graph, call, held, bounds, slope)
     _compare("its output", output, whole)
     _compare_gradients(module, wanted)
     try:
-        _through_stages(module, spine, call, held, bounds, slope, halves=True)
+        _through_stages(module, layer_graph, call, held, bounds, slope, halves=True)
         _compare_gradients(module, wanted)
     except (PlanError, RuntimeError, AssertionError) as error:
         cause = error.__cause__ or error  # torch lists all tensors in front of what went wrong
@@ -99,7 +103,7 @@ def _compare_gradients(module: nn.Module, wanted: Mapping[str, torch.Tensor | No
 
 def _through_stages(
     module: nn.Module,
-    spine: LayerGraph,
+    layer_graph: LayerGraph,
     call: Callable[[nn.Module], tuple[torch.Tensor, ...]],
     held: list[frozenset[str]],
     bounds: tuple[int, ...],
@@ -113,7 +117,7 @@ def _through_stages(
     received: tuple[torch.Tensor, ...] = ()
     trail: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], nn.Module]] = []
     for kept, first, stop in zip(held, bounds, bounds[1:]):
-        stage = Stage(copied(module, share=True), spine, first, stop, kept)
+        stage = Stage(copied(module, share=True), layer_graph, first, stop, kept)
         stage.arm(torch.float64, torch.device("cpu"))
         given = stage.run(functools.partial(call, stage.module), received)
         trail.append((received, given, stage.module))
@@ -133,10 +137,10 @@ def _through_stages(
 
 
 def _as_payload(
-    module: nn.Module, anatomy: ModelStructure, arguments: Tokens, objective: Objective | None
+    module: nn.Module, structure: ModelStructure, arguments: Tokens, objective: Objective | None
 ) -> tuple[torch.Tensor, ...]:
     # Not a view, which a backward in halves can't detach in place: the last stage of a run ends in a loss, no view.
-    return (output_of(module, anatomy, arguments, objective).clone(),)
+    return (output_of(module, structure, arguments, objective).clone(),)
 
 
 def _compare(what: str, found: torch.Tensor, wanted: torch.Tensor, size: float = 0.0) -> None:

@@ -222,9 +222,9 @@ def _ties(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def stack_parameters(module: nn.Module, anatomy: ModelStructure) -> dict[str, int]:
+def stack_parameters(module: nn.Module, structure: ModelStructure) -> dict[str, int]:
     """Returns the number of parameters of each block, by name."""
-    return {name: sum(p.numel() for p in module.get_submodule(name).parameters()) for name in anatomy.layers}
+    return {name: sum(p.numel() for p in module.get_submodule(name).parameters()) for name in structure.layers}
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:

@@ -41,7 +41,7 @@ class Clone:
     """A small real model in float64, of the same architecture."""
 
     module: nn.Module
-    anatomy: ModelStructure
+    structure: ModelStructure
     vocab: int
     same: bool
     """Whether its sizes are the model's own."""
@@ -67,14 +67,14 @@ class Clone:
         """
         ids = torch.randint(self.vocab, (rows, tokens), generator=torch.Generator().manual_seed(7))
         places = None
-        if documents and self.anatomy.takes_positions and self.anatomy.transformers:
+        if documents and self.structure.takes_positions and self.structure.transformers:
             places = (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens)
         if not self.objective.plain:
             with Float64Ops(), nothing_dropped():
-                return trial_output(module or self.module, self.anatomy, self.objective, ids, ids, places)
+                return trial_output(module or self.module, self.structure, self.objective, ids, ids, places)
         with Float64Ops():
             output = model_output(
-                module or self.module, self.anatomy, ids, ids, places, places is not None, token_parts=parts
+                module or self.module, self.structure, ids, ids, places, places is not None, token_parts=parts
             )
         found = output.logits if output.logits is not None else output.loss
         assert found is not None
@@ -118,7 +118,7 @@ def clone_of(built: BuiltModel, context: int = CONTEXT, window: int = 0, narrow:
         # Around one for scales of norms; small for matrices, so that no activation saturates.
         scale = 0.2 if parameter.dim() < 2 else 0.5 / max(1, parameter.shape[-1]) ** 0.5
         parameter.data = values * scale + (1.0 if parameter.dim() < 2 else 0.0)
-    return Clone(module.eval(), source.anatomy, source.vocab or 128, small or built.config.kind == "function")
+    return Clone(module.eval(), source.structure, source.vocab or 128, small or built.config.kind == "function")
 
 
 def with_objective(clone: Clone, objective: Objective | None) -> Clone:
@@ -144,7 +144,7 @@ def sharding_table(
         ConfigError: when the model doesn't run on a small clone.
     """
     clone = with_objective(clone_of(built, narrow=narrow), objective)
-    names = clone.anatomy.layers
+    names = clone.structure.layers
     modules = {name: clone.module.get_submodule(name) for name in names}
 
     @cache
@@ -248,23 +248,23 @@ def _rule(why: str) -> str:
 
 
 def _matrices(group: ShardingGroup) -> tuple[str, ...]:
-    return (*group.columns, *group.inner, group.row)
+    return (*group.column_linears, *group.inner_row_linears, group.row_linear)
 
 
 def _with_vocabulary(clone: Clone, table: ShardingTable, degree: int) -> ShardingTable:
     """Adds embedding and head where the whole model, split, is the whole model."""
-    anatomy, vocab = clone.anatomy, clone.anatomy.vocab or 0
+    structure, vocab = clone.structure, clone.structure.vocab or 0
     names = []
-    for name in (anatomy.embedding, anatomy.head):
+    for name in (structure.embedding, structure.head):
         part = clone.module.get_submodule(name) if name else None
         if name and isinstance(part, (nn.Embedding, nn.Linear)) and part.weight.shape[0] == vocab:
             names.append(name)
-    options = [tuple(names), tuple(names[:1]), ()] if anatomy.embedding and anatomy.head else [()]
-    tied = any(len({f"{name}.weight" for name in names} & set(group)) > 1 for group in anatomy.ties)
+    options = [tuple(names), tuple(names[:1]), ()] if structure.embedding and structure.head else [()]
+    tied = any(len({f"{name}.weight" for name in names} & set(group)) > 1 for group in structure.ties)
     options = [chosen for chosen in options if not tied or len(chosen) != 1]
     why = ""
     for chosen in dict.fromkeys(options):
-        tried = dataclasses.replace(table, vocabulary=chosen, vocab=vocab, headless=anatomy.head not in chosen)
+        tried = dataclasses.replace(table, vocabulary=chosen, vocab=vocab, headless=structure.head not in chosen)
         error = rehearse_model(clone, tried, 2)
         if not error:
             gone = [name for name in names if name not in chosen]
@@ -302,7 +302,7 @@ def _carried(table: ShardingTable, clone: Clone, built: BuiltModel) -> ShardingT
     read = {name: clone.module.get_submodule(name) for name in table.layers}
     by_kind = {_carry_key(small): (small, table.layers[name]) for name, small in read.items()}
     layers = {}
-    for name in built.anatomy.layers:
+    for name in built.structure.layers:
         layer = built.module.get_submodule(name)
         known = by_kind.get(_carry_key(layer))
         if known is None:
@@ -317,7 +317,7 @@ def _carried(table: ShardingTable, clone: Clone, built: BuiltModel) -> ShardingT
             else:
                 refused |= dict.fromkeys(_matrices(group), "its parts don't grow alike with the model")
         layers[name] = dataclasses.replace(rows, groups=tuple(groups), refused=refused)
-    return dataclasses.replace(table, layers=layers, vocab=built.anatomy.vocab or 0)
+    return dataclasses.replace(table, layers=layers, vocab=built.structure.vocab or 0)
 
 
 def _carry_key(layer: nn.Module) -> Any:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshwright.axes import tp
+from meshwright.axes.comm.axis_group import DifferentiableCollectives
 from meshwright.axes.comm.checkpoints import repeated
-from meshwright.axes.comm.wire import DifferentiableCollectives
 from meshwright.axes.placement import LocalShard
 from meshwright.axes.table import LayerRows, ShardingTable, vocabulary_span
 from meshwright.axes.wide import Float64Ops
@@ -43,7 +43,7 @@ class _FinishedExchange:
 
 
 class ThreadGroup(DifferentiableCollectives):
-    """One thread's end of a group of threads; offers the collectives of `axes.comm.wire.Wire`."""
+    """One thread's end of a group of threads; offers the collectives of `axes.comm.axis_group.Wire`."""
 
     def __init__(self, size: int, index: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         super().__init__()
@@ -120,21 +120,21 @@ def in_threads(size: int, work: Callable[[ThreadGroup], Any], patience_s: float 
     # A forked process makes torch's thread pool anew, and threads that meet there before it stands fail: "Invalid
     # thread pool!". Source: caffe2/utils/threadpool/pthreadpool-cpp.cc.
     torch.set_num_threads(torch.get_num_threads())
-    wires = ThreadGroup.group(size, patience_s)
+    axis_groups = ThreadGroup.group(size, patience_s)
     found: list[Any] = [None] * size
     errors: list[BaseException] = []
 
-    def run(wire: ThreadGroup) -> None:
+    def run(axis_group: ThreadGroup) -> None:
         try:
-            found[wire.index] = work(wire)
-            wire.leave()
+            found[axis_group.index] = work(axis_group)
+            axis_group.leave()
         except threading.BrokenBarrierError:
             pass
         except Exception as error:
             errors.append(error)
-            wire.abort()
+            axis_group.abort()
 
-    threads = [threading.Thread(target=run, args=(wire,), daemon=True) for wire in wires]
+    threads = [threading.Thread(target=run, args=(axis_group,), daemon=True) for axis_group in axis_groups]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -176,7 +176,7 @@ def rehearse_layer(trace: LayerTrace, rows: LayerRows, degree: int, sequence: bo
     """
     wanted = _whole(trace)
     try:
-        found = in_threads(degree, lambda wire: _part(trace, rows, wire, sequence))
+        found = in_threads(degree, lambda axis_group: _part(trace, rows, axis_group, sequence))
         return _difference(trace, wanted, found, degree, sequence)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         return reason_of(error)
@@ -210,20 +210,20 @@ def _whole(trace: LayerTrace) -> tuple[torch.Tensor, list[torch.Tensor], dict[st
 
 
 def _part(
-    trace: LayerTrace, rows: LayerRows, wire: Any, sequence: bool
+    trace: LayerTrace, rows: LayerRows, axis_group: Any, sequence: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, tuple[LocalShard | None, torch.Tensor]], list[tp.PartialGrad]]:
     layer = duplicate(trace.layer)
-    done = tp.wrap_layer(layer, "layer", rows, wire, wire.size, sequence)
+    done = tp.wrap_layer(layer, "layer", rows, axis_group, axis_group.size, sequence)
     inputs = {}
     for item in trace.inputs:
         held = item.detach()
         if sequence and held.dim() == 3:
-            held = held.chunk(wire.size, dim=1)[wire.index]
+            held = held.chunk(axis_group.size, dim=1)[axis_group.index]
         inputs[id(item)] = held.clone().requires_grad_()
     out = _call(layer, trace, inputs)
     upstream = _cotangent(trace.output.shape if trace.output is not None else out.shape, out.dtype)
     if sequence:
-        upstream = upstream.chunk(wire.size, dim=1)[wire.index]
+        upstream = upstream.chunk(axis_group.size, dim=1)[axis_group.index]
     named = {name: item for name, item in layer.named_parameters() if item.requires_grad}
     sources = [*inputs.values(), *named.values()]
     grads = torch.autograd.grad(out, sources, upstream, allow_unused=True)
@@ -322,13 +322,13 @@ def rehearse_model(
     }
     out = out.detach()
 
-    def part(wire: Any) -> Any:
+    def part(axis_group: Any) -> Any:
         module = duplicate(clone.module)
-        done = tp.wrap_model(module, table, wire, wire.size, sequence)
+        done = tp.wrap_model(module, table, axis_group, axis_group.size, sequence)
         mine = clone.run(rows, module, tokens=tokens)
         cotangent = upstream
         if split and mine.shape[-1] != out.shape[-1]:
-            start, stop = vocabulary_span(out.shape[-1], wire.size, wire.index)
+            start, stop = vocabulary_span(out.shape[-1], axis_group.size, axis_group.index)
             cotangent = upstream[..., start:stop]
         held = {name: item for name, item in module.named_parameters() if item.requires_grad}
         got = torch.autograd.grad(mine, list(held.values()), cotangent, allow_unused=True)

@@ -50,16 +50,16 @@ def measure_model(
         ConfigError: when the model's code needs values, and can't run without: routers that count tokens.
     """
     module = copy.deepcopy(built.module).train()
-    wire = BlankGroup(degree)
+    axis_group = BlankGroup(degree)
     if degree > 1:
         assert table is not None
-        tp.wrap_model(module, table, wire, degree, split_tokens)  # type: ignore[arg-type]
-    layers = [module.get_submodule(name) for name in built.anatomy.layers]
-    kinds = _Kinds(layers, wire)
+        tp.wrap_model(module, table, axis_group, degree, split_tokens)  # type: ignore[arg-type]
+    layers = [module.get_submodule(name) for name in built.structure.layers]
+    kinds = _Kinds(layers, axis_group)
     tokens = torch.zeros(rows, sequence, dtype=torch.int64)
 
     def call() -> torch.Tensor:
-        output = model_output(module, built.anatomy, tokens, tokens)
+        output = model_output(module, built.structure, tokens, tokens)
         found = output.logits if output.logits is not None else output.loss
         assert found is not None
         return found
@@ -71,7 +71,7 @@ def measure_model(
             rest = measure_work(module, call, [])
     except Exception as error:
         raise ConfigError(f"model '{built.config.name}' can't be run on fake tensors: {str(error)[:200]}") from error
-    rest.sent = list(wire.sent)
+    rest.sent = list(axis_group.sent)
     return ModelWork(rows=rows, layers=tuple(kinds.works), counts=tuple(kinds.counts), rest=rest)
 
 
@@ -95,7 +95,7 @@ def _drawn(built: BuiltModel) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Masks:
-    """Stands for the numbers of `axes.comm.chance`: a mask is one operator that is found again by its name."""
+    """Stands for the numbers of `axes.comm.dropout_rng`: a mask is one operator that is found again by its name."""
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """As `axes.comm.drawing.RandomSource.kept`."""
@@ -128,10 +128,10 @@ def _whole_rows() -> Iterator[None]:
 class _Kinds:
     """Replaces every layer by one that is measured the first time its kind is called, and else hands its input on."""
 
-    def __init__(self, layers: list[Any], wire: BlankGroup) -> None:
+    def __init__(self, layers: list[Any], axis_group: BlankGroup) -> None:
         self.works: list[ModuleWork] = []
         self.counts: list[int] = []
-        self._layers, self._wire = layers, wire
+        self._layers, self._wire = layers, axis_group
         self._known: dict[Any, int] = {}
         self._given: list[Any] = []
 

@@ -45,7 +45,7 @@ class Collectives:
             self.bytes[group, kind] = self.bytes.get((group, kind), 0.0) + size
 
     def sent(self) -> dict[str, int]:
-        """Returns the bytes that cross wires, by axis, as `axes.comm.wire.Wire` counts them."""
+        """Returns the bytes that cross wires, by axis, as `axes.comm.axis_group.Wire` counts them."""
         found: dict[str, float] = {}
         for (group, kind), size in self.bytes.items():
             others = len(group.ranks) - 1
@@ -198,7 +198,7 @@ class StateTraffic:
         shapes, shared = self._places.shapes(self._place["tp"], self._expert), set[str]()
         spread = {row.module for row in self._model.experts} if self._layout.degree("ep") > 1 else set()
         for layer, rows in table.layers.items():
-            groups = [group for group in rows.groups if group.shares(degree) and (group.columns or not spread)]
+            groups = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not spread)]
             split = {f"{layer}.{item.name}" for group in groups for item in group.splits}
             if self._layout.sequence:
                 shared |= {name for name in names if name.startswith(f"{layer}.") and name not in split}
@@ -217,7 +217,7 @@ class StateTraffic:
         shapes = self._places.shapes(self._place["tp"], self._expert)
         for layer, split, shares, group in table.splits(degree):
             name, at = f"{layer}.{split.name}", 0
-            if name not in names or (spread and not group.columns):
+            if name not in names or (spread and not group.column_linears):
                 continue
             for block in split.blocks:
                 start, stop = block.span(*shares[self._place["tp"]], group.units)

@@ -88,15 +88,17 @@ class LayerTraffic:
 
     def _sends(self, first: int, stop: int, number: int, stages: int) -> Iterator[LayerCollective]:
         """Activations to the next stage and gradients to the one before, where these are on other ranks."""
-        spine, schedule, line = self._model.spine, self._layout.pipeline(), self._pp.ranks
-        assert spine is not None
+        layer_graph, schedule, line = self._model.layer_graph, self._layout.pipeline(), self._pp.ranks
+        assert layer_graph is not None
         split = self._layout.degree("tp") if self._layout.sequence else 1
         size = self._tokens / split * self._width * self._bytes.compute
         mine = self._place["pp"]
         for other, cut, back in ((number + 1, stop, False), (number - 1, first, True)):
             if 0 <= other < stages and schedule.stage_rank(other) != mine:
                 pair = tuple(sorted((line[mine], line[schedule.stage_rank(other)])))
-                yield LayerCollective(CollectiveGroup("pp", pair), "send", size * len(spine.payload[cut]), back)
+                yield LayerCollective(
+                    CollectiveGroup("pp", pair), "send", size * len(layer_graph.boundary_tensors[cut]), back
+                )
 
     # -------------------------------------------------------- the ends
 
@@ -125,7 +127,7 @@ class LayerTraffic:
         rows = table.layers.get(name, LayerRows(groups=())) if table is not None else LayerRows(groups=())
         degree = self._layout.degree("tp")
         dispatched = [item for item in self._model.experts if spread and item.module.startswith(f"{name}.")]
-        splits = [group for group in rows.groups if group.shares(degree) and (group.columns or not spread)]
+        splits = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not spread)]
         for group in rows.groups:
             if self._layout.degree("cp") > 1 and group.heads and self._attention == "heads":
                 yield from self._exchanged(name, local_group(group, self._place["tp"], degree))
@@ -146,16 +148,16 @@ class LayerTraffic:
         """A group of matrices over ``tp``: what enters it and what leaves it. Source: Shoeybi et al. (2019)."""
         size, split, tp = self._tokens * self._bytes.compute, self._layout.degree("tp"), self._tp
         entering = list(self._entering(layer, group, at))
-        leaving = self._features(layer, group, group.row)
+        leaving = self._features(layer, group, group.row_linear)
         if not self._layout.sequence:
             for features in entering:
                 yield LayerCollective(tp, "all_reduce", size * features, back=True)
             yield LayerCollective(tp, "all_reduce", size * leaving, tail=is_last)
-            for name in group.inner:
+            for name in group.inner_row_linears:
                 for back in (False, True):
                     yield LayerCollective(tp, "all_reduce", size * self._features(layer, group, name), back)
             return
-        if group.inlets == (group.row,):  # experts: the numbers of their choices travel too
+        if group.column_inputs == (group.row_linear,):  # experts: the numbers of their choices travel too
             yield LayerCollective(tp, "all_gather", self._tokens / split * INDEX * self._active(at))
         for features in entering:
             yield LayerCollective(tp, "all_gather", size / split * features)
@@ -168,17 +170,17 @@ class LayerTraffic:
         if self._layout.sequence and group.heads:
             yield self._width
             return
-        if group.inlets == (group.row,):
+        if group.column_inputs == (group.row_linear,):
             yield self._width
             yield self._choices(at)
             return
         # Columns that read the hidden state read the same tensor; one that reads a latent has its own.
-        inputs = [self._inputs(layer, group, name) for name in group.inlets]
+        inputs = [self._inputs(layer, group, name) for name in group.column_inputs]
         if self._width in inputs:
             yield self._width
         yield from (features for features in inputs if features != self._width)
         if not self._layout.sequence:
-            yield from (self._outputs(layer, name) for name in group.entries)
+            yield from (self._outputs(layer, name) for name in group.replicated_inputs)
 
     def _exchanged(self, layer: str, group: ShardingGroup) -> Iterator[LayerCollective]:
         """Tokens for heads and back. Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3."""
@@ -191,16 +193,16 @@ class LayerTraffic:
         def widths(split: ParameterSplit) -> list[int]:
             return [sum(stop - start for start, stop in split.spans(*units, group.units)) for units in shares]
 
-        for name in group.inlets:
+        for name in group.column_inputs:
             held = widths(by_name[f"{name}.weight"])
             away, own = sum(held) - held[mine], held[mine] * (len(held) - 1)
             yield LayerCollective(self._cp, "all_to_all", size * away)
             yield LayerCollective(self._cp, "all_to_all", size * own, back=True)
-        for name in group.entries:
+        for name in group.replicated_inputs:
             features = self._outputs(layer, name)
             yield LayerCollective(self._cp, "all_gather", size * features)
             yield LayerCollective(self._cp, "reduce_scatter", size * features, back=True)
-        held = widths(by_name[f"{group.row}.weight"])
+        held = widths(by_name[f"{group.row_linear}.weight"])
         away, own = sum(held) - held[mine], held[mine] * (len(held) - 1)
         yield LayerCollective(self._cp, "all_to_all", size * own)
         yield LayerCollective(self._cp, "all_to_all", size * away, back=True)
@@ -251,7 +253,7 @@ class LayerTraffic:
 
     def _features(self, layer: str, group: ShardingGroup, name: str) -> int:
         """Features that a module gives whose input is split."""
-        if group.inlets == (group.row,) and name == group.row:
+        if group.column_inputs == (group.row_linear,) and name == group.row_linear:
             return self._width
         shape = self._model.shapes[f"{layer}.{name}.weight"]
         return shape[1 - self._split_dim(group, name)]

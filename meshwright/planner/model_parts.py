@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.groups import carved_shards, coordinates, state_index
-from meshwright.axes.spine import LayerGraph, divide, held_names
+from meshwright.axes.layer_graph import LayerGraph, divide, held_names
 from meshwright.axes.table import ShardingTable, vocabulary_span
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
@@ -53,7 +53,7 @@ class ModelParts:
     """Names of what isn't trained, and so isn't priced."""
     table: ShardingTable | None = None
     """Needed by layouts with ``tp``."""
-    spine: LayerGraph | None = None
+    layer_graph: LayerGraph | None = None
     """Needed by layouts with ``pp``."""
     experts: tuple[ExpertRows, ...] = ()
     """Needed by layouts with ``ep``."""
@@ -69,7 +69,7 @@ class ModelParts:
         layers: Sequence[str],
         ties: Sequence[Sequence[str]] = (),
         table: ShardingTable | None = None,
-        spine: LayerGraph | None = None,
+        layer_graph: LayerGraph | None = None,
         experts: Sequence[ExpertRows] = (),
         attention: str = "",
         wide_routing: bool = False,
@@ -81,7 +81,7 @@ class ModelParts:
             layers: as in the class.
             ties: likewise.
             table: likewise.
-            spine: likewise.
+            layer_graph: likewise.
             experts: likewise.
             attention: likewise.
             wide_routing: likewise.
@@ -93,7 +93,7 @@ class ModelParts:
             ties=tuple(tuple(names) for names in ties),
             frozen=frozenset(name for name, item in named.items() if not item.requires_grad),
             table=table,
-            spine=spine,
+            layer_graph=layer_graph,
             experts=tuple(experts),
             attention=attention or "heads",
             wide_routing=wide_routing,
@@ -239,7 +239,7 @@ class Places:
             raise PlanError(f"tp={degree}: its bytes follow from the model's sharding table, which wasn't read")
         for layer, split, shares, group in table.splits(degree):
             name = f"{layer}.{split.name}"
-            if name in local and (group.columns or not self._spread):
+            if name in local and (group.column_linears or not self._spread):
                 size = sum(stop - start for start, stop in split.spans(*shares[tp], group.units))
                 local[name] = _resized(local[name], split.dim, size)
         start, stop = vocabulary_span(table.vocab, degree, tp)
@@ -274,9 +274,9 @@ def stage_bounds(model: ModelParts, layout: Layout) -> tuple[int, ...]:
 
 
 def _spine(model: ModelParts, layout: Layout) -> LayerGraph:
-    if model.spine is None:
-        raise PlanError(f"pp={layout.degree('pp')}: its bytes follow from the model's spine, which wasn't read")
-    return model.spine
+    if model.layer_graph is None:
+        raise PlanError(f"pp={layout.degree('pp')}: its bytes follow from the model's layer graph, which wasn't read")
+    return model.layer_graph
 
 
 def _owner(name: str, layers: Mapping[str, object]) -> str | None:

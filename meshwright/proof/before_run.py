@@ -201,7 +201,7 @@ def _smaller(built: BuiltModel, layout: Layout, vocab: int, tokens: int) -> _Sma
                 f"model '{config.name}' has {elements} parameters, and a function can't be shrunk to what is proven in "
                 "seconds; meshwright verify --full takes the time"
             )
-        few = few_ranks(layout, most, len(built.anatomy.layers))
+        few = few_ranks(layout, most, len(built.structure.layers))
         small = _Small(layout=few, model=config, tokens=tokens, vocab=vocab, instead=())
     else:
         few = few_ranks(layout, most, None)

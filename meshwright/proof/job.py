@@ -159,7 +159,7 @@ def _train_part(case: JobCase, layout: Layout, run_dir: Path, until: int) -> Non
     if layout.precision != "float64":
         raise PlanError(f"{layout}: a job is proven in float64; leave precision out")
     built = case.build()
-    check(layout, found_devices(layout.world).kind, len(built.anatomy.layers))
+    check(layout, found_devices(layout.world).kind, len(built.structure.layers))
     facts = analyse_model(built, layout)
     check_shapes(facts, layout, case.config.train.batch, case.config.data.sequence)
     config = dataclasses.replace(case.config, run=str(run_dir), layout=str(layout), devices=layout.world)
@@ -171,7 +171,7 @@ def _train_part(case: JobCase, layout: Layout, run_dir: Path, until: int) -> Non
         data_dir=case.data,
         fingerprint="proof",
         header={},
-        facts=facts,
+        analysis=facts,
         flops_per_token=0.0,
         hooks=(partial(_stop_after, until),),
     )
@@ -201,10 +201,10 @@ def _plain_rank(context: RankContext, case: JobCase, path: Path) -> None:
         with contextlib.ExitStack() as stack:
             if part.training:
                 name = f"{config.train.seed},{step}"
-                stack.enter_context(Masks(part, built.anatomy.layers, len(batch.tokens), name))
+                stack.enter_context(Masks(part, built.structure.layers, len(batch.tokens), name))
             stack.enter_context(Float64Ops())
             places = None if batch.positions is None else batch.positions.to(device)
-            return model_forward(part, built.anatomy, batch.tokens.to(device), places, places is not None)
+            return model_forward(part, built.structure, batch.tokens.to(device), places, places is not None)
 
     torch.save(train_job(module, forward, _plain_job(case)), path)
 

@@ -89,7 +89,7 @@ def read_scope(
     """
     module, config = built.module, built.hf_config
     plain = config.get_text_config(decoder=True).to_dict() if config is not None else {}
-    kinds = Counter(layer_label(module, name, plain, place) for place, name in enumerate(built.anatomy.layers))
+    kinds = Counter(layer_label(module, name, plain, place) for place, name in enumerate(built.structure.layers))
     sizes = {key: size for key in SYNONYMS if (size := size_of(plain, key)) is not None}
     windows = {key: size for key in WINDOWS if isinstance(size := plain.get(key), int) and size > 0}
     scope = Scope(
@@ -148,7 +148,9 @@ def whole_matrices(module: nn.Module, table: ShardingTable, degree: int) -> tupl
             (unsplit if name in rows.faults else whole).setdefault(name or "the layer", why)
         for group in rows.groups:
             if group.shares(degree) is None:
-                unsplit.setdefault(group.row, f"its {group.units} heads or channels don't divide over tp={degree}")
+                unsplit.setdefault(
+                    group.row_linear, f"its {group.units} heads or channels don't divide over tp={degree}"
+                )
         if matrices and not split.get(layer):
             why = next(iter(rows.refused.values()), "no group of its matrices divides")
             unsplit.setdefault(layer, f"nothing of the layer is split: {why}")

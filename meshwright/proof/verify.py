@@ -167,7 +167,7 @@ def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, ModelAnalysi
     try:
         device = found_devices(layout.world, case.device).kind
         built = case.build()
-        check(layout, device, len(built.anatomy.layers))
+        check(layout, device, len(built.structure.layers))
         key = (layout.degree("tp"), layout.degree("cp"))
         parts = layout.degree("tp") * layout.degree("cp")
         if case.grown and parts > 1 and known[key].table is None and not built.config.sharding:
@@ -225,9 +225,9 @@ def _reference(
             stack.enter_context(inlined())  # a checkpoint changes no number, and none is drawn again in backward
             if part.training:
                 step, first = places[id(batch)]
-                stack.enter_context(Masks(part, built.anatomy.layers, len(batch.tokens), f"{SEED},{step}", first))
+                stack.enter_context(Masks(part, built.structure.layers, len(batch.tokens), f"{SEED},{step}", first))
             stack.enter_context(Float64Ops() if wide else contextlib.nullcontext())
-            arguments = (part, built.anatomy, batch.tokens, batch.targets)
+            arguments = (part, built.structure, batch.tokens, batch.targets)
             if labels:
                 output = author_output(*arguments, labels, batch.positions, batch.positions is not None)
             else:

@@ -52,7 +52,7 @@ class Leader:
         self._config = job.config.recovery
         self._roster: Roster[tuple[int, int]] = Roster([], self._config)
         self._ahead = PlanPrefetcher(means.plans)
-        self._ahead.learn(job.plan.ranks, (job.plan, job.facts))
+        self._ahead.learn(job.plan.ranks, (job.plan, job.analysis))
         self._patience = Patience(self._config.attempts)
         self._members: dict[int, Member] = {}
         self.order = order

@@ -66,7 +66,7 @@ class Supervisor:
         self._devices = devices
         self._roster = Roster([devices.slot(rank) for rank in range(devices.count)], self._config)
         self._ahead = PlanPrefetcher(plans)
-        self._ahead.learn(job.plan.ranks, (job.plan, job.facts))
+        self._ahead.learn(job.plan.ranks, (job.plan, job.analysis))
         self._sink = JsonlSink(job.run_dir, metrics=False)
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.checkpoint)
         data = TokenSet.open(job.data_dir).fingerprint
@@ -230,7 +230,7 @@ class Supervisor:
             except (PlanError, ClusterError) as error:
                 why = why or str(error)
                 continue
-            job = self._announce(dataclasses.replace(self._first, plan=plan, facts=facts))
+            job = self._announce(dataclasses.replace(self._first, plan=plan, analysis=facts))
             told = {"layout": str(job.plan.layout), "ranks": ranks, "left_out": self._roster.absent, "ahead": cached}
             self._event("planned", seconds=time.monotonic() - began, **told)
             return job, slots[:ranks]

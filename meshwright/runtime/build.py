@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from meshwright.axes import cp, ep, replicate, shard, wide
-from meshwright.axes.comm.chance import DropoutRng
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.axes.comm.checkpoints import repeat_in
+from meshwright.axes.comm.dropout_rng import DropoutRng
 from meshwright.axes.comm.layers import layer_of
-from meshwright.axes.comm.wire import AxisGroup
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.groups import gradient_axes
-from meshwright.axes.spine import LayerGraph
+from meshwright.axes.layer_graph import LayerGraph
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
@@ -57,7 +57,7 @@ class ModelSource:
     """Groups of parameter names that are one parameter."""
     table: ShardingTable | None = None
     """What axes do to each weight; needed by layouts with an axis that splits layers."""
-    spine: LayerGraph | None = None
+    layer_graph: LayerGraph | None = None
     """How forward goes through the layers; needed by layouts with a pipeline."""
     attention: str = "heads"
     """How ``cp`` computes attention: ``heads`` or ``gather``."""
@@ -80,7 +80,7 @@ class TransformContext:
     mesh: Mesh | None
     parts: list[StageModule]
     view: LossView = field(default_factory=LossView)
-    chance: DropoutRng | None = None
+    dropout_rng: DropoutRng | None = None
 
 
 def _split(work: TransformContext) -> None:
@@ -104,12 +104,12 @@ def _expert(work: TransformContext) -> None:
         return
     assert mesh is not None
     ep.check(work.source.experts, layout.degree("ep"))
-    same = mesh.wires["tp"] if layout.degree("tp") > 1 and not layout.sequence else None
+    same = mesh.axis_groups["tp"] if layout.degree("tp") > 1 and not layout.sequence else None
     for part in work.parts:
         held = {name: child for name, child in part.module.named_modules() if child._parameters}
         for rows in (rows for rows in work.source.experts if rows.module in held):
             experts: Any = held[rows.module]
-            part.places |= ep.wrap(experts, rows, mesh.wires["ep"], mesh.wires["ep_copies"].size, same)
+            part.places |= ep.wrap(experts, rows, mesh.axis_groups["ep"], mesh.axis_groups["ep_copies"].size, same)
             if layout.compile:  # how many tokens come is known at run time alone
                 experts.forward = torch.compiler.disable(experts.forward)
 
@@ -120,16 +120,16 @@ def _context(work: TransformContext) -> None:
         return
     assert mesh is not None and table is not None
     for part in work.parts:
-        tensor_place = (mesh.wires["tp"].index, layout.degree("tp"))
+        tensor_place = (mesh.axis_groups["tp"].index, layout.degree("tp"))
         splits = layout.degree("tp") if layout.sequence else 1
-        cp.wrap_model(part.module, table, mesh.wires["cp"], tensor_place, work.source.attention, splits)
-    work.view.tokens = (mesh.wires["cp"].index, layout.degree("cp"), work.source.attention == "gather")
+        cp.wrap_model(part.module, table, mesh.axis_groups["cp"], tensor_place, work.source.attention, splits)
+    work.view.tokens = (mesh.axis_groups["cp"].index, layout.degree("cp"), work.source.attention == "gather")
 
 
 def _chance(work: TransformContext) -> None:
     source = work.source
     if source.random:
-        work.chance = dropout_rng.install(
+        work.dropout_rng = dropout_rng.install(
             work.parts, source.layers, source.table, source.experts, work.mesh, source.attention
         )
 
@@ -154,19 +154,19 @@ def _repeated(
     work: TransformContext, name: str, layer: nn.Module
 ) -> Callable[[recompute.Forward], recompute.Forward] | None:
     """What makes a layer's forward repeat itself: its random numbers, and the buffers that it changes."""
-    chance, moving = work.chance, MovingBuffers([layer], work.source.moving, name)
+    chance, moving = work.dropout_rng, MovingBuffers([layer], work.source.moving, name)
     if not moving:
-        return chance.again if chance is not None else None
+        return chance.replay if chance is not None else None
     if chance is None:
         return moving.again
-    again = chance.again
+    again = chance.replay
     return lambda plain: moving.again(again(plain))
 
 
 def _compile(work: TransformContext) -> None:
     if work.layout.compile:
-        for wire in work.mesh.wires.values() if work.mesh is not None else ():
-            wire.hide_from_compiler()
+        for axis_group in work.mesh.axis_groups.values() if work.mesh is not None else ():
+            axis_group.hide_from_compiler()
         for layer in (layer for part in work.parts for layer in part.layers):
             compiled: Any = torch.compile(layer.forward)
             layer.forward = compiled  # type: ignore[method-assign]
@@ -186,18 +186,18 @@ def _shard_data(work: TransformContext) -> None:
             )
             # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
             shards = mesh.across(layout.state_axes or (shard.AXIS.name,))
-            wires = _used(shards, mesh.across(gradient_axes(layout.state_axes)))
+            axis_groups = _used(shards, mesh.across(gradient_axes(layout.state_axes)))
             apart = _apart(part, mesh)
-            part.sync.insert(0, shard.wrap(part.module, part.layers, mesh.line(shards), options, wires, apart))
+            part.sync.insert(0, shard.wrap(part.module, part.layers, mesh.line(shards), options, axis_groups, apart))
         elif mesh is not None:
             experts = {name for name, place in part.places.items() if ep.AXIS.name in place.axes}
             names = [name for name, _ in part.module.named_parameters()]
-            for wire, own in (
+            for axis_group, own in (
                 (mesh.across(gradient_axes(())), [name for name in names if name not in experts]),
-                (mesh.wires.get("ep_copies"), [name for name in names if name in experts]),
+                (mesh.axis_groups.get("ep_copies"), [name for name in names if name in experts]),
             ):
-                if own and wire is not None and wire.size > 1:
-                    part.sync.insert(0, _LateReplicate(part.module, own, wire, work.source.layers))
+                if own and axis_group is not None and axis_group.size > 1:
+                    part.sync.insert(0, _LateReplicate(part.module, own, axis_group, work.source.layers))
 
 
 def _used(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
@@ -210,19 +210,21 @@ def _apart(part: StageModule, mesh: Mesh) -> shard.ExpertFsdpGroup | None:
     owners = {name.rpartition(".")[0]: None for name, place in part.places.items() if ep.AXIS.name in place.axes}
     if not owners:
         return None
-    wires = [mesh.across((shard.AXIS.name,)), mesh.wires["ep_copies"]]
+    axis_groups = [mesh.across((shard.AXIS.name,)), mesh.axis_groups["ep_copies"]]
     if mesh.layout.zero:
-        wires = [mesh.wires["ep_shard"], mesh.across(gradient_axes(ep.AXIS.carves))]
+        axis_groups = [mesh.axis_groups["ep_shard"], mesh.across(gradient_axes(ep.AXIS.carves))]
     return shard.ExpertFsdpGroup(
-        modules=[part.module.get_submodule(name) for name in owners], mesh=mesh.line(wires[0]), wires=_used(*wires)
+        modules=[part.module.get_submodule(name) for name in owners],
+        mesh=mesh.line(axis_groups[0]),
+        axis_groups=_used(*axis_groups),
     )
 
 
 class _LateReplicate:
     """Attaches a reducer's hooks to parameters once they are materialised (hooks don't survive that)."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str], wire: AxisGroup, layers: Sequence[str]) -> None:
-        self._module, self._wire = module, wire
+    def __init__(self, module: nn.Module, names: Sequence[str], axis_group: AxisGroup, layers: Sequence[str]) -> None:
+        self._module, self._wire = module, axis_group
         numbers = {name: number for number, name in enumerate(layers)}
         self._layers = {name: layer_of(name, numbers) for name in names}
         self._reducer: Any = None
@@ -292,7 +294,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
     for part in work.parts:
-        repeat_in(part.module, *([work.chance.snapshot] if work.chance is not None else []))
+        repeat_in(part.module, *([work.dropout_rng.snapshot] if work.dropout_rng is not None else []))
         materialise(part.module, part.places, host, master, source.fill)
         source.fill_buffers(part.module, device)
         if layout.precision == "float64":
@@ -306,7 +308,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
         program = Program(work.parts, source.compute, work.view, mesh, clock)
     if source.experts and not layout.compile:
         program.experts = ExpertMeter(work.parts, source.experts)
-    program.chance = work.chance
+    program.chance = work.dropout_rng
     program.weigh, program.terms = source.weigh, tuple(source.terms)
     program.moving = MovingBuffers([part.module for part in work.parts], source.moving)
     for part in work.parts:

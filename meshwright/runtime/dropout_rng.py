@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.axes.comm.boxes import TokenSplit, Units
-from meshwright.axes.comm.chance import DropoutRng
+from meshwright.axes.comm.dropout_rng import DropoutRng
 from meshwright.axes.cp import local_group
 from meshwright.axes.experts import ExpertRows
 from meshwright.axes.table import ShardingGroup, ShardingTable
@@ -51,7 +51,7 @@ def install(
             elif not name.startswith(inside):
                 chance.own(module, name)
         for rows in (rows for rows in experts if rows.module in held):
-            chance.lose(held[rows.module], ROUTED)
+            chance.forbid(held[rows.module], ROUTED)
     return chance
 
 
@@ -60,7 +60,7 @@ def _runs(module: Any) -> bool:
 
 
 def _tokens(mesh: Mesh, attention: str) -> TokenSplit:
-    context, tensor = mesh.wires["cp"], mesh.wires["tp"]
+    context, tensor = mesh.axis_groups["cp"], mesh.axis_groups["tp"]
     return TokenSplit(
         index=context.index,
         ranks=context.size,
@@ -76,14 +76,14 @@ def _own_units(
     """States what this rank has of each group's units, where it hasn't all."""
     for group in groups:
         units = held_units(group, mesh, mesh.layout, attention)
-        if units is not None and group.columns:
-            first = (group.inlets or group.columns)[0]
-            chance.between(layer.get_submodule(first), layer.get_submodule(group.row), units)
+        if units is not None and group.column_linears:
+            first = (group.column_inputs or group.column_linears)[0]
+            chance.in_shard(layer.get_submodule(first), layer.get_submodule(group.row_linear), units)
 
 
 def held_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str) -> Units | None:
     """Returns the units of a group that this rank computes; None where it computes all."""
-    tensor, context = mesh.wires["tp"], mesh.wires["cp"]
+    tensor, context = mesh.axis_groups["tp"], mesh.axis_groups["cp"]
     shares = group.shares(tensor.size) if layout.degree("tp") > 1 else None
     first, last = shares[tensor.index] if shares is not None else (0, group.units)
     if context.size > 1 and attention != "gather" and group.heads:

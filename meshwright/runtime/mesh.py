@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.axes.axis import known_axes
-from meshwright.axes.comm.wire import AxisGroup, TrafficLog
+from meshwright.axes.comm.axis_group import AxisGroup, TrafficLog
 from meshwright.axes.groups import carved_groups, loss_axes
 from meshwright.plan import Layout
 
@@ -34,7 +34,7 @@ class Mesh:
         shape = layout.shape()
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         self.world = AxisGroup(WORLD, dist.group.WORLD, log)
-        self.wires = {name: AxisGroup(name, self.device_mesh.get_group(name), log) for name in shape}
+        self.axis_groups = {name: AxisGroup(name, self.device_mesh.get_group(name), log) for name in shape}
         for name, axis in known_axes().items():
             if axis.carves and layout.degree(name) > 1:
                 self._carve(name)
@@ -47,37 +47,37 @@ class Mesh:
         """
         for suffix, groups in zip(("", "_shard", "_copies"), carved_groups(name, self.layout.degrees)):
             group, _ = dist.new_subgroups_by_enumeration(groups)
-            self.wires[name + suffix] = AxisGroup(name + suffix, group, self.log)
+            self.axis_groups[name + suffix] = AxisGroup(name + suffix, group, self.log)
 
-    def line(self, wire: AxisGroup) -> DeviceMesh:
+    def line(self, axis_group: AxisGroup) -> DeviceMesh:
         """Returns the ranks of a wire as a mesh of one dimension, which has the wire's name."""
-        if wire.axis in self.layout.shape():
-            return self.device_mesh[wire.axis]
-        return DeviceMesh.from_group(wire.group, self.device_type, mesh_dim_names=(wire.axis,))
+        if axis_group.axis in self.layout.shape():
+            return self.device_mesh[axis_group.axis]
+        return DeviceMesh.from_group(axis_group.group, self.device_type, mesh_dim_names=(axis_group.axis,))
 
     def across(self, names: Sequence[str]) -> AxisGroup:
         """Returns a wire over the product of some axes; all ranks must ask for it together."""
         used = [name for name in names if self.layout.degree(name) > 1] or list(names[:1])
         if len(used) == 1:
-            return self.wires[used[0]]
+            return self.axis_groups[used[0]]
         key = "+".join(used)
-        if key not in self.wires:
+        if key not in self.axis_groups:
             dims = [tuple(self.layout.shape()).index(name) for name in used]
             last = range(-len(dims), 0)
             size = math.prod(self.layout.degree(name) for name in used)
             lines = self.device_mesh.mesh.movedim(dims, tuple(last)).reshape(-1, size)
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
-            self.wires[key] = AxisGroup(key, group, self.log)
-        return self.wires[key]
+            self.axis_groups[key] = AxisGroup(key, group, self.log)
+        return self.axis_groups[key]
 
     def neighbours(self, name: str, size: int) -> AxisGroup:
         """Returns a wire over runs of ``size`` neighbours along an axis; all ranks must ask for it together."""
         key = f"{name}_{size}"
-        if key not in self.wires:
+        if key not in self.axis_groups:
             lines = self.device_mesh.mesh.movedim(tuple(self.layout.shape()).index(name), -1).reshape(-1, size)
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
-            self.wires[key] = AxisGroup(name, group, self.log)
-        return self.wires[key]
+            self.axis_groups[key] = AxisGroup(name, group, self.log)
+        return self.axis_groups[key]
 
     def barrier(self, timeout: timedelta) -> None:
         """Waits for all ranks.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.plan import Layout
 from meshwright.runtime.clock import StepTimer
 from meshwright.runtime.mesh import Mesh
@@ -25,9 +25,9 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.floa
 class _Shared:
     """A weight that several stages hold, and the sum of its gradient over them."""
 
-    def __init__(self, weights: list[Weight], wire: AxisGroup | None) -> None:
+    def __init__(self, weights: list[Weight], axis_group: AxisGroup | None) -> None:
         self._first, *self.twins = weights
-        self._wire, self._of = wire, weights[0].name
+        self._wire, self._of = axis_group, weights[0].name
 
     def spread(self) -> None:
         """Gives the rank's other stages the values that the optimizer wrote."""
@@ -74,7 +74,7 @@ class PipelineProgram(Program):
         assert division is not None
         cpu = mesh.device_type == "cpu"
         device = torch.device("cpu") if cpu else torch.device(mesh.device_type, torch.cuda.current_device())
-        self._line = PipelineGroup(wire=mesh.wires["pp"], schedule=division.schedule, device=device)
+        self._line = PipelineGroup(axis_group=mesh.axis_groups["pp"], schedule=division.schedule, device=device)
         self._shared = self._share(division, mesh)
         for part in self._stages:
             assert part.cut is not None
@@ -194,15 +194,15 @@ class PipelineProgram(Program):
 
     def _share(self, division: Division, mesh: Mesh) -> list[_Shared]:
         """Finds the weights that several stages hold; of those of one rank, the first alone is trained."""
-        wires = _holder_wires(division, mesh)
+        axis_groups = _holder_wires(division, mesh)
         by_name: dict[str, list[Weight]] = {}
         for weight in (*self.weights, *self.frozen):
             by_name.setdefault(weight.name, []).append(weight)
         shared = []
         for name, weights in sorted(by_name.items()):
-            wire = wires.get(division.holders[name])
-            if len(weights) > 1 or (wire and weights[0].parameter.requires_grad):
-                shared.append(_Shared(weights, wire if weights[0].parameter.requires_grad else None))
+            axis_group = axis_groups.get(division.holders[name])
+            if len(weights) > 1 or (axis_group and weights[0].parameter.requires_grad):
+                shared.append(_Shared(weights, axis_group if weights[0].parameter.requires_grad else None))
             for listed in (self.weights, self.frozen):
                 listed[:] = [weight for weight in listed if weight not in weights[1:]]
         return shared
@@ -213,15 +213,15 @@ def _holder_wires(division: Division, mesh: Mesh) -> dict[tuple[int, ...], AxisG
     names = mesh.device_mesh.mesh_dim_names or ()
     size = mesh.device_mesh["pp"].size()
     lines = mesh.device_mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, size).tolist()
-    wires = {}
+    axis_groups = {}
     for holders in sorted(set(division.holders.values())):
         if len(holders) == size:
-            wires[holders] = mesh.wires["pp"]
+            axis_groups[holders] = mesh.axis_groups["pp"]
         elif len(holders) > 1:
             group, _ = dist.new_subgroups_by_enumeration([[line[index] for index in holders] for line in lines])
             if mesh.device_mesh.get_local_rank("pp") in holders:
-                wires[holders] = AxisGroup("pp", group, mesh.log)
-    return wires
+                axis_groups[holders] = AxisGroup("pp", group, mesh.log)
+    return axis_groups
 
 
 def _units(module: Any) -> list[Any]:

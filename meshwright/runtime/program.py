@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshwright.axes.comm.chance import DropoutRng
+from meshwright.axes.comm.dropout_rng import DropoutRng
 from meshwright.axes.comm.random import seed_all
 from meshwright.axes.comm.vocabulary import VocabShard
 from meshwright.axes.placement import LocalShard

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.errors import PlanError
 from meshwright.runtime.program import StageModule
 from meshwright.schedules.action import Schedule
@@ -47,7 +47,7 @@ class TensorKind:
 class PipelineGroup:
     """The ranks that a micro-batch passes through."""
 
-    wire: AxisGroup
+    axis_group: AxisGroup
     """Of the axis ``pp``."""
     schedule: Schedule
     """What runs when."""
@@ -74,7 +74,7 @@ class _TorchStage(PipelineStage):
             line.device,
             input_args=inputs,
             output_args=outputs,
-            group=line.wire.group,
+            group=line.axis_group.group,
         )
         self._part, self._line, self._ours, self._told = part, line, forward, backward
         self._microbatch = 0
@@ -82,7 +82,9 @@ class _TorchStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Called by torch's runtime for a first exchange with the stages beside this one."""
         # torch 2.11 sends to a stage of the same rank too, which gloo refuses.
-        return [item for item in super()._get_init_p2p_neighbors_ops() if item.group_peer != self._line.wire.index]
+        return [
+            item for item in super()._get_init_p2p_neighbors_ops() if item.group_peer != self._line.axis_group.index
+        ]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Called by torch's runtime before the forward of a micro-batch."""
@@ -113,17 +115,17 @@ class _TorchStage(PipelineStage):
         return self._booked(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _booked(self, operations: list[Any]) -> list[Any]:
-        wire = self._line.wire
-        wire.log.add(wire.axis, "send", sum(item.tensor.nbytes for item in operations), 0.0, 0.0)
+        axis_group = self._line.axis_group
+        axis_group.log.add(axis_group.axis, "send", sum(item.tensor.nbytes for item in operations), 0.0, 0.0)
         return operations
 
 
 class _Received:
     """What a stage is to receive: waiting for it is told as for a collective."""
 
-    def __init__(self, work: Any, wire: AxisGroup, what: str) -> None:
-        self._work, self._log, self._what = work, wire.log, what
-        self._number = wire.log.begin()
+    def __init__(self, work: Any, axis_group: AxisGroup, what: str) -> None:
+        self._work, self._log, self._what = work, axis_group.log, what
+        self._number = axis_group.log.begin()
 
     def wait(self) -> Any:
         """Called by torch's runtime before the stage computes."""
@@ -135,13 +137,13 @@ class _Inbox(dict[tuple[int, int], Any]):
     """Where torch's runtime keeps what is to be received, by stage and micro-batch.
 
     Args:
-        wire: of the axis ``pp``.
+        axis_group: of the axis ``pp``.
         what: what comes, as `_Received` tells it.
     """
 
-    def __init__(self, wire: AxisGroup, what: str) -> None:
+    def __init__(self, axis_group: AxisGroup, what: str) -> None:
         super().__init__()
-        self._wire, self._what = wire, what
+        self._wire, self._what = axis_group, what
 
     def __setitem__(self, key: tuple[int, int], works: Sequence[Any]) -> None:
         stage, number = key
@@ -181,11 +183,11 @@ class ScheduleRun:
         rows = {rank: [action.from_str(str(item)) for item in row] for rank, row in enumerate(line.schedule.actions)}
         self._run.pipeline_order = rows
         getattr(self._run, load)(rows)
-        if not line.wire.on_cuda:
+        if not line.axis_group.on_cuda:
             listed = self._run.pipeline_order_with_comms
             listed.update({rank: _receiving_first(row) for rank, row in listed.items()})
         for name, what in (("fwd_recv_ops", "the input"), ("bwd_recv_ops", "the gradient")):
-            setattr(self._run, name, _Inbox(line.wire, what))
+            setattr(self._run, name, _Inbox(line.axis_group, what))
 
     def step(self) -> None:
         """Runs all micro-batches forward and backward; data axes have been summed by FSDP2, others not."""
@@ -250,24 +252,24 @@ def chain(
 
 
 def _send(line: PipelineGroup, tensors: tuple[torch.Tensor, ...], index: int) -> None:
-    peer = dist.get_global_rank(line.wire.group, index)
-    dist.send(_header(tensors).to(line.device), peer, group=line.wire.group)
+    peer = dist.get_global_rank(line.axis_group.group, index)
+    dist.send(_header(tensors).to(line.device), peer, group=line.axis_group.group)
     for tensor in tensors:
-        dist.send(tensor.contiguous(), peer, group=line.wire.group)
-    line.wire.log.add(line.wire.axis, "send", sum(item.nbytes for item in tensors), 0.0, 0.0)
+        dist.send(tensor.contiguous(), peer, group=line.axis_group.group)
+    line.axis_group.log.add(line.axis_group.axis, "send", sum(item.nbytes for item in tensors), 0.0, 0.0)
 
 
 def _receive(line: PipelineGroup, index: int) -> tuple[torch.Tensor, ...]:
-    peer = dist.get_global_rank(line.wire.group, index)
+    peer = dist.get_global_rank(line.axis_group.group, index)
     header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=line.device)
-    with line.wire.log.waiting(f"receive over {line.wire.axis}", line.wire.log.begin()):
-        dist.recv(header, peer, group=line.wire.group)
+    with line.axis_group.log.waiting(f"receive over {line.axis_group.axis}", line.axis_group.log.begin()):
+        dist.recv(header, peer, group=line.axis_group.group)
     count, *rest = header.tolist()
     tensors = []
     for start in range(0, count * (_DIMS + 2), _DIMS + 2):
         kind, dims, *sizes = rest[start : start + _DIMS + 2]
         tensor = torch.empty(sizes[:dims], dtype=_DTYPES[kind], device=line.device)
-        dist.recv(tensor, peer, group=line.wire.group)
+        dist.recv(tensor, peer, group=line.axis_group.group)
         tensors.append(tensor)
     return tuple(tensors)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from meshwright.axes.layer_graph import LayerGraph, check_split, divide, held_names
 from meshwright.axes.placement import LocalShard
-from meshwright.axes.spine import LayerGraph, check_split, divide, held_names
 from meshwright.axes.stage.cut import Stage, copied
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
@@ -79,16 +79,18 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     Raises:
         PlanError: the model can't be cut so.
     """
-    if source.spine is None:
-        raise PlanError("pp needs the model's spine, and the source has none; read it with models.spine.read_spine")
-    division = _division(source.module, source.spine, source.ties, layout)
+    if source.layer_graph is None:
+        raise PlanError(
+            "pp needs the model's layer graph, and the source lacks it: read it with models.layer_graph.read_layer_graph"
+        )
+    division = _division(source.module, source.layer_graph, source.ties, layout)
     numbers = division.schedule.rank_stages(mesh.device_mesh.get_local_rank("pp"))
     copies = mesh.world.size // layout.degree("pp")
     modules = [*(copied(source.module) for _ in numbers[1:]), source.module]
     parts: list[StageModule] = []
     for number, module in zip(numbers, modules):
         first, stop = division.bounds[number : number + 2]
-        cut = Stage(module, source.spine, first, stop, division.held[number])
+        cut = Stage(module, source.layer_graph, first, stop, division.held[number])
         places = _places(module, division, copies)
         parts.append(
             PipelineStageModule(module, cut.layers, places, stage=number, first=first, cut=cut, division=division)
@@ -96,12 +98,12 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     return parts
 
 
-def _division(module: nn.Module, spine: LayerGraph, ties: Sequence[Sequence[str]], layout: Layout) -> Division:
+def _division(module: nn.Module, layer_graph: LayerGraph, ties: Sequence[Sequence[str]], layout: Layout) -> Division:
     """Divides the whole model, which is on meta."""
-    schedule = layout.pipeline().unsplit() if spine.whole_backward else layout.pipeline()
+    schedule = layout.pipeline().unsplit() if layer_graph.whole_backward else layout.pipeline()
     sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
-    bounds = divide(spine, sizes, ties, schedule.stages, layout.split)
-    held = held_names(spine, list(sizes), bounds, ties)
+    bounds = divide(layer_graph, sizes, ties, schedule.stages, layout.split)
+    held = held_names(layer_graph, list(sizes), bounds, ties)
     first = {name: name for name in sizes} | {name: names[0] for names in ties for name in names}
     holders: dict[str, set[int]] = {}
     for stage, names in enumerate(held):

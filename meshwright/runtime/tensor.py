@@ -28,21 +28,21 @@ def split(parts: Sequence[StageModule], table: ShardingTable, mesh: Mesh, apart:
     Returns:
         The run of the vocabulary whose logits this rank has; None for all of it.
     """
-    wire, layout = mesh.wires["tp"], mesh.layout
+    axis_group, layout = mesh.axis_groups["tp"], mesh.layout
     if apart:
         table = without_experts(table)
     inside = tuple(f"{name}." for name in apart)
     copies = mesh.world.size // layout.degree("pp")
-    neighbours = {number: mesh.neighbours("tp", number) for number in _shared_by(table, wire.size)}
+    neighbours = {number: mesh.neighbours("tp", number) for number in _shared_by(table, axis_group.size)}
     for part in parts:
-        done = tp.wrap_model(part.module, table, wire, copies, layout.sequence)
+        done = tp.wrap_model(part.module, table, axis_group, copies, layout.sequence)
         for name, place in done.places.items():
             part.places[name] = _over(place, part.places.get(name), copies)
         owed = [item for item in done.owed if not item.name.startswith(inside)]
-        part.sync.append(tp.PartialGradReducer(part.module, owed, wire, neighbours))
+        part.sync.append(tp.PartialGradReducer(part.module, owed, axis_group, neighbours))
     if not table.vocabulary or table.headless:
         return None
-    return VocabShard(wire, *vocabulary_span(table.vocab, wire.size, wire.index))
+    return VocabShard(axis_group, *vocabulary_span(table.vocab, axis_group.size, axis_group.index))
 
 
 def _over(place: LocalShard, held: LocalShard | None, copies: int) -> LocalShard:
@@ -57,7 +57,7 @@ def _over(place: LocalShard, held: LocalShard | None, copies: int) -> LocalShard
 def without_experts(table: ShardingTable) -> ShardingTable:
     """Returns the table without the groups that split experts by channel."""
     layers = {
-        name: dataclasses.replace(rows, groups=tuple(group for group in rows.groups if group.columns))
+        name: dataclasses.replace(rows, groups=tuple(group for group in rows.groups if group.column_linears))
         for name, rows in table.layers.items()
     }
     return dataclasses.replace(table, layers=layers)
@@ -95,7 +95,7 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
             "of repeated layers; leave sequence out"
         )
     for name, rows in table.layers.items():
-        whole = [group.row for group in rows.groups if group.heads and group.shares(degree) is None]
+        whole = [group.row_linear for group in rows.groups if group.heads and group.shares(degree) is None]
         if whole or not rows.sequence:
             why = f"{whole[0]} isn't split over {degree}" if whole else rows.sequence_refused
             raise PlanError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.errors import ConfigError
 from meshwright.runtime.program import Program
 from meshwright.runtime.weights import Weight
@@ -31,14 +31,14 @@ class AgreementCheck:
 
     def __init__(self, program: Program) -> None:
         assert program.mesh is not None
-        wires, layout = program.mesh.wires, program.mesh.layout
+        axis_groups, layout = program.mesh.axis_groups, program.mesh.layout
         held = (*program.weights, *program.frozen)
         self._copies: list[tuple[AxisGroup, Sequence[Weight]]] = []
         if layout.degree("replicate") > 1:
-            self._copies.append((wires["replicate"], held))
+            self._copies.append((axis_groups["replicate"], held))
         if layout.degree("tp") > 1:
-            self._copies.append((wires["tp"], [weight for weight in held if weight.place.is_whole]))
-        self._same_rows = wires["tp"] if layout.degree("tp") > 1 else None
+            self._copies.append((axis_groups["tp"], [weight for weight in held if weight.place.is_whole]))
+        self._same_rows = axis_groups["tp"] if layout.degree("tp") > 1 else None
         self._steps = self._forwards = 0
 
     @torch.no_grad()
@@ -51,10 +51,10 @@ class AgreementCheck:
         self._steps += 1
         if not _power_of_two(self._steps):
             return
-        for wire, weights in self._copies:
+        for axis_group, weights in self._copies:
             if not weights:
                 continue
-            differs = _differing([checksum(weight.local) for weight in weights], wire, weights[0].local.device)
+            differs = _differing([checksum(weight.local) for weight in weights], axis_group, weights[0].local.device)
             if differs:
                 raise ConfigError(
                     f"after {self._steps} steps ranks hold other values of '{weights[differs[0]].name}', of which each "
@@ -86,12 +86,12 @@ def checksum(values: torch.Tensor) -> int | torch.Tensor:
     return (bits.to(torch.int64) * places).sum() if bits.numel() else torch.zeros((), dtype=torch.int64)
 
 
-def _differing(sums: Iterable[Any], wire: AxisGroup, device: torch.device) -> list[int]:
+def _differing(sums: Iterable[Any], axis_group: AxisGroup, device: torch.device) -> list[int]:
     """Returns the places at which ranks have other sums, the same on all of them."""
     mine = torch.stack([torch.as_tensor(item, device=device) for item in sums]).remainder(1 << _KEPT_BITS)
     own = torch.cat([mine, -mine]).to(torch.float64)
     largest = own.clone()
-    wire.all_reduce_max(largest).wait()
+    axis_group.all_reduce_max(largest).wait()
     # Equal exactly where the largest is also the smallest.
     spread = largest[: len(mine)] + largest[len(mine) :]
     return [place for place, gap in enumerate(spread.tolist()) if gap]

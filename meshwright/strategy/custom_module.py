@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel, is_transformers, use_float64, without_cache
 from meshwright.models.config import ModelConfig
@@ -78,12 +78,12 @@ def _config_of(module: nn.Module) -> ModelConfig:
     return ModelConfig(name=config.model_type, overrides=kept, dropout=dropout)
 
 
-def _with_layers(module: nn.Module, anatomy: ModelStructure) -> ModelStructure:
+def _with_layers(module: nn.Module, structure: ModelStructure) -> ModelStructure:
     """Takes the items of an `nn.Sequential` that have weights for its layers, where nothing in it is repeated."""
-    if anatomy.layers or not isinstance(module, nn.Sequential):
-        return anatomy
+    if structure.layers or not isinstance(module, nn.Sequential):
+        return structure
     names = tuple(name for name, item in module.named_children() if any(True for _ in item.parameters()))
-    return dataclasses.replace(anatomy, stacks=(names,))
+    return dataclasses.replace(structure, stacks=(names,))
 
 
 class _OnExample:
@@ -120,7 +120,7 @@ def tried_on(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
         ConfigError: for a model without a token embedding and no example.
     """
     if example is None:
-        if built.anatomy.embedding is None:
+        if built.structure.embedding is None:
             raise ConfigError(
                 f"{built.config.name} has no token embedding, so nothing says what it takes: give an input of it "
                 "as example=, a tensor (B, ...)"
@@ -178,14 +178,14 @@ def as_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, comput
 
     return ModelSource(
         module=built.module,
-        layers=built.anatomy.layers,
+        layers=built.structure.layers,
         compute=compute,
         fill=fill or built.tensor,
         fill_buffers=fill_buffers,
         random=bool(drawing_parts(built)),
-        ties=built.anatomy.ties,
+        ties=built.structure.ties,
         table=facts.table,
-        spine=facts.spine,
+        layer_graph=facts.layer_graph,
         experts=facts.experts,
     )
 

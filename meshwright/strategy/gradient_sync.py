@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.errors import ConfigError
 from meshwright.runtime.program import Program
 from meshwright.runtime.weights import Weight, cut

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.axes.comm.wire import TrafficLog
+from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.build import BuiltModel
 from meshwright.plan import Layout
@@ -209,7 +209,7 @@ class HybridParallelStrategy:
         training = built.module.training
         layout = self.layout = precise(self.layout, built)
         kind = "cpu" if where.type == "meta" else where.type
-        check(layout, kind, len(built.anatomy.layers))
+        check(layout, kind, len(built.structure.layers))
         from_module = where.type != "meta" and fill is None
         if from_module:
             _check_made(built)
@@ -226,7 +226,7 @@ class HybridParallelStrategy:
             # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as
             # it is, and compile=true in the layout compiles its layers.
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        return ShardedModel(program, layout, mesh.rank, built.anatomy.ties, (self.reader[1], self._average))
+        return ShardedModel(program, layout, mesh.rank, built.structure.ties, (self.reader[1], self._average))
 
     def _run_by_engine(
         self,

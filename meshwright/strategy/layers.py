@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from meshwright.axes.comm.axis_group import AxisGroup, TrafficLog
 from meshwright.axes.comm.flow import all_gather_tokens, copy_to_group, gather, reduce_from_group, reduce_scatter_tokens
-from meshwright.axes.comm.wire import AxisGroup, TrafficLog
 from meshwright.errors import ConfigError
 
 Ranks: TypeAlias = AxisGroup | DeviceMesh | dist.ProcessGroup | None
@@ -81,8 +81,11 @@ class TensorParallelLinear(nn.Module):
         super().__init__()
         if not isinstance(mode, str):
             mode, mesh = "columns", mesh if mode is None else mode
-        whole, wire = seeded_linear(in_features, out_features, bias, seed), wire_over(mesh if ranks is None else ranks)
-        self._take(whole, cast(Mode, mode), wire, gather_output, input_is_split)
+        whole, axis_group = (
+            seeded_linear(in_features, out_features, bias, seed),
+            wire_over(mesh if ranks is None else ranks),
+        )
+        self._take(whole, cast(Mode, mode), axis_group, gather_output, input_is_split)
 
     @classmethod
     def from_linear(
@@ -100,7 +103,9 @@ class TensorParallelLinear(nn.Module):
         made._take(whole, mode, wire_over(ranks), gather_output, input_is_split)
         return made
 
-    def _take(self, whole: nn.Linear, mode: Mode, wire: AxisGroup, gather_output: bool, input_is_split: bool) -> None:
+    def _take(
+        self, whole: nn.Linear, mode: Mode, axis_group: AxisGroup, gather_output: bool, input_is_split: bool
+    ) -> None:
         if mode not in ("columns", "rows"):
             raise ConfigError(f"mode='{mode}': a layer is split by 'columns' (its outputs) or 'rows' (its inputs)")
         if mode == "columns" and input_is_split:
@@ -108,13 +113,13 @@ class TensorParallelLinear(nn.Module):
         if mode == "rows" and not gather_output:
             raise ConfigError("gather_output=False has no effect on rows, whose output is whole; use mode='columns'")
         dim = 0 if mode == "columns" else 1
-        check_share("out_features" if dim == 0 else "in_features", whole.weight.shape[dim], wire.size)
+        check_share("out_features" if dim == 0 else "in_features", whole.weight.shape[dim], axis_group.size)
         self.in_features, self.out_features, self.mode = whole.in_features, whole.out_features, mode
         self.gather_output, self.input_is_split = gather_output, input_is_split
-        self._wire, self._dim = wire, dim
+        self._wire, self._dim = axis_group, dim
         with torch.no_grad():
-            self.weight = nn.Parameter(whole.weight.chunk(wire.size, dim)[wire.index].clone())
-            bias = whole.bias if whole.bias is None or dim else whole.bias.chunk(wire.size)[wire.index]
+            self.weight = nn.Parameter(whole.weight.chunk(axis_group.size, dim)[axis_group.index].clone())
+            bias = whole.bias if whole.bias is None or dim else whole.bias.chunk(axis_group.size)[axis_group.index]
             self.bias = None if bias is None else nn.Parameter(bias.clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,21 +187,21 @@ class TensorParallelMultiheadAttention(nn.Module):
         heads = _given_once("heads", heads, "num_heads", num_heads)
         if not isinstance(kv_heads, int):
             kv_heads, mesh = None, mesh if kv_heads is None else kv_heads
-        wire, shared = wire_over(mesh if ranks is None else ranks), kv_heads or heads
+        axis_group, shared = wire_over(mesh if ranks is None else ranks), kv_heads or heads
         if heads < 1 or width % heads or heads % shared:
             raise ConfigError(
                 f"width={width}, heads={heads}, kv_heads={shared}: heads divide the width, and kv_heads the heads"
             )
-        check_share("heads", heads, wire.size)
-        check_share("kv_heads", shared, wire.size)
+        check_share("heads", heads, axis_group.size)
+        check_share("kv_heads", shared, axis_group.size)
         self.width, self.head_size, self.causal = width, width // heads, causal
-        self._wire = wire
+        self._wire = axis_group
 
         def product(number: int, inputs: int, outputs: int, mode: Mode) -> TensorParallelLinear:
             whole = seeded_linear(inputs, outputs, bias, 4 * seed + number)
             columns = mode == "columns"
             return TensorParallelLinear.from_linear(
-                whole, mode, wire, gather_output=not columns, input_is_split=not columns
+                whole, mode, axis_group, gather_output=not columns, input_is_split=not columns
             )
 
         self.query = product(0, width, width, "columns")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
-from meshwright.axes.comm.wire import TrafficLog
+from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.errors import ConfigError, DataError, PlanError
 from meshwright.models.structure import ModelStructure, read_anatomy
 from meshwright.plan import Layout
@@ -102,14 +102,14 @@ class PipelineEngine:
         before = named_before(self._model, self._make if isinstance(self._make, torch.optim.Optimizer) else None)
         built = read_model(self._model, seed=1)
         self.layout = plan = precise(self.layout, built)
-        check(plan, self._device.type, len(built.anatomy.layers))
+        check(plan, self._device.type, len(built.structure.layers))
         self._mesh = Mesh(plan, self._device.type, TrafficLog())
         check_equal(built, self._mesh.world)
         facts = shared_facts(built, plan, example, split_vocabulary=False)
-        source = as_source(built, facts, None, _compute(built.anatomy, self._loss))
+        source = as_source(built, facts, None, _compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
         program.meter = None
-        held = ShardedModel(program, plan, self._mesh.rank, built.anatomy.ties)
+        held = ShardedModel(program, plan, self._mesh.rank, built.structure.ties)
         held.optimizers.mark_stale(before.parameters)
         optimizer = self._make or torch.optim.AdamW
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -294,11 +294,11 @@ def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
     return dataclasses.replace(layout, microbatches=microbatches or layout.microbatches)
 
 
-def _compute(anatomy: ModelStructure, loss: Loss) -> Compute:
+def _compute(structure: ModelStructure, loss: Loss) -> Compute:
     """The computation of a micro-batch; its sums are (loss x rows, rows, 0)."""
 
     def compute(module: nn.Module, batch: MicroBatch, scale: float, _: LossView) -> tuple[torch.Tensor, torch.Tensor]:
-        plain = not anatomy.transformers
+        plain = not structure.transformers
         output: Any = module(batch.tokens) if plain else module(batch.tokens, use_cache=False).logits
         found = loss(output, batch.targets)
         value = found.detach().to(torch.float64) * len(batch.targets)

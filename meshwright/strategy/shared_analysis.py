@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
 
 from meshwright.axes.comm.values import broadcast_bytes
 from meshwright.axes.experts import ExpertRows
-from meshwright.axes.spine import LayerGraph, LayerOutput
+from meshwright.axes.layer_graph import LayerGraph, LayerOutput
 from meshwright.axes.table import (
     Block,
     Cutting,
@@ -87,7 +87,7 @@ def shared_facts(
     assert isinstance(found, ModelAnalysis)
     facts = found
     if facts.table is not None and not split_vocabulary:
-        facts = dataclasses.replace(facts, table=_with_whole_head(facts.table, built.anatomy))
+        facts = dataclasses.replace(facts, table=_with_whole_head(facts.table, built.structure))
     return facts
 
 
@@ -107,9 +107,9 @@ def _read(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> Mo
     return facts
 
 
-def _with_whole_head(table: ShardingTable, anatomy: ModelStructure) -> ShardingTable:
+def _with_whole_head(table: ShardingTable, structure: ModelStructure) -> ShardingTable:
     """Returns the table with logits whole on every rank: without the head, nor an embedding that is the same weight."""
-    kept = tuple(name for name in table.vocabulary if name != anatomy.head)
-    tied = {name for group in anatomy.ties for name in group}
+    kept = tuple(name for name in table.vocabulary if name != structure.head)
+    tied = {name for group in structure.ties for name in group}
     kept = tuple(name for name in kept if f"{name}.weight" not in tied)
     return dataclasses.replace(table, vocabulary=kept, headless=True)

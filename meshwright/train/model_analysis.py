@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.axes.experts import ExpertRows
+from meshwright.axes.layer_graph import LayerGraph, divide
 from meshwright.axes.override import overridden
-from meshwright.axes.spine import LayerGraph, divide
 from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel
 from meshwright.models.context import Context, read_context, read_sequence
 from meshwright.models.draw_trial import drawing_parts
 from meshwright.models.experts import require_experts
+from meshwright.models.layer_graph import read_layer_graph
 from meshwright.models.objective_trial import ForwardTrial, try_forward
-from meshwright.models.spine import read_spine
 from meshwright.models.table import sharding_table
 from meshwright.plan import Layout
 from meshwright.runtime import tensor
@@ -27,7 +27,7 @@ class ModelAnalysis:
 
     table: ShardingTable | None = None
     """How its weights can be split; for ``tp`` and ``cp``."""
-    spine: LayerGraph | None = None
+    layer_graph: LayerGraph | None = None
     """What passes from layer to layer; for ``pp``."""
     experts: Sequence[ExpertRows] = ()
     """Where its experts are; for ``ep``, and to count their tokens."""
@@ -95,7 +95,7 @@ def analyse_model(
     known = known or ModelAnalysis()
     trial = known.trial or try_forward(model)
     _check_trial(trial, layout)
-    table, spine, experts = known.table, known.spine, known.experts
+    table, layer_graph, experts = known.table, known.layer_graph, known.experts
     split = layout.degree("tp") * layout.degree("cp")  # heads are split by both
     if split > 1 and table is None:
         table = sharding_table(model, split, objective=trial.objective)
@@ -105,8 +105,8 @@ def analyse_model(
     if model.config.sharding and split == 1:
         raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
     if layout.degree("pp") > 1:
-        spine = spine or read_spine(model, trial.objective)
-        _check_stages(model, spine, layout)
+        layer_graph = layer_graph or read_layer_graph(model, trial.objective)
+        _check_stages(model, layer_graph, layout)
     experts = experts or require_experts(model.module, layout.degree("ep"))
     tensor.check(table, layout)
     if layout.sequence and table is not None:
@@ -116,14 +116,14 @@ def analyse_model(
         found = _context(model, layout, table, tokens)
         rows, attention, tried = found.rows, found.attention, found.tried
     return ModelAnalysis(
-        table=table, spine=spine, experts=experts, rows=rows, attention=attention, tried=tried, trial=trial
+        table=table, layer_graph=layer_graph, experts=experts, rows=rows, attention=attention, tried=tried, trial=trial
     )
 
 
-def _check_stages(model: BuiltModel, spine: LayerGraph, layout: Layout) -> None:
+def _check_stages(model: BuiltModel, layer_graph: LayerGraph, layout: Layout) -> None:
     """Refuses stages where the model can't be cut so; the ranks divide it by the same rule."""
     sizes = {name: item.numel() for name, item in model.module.named_parameters(remove_duplicate=False)}
-    divide(spine, sizes, model.anatomy.ties, layout.pipeline().stages, layout.split)
+    divide(layer_graph, sizes, model.structure.ties, layout.pipeline().stages, layout.split)
 
 
 def _check_sequence(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> None:

@@ -13,14 +13,14 @@ from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import cross_entropy_sums
 
 
-def own_loss_compute(anatomy: ModelStructure, objective: Objective) -> Compute:
+def own_loss_compute(structure: ModelStructure, objective: Objective) -> Compute:
     """Returns the computation of one micro-batch of a model whose own loss is trained.
 
     The loss of a step is sum_m n_m / N CE_m + sum_t sum_m w_tm / W_t t_m over micro-batches m and terms t: CE the mean
     cross-entropy over n_m of all N targets, w_tm what the term is a mean over (`Objective.weights`), W_t its sum.
 
     Args:
-        anatomy: of the model.
+        structure: of the model.
         objective: its loss.
     """
 
@@ -28,7 +28,9 @@ def own_loss_compute(anatomy: ModelStructure, objective: Objective) -> Compute:
         module: nn.Module, batch: MicroBatch, scale: float, view: LossView
     ) -> tuple[torch.Tensor, torch.Tensor]:
         masked = batch.positions is not None
-        output = author_output(module, anatomy, batch.tokens, batch.targets, objective.labels, batch.positions, masked)
+        output = author_output(
+            module, structure, batch.tokens, batch.targets, objective.labels, batch.positions, masked
+        )
         assert output.loss is not None
         weights = objective.weights(batch.targets)
         if output.logits is None or not objective.logits:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.axes.comm.wire import TrafficLog
+from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.axes.cp import own_tokens
 from meshwright.axes.placement import Box
 from meshwright.checkpoint.manifest import Origin
@@ -69,7 +69,7 @@ class TrainJob:
     """Of the model's architecture."""
     header: dict[str, str]
     """What the display says about the run."""
-    facts: ModelAnalysis
+    analysis: ModelAnalysis
     """What the layout needs to know of the model."""
     flops_per_token: float
     """Model FLOPs of one token, forward and backward."""
@@ -87,7 +87,7 @@ def model_compute(model: BuiltModel, objective: Objective | None = None) -> Comp
         objective: its own loss, where that is more than the cross-entropy of its logits.
     """
     if objective is not None and not objective.plain:
-        return own_loss_compute(model.anatomy, objective)
+        return own_loss_compute(model.structure, objective)
 
     def compute(
         module: nn.Module, batch: MicroBatch, scale: float, view: LossView
@@ -95,7 +95,7 @@ def model_compute(model: BuiltModel, objective: Objective | None = None) -> Comp
         targets = own_tokens(batch.targets, *view.tokens)
         output = model_output(
             module,
-            model.anatomy,
+            model.structure,
             batch.tokens,
             batch.targets,
             batch.positions,
@@ -140,7 +140,7 @@ def build_program(
         use_float64(model.module)
     source = ModelSource(
         module=model.module,
-        layers=model.anatomy.layers,
+        layers=model.structure.layers,
         compute=model_compute(model, trial.objective),
         weigh=None if trial.objective.plain else partial(_weights, trial.objective),
         terms=tuple(term.name for term in trial.objective.reported),
@@ -148,9 +148,9 @@ def build_program(
         fill=model.tensor if filled else _no_values,
         fill_buffers=model.fill_buffers,
         random=may_draw(model) and not layout.compile,
-        ties=model.anatomy.ties,
+        ties=model.structure.ties,
         table=facts.table,
-        spine=facts.spine,
+        layer_graph=facts.layer_graph,
         attention=facts.attention,
         experts=facts.experts,
     )
@@ -197,7 +197,7 @@ def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
 def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> Any:
     config, layout = job.config, job.plan.layout
     device = torch.device(context.device)
-    program = build_program(job.model, job.plan, device, job.facts, job.memory is None or job.memory.state is None)
+    program = build_program(job.model, job.plan, device, job.analysis, job.memory is None or job.memory.state is None)
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
     stepper = Stepper(
         program,

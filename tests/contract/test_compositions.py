@@ -161,12 +161,12 @@ def test_fewer_key_heads_than_ranks_and_heads_that_do_not_divide() -> None:
 
 def _no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows' products are never added up."""
-    monkeypatch.setattr(flow._ReduceFromGroup, "forward", staticmethod(lambda ctx, x, wire: x.view_as(x)))
+    monkeypatch.setattr(flow._ReduceFromGroup, "forward", staticmethod(lambda ctx, x, axis_group: x.view_as(x)))
 
 
 def _no_sum_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of what enters a split part is left as this rank's share."""
-    monkeypatch.setattr(flow, "entered", lambda x, wire: x)
+    monkeypatch.setattr(flow, "entered", lambda x, axis_group: x)
 
 
 def _nothing_owed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +189,8 @@ def _shifted_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads come back one rank off."""
     back = heads._to_tokens
 
-    def shifted(x: torch.Tensor, wire: Any, spans: Any, features: int) -> torch.Tensor:
-        return back(x, wire, [*spans[1:], spans[0]], features)
+    def shifted(x: torch.Tensor, axis_group: Any, spans: Any, features: int) -> torch.Tensor:
+        return back(x, axis_group, [*spans[1:], spans[0]], features)
 
     monkeypatch.setattr(heads, "_to_tokens", shifted)
 

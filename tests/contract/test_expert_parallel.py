@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.axes import ep
 from meshwright.axes.comm import exchange
-from meshwright.axes.comm.wire import AxisGroup, TrafficLog
+from meshwright.axes.comm.axis_group import AxisGroup, TrafficLog
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
@@ -102,7 +102,7 @@ def _forgotten_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def alone(part: Any, mesh: Any) -> Any:
         found = apart(part, mesh)
-        return None if found is None else dataclasses.replace(found, wires=found.wires[:1])
+        return None if found is None else dataclasses.replace(found, axis_groups=found.axis_groups[:1])
 
     monkeypatch.setattr(build, "_apart", alone)
 
@@ -130,7 +130,12 @@ def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of what was sent doesn't come back."""
 
     def nothing(ctx: Any, *upstream: Any) -> Any:
-        return exchange.exchange(torch.zeros_like(upstream[0]), ctx.wire, ctx.received, ctx.sent), None, None, None
+        return (
+            exchange.exchange(torch.zeros_like(upstream[0]), ctx.axis_group, ctx.received, ctx.sent),
+            None,
+            None,
+            None,
+        )
 
     monkeypatch.setattr(exchange._Exchanged, "backward", staticmethod(nothing))
 
@@ -201,8 +206,8 @@ def _run(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tenso
 def _dispatched(rank: int, numbers: tuple[int, ...], equal: bool) -> tuple[list[torch.Tensor], Any]:
     module = Experts()
     (rows,) = find_experts(module)
-    wire = AxisGroup("ep", torch.distributed.group.WORLD, TrafficLog())
-    places = ep.wrap(module, rows, wire, 1, wire if equal else None)
+    axis_group = AxisGroup("ep", torch.distributed.group.WORLD, TrafficLog())
+    places = ep.wrap(module, rows, axis_group, 1, axis_group if equal else None)
     found = _run(module, _tokens(numbers[rank], 0 if equal else rank))
     return found, places[".up"].spans[0]
 

@@ -61,7 +61,7 @@ def _really_saved(model: BuiltModel) -> int:
 
     module.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item):
-        model_forward(module, model.anatomy, torch.zeros(ROWS, TOKENS, dtype=torch.int64))
+        model_forward(module, model.structure, torch.zeros(ROWS, TOKENS, dtype=torch.int64))
     return sum(storage.nbytes() for storage in kept.values())
 
 

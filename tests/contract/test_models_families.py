@@ -47,10 +47,10 @@ def test_a_document_reads_the_same_alone_and_packed(name):
     tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
     starts = torch.zeros(2, 12, dtype=torch.bool)
     starts[0, 5] = starts[0, 9] = starts[1, 0] = True
-    packed = model_forward(module, built.anatomy, tokens, document_positions(starts), True)
-    alone = model_forward(module, built.anatomy, tokens[:1, 5:9])
+    packed = model_forward(module, built.structure, tokens, document_positions(starts), True)
+    alone = model_forward(module, built.structure, tokens[:1, 5:9])
     assert torch.allclose(packed[:1, 5:9], alone, rtol=0, atol=1e-12)
-    free = model_forward(module, built.anatomy, tokens)
+    free = model_forward(module, built.structure, tokens)
     assert (free[:1, 5:9] - alone).abs().max() > 1e-6
     assert torch.allclose(free[1], packed[1], rtol=0, atol=1e-12)
 
@@ -63,8 +63,8 @@ def test_export_load_and_sample_agree_with_transformers(name, tmp_path: Path):
     export_hf(built, weights, tmp_path / "out")
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(reference(tokens).logits, model_forward(module, built.anatomy, tokens))
-    sample = generate_tokens(module, built.anatomy, [1, 2, 3], max_tokens=5, temperature=0)
+    assert torch.equal(reference(tokens).logits, model_forward(module, built.structure, tokens))
+    sample = generate_tokens(module, built.structure, [1, 2, 3], max_tokens=5, temperature=0)
     expected = reference.generate(tokens.new_tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert sample == expected[0, 3:].tolist()
 
@@ -73,13 +73,13 @@ def test_export_load_and_sample_agree_with_transformers(name, tmp_path: Path):
         box = tuple((size // 3, size) for size in parameter.shape)
         part = loaded.tensor(key, box, torch.float64)
         assert torch.equal(part, parameter[tuple(slice(*edge) for edge in box)].double()), key
-    for group in loaded.anatomy.ties:
+    for group in loaded.structure.ties:
         assert torch.equal(loaded.tensor(group[0]), loaded.tensor(group[1]))
 
 
 def test_forward_builds_a_cache_only_when_asked_and_an_export_asks_again(tmp_path: Path):
     built = build_meta(tiny("granitemoe"), 64, 32)
-    assert "use_cache" not in built.anatomy.arguments  # so that nothing else can switch it off
+    assert "use_cache" not in built.structure.arguments  # so that nothing else can switch it off
     module = materialise(build_meta(tiny("granitemoe"), 64, 32).module, built.recipe, built.config.seed)
     tokens = torch.arange(8).unsqueeze(0)
     assert module(tokens).past_key_values is None

@@ -42,7 +42,7 @@ def prove(name: str, *layouts: str, **overrides: object) -> list[Verdict]:
 )
 def test_layers_are_found_however_they_are_held(name: str, layers: list[str]) -> None:
     built = build_meta(ModelConfig(name=f"tests.odd_stacks:{name}"), VOCAB, 8)
-    assert list(built.anatomy.layers) == layers
+    assert list(built.structure.layers) == layers
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_rows_without_targets_count_for_nothing_in_an_evaluation(name: str) -> N
 def test_logits_of_a_forward_that_insists_on_targets() -> None:
     built = build(own("balanced"))
     module = materialise(built.module, built.recipe, built.config.seed).eval()
-    assert model_forward(module, built.anatomy, torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, VOCAB)
+    assert model_forward(module, built.structure, torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, VOCAB)
 
 
 def test_a_scalar_that_nothing_weighs_is_refused() -> None:

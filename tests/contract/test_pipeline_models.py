@@ -13,7 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
-from meshwright.models.spine import read_spine
+from meshwright.models.layer_graph import read_layer_graph
 from meshwright.plan import Layout
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
@@ -157,13 +157,13 @@ def test_a_weight_that_many_stages_read_is_one_weight() -> None:
 def test_a_skip_is_carried_where_it_crosses_one_cut_alone() -> None:
     all_pass(f"{__name__}:sideways", "pp=2,microbatches=2,split=2-1")
     built = build_meta(ModelConfig(name=f"{__name__}:sideways"), vocab=VOCAB)
-    assert set(read_spine(built).blocked) == {1}
+    assert set(read_layer_graph(built).blocked) == {1}
 
 
 def test_stages_that_the_spine_forbids_are_refused_before_a_rank_starts() -> None:
     built = build_meta(ModelConfig(name=f"{__name__}:sideways"), vocab=VOCAB)
-    known = ModelAnalysis(spine=read_spine(built))
-    assert analyse_model(built, Layout.parse("pp=2,microbatches=2,split=2-1"), known).spine == known.spine
+    known = ModelAnalysis(layer_graph=read_layer_graph(built))
+    assert analyse_model(built, Layout.parse("pp=2,microbatches=2,split=2-1"), known).layer_graph == known.layer_graph
     for text in ("pp=2,microbatches=2,split=1-2", "pp=3,microbatches=3"):
         with pytest.raises(PlanError, match="layer 2 reads what layer 0 made"):
             analyse_model(built, Layout.parse(text), known)
@@ -173,7 +173,7 @@ def test_stages_that_the_spine_forbids_are_refused_before_a_rank_starts() -> Non
 def test_models_that_stages_would_change_are_refused(function: str, why: str) -> None:
     built = build_meta(ModelConfig(name=f"{__name__}:{function}"), vocab=VOCAB)
     with pytest.raises(PlanError, match=why):
-        read_spine(built)
+        read_layer_graph(built)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.cli import train_proof
 from meshwright.plan import Layout
 from meshwright.proof import before_run

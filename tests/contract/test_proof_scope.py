@@ -129,7 +129,7 @@ def test_a_clone_has_every_kind_of_layer_beside_its_neighbours(name: str) -> Non
     assert len(wanted) > 1
     small = build_meta(with_every_kind(built, shrink(built.config)), 64, 32)
     assert wanted <= pairs(kinds_of(small))
-    assert len(small.anatomy.layers) < 16
+    assert len(small.structure.layers) < 16
 
 
 def test_few_layers_hold_every_pair() -> None:
@@ -151,8 +151,8 @@ def test_streams_that_are_permuted_views_pass_through_a_split_backward() -> None
 def test_a_backward_that_can_t_come_in_halves_is_whole_in_the_first(schedule: str) -> None:
     config = ModelConfig(name="tests.odd_models:encoder_decoder", overrides={"encoders": 5})
     layout = Layout.parse(f"pp=2,microbatches=4,{schedule},precision=float64")
-    spine = analyse_model(build_meta(config), layout).spine
-    assert spine is not None and spine.whole_backward
+    layer_graph = analyse_model(build_meta(config), layout).layer_graph
+    assert layer_graph is not None and layer_graph.whole_backward
     (verdict,) = verify(case(config, (8,)), [layout])
     assert verdict.passed, verdict
 

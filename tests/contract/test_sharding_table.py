@@ -154,7 +154,7 @@ def test_a_clone_without_heads_covers_the_model_or_is_refused(name, monkeypatch)
     built = build_meta(ModelConfig(name=name, layers=1, width=128), 64, 32)
     ((layer, rows),) = sharding_table(built).layers.items()
     for group in rows.groups:
-        assert group.inner == ("mixer.x_proj",)
+        assert group.inner_row_linears == ("mixer.x_proj",)
         for split in group.splits:
             size = built.module.get_parameter(f"{layer}.{split.name}").shape[split.dim]
             assert sum(block.size * block.count for block in split.blocks) == size
@@ -198,7 +198,7 @@ def test_a_user_s_rows_override_what_was_read() -> None:
     built = build_meta(config, 64, 16)
     facts = analyse_model(built, Layout.parse("tp=2"))
     assert facts.table is not None
-    rows = [group.row for group in facts.table.layers["model.layers.0"].groups]
+    rows = [group.row_linear for group in facts.table.layers["model.layers.0"].groups]
     assert rows == ["self_attn.o_proj"]
     with pytest.raises(PlanError, match="no effect without tp"):
         analyse_model(built, Layout.parse("replicate=2"))

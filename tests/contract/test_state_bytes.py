@@ -50,8 +50,8 @@ def model(name: str) -> BuiltModel:
 
 def parts_of(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
     named = built.module.named_parameters(remove_duplicate=False)
-    anatomy = built.anatomy
-    return ModelParts.of(named, anatomy.layers, anatomy.ties, facts.table, facts.spine, facts.experts)
+    structure = built.structure
+    return ModelParts.of(named, structure.layers, structure.ties, facts.table, facts.layer_graph, facts.experts)
 
 
 def trained(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int) -> dict[str, int]:

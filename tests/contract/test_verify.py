@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.axes.comm.reducer import GradientReducer
-from meshwright.axes.comm.wire import AxisGroup
 from meshwright.cli.main import main
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink

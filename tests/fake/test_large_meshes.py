@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.axes.comm.wire import TrafficLog
+from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.launch.contract import RankContext
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
@@ -31,7 +31,7 @@ def work(context: RankContext, text: str, rank: int) -> str:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
     config = ModelConfig(name="llama", layers=2, width=512, heads=8, ffn=1024, tie=False)
     model = build_meta(config, vocab=2048, context=32)
-    layers = model.anatomy.layers
+    layers = model.structure.layers
     counts = [sum(item.numel() for item in model.module.get_submodule(layer).parameters()) for layer in layers]
     total = sum(item.numel() for item in model.module.parameters())
     builder.settle = lambda module: None  # it gathers each unit once, which no fake rank can
@@ -52,8 +52,8 @@ def work(context: RankContext, text: str, rank: int) -> str:
         "boxes": {weight.name: weight.pieces[0].whole for weight in program.weights},
         "shapes": {weight.name: weight.shape for weight in program.weights},
         "meta": all(weight.local.is_meta for weight in program.weights),
-        "axes": {name: wire.size for name, wire in mesh.wires.items()},
-        "index": mesh.wires["shard"].index,
+        "axes": {name: axis_group.size for name, axis_group in mesh.axis_groups.items()},
+        "index": mesh.axis_groups["shard"].index,
     })  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from meshwright.axes.comm import drawing
 from meshwright.axes.comm.boxes import TokenSplit, Units, Unplaced, box_of
-from meshwright.axes.comm.chance import DropoutRng
+from meshwright.axes.comm.dropout_rng import DropoutRng
 from meshwright.axes.comm.random import Box, _bits_on, kept, row_keys, uniform
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel, build_meta
@@ -179,7 +179,7 @@ def _by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed again draws anew."""
-    again = DropoutRng.again
+    again = DropoutRng.replay
 
     def planted(self: DropoutRng, plain: Callable[..., Any]) -> Callable[..., Any]:
         assert self.moment is not None

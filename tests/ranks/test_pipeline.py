@@ -53,7 +53,7 @@ def plain_sums(batch: MicroBatch, change: float = 0.0) -> torch.Tensor:
     module = materialise(built.module, built.recipe, MODEL.seed)
     with torch.no_grad():
         module.get_input_embeddings().weight.add_(change)
-        logits = model_forward(module.eval(), built.anatomy, batch.tokens)
+        logits = model_forward(module.eval(), built.structure, batch.tokens)
         return cross_entropy_sums(logits, batch.targets, 1.0)[1]
 
 

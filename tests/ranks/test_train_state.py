@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.axes.comm.axis_group import PendingCollective
 from meshwright.axes.comm.sharded import DeferredReductions
-from meshwright.axes.comm.wire import PendingCollective
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.plan import Layout, Plan, Prediction
@@ -50,7 +50,7 @@ def model(name: str = "gpt2", width: int = 64, **sizes: Any) -> BuiltModel:
 
 def sizes(built: BuiltModel) -> StateSizes:
     named = list(built.module.named_parameters())
-    prefixes = [f"{layer}." for layer in built.anatomy.layers]
+    prefixes = [f"{layer}." for layer in built.structure.layers]
     layers = [sum(item.numel() for name, item in named if name.startswith(prefix)) for prefix in prefixes]
     return StateSizes(total=sum(item.numel() for _, item in named), layers=tuple(layers))
 

@@ -16,14 +16,21 @@ def group(module: str, columns: tuple[str, ...], row: str, heads: bool) -> Shard
     ]
     splits.append(ParameterSplit(name=f"{row}.weight", dim=1, blocks=block))
     return ShardingGroup(
-        module=module, columns=columns, inlets=columns, entries=(), row=row, units=4, splits=tuple(splits), heads=heads
+        module=module,
+        column_linears=columns,
+        column_inputs=columns,
+        replicated_inputs=(),
+        row_linear=row,
+        units=4,
+        splits=tuple(splits),
+        heads=heads,
     )
 
 
 ATTENTION = group("attn", ("attn.q", "attn.k"), "attn.o", True)
 CHANNELS = group("mlp", ("mlp.up",), "mlp.down", False)
 EXPERTS = ShardingGroup(
-    module="mlp", columns=(), inlets=("mlp.experts",), entries=(), row="mlp.experts", units=4,
+    module="mlp", column_linears=(), column_inputs=("mlp.experts",), replicated_inputs=(), row_linear="mlp.experts", units=4,
     splits=(ParameterSplit(name="mlp.experts.up", dim=1, blocks=(Block(start=0, size=1, count=4),)),),
 )  # fmt: skip
 ROWS = LayerRows(groups=(ATTENTION, CHANNELS), refused={"gate": "its output meets everything"})

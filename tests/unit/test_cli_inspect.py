@@ -24,10 +24,12 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_anatomy_and_ways_to_split() -> None:
-    anatomy, sharding = found()["anatomy"], found()["sharding"]
-    assert anatomy["embedding"] == "transformer.wte" and anatomy["positions"] == 16 and anatomy["head"] == "lm_head"
-    assert anatomy["ties"] == [["transformer.wte.weight", "lm_head.weight"]]
-    (kind,) = anatomy["layers"]
+    structure, sharding = found()["structure"], found()["sharding"]
+    assert (
+        structure["embedding"] == "transformer.wte" and structure["positions"] == 16 and structure["head"] == "lm_head"
+    )
+    assert structure["ties"] == [["transformer.wte.weight", "lm_head.weight"]]
+    (kind,) = structure["layers"]
     assert kind["type"] == "GPT2Block" and len(kind["layers"]) == 3
     assert sum(len(rows["layers"]) for rows in sharding["kinds"]) == 3
     groups = {group["row"]: group for group in sharding["kinds"][0]["groups"]}

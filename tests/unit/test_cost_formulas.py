@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.axes import spine
+from meshwright.axes import layer_graph
 from meshwright.cluster.cluster import Cluster
 from meshwright.plan import Layout
 from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
@@ -236,9 +236,13 @@ def test_balanced_stages_are_those_that_the_runtime_cuts(seed):
     tail, stages = int(chance.integers(0, 9)), int(chance.integers(1, 5))
     names = tuple(str(number) for number in range(len(costs)))
     nothing = (frozenset[str](),) * len(costs)
-    model = spine.LayerGraph(
-        layers=names, feeds=nothing, bridges=(*nothing, frozenset({"head"})), payload=((),) * len(costs), returns=()
+    model = layer_graph.LayerGraph(
+        layers=names,
+        input_weights=nothing,
+        output_weights=(*nothing, frozenset({"head"})),
+        boundary_tensors=((),) * len(costs),
+        returns=(),
     )
     sizes = {f"{name}.weight": cost for name, cost in zip(names, costs)} | {"head": tail}
-    theirs = spine.divide(model, sizes, (), stages, "")
+    theirs = layer_graph.divide(model, sizes, (), stages, "")
     assert _balanced(costs, tail, stages) == tuple(pairwise(theirs))

@@ -71,6 +71,6 @@ def test_shrink_keeps_the_family():
 
 def test_tie_is_obeyed():
     tied = build_meta(ModelConfig(name="llama", layers=1, width=32, tie=True), 50, 16)
-    assert tied.anatomy.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert tied.structure.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
     loose = build_meta(ModelConfig(name="gpt2", layers=1, width=32, tie=False), 50, 16)
-    assert loose.anatomy.ties == ()
+    assert loose.structure.ties == ()

@@ -1,4 +1,4 @@
-"""Anatomy, calling, sampling, counting, reading and writing, on users' modules and damaged directories."""
+"""Structure, calling, sampling, counting, reading and writing, on users' modules and damaged directories."""
 
 import sys
 import textwrap
@@ -66,10 +66,10 @@ def own(tmp_path: Path, monkeypatch):
 
 def test_anatomy_and_shape_of_a_users_module(own):
     built = build_meta(ModelConfig(name=own, layers=2), vocab=30, context=8)
-    anatomy = built.anatomy
-    assert (anatomy.embedding, anatomy.head, anatomy.final_norm) == ("embed", "head", "norm")
-    assert anatomy.layers == ("blocks.0", "blocks.1")
-    assert (anatomy.token_argument, anatomy.target_argument) == ("tokens", "targets")
+    structure = built.structure
+    assert (structure.embedding, structure.head, structure.final_norm) == ("embed", "head", "norm")
+    assert structure.layers == ("blocks.0", "blocks.1")
+    assert (structure.token_argument, structure.target_argument) == ("tokens", "targets")
     shape = measure_shape(built)
     block = 16 * 16 + 3 * 16
     assert shape.layer_parameters == (block, block)
@@ -96,14 +96,14 @@ def test_logits_or_loss_of_a_users_module(own):
     targets[:, -1] = IGNORED
     built = build_meta(ModelConfig(name=own), 30, 8)
     module = materialise(built.module, built.recipe, 1)
-    logits = model_forward(module, built.anatomy, tokens)
-    assert torch.equal(model_output(module, built.anatomy, tokens, targets).logits, logits)
+    logits = model_forward(module, built.structure, tokens)
+    assert torch.equal(model_output(module, built.structure, tokens, targets).logits, logits)
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     built = build_meta(ModelConfig(name=own, overrides={"loss": "true"}), 30, 8)
     module = materialise(built.module, built.recipe, 1)
-    assert torch.equal(model_output(module, built.anatomy, tokens, targets).loss, expected)
+    assert torch.equal(model_output(module, built.structure, tokens, targets).loss, expected)
     with pytest.raises(ConfigError, match="position_ids"):
-        model_forward(module, built.anatomy, tokens, torch.zeros_like(tokens), True)
+        model_forward(module, built.structure, tokens, torch.zeros_like(tokens), True)
 
 
 def test_an_output_without_logits_is_refused():
@@ -128,14 +128,14 @@ def test_sampling_is_repeatable(own):
     built = build_meta(ModelConfig(name=own), 30, 8)
     module = materialise(built.module, built.recipe, 1)
     first, again, other = (
-        generate_tokens(module, built.anatomy, [1], max_tokens=12, temperature=1.5, seed=seed) for seed in (1, 1, 2)
+        generate_tokens(module, built.structure, [1], max_tokens=12, temperature=1.5, seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other and len(first) == 12
     assert module.training
     stop = first[3]
-    assert stop not in generate_tokens(module, built.anatomy, [1], max_tokens=12, temperature=1.5, seed=1, stop=stop)
+    assert stop not in generate_tokens(module, built.structure, [1], max_tokens=12, temperature=1.5, seed=1, stop=stop)
     with pytest.raises(ConfigError, match="no token"):
-        generate_tokens(module, built.anatomy, [])
+        generate_tokens(module, built.structure, [])
 
 
 def test_a_users_module_is_exported_as_safetensors(own, tmp_path):
@@ -182,6 +182,6 @@ def test_a_directory_keeps_its_sizes_unless_made_fresh(folder):
     with pytest.raises(ConfigError, match=r"model.fresh"):
         build_meta(ModelConfig(name=str(folder), layers=2))
     built = build_meta(ModelConfig(name=str(folder), layers=3, fresh=True))
-    assert len(built.anatomy.layers) == 3 and built.source is None and built.vocab == 20
+    assert len(built.structure.layers) == 3 and built.source is None and built.vocab == 20
     with pytest.raises(ConfigError, match="vocabulary of 21"):
         build_meta(ModelConfig(name=str(folder)), vocab=21)

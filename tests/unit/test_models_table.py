@@ -20,7 +20,15 @@ def group_of(units: int, *counts: int) -> ShardingGroup:
         ParameterSplit(name=f"w{place}", dim=0, blocks=(Block(start=0, size=2, count=count),))
         for place, count in enumerate(counts)
     )
-    return ShardingGroup(module="", columns=(), inlets=(), entries=(), row="w0", units=units, splits=splits)
+    return ShardingGroup(
+        module="",
+        column_linears=(),
+        column_inputs=(),
+        replicated_inputs=(),
+        row_linear="w0",
+        units=units,
+        splits=splits,
+    )
 
 
 def test_blocks_come_back_from_their_masks():
@@ -43,7 +51,7 @@ def test_a_kind_of_layer_that_does_not_fit_is_refused_and_the_others_stay(monkey
         return "its logits are off by 2.0e-01" if table.layers["a.1"].groups else ""
 
     monkeypatch.setattr(tables, "rehearse_model", rehearse)
-    clone = tables.Clone(module=nn.Module(), anatomy=None, vocab=7, same=True)  # type: ignore[arg-type]
+    clone = tables.Clone(module=nn.Module(), structure=None, vocab=7, same=True)  # type: ignore[arg-type]
     found = tables._fitting_layers(clone, table, "all of it is off")
     assert tried == [{"a.0", "a.2"}, {"a.0", "a.1", "a.2"}]
     assert [bool(rows.groups) for rows in found.layers.values()] == [True, False, True, False]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.axes.experts import ExpertRows
-from meshwright.axes.spine import LayerGraph, LayerOutput
+from meshwright.axes.layer_graph import LayerGraph, LayerOutput
 from meshwright.axes.table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.errors import PlanError
 from meshwright.plan import Layout
@@ -28,20 +28,26 @@ def table() -> ShardingTable:
         ParameterSplit(name="down.weight", dim=1, blocks=block),
     )
     group = ShardingGroup(
-        module="", columns=("up",), inlets=("up",), entries=(), row="down", units=CHANNELS, splits=splits
+        module="",
+        column_linears=("up",),
+        column_inputs=("up",),
+        replicated_inputs=(),
+        row_linear="down",
+        units=CHANNELS,
+        splits=splits,
     )
     rows = LayerRows(groups=(group,))
     return ShardingTable(layers={f"h.{at}": rows for at in range(LAYERS)}, vocabulary=("embed", "head"), vocab=VOCAB)
 
 
-def spine() -> LayerGraph:
+def layer_graph() -> LayerGraph:
     none = frozenset[str]()
     returned = LayerOutput(nest=None, leaves=(), tensors=())
     return LayerGraph(
         layers=tuple(f"h.{at}" for at in range(LAYERS)),
-        feeds=(frozenset({"embed.weight"}), *[none] * (LAYERS - 1)),
-        bridges=(*[none] * LAYERS, frozenset({"norm", "head.weight"})),
-        payload=(((0, 0),),) * LAYERS,
+        input_weights=(frozenset({"embed.weight"}), *[none] * (LAYERS - 1)),
+        output_weights=(*[none] * LAYERS, frozenset({"norm", "head.weight"})),
+        boundary_tensors=(((0, 0),),) * LAYERS,
         returns=(returned,) * LAYERS,
     )
 
@@ -65,7 +71,7 @@ def model(tied: bool = True) -> ModelParts:
         layers=tuple(f"h.{at}" for at in range(LAYERS)),
         ties=(("embed.weight", "head.weight"),) if tied else (),
         table=table(),
-        spine=spine(),
+        layer_graph=layer_graph(),
         experts=tuple(experts),
     )
 
@@ -162,7 +168,7 @@ def test_runs_of_rows_are_rounded_up() -> None:
     assert sum(shard_elements(tensors, 4, index) for index in range(4)) == elements(tensors)
 
 
-@pytest.mark.parametrize(("text", "part"), [("tp=2", "sharding table"), ("pp=2", "spine")])
+@pytest.mark.parametrize(("text", "part"), [("tp=2", "sharding table"), ("pp=2", "layer graph")])
 def test_what_wasnt_read_is_asked_for(text: str, part: str) -> None:
     parts = ModelParts(shapes=model().shapes, layers=model().layers)
     with pytest.raises(PlanError, match=part):

@@ -9,35 +9,37 @@ import torch
 from torch import nn
 
 from meshwright.axes.comm import flow, gates
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.axes.placement import Span
 from meshwright.axes.table import Cutting, ShardingGroup
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
-def attach(layer: nn.Module, group: ShardingGroup, shares: Sequence[Span], wire: AxisGroup, sequence: bool) -> None:
+def attach(
+    layer: nn.Module, group: ShardingGroup, shares: Sequence[Span], axis_group: AxisGroup, sequence: bool
+) -> None:
     """Attaches the cuttings of a group to the modules that they name.
 
     Args:
         layer: gets hooks.
         group: of the layer.
         shares: units of each rank.
-        wire: the ranks.
+        axis_group: the ranks.
         sequence: whether the group's module has gathered its tokens, so that gradients are summed there.
     """
-    mine = shares[wire.index]
+    mine = shares[axis_group.index]
     for cutting in group.cuttings:
         module = layer.get_submodule(cutting.module)
         cut = cut_to(cutting, mine, group.units)
         if cutting.kind == "meeting":
-            _gather_inputs(module, _order(cutting, shares, group.units), wire)
+            _gather_inputs(module, _order(cutting, shares, group.units), axis_group)
             gates.on_output(module, cut)
         elif cutting.kind == "output":
-            whole = sequence or cutting.module in group.inner
-            gates.on_output(module, cut if whole else _entering(cut, wire))
+            whole = sequence or cutting.module in group.inner_row_linears
+            gates.on_output(module, cut if whole else _entering(cut, axis_group))
         elif cutting.kind == "argument":
-            _on_argument(module, cutting.key, _entering(cut, wire))
+            _on_argument(module, cutting.key, _entering(cut, axis_group))
         else:
             _on_buffer(layer.get_submodule(group.module), module, cutting.key, cut)
 
@@ -59,19 +61,19 @@ def cut_to(cutting: Cutting, units: Span, of: int) -> Cut:
     return cut
 
 
-def _entering(cut: Cut, wire: AxisGroup) -> Cut:
+def _entering(cut: Cut, axis_group: AxisGroup) -> Cut:
     """Cuts a tensor that all ranks hold equal; its gradient is summed over them."""
-    return lambda x: cut(flow.copy_to_group(x, wire) if x.requires_grad else x)
+    return lambda x: cut(flow.copy_to_group(x, axis_group) if x.requires_grad else x)
 
 
-def _gather_inputs(module: nn.Module, order: list[int], wire: AxisGroup) -> None:
+def _gather_inputs(module: nn.Module, order: list[int], axis_group: AxisGroup) -> None:
     """Puts the ranks' features of a module's inputs together, with and without a gradient."""
-    part = len(order) // wire.size
+    part = len(order) // axis_group.size
 
     def is_part(x: torch.Tensor) -> bool:
         return x.is_floating_point() and x.dim() > 1 and x.shape[-1] == part
 
-    gates.on_input(module, lambda x: _together(x, wire, order), is_part)
+    gates.on_input(module, lambda x: _together(x, axis_group, order), is_part)
 
 
 def _order(cutting: Cutting, shares: Sequence[Span], of: int) -> list[int]:
@@ -83,9 +85,9 @@ def _order(cutting: Cutting, shares: Sequence[Span], of: int) -> list[int]:
     return places
 
 
-def _together(x: torch.Tensor, wire: AxisGroup, order: list[int]) -> torch.Tensor:
+def _together(x: torch.Tensor, axis_group: AxisGroup, order: list[int]) -> torch.Tensor:
     """Puts the ranks' features together; their gradients are summands."""
-    whole = flow.all_gather_tokens(x, wire, x.dim() - 1, True)
+    whole = flow.all_gather_tokens(x, axis_group, x.dim() - 1, True)
     if order == list(range(len(order))):
         return whole
     return whole.index_select(-1, torch.tensor(order, device=x.device))

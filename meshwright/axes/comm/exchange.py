@@ -14,37 +14,39 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.axes.comm.axis_group import AxisGroup, PendingCollective
 from meshwright.axes.comm.flow import all_gather_tokens, reduce_scatter_tokens
-from meshwright.axes.comm.wire import AxisGroup, PendingCollective
 from meshwright.axes.experts import ExpertRows
 
 
-def exchange(tensor: torch.Tensor, wire: AxisGroup, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
     """Sends each rank its rows and returns the rows that came, both in rank order; without a gradient.
 
     Args:
         tensor: (sum(sent), ...) rows, those for rank 0 first.
-        wire: the ranks.
+        axis_group: the ranks.
         sent: rows for each rank.
         received: rows from each rank.
     """
     tensor = tensor.contiguous()
     out = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    work = dist.all_to_all_single(out, tensor, list(received), list(sent), group=wire.group, async_op=True)
+    work = dist.all_to_all_single(out, tensor, list(received), list(sent), group=axis_group.group, async_op=True)
     row_bytes = tensor[:1].nbytes
-    PendingCollective([work], lambda: None, wire, "all_to_all", row_bytes * (sum(sent) - sent[wire.index])).wait()
+    PendingCollective(
+        [work], lambda: None, axis_group, "all_to_all", row_bytes * (sum(sent) - sent[axis_group.index])
+    ).wait()
     return out
 
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, sent: list[int], received: list[int]) -> torch.Tensor:
-        ctx.wire, ctx.sent, ctx.received = wire, sent, received
-        return exchange(x, wire, sent, received)
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, sent: list[int], received: list[int]) -> torch.Tensor:
+        ctx.axis_group, ctx.sent, ctx.received = axis_group, sent, received
+        return exchange(x, axis_group, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return exchange(upstream[0], ctx.wire, ctx.received, ctx.sent), None, None, None
+        return exchange(upstream[0], ctx.axis_group, ctx.received, ctx.sent), None, None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -95,14 +97,14 @@ class Dispatch:
     Args:
         module: holds this rank's experts alone; its own forward computes them.
         rows: the module as the whole model has it.
-        wire: the ranks that hold the layer's experts together, in the order of the experts.
+        axis_group: the ranks that hold the layer's experts together, in the order of the experts.
         same: ranks whose tokens are equal; each sends its share of them. None where all tokens differ.
     """
 
-    def __init__(self, module: nn.Module, rows: ExpertRows, wire: AxisGroup, same: AxisGroup | None) -> None:
-        self._module, self._rows, self._wire, self._same = module, rows, wire, same
+    def __init__(self, module: nn.Module, rows: ExpertRows, axis_group: AxisGroup, same: AxisGroup | None) -> None:
+        self._module, self._rows, self._wire, self._same = module, rows, axis_group, same
         self._compute = module.forward
-        spans = [rows.span(index, wire.size) for index in range(wire.size)]
+        spans = [rows.span(index, axis_group.size) for index in range(axis_group.size)]
         self._held = [stop - start for start, stop in spans]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:

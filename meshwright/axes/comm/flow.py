@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 
 
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup) -> torch.Tensor:
-        ctx.wire = wire
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
+        ctx.axis_group = axis_group
         return x.view_as(x)
 
     @staticmethod
@@ -28,17 +28,17 @@ class _CopyToGroup(torch.autograd.Function):
         grad = upstream[0].contiguous()
         if grad is upstream[0]:
             grad = grad.clone()  # autograd may hand this very tensor to another branch
-        ctx.wire.all_reduce(grad).wait()
+        ctx.axis_group.all_reduce(grad).wait()
         return grad, None
 
 
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
         # In its own memory: what makes it, a product of matrices, doesn't keep it for backward; selective recompute,
         # which looks on as a dispatch mode, does.
         x = x.contiguous() if _get_current_dispatch_mode() is None else x.clone(memory_format=torch.contiguous_format)
-        wire.all_reduce(x).wait()
+        axis_group.all_reduce(x).wait()
         return x.detach()  # not a view: code may write into it
 
     @staticmethod
@@ -48,75 +48,75 @@ class _ReduceFromGroup(torch.autograd.Function):
 
 class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
-        ctx.wire, ctx.dim, ctx.partial = wire, dim, partial
-        return gather(x, wire, dim)
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+        ctx.axis_group, ctx.dim, ctx.partial = axis_group, dim, partial
+        return gather(x, axis_group, dim)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         grad = upstream[0]
         if ctx.partial:
-            return scatter_sum(grad, ctx.wire, ctx.dim), None, None, None
-        return own_part(grad, ctx.wire, ctx.dim), None, None, None
+            return scatter_sum(grad, ctx.axis_group, ctx.dim), None, None, None
+        return own_part(grad, ctx.axis_group, ctx.dim), None, None, None
 
 
 class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
-        ctx.wire, ctx.dim = wire, dim
-        return scatter_sum(x, wire, dim) if partial else own_part(x, wire, dim).clone()
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+        ctx.axis_group, ctx.dim = axis_group, dim
+        return scatter_sum(x, axis_group, dim) if partial else own_part(x, axis_group, dim).clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return gather(upstream[0], ctx.wire, ctx.dim), None, None, None
+        return gather(upstream[0], ctx.axis_group, ctx.dim), None, None, None
 
 
-def copy_to_group(x: torch.Tensor, wire: AxisGroup) -> torch.Tensor:
+def copy_to_group(x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
     """Returns ``x``, equal on all ranks, for work that is split; its gradient is summed over the ranks."""
-    return wire.apply(_CopyToGroup, x, wire)
+    return axis_group.apply(_CopyToGroup, x, axis_group)
 
 
-def reduce_from_group(x: torch.Tensor, wire: AxisGroup) -> torch.Tensor:
+def reduce_from_group(x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
     """Returns the sum of all ranks' ``x``, in its memory where that can be; the gradient, equal on all, passes."""
-    return wire.apply(_ReduceFromGroup, x, wire)
+    return axis_group.apply(_ReduceFromGroup, x, axis_group)
 
 
-def all_gather_tokens(x: torch.Tensor, wire: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+def all_gather_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
     """Returns the ranks' parts of ``dim`` put together.
 
     Args:
         x: this rank's part, as large as every other's.
-        wire: the ranks, in the order of the parts.
+        axis_group: the ranks, in the order of the parts.
         dim: which dim is split.
         partial: whether each rank's gradient is a part of a sum (then it is summed), or equal on all.
     """
-    return wire.apply(_AllGatherTokens, x, wire, dim, partial)
+    return axis_group.apply(_AllGatherTokens, x, axis_group, dim, partial)
 
 
-def reduce_scatter_tokens(x: torch.Tensor, wire: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+def reduce_scatter_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
     """Returns this rank's part of ``dim``: of the sum over the ranks where ``x`` is ``partial``, else of ``x``."""
-    return wire.apply(_ReduceScatterTokens, x, wire, dim, partial)
+    return axis_group.apply(_ReduceScatterTokens, x, axis_group, dim, partial)
 
 
-def gather(x: torch.Tensor, wire: AxisGroup, dim: int) -> torch.Tensor:
+def gather(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Returns the ranks' parts of ``dim`` put together, without a gradient."""
     part = x.contiguous()
-    out = part.new_empty(wire.size * part.numel())
-    wire.all_gather(out, part.view(-1)).wait()
-    parts = out.view(wire.size, *part.shape)
+    out = part.new_empty(axis_group.size * part.numel())
+    axis_group.all_gather(out, part.view(-1)).wait()
+    parts = out.view(axis_group.size, *part.shape)
     return torch.cat(parts.unbind(), dim=dim) if dim else parts.flatten(0, 1)
 
 
-def scatter_sum(x: torch.Tensor, wire: AxisGroup, dim: int) -> torch.Tensor:
+def scatter_sum(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Returns this rank's part of ``dim`` of the sum over the ranks, without a gradient."""
-    parts = torch.stack(x.chunk(wire.size, dim=dim)) if dim else x.contiguous()
+    parts = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()
     shape = list(x.shape)
-    shape[dim] //= wire.size
+    shape[dim] //= axis_group.size
     out = x.new_empty(shape)
-    wire.reduce_scatter(out.view(-1), parts.view(-1)).wait()
+    axis_group.reduce_scatter(out.view(-1), parts.view(-1)).wait()
     return out
 
 
-def own_part(x: torch.Tensor, wire: AxisGroup, dim: int) -> torch.Tensor:
+def own_part(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Returns this rank's part of ``dim``, a view."""
-    return x.chunk(wire.size, dim=dim)[wire.index]
+    return x.chunk(axis_group.size, dim=dim)[axis_group.index]

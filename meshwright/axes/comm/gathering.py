@@ -15,9 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.axes.comm.flow import all_gather_tokens
 from meshwright.axes.comm.gates import is_hidden
-from meshwright.axes.comm.wire import AxisGroup
 from meshwright.axes.placement import Span
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -40,9 +40,9 @@ def in_order(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
 class GatheredAttention(TorchFunctionMode):
     """Inside it, attention asks with this rank's tokens and sees the keys and values of all."""
 
-    def __init__(self, wire: AxisGroup) -> None:
+    def __init__(self, axis_group: AxisGroup) -> None:
         super().__init__()
-        self._wire = wire
+        self._wire = axis_group
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,12 +52,13 @@ class GatheredAttention(TorchFunctionMode):
         if func is not _ATTENTION:
             return func(*args, **named)
         named |= dict(zip(_NAMES, args))
-        wire, query = self._wire, named.pop("query")
+        axis_group, query = self._wire, named.pop("query")
         keys, values = (
-            in_order(all_gather_tokens(named.pop(name), wire, -2, True), -2, wire.size) for name in ("key", "value")
+            in_order(all_gather_tokens(named.pop(name), axis_group, -2, True), -2, axis_group.size)
+            for name in ("key", "value")
         )
         mask, causal = named.pop("attn_mask", None), named.pop("is_causal", False)
-        spans = balanced_spans(keys.shape[-2], wire.index, wire.size)
+        spans = balanced_spans(keys.shape[-2], axis_group.index, axis_group.size)
         outputs: list[torch.Tensor] = []
         for (start, stop), part in zip(spans, query.chunk(2, dim=-2)):
             asked: Any = part
@@ -75,12 +76,12 @@ def own_runs(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
     return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, ranks)], dim=1)
 
 
-def wrap_layer(layer: Any, wire: AxisGroup, splits: int) -> None:
+def wrap_layer(layer: Any, axis_group: AxisGroup, splits: int) -> None:
     """Makes a layer compute this rank's runs of the tokens.
 
     Args:
         layer: takes a hidden state (B, S / (size splits), D); what else it takes counts all tokens.
-        wire: the axis.
+        axis_group: the axis.
         splits: number of parts into which another axis splits this rank's tokens between the layers.
     """
     plain = layer.forward
@@ -88,15 +89,15 @@ def wrap_layer(layer: Any, wire: AxisGroup, splits: int) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden: list[torch.Tensor] = []
         tree_map_only(torch.Tensor, lambda x: hidden.append(x) if is_hidden(x) else None, (args, kwargs))
-        tokens = hidden[0].shape[1] * wire.size * splits if hidden else 0
+        tokens = hidden[0].shape[1] * axis_group.size * splits if hidden else 0
 
         def cut(x: torch.Tensor) -> torch.Tensor:
             if x.dim() not in (2, 3) or x.shape[1] != tokens or x is hidden[0]:
                 return x
-            return own_runs(x, wire.index, wire.size)
+            return own_runs(x, axis_group.index, axis_group.size)
 
         args, kwargs = tree_map_only(torch.Tensor, cut, (args, kwargs))
-        with GatheredAttention(wire):
+        with GatheredAttention(axis_group):
             return plain(*args, **kwargs)
 
     layer.forward = forward

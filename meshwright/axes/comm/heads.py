@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from meshwright.axes.comm.wire import AxisGroup
+from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.axes.placement import Span
 
 Spans = tuple[Span, ...]
@@ -36,20 +36,20 @@ def _in_order(spans: Sequence[Spans], features: int) -> bool:
     return at == features
 
 
-def _to_units(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
+def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """(B, S/c, F) to (B, S, F'): F' features of this rank's units."""
-    own = _width(spans[wire.index])
+    own = _width(spans[axis_group.index])
     parts = [_picked(x, held) for held in spans]
     outputs = [x.new_empty(*x.shape[:2], own) for _ in spans]
-    wire.all_to_all(outputs, parts).wait()
+    axis_group.all_to_all(outputs, parts).wait()
     return torch.cat(outputs, dim=1)
 
 
-def _to_tokens(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
+def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """(B, S, F') to (B, S/c, F): what several ranks hold is summed."""
-    parts = [part.contiguous() for part in x.chunk(wire.size, dim=1)]
+    parts = [part.contiguous() for part in x.chunk(axis_group.size, dim=1)]
     outputs = [x.new_empty(*parts[0].shape[:2], _width(held)) for held in spans]
-    wire.all_to_all(outputs, parts).wait()
+    axis_group.all_to_all(outputs, parts).wait()
     if _in_order(spans, features):
         return torch.cat(outputs, dim=-1)
     out = x.new_zeros(*parts[0].shape[:2], features)
@@ -63,44 +63,46 @@ def _to_tokens(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans], feature
 
 class _Units(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
-        ctx.wire, ctx.spans, ctx.features = wire, spans, x.shape[-1]
-        return _to_units(x, wire, spans)
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
+        ctx.axis_group, ctx.spans, ctx.features = axis_group, spans, x.shape[-1]
+        return _to_units(x, axis_group, spans)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return _to_tokens(upstream[0], ctx.wire, ctx.spans, ctx.features), None, None
+        return _to_tokens(upstream[0], ctx.axis_group, ctx.spans, ctx.features), None, None
 
 
 class _Tokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
-        ctx.wire, ctx.spans = wire, spans
-        return _to_tokens(x, wire, spans, features)
+    def forward(
+        ctx: Any, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int
+    ) -> torch.Tensor:
+        ctx.axis_group, ctx.spans = axis_group, spans
+        return _to_tokens(x, axis_group, spans, features)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return _to_units(upstream[0], ctx.wire, ctx.spans), None, None, None
+        return _to_units(upstream[0], ctx.axis_group, ctx.spans), None, None, None
 
 
-def to_units(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
+def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """Turns (B, S/c, F), all features of some tokens, into (B, S, F'), the features of this rank's units of all tokens.
 
     Args:
         x: this rank's tokens.
-        wire: the axis.
+        axis_group: the axis.
         spans: for each rank, the runs of F that its units need; what several need goes to each.
     """
-    return wire.apply(_Units, x, wire, spans)
+    return axis_group.apply(_Units, x, axis_group, spans)
 
 
-def to_tokens(x: torch.Tensor, wire: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
+def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """Undoes `to_units`, where no feature belongs to several ranks: (B, S, F') to (B, S/c, F).
 
     Args:
         x: this rank's units of all tokens.
-        wire: the axis.
+        axis_group: the axis.
         spans: for each rank, the runs of F that it has.
         features: F.
     """
-    return wire.apply(_Tokens, x, wire, spans, features)
+    return axis_group.apply(_Tokens, x, axis_group, spans, features)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from meshwright.axes.comm.axis_group import AxisGroup, PendingCollective
 from meshwright.axes.comm.layers import spell
-from meshwright.axes.comm.wire import AxisGroup, PendingCollective
 from meshwright.errors import ConfigError
 
 ALONE_BYTES = 1 << 20
@@ -40,14 +40,17 @@ class GradientReducer:
 
     Args:
         parameters: plain ones, in the order in which forward uses them.
-        wire: the group.
+        axis_group: the group.
         layers: number of the layer that a parameter belongs to, for messages; none where that isn't known.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], wire: AxisGroup, layers: Mapping[nn.Parameter, int] | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        axis_group: AxisGroup,
+        layers: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._wire = wire
+        self._wire = axis_group
         self._active = False
         self._next = 0
         self._buckets: list[_Bucket] = []

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from meshwright.axes.comm.wire import AxisGroup, PendingCollective
+from meshwright.axes.comm.axis_group import AxisGroup, PendingCollective
 
 
 class DeferredReductions:
@@ -20,7 +20,7 @@ class DeferredReductions:
     """
 
     def __init__(self) -> None:
-        self.open = False
+        self.enabled = False
         """Whether sums may end late; otherwise each is waited for where it starts."""
         self._scatter: PendingCollective | None = None
         self._then: Callable[[], PendingCollective] | None = None
@@ -37,7 +37,7 @@ class DeferredReductions:
 
     def scatter(self, started: PendingCollective) -> None:
         """Takes a unit's scatter; the one before has been waited for by `advance`."""
-        if self.open:
+        if self.enabled:
             self._scatter = started
         else:
             started.wait()
@@ -49,7 +49,7 @@ class DeferredReductions:
         """
         if self._then is not None:
             self.advance()
-        if not self.open:
+        if not self.enabled:
             start().wait()
         elif self._scatter is not None:
             self._then = start
@@ -62,7 +62,7 @@ class DeferredReductions:
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
-        self.open = False
+        self.enabled = False
 
     def _follow(self, start: Callable[[], PendingCollective]) -> None:
         if self._sum is not None:
@@ -73,8 +73,8 @@ class DeferredReductions:
 class BookedAllGather(AllGather):
     """Gathers a unit's parameters: every rank's flat shard to the flat whole; ``of`` names the unit in messages."""
 
-    def __init__(self, wire: AxisGroup, of: str = "") -> None:
-        self._wire, self._of = wire, of
+    def __init__(self, axis_group: AxisGroup, of: str = "") -> None:
+        self._wire, self._of = axis_group, of
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""
@@ -94,8 +94,8 @@ class BookedAllGather(AllGather):
 class BookedReduceScatter(ReduceScatter):
     """Sums a unit's gradients and leaves each rank its flat shard; ``of`` names the unit in messages."""
 
-    def __init__(self, wire: AxisGroup, late: DeferredReductions, of: str = "") -> None:
-        self._wire, self._late, self._of = wire, late, of
+    def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
+        self._wire, self._late, self._of = axis_group, late, of
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""

@@ -97,7 +97,7 @@ def adapted(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tup
     for number in group.numbers:
         module = layer.get_submodule(number.module)
         whole = read_number(module, number.attribute)
-        yield module, number.attribute, scaled(whole, number.over, counts, group, units)
+        yield module, number.attribute, scaled(whole, number.scales_with, counts, group, units)
 
 
 def read_number(module: Any, attribute: str) -> int:

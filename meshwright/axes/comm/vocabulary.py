@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.axes.comm.wire import AxisGroup
+    from meshwright.axes.comm.axis_group import AxisGroup
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
     """The run [start, stop) of the vocabulary whose logits this rank computes, and the ranks that have the rest."""
 
-    wire: AxisGroup
+    axis_group: AxisGroup
     start: int
     stop: int
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the largest of each element over the ranks, in place."""
-        self.wire.all_reduce_max(values).wait()
+        self.axis_group.all_reduce_max(values).wait()
         return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Returns each element's sum over the ranks, in place."""
-        self.wire.all_reduce(values).wait()
+        self.axis_group.all_reduce(values).wait()
         return values

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from meshwright.axes.comm.checkpoints import repeated
-from meshwright.axes.spine import LayerGraph, Path
+from meshwright.axes.layer_graph import LayerGraph, Path
 
 
 class _Boundary(BaseException):
@@ -37,23 +37,25 @@ class Stage:
 
     Args:
         module: on meta or real; it is changed for good. Use `copied` where it is needed again.
-        spine: of the model.
+        layer_graph: of the model.
         first: number of the stage's first layer.
         stop: one more than that of its last.
         kept: names of the weights that it holds, `held_names`.
     """
 
-    def __init__(self, module: nn.Module, spine: LayerGraph, first: int, stop: int, kept: Collection[str]) -> None:
-        self.module, self.spine, self.first, self.stop = module, spine, first, stop
-        self.layers: list[Any] = [module.get_submodule(name) for name in spine.layers[first:stop]]
+    def __init__(
+        self, module: nn.Module, layer_graph: LayerGraph, first: int, stop: int, kept: Collection[str]
+    ) -> None:
+        self.module, self.layer_graph, self.first, self.stop = module, layer_graph, first, stop
+        self.layers: list[Any] = [module.get_submodule(name) for name in layer_graph.layers[first:stop]]
         self._received: tuple[torch.Tensor, ...] = ()
         self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         self._drop(kept)
-        for number, name in enumerate(spine.layers):
+        for number, name in enumerate(layer_graph.layers):
             if number < first:
-                self._stub(name, functools.partial(_pass, spine, number))
+                self._stub(name, functools.partial(_pass, layer_graph, number))
             elif number == stop:
-                self._stub(name, functools.partial(_leave, spine.payload[stop]))
+                self._stub(name, functools.partial(_leave, layer_graph.boundary_tensors[stop]))
         if not self.is_last:
             module.forward = _caught(module.forward)
 
@@ -65,7 +67,7 @@ class Stage:
     @property
     def is_last(self) -> bool:
         """Whether the model's last layer is in it, and with it the head."""
-        return self.stop == len(self.spine.layers)
+        return self.stop == len(self.layer_graph.layers)
 
     def arm(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the stage ready to run, once its weights are real and the data axes have wrapped it.
@@ -117,8 +119,8 @@ class Stage:
 
     def _receive(self, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
         call = (args, kwargs)
-        for path, tensor in zip(self.spine.payload[self.first], self._received, strict=True):
-            call = _placed(call, path, tensor.clone() if self.spine.writes else tensor)
+        for path, tensor in zip(self.layer_graph.boundary_tensors[self.first], self._received, strict=True):
+            call = _placed(call, path, tensor.clone() if self.layer_graph.writes else tensor)
         return call
 
     def _stub(self, name: str, forward: Callable[..., Any]) -> None:
@@ -131,7 +133,7 @@ class Stage:
         holds: set[tuple[int, str]] = set()
         own = {id(part) for layer in self.layers for part in layer.modules()}
         others: dict[int, nn.Module] = {}
-        for name in (*self.spine.layers[: self.first], *self.spine.layers[self.stop :]):
+        for name in (*self.layer_graph.layers[: self.first], *self.layer_graph.layers[self.stop :]):
             others |= {id(part): part for part in self.module.get_submodule(name).modules() if id(part) not in own}
         for path, part in self.module.named_modules(remove_duplicate=False):
             for key, parameter in part._parameters.items():
@@ -186,9 +188,9 @@ def _placed(call: Any, path: Path, tensor: torch.Tensor) -> Any:
     return items if isinstance(call, list) else tuple(items)
 
 
-def _pass(spine: LayerGraph, number: int, *args: Any, **kwargs: Any) -> Any:
+def _pass(layer_graph: LayerGraph, number: int, *args: Any, **kwargs: Any) -> Any:
     """Stands for a layer of a stage before: gives its own arguments back, nested as the layer would."""
-    returned = spine.returns[number]
+    returned = layer_graph.returns[number]
     leaves: list[Any] = []
     spare = _first_tensor(args, kwargs)
     for path, is_tensor in zip(returned.leaves, returned.tensors):

@@ -118,7 +118,7 @@ def _thresholds(costs: Sequence[float], tail: float, stages: int) -> tuple[tuple
 
 
 def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Makes the dearest stage as cheap as can be, the tail counted with the last layer: as `axes.spine.divide` cuts."""
+    """Makes the dearest stage as cheap as can be, the tail counted with the last layer; `divide` cuts alike."""
     count = len(costs)
     if stages > count:
         raise PlanError(f"{stages} stages of {count} layers: each stage needs a layer; nearest that works: {count}")

@@ -122,7 +122,7 @@ class DropoutRng:
 
         module.forward = forward
 
-    def between(self, first: nn.Module, last: nn.Module, units: Units) -> None:
+    def in_shard(self, first: nn.Module, last: nn.Module, units: Units) -> None:
         """States what this rank has of the units, from the call of one module to the end of another."""
 
         def enter(*_: Any) -> None:
@@ -136,7 +136,7 @@ class DropoutRng:
         first.register_forward_pre_hook(enter, prepend=True)
         last.register_forward_hook(leave)
 
-    def lose(self, module: Any, why: str) -> None:
+    def forbid(self, module: Any, why: str) -> None:
         """States that inside a module nobody can tell which rows its tensors belong to."""
         plain = module.forward
 
@@ -152,7 +152,7 @@ class DropoutRng:
 
         module.forward = forward
 
-    def again(self, plain: Call) -> Call:
+    def replay(self, plain: Call) -> Call:
         """Returns a function that computes the same, with the same numbers whenever it is called once more."""
         moment = self.moment
         if moment is None:

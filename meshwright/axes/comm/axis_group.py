@@ -99,21 +99,21 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
     Args:
         works: what torch started.
         done: what must follow.
-        wire: its ranks.
+        axis_group: its ranks.
         op: its kind.
         sent_bytes: what this rank puts on the wire.
         of: what of the model travels, as ``layer 3``; empty for what the layer that runs gave.
     """
 
     def __init__(
-        self, works: list[Any], done: Callable[[], None], wire: AxisGroup, op: str, sent_bytes: int, of: str = ""
+        self, works: list[Any], done: Callable[[], None], axis_group: AxisGroup, op: str, sent_bytes: int, of: str = ""
     ) -> None:
         super().__init__()
-        self._name = f"{op} over {wire.axis} of {of}" if of else f"{op} over {wire.axis}"
-        self._works, self._done, self._wire, self._op, self._bytes = works, done, wire, op, sent_bytes
+        self._name = f"{op} over {axis_group.axis} of {of}" if of else f"{op} over {axis_group.axis}"
+        self._works, self._done, self._wire, self._op, self._bytes = works, done, axis_group, op, sent_bytes
         self._started, self._finished = time.perf_counter(), False
-        self._event = _recorded_event() if wire.on_cuda else None
-        self._number = wire.log.begin()
+        self._event = _recorded_event() if axis_group.on_cuda else None
+        self._number = axis_group.log.begin()
 
     def wait(self, timeout: Any = None) -> bool:
         """Waits for the transfer; the process group's own timeout bounds it."""

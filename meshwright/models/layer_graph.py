@@ -1,4 +1,4 @@
-"""Finds the spine of any model by running a small clone of it.
+"""Finds the layer graph of any model by running a small clone of it.
 
 The clone has as many layers as the model, each narrow. Every tensor that enters or leaves a layer is replaced by a
 marker, so that autograd's graph tells what each was made of: the layer before, an earlier layer, or weights outside of
@@ -20,7 +20,7 @@ from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path,
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.axes.comm.checkpoints import inlined
-from meshwright.axes.spine import LayerGraph, LayerOutput, Path
+from meshwright.axes.layer_graph import LayerGraph, LayerOutput, Path
 from meshwright.axes.stage.cut import copied
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.models.build import BuiltModel, build_meta, use_float64
@@ -39,8 +39,8 @@ _LARGE = 1 << 28
 
 
 @computed_by_helper
-def read_spine(built: BuiltModel, objective: Objective | None = None) -> LayerGraph:
-    """Returns the spine of a model, proven on a small clone.
+def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> LayerGraph:
+    """Returns the layer graph of a model, proven on a small clone.
 
     Args:
         built: on meta.
@@ -49,18 +49,20 @@ def read_spine(built: BuiltModel, objective: Objective | None = None) -> LayerGr
     Raises:
         PlanError: when the model can't be cut anywhere, with the reason.
     """
-    module, anatomy = _clone(built)
+    module, structure = _clone(built)
     if objective is not None and not objective.plain:
         module.train()  # some terms are of training alone
     arguments = _sample(built)
     try:
         # Copies: forward may leave tensors of its graph in the module, which then can't be copied any more.
         with torch.no_grad():
-            first, second = (output_of(copied(module, share=True), anatomy, arguments, objective) for _ in range(2))
+            first, second = (output_of(copied(module, share=True), structure, arguments, objective) for _ in range(2))
         if not torch.equal(first, second):
             module.eval()
-        spine = _Probe(copied(module, share=True), anatomy, objective).run(arguments)
-        spine = dataclasses.replace(spine, whole_backward=rehearse(module, anatomy, spine, arguments, objective))
+        layer_graph = _Probe(copied(module, share=True), structure, objective).run(arguments)
+        layer_graph = dataclasses.replace(
+            layer_graph, whole_backward=rehearse(module, structure, layer_graph, arguments, objective)
+        )
     except PlanError as error:
         raise PlanError(f"pp: the model '{built.config.name}' can't be cut into stages: {error}") from error
     except MeshwrightError:
@@ -68,7 +70,7 @@ def read_spine(built: BuiltModel, objective: Objective | None = None) -> LayerGr
     except Exception as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise PlanError(f"pp: the model '{built.config.name}' can't be cut into stages: a trial gave {why}") from error
-    return spine
+    return layer_graph
 
 
 def _clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
@@ -88,7 +90,7 @@ def _clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
         else:
             parameter.data = value
     small.fill_buffers(module, "cpu")
-    return (module.eval() if built.config.kind == "function" else module.train()), small.anatomy
+    return (module.eval() if built.config.kind == "function" else module.train()), small.structure
 
 
 def _shrunk(built: BuiltModel, elements: int) -> BuiltModel:
@@ -101,18 +103,18 @@ def _shrunk(built: BuiltModel, elements: int) -> BuiltModel:
             )
         return built
     assert built.hf_config is not None
-    layers = layer_count(built.hf_config.get_text_config(decoder=True).to_dict()) or len(built.anatomy.layers)
+    layers = layer_count(built.hf_config.get_text_config(decoder=True).to_dict()) or len(built.structure.layers)
     values = shrink(built.config, layers=layers).to_dict() | {"dropout": 0.0}
     for key in ("vocab", "context"):  # else the user's own would make the copy as large as these
         values.pop(key, None)
     small = build_meta(ModelConfig.from_dict(values), _VOCAB, 4 * _TOKENS)
-    if small.anatomy.layers != built.anatomy.layers:
+    if small.structure.layers != built.structure.layers:
         raise PlanError(f"pp: a small copy of '{built.config.name}' hasn't the same layers; use another axis")
     return small
 
 
 def _sample(built: BuiltModel) -> Tokens:
-    vocab = min(_VOCAB, built.anatomy.vocab or _VOCAB)
+    vocab = min(_VOCAB, built.structure.vocab or _VOCAB)
     tokens = torch.randint(vocab, (_ROWS, _TOKENS + 1), generator=torch.Generator().manual_seed(1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -131,8 +133,8 @@ class _Entry:
 class _Probe:
     """One forward of the clone with a marker on everything that enters or leaves a layer."""
 
-    def __init__(self, module: nn.Module, anatomy: ModelStructure, objective: Objective | None = None) -> None:
-        self._module, self._anatomy, self._objective = module, anatomy, objective
+    def __init__(self, module: nn.Module, structure: ModelStructure, objective: Objective | None = None) -> None:
+        self._module, self._structure, self._objective = module, structure, objective
         self._calls: list[str] = []
         self._entries: list[_Entry] = []
         self._given: list[Any] = []
@@ -152,14 +154,14 @@ class _Probe:
         before = {name: item.clone() for name, item in self._module.named_buffers()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(inlined())
-            for name in self._anatomy.layers:
+            for name in self._structure.layers:
                 layer = self._module.get_submodule(name)
                 for hook in (
                     layer.register_forward_pre_hook(self._entering(name), with_kwargs=True),
                     layer.register_forward_hook(self._leaving(), with_kwargs=False),
                 ):
                     stack.callback(hook.remove)
-            output = output_of(self._module, self._anatomy, arguments, self._objective)
+            output = output_of(self._module, self._structure, arguments, self._objective)
         for name, item in self._module.named_buffers():
             if name not in before or not torch.equal(item, before[name]):
                 raise PlanError(f"its forward changes the buffer '{name}', of which each stage would have its own")
@@ -274,9 +276,9 @@ class _Probe:
                 blocked.setdefault(number, "nothing is handed on that a gradient flows through")
         return LayerGraph(
             layers=tuple(self._calls),
-            feeds=tuple(feeds[:count]),
-            bridges=tuple(bridges),
-            payload=tuple(payload[:count]),
+            input_weights=tuple(feeds[:count]),
+            output_weights=tuple(bridges),
+            boundary_tensors=tuple(payload[:count]),
             returns=tuple(self._returned(number) for number in range(count)),
             blocked=dict(sorted(blocked.items())),
             writes=self._writes,

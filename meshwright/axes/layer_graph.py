@@ -1,4 +1,4 @@
-"""The spine of a model: its layers in the order of their calls, and what enters each. Stages are cut along it."""
+"""The layer graph of a model: its layers in the order of their calls, and what enters each. Stages are cut along it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class LayerGraph:
 
     layers: tuple[str, ...]
     """Names of the layers, in the order of their calls; each is called once."""
-    feeds: tuple[frozenset[str], ...]
+    input_weights: tuple[frozenset[str], ...]
     """For each layer, weights outside of the layers that reach it other than through the layer before it."""
-    bridges: tuple[frozenset[str], ...]
+    output_weights: tuple[frozenset[str], ...]
     """For each layer, weights outside of the layers that what it takes from the layer before passes; at last the head's
     and all others between the last layer and the output. L + 1 of them."""
-    payload: tuple[tuple[Path, ...], ...]
+    boundary_tensors: tuple[tuple[Path, ...], ...]
     """For each layer, the tensors that it takes from the layer before: what crosses a cut in front of it."""
     returns: tuple[LayerOutput, ...]
     """For each layer, what it gives back."""
@@ -51,20 +51,22 @@ class LayerGraph:
 
 
 def held_names(
-    spine: LayerGraph, names: Sequence[str], bounds: Sequence[int], ties: Sequence[Sequence[str]] = ()
+    layer_graph: LayerGraph, names: Sequence[str], bounds: Sequence[int], ties: Sequence[Sequence[str]] = ()
 ) -> list[frozenset[str]]:
     """Returns, for each stage, the names of the weights that it holds; every name is in some stage.
 
     Args:
-        spine: of the model.
+        layer_graph: of the model.
         names: all names, a tied weight under each of its names.
         bounds: first layer of each stage, and the number of layers: ``(0, 5, 12)`` are two stages.
         ties: names of one weight.
     """
-    owner = _owners(spine, names)
+    owner = _owners(layer_graph, names)
     stages = []
     for first, stop in pairwise(bounds):
-        outside = frozenset().union(*spine.feeds[first:stop], *spine.bridges[first + 1 : stop + 1])
+        outside = frozenset().union(
+            *layer_graph.input_weights[first:stop], *layer_graph.output_weights[first + 1 : stop + 1]
+        )
         stages.append({name for name in names if (first <= owner[name] < stop) or name in outside})
     known = set().union(*stages)
     for name in (name for name in names if name not in known):
@@ -76,14 +78,14 @@ def held_names(
 
 
 def divide(
-    spine: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]], stages: int, split: str
+    layer_graph: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]], stages: int, split: str
 ) -> tuple[int, ...]:
     """Returns the bounds of the stages, every layer in exactly one: its first layer, and at last the number of layers.
 
     A layer costs its weights, each once; what comes after the last layer is added to that one.
 
     Args:
-        spine: of the model.
+        layer_graph: of the model.
         sizes: elements of each weight, a tied one under each of its names.
         ties: names of one weight.
         stages: how many.
@@ -92,42 +94,42 @@ def divide(
     Raises:
         PlanError: the split doesn't fit, or the model can't be cut there.
     """
-    count = len(spine.layers)
+    count = len(layer_graph.layers)
     check_split(split, stages, count)
     if split:
         bounds = [0]
         for size in split.split("-"):
             bounds.append(bounds[-1] + int(size))
         for bound in bounds[1:-1]:
-            if bound in spine.blocked:
-                raise PlanError(f"split={split} cuts in front of layer {bound}, but {spine.blocked[bound]}")
+            if bound in layer_graph.blocked:
+                raise PlanError(f"split={split} cuts in front of layer {bound}, but {layer_graph.blocked[bound]}")
         return tuple(bounds)
-    costs = _costs(spine, sizes, ties)
-    costs[-1] += sum(sizes[name] for name in spine.bridges[-1])
-    cut, possible = Cuts([[costs]], blocked=spine.blocked).bounds(stages)
+    costs = _costs(layer_graph, sizes, ties)
+    costs[-1] += sum(sizes[name] for name in layer_graph.output_weights[-1])
+    cut, possible = Cuts([[costs]], blocked=layer_graph.blocked).bounds(stages)
     if not possible[0]:
-        bound, why = next(iter(spine.blocked.items()))
+        bound, why = next(iter(layer_graph.blocked.items()))
         raise PlanError(
             f"the model can't be cut into {stages} stages: in front of layer {bound}, {why}; nearest that works: "
-            f"{count - len(spine.blocked)} stages at most"
+            f"{count - len(layer_graph.blocked)} stages at most"
         )
     return tuple(int(bound) for bound in cut[0])
 
 
-def _costs(spine: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]]) -> list[int]:
-    """Weights of each layer, in the order of the spine."""
+def _costs(layer_graph: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]]) -> list[int]:
+    """Weights of each layer, in the order of the layer graph."""
     first = {name: names[0] for names in ties for name in names}
-    costs: list[dict[str, int]] = [{} for _ in spine.layers]
-    numbers = _owners(spine, sizes)
+    costs: list[dict[str, int]] = [{} for _ in layer_graph.layers]
+    numbers = _owners(layer_graph, sizes)
     for name, size in sizes.items():
         if numbers[name] >= 0:
             costs[numbers[name]][first.get(name, name)] = size
     return [sum(layer.values()) for layer in costs]
 
 
-def _owners(spine: LayerGraph, names: Iterable[str]) -> dict[str, int]:
+def _owners(layer_graph: LayerGraph, names: Iterable[str]) -> dict[str, int]:
     """For each weight the number of its layer; -1 outside of the layers."""
-    numbers = {layer: number for number, layer in enumerate(spine.layers)}
+    numbers = {layer: number for number, layer in enumerate(layer_graph.layers)}
     owners = {}
     for name in names:
         path = name
