@@ -81,7 +81,7 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     """
     if source.layer_graph is None:
         raise PlanError(
-            "pp needs the model's layer graph, and the source lacks it: read it with models.layer_graph.read_layer_graph"
+            "pp needs the model's layer graph, and the source has none; models.layer_graph.read_layer_graph reads it"
         )
     division = _division(source.module, source.layer_graph, source.ties, layout)
     numbers = division.schedule.rank_stages(mesh.device_mesh.get_local_rank("pp"))

@@ -30,7 +30,8 @@ def group(module: str, columns: tuple[str, ...], row: str, heads: bool) -> Shard
 ATTENTION = group("attn", ("attn.q", "attn.k"), "attn.o", True)
 CHANNELS = group("mlp", ("mlp.up",), "mlp.down", False)
 EXPERTS = ShardingGroup(
-    module="mlp", column_linears=(), column_inputs=("mlp.experts",), replicated_inputs=(), row_linear="mlp.experts", units=4,
+    module="mlp", column_linears=(), column_inputs=("mlp.experts",), replicated_inputs=(), row_linear="mlp.experts",
+    units=4,
     splits=(ParameterSplit(name="mlp.experts.up", dim=1, blocks=(Block(start=0, size=1, count=4),)),),
 )  # fmt: skip
 ROWS = LayerRows(groups=(ATTENTION, CHANNELS), refused={"gate": "its output meets everything"})
