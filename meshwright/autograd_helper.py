@@ -80,15 +80,22 @@ def run_in_helper(compute: Callable[[], R], limit_s: float = LIMIT_S) -> R:
     """
     if _computes_in_place():
         return compute()
-    pid, pipe = _fork(compute)
+    # Blocked until the helper's end is seen to: between fork and the helper's own handlers a signal would run the
+    # parent's handlers twice, and one before the inner `try` would leave the helper behind.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        data = _received(pipe, time.monotonic() + limit_s)
-    except BaseException:  # a Ctrl-C too: nobody waits for the helper any more
-        os.kill(pid, signal.SIGKILL)
-        raise
+        pid, pipe = _fork(compute, mask)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            data = _received(pipe, time.monotonic() + limit_s)
+        except BaseException:  # a Ctrl-C too: nobody waits for the helper any more
+            os.kill(pid, signal.SIGKILL)
+            raise
+        finally:
+            os.close(pipe)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     finally:
-        os.close(pipe)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if data is None:
         raise PlanError(_death(status))
     return _unpacked(data)
@@ -106,15 +113,13 @@ class _State:
     is_helper = False
 
 
-def _fork(compute: Callable[[], Any]) -> tuple[int, int]:
-    """Starts the helper; returns its process id and the read end of the pipe that its answer comes through."""
+def _fork(compute: Callable[[], Any], mask: set[Any]) -> tuple[int, int]:
+    """Starts the helper, which runs under the signal mask; returns its pid and the read end of its answer's pipe."""
     receive, send = os.pipe()
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     release_threads()
-    # A signal between fork and the helper's own handlers would run the parent's handlers twice.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, also of OpenBLAS's, which survive a fork; fork_obstacle has looked.
@@ -123,7 +128,6 @@ def _fork(compute: Callable[[], Any]) -> tuple[int, int]:
         if pid == 0:
             _work(compute, send, parent, mask)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(send)
     return pid, receive
 

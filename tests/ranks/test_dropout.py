@@ -188,7 +188,7 @@ def _again(monkeypatch: pytest.MonkeyPatch) -> None:
         self.moment.key = held
         return call
 
-    monkeypatch.setattr(DropoutRng, "again", planted)
+    monkeypatch.setattr(DropoutRng, "replay", planted)
 
 
 def _by_run(monkeypatch: pytest.MonkeyPatch) -> None:

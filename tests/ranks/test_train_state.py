@@ -250,8 +250,8 @@ def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
         for late in (True, False):
 
             def seen(self: DeferredReductions, started: PendingCollective, late: bool = late) -> None:
-                self.open = self.open and late
-                left.append(self.open)
+                self.enabled = self.enabled and late
+                left.append(self.enabled)
                 scatter(self, started)
 
             DeferredReductions.scatter = seen  # type: ignore[method-assign]

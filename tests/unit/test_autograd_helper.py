@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
-from meshwright import forking
+from meshwright import autograd_helper, forking
 from meshwright.autograd_helper import computed_by_helper, run_in_helper
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.trial import ThreadGroup, in_threads
@@ -124,6 +125,26 @@ def test_an_interrupt_ends_the_helper_too() -> None:
     os.close(send)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_an_interrupt_just_after_the_fork_ends_the_helper_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    fork, pids = autograd_helper._fork, []
+
+    def forked(*args: Any) -> tuple[int, int]:
+        pids.append(fork(*args))
+        os.kill(os.getpid(), signal.SIGINT)
+        return pids[-1]
+
+    monkeypatch.setattr(autograd_helper, "_fork", forked)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_helper(lambda: time.sleep(60))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0][0], 0)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_process_that_cannot_fork_ranks_computes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,12 @@ UNITS = {
 @pytest.mark.parametrize("late", [True, False])
 def test_each_sum_starts_once_after_its_scatter_and_ends(units: list[tuple[str, bool, bool]], late: bool) -> None:
     sums, told = DeferredReductions(), list[str]()
-    sums.open = late
+    sums.enabled = late
     for name, scatters, copies in units:
         unit(sums, name, told, scatters, copies)
     assert late == (not told[-1].endswith("ends")), "the last is under way when backward has ended"
     sums.finish()
-    assert not sums.open
+    assert not sums.enabled
     for name, scatters, copies in units:
         wanted = [f"{name} scatter"] * scatters + [f"{name} sum"] * copies
         own = [line for line in told if line.startswith(f"{name} ")]

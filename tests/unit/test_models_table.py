@@ -93,7 +93,10 @@ def test_shares_of_heads(counts, units, degree, shares):
     ("more", "why"),
     [
         ({}, ""),
-        ({"inner": ("mix",)}, "mix sums over all heads, before w0 reads them; the nearest is attention=gather"),
+        (
+            {"inner_row_linears": ("mix",)},
+            "mix sums over all heads, before w0 reads them; the nearest is attention=gather",
+        ),
         ({"kind": "meeting", "module": "norm"}, "norm holds all heads at once"),
         ({"kind": "buffer", "module": "mix", "key": "slopes"}, "mix.slopes holds all heads at once"),
         ({"kind": "argument", "module": "mix", "key": "bias"}, "argument 'bias' of mix holds all heads at once"),
