@@ -166,7 +166,7 @@ def _no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_sum_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of what enters a split part is left as this rank's share."""
-    monkeypatch.setattr(flow, "entered", lambda x, axis_group: x)
+    monkeypatch.setattr(flow, "copy_to_group", lambda x, axis_group: x)
 
 
 def _nothing_owed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,7 @@ def grown(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> Case:
         return dataclasses.replace(found, splits=tuple(splits))
 
     if wrong:
-        monkeypatch.setattr(table, "grown_group", interleaved)
+        monkeypatch.setattr(table, "rescale_group", interleaved)
     config = ModelConfig(name="llama", layers=1, width=64, heads=8, kv_heads=2)
     return dataclasses.replace(case(config, (8,)), grown=True)
 
