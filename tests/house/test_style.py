@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import source
+from tests.house import language, source
 
 RULES = [source.missing_docstrings, source.prints, source.environment_reads, source.oversized]
 
@@ -84,3 +84,24 @@ def test_configs_import_nothing_heavy():
 def test_packages_have_an_init_file():
     folders = {path.parent for path in source.PACKAGE.rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not Path(folder, "__init__.py").exists()] == []
+
+
+def test_a_type_name_has_one_meaning():
+    assert language.shared_type_names() == []
+
+
+def test_the_language_is_measured_by_names_comments_and_imports(monkeypatch, tmp_path):
+    text = (
+        "# why\nimport os\n\n\nclass Found:\n    def take(self, grad_norm):\n        import json\n        found = 1\n"
+    )
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(
+        language, "modules", lambda: {p: ast.parse(p.read_text()) for p in sorted(tmp_path.glob("*.py"))}
+    )
+    monkeypatch.setattr(language, "place", lambda path, node: path.name)
+    assert language.shared_type_names() == ["Found: one.py, two.py"]
+    measured = language.figures()
+    assert measured["names"] == 8  # Found, take, grad_norm and found, twice
+    assert measured["everyday words, wide"] == 0.5 and measured["everyday words, strict"] == 0.25
+    assert measured["comment lines"] == 1 / 8 and measured["imports inside functions"] == 2
