@@ -46,7 +46,8 @@ class VerifyConfig(Config):
     steps: int = 3
     """Optimizer steps that are compared."""
     dtype: Literal["float64", "float32", "bf16", "fp16"] = "float64"
-    """Precision of layouts that name none; float64 is the proof, the others show rounding."""
+    """Precision of layouts that name none. In float64 nothing but 1e-9 is allowed; in any other what rounding does to
+    one plain device, measured (`proof.rounding`)."""
     full: bool = False
     """The model as it is, instead of a small clone."""
     rows: int = 0
@@ -98,6 +99,8 @@ def run(argv: Sequence[str]) -> int:
     case = _case(config, layouts)
     if not as_json:
         say(f"{_what(config)}: {len(layouts)} layouts against one device, {config.steps} steps, {layouts[0].precision}")
+        if layouts[0].precision != "float64":
+            say("  error<=bound: against float64; the bound is from what rounding does to one plain device")
     width = max(len(str(layout)) for layout in layouts)
     verdicts = verify(case, layouts, None if as_json else lambda verdict: show(verdict, width))
     refused = sum(bool(verdict.refused) for verdict in verdicts)
@@ -119,13 +122,24 @@ def show(verdict: Verdict, width: int) -> None:
         say(f"  {word:<8} {verdict.layout}: {verdict.refused or verdict.crashed}")
         return
     word = "pass" if verdict.passed else "FAIL"
-    errors = (verdict.loss_error, verdict.grad_error, verdict.grad_norm_error, verdict.weight_error)
-    numbers = "  ".join(f"{name} {error:.1e}" for name, error in zip(("loss", "gradient", "norm", "weight"), errors))
-    say(f"  {word:<8} {verdict.layout:<{width}}  {numbers}  worst {verdict.worst.name}")
+    say(f"  {word:<8} {verdict.layout:<{width}}  {_numbers(verdict)}  worst {verdict.worst.name}")
     if verdict.wrong:
         say(f"           {verdict.wrong}")
     if verdict.scope:
         say(f"           {verdict.scope.summary}")
+
+
+def _numbers(verdict: Verdict) -> str:
+    """Each kind's error; outside of float64 with the bound that it was held against, ``error<=bound`` or ``>``."""
+    from meshwright.proof.compare import KINDS
+
+    errors = (verdict.loss_error, verdict.grad_error, verdict.grad_norm_error, verdict.weight_error)
+    told = []
+    for kind, error in zip(KINDS, errors):
+        bound = verdict.bounds.get(kind)
+        sign = "<=" if bound is not None and error <= bound else ">"
+        told.append(f"{kind} {error:.1e}" + ("" if bound is None else f"{sign}{bound:.1e}"))
+    return "  ".join(told)
 
 
 def _layouts(config: VerifyConfig) -> list[Layout]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from meshwright.proof.scope import Scope
 
+EXACT = 1e-9
+"""Largest relative error that passes in float64."""
+KINDS = ("loss", "gradient", "norm", "weight")
+"""What is compared, in the order of a verdict's errors."""
 TINY_SHARE = 1e-3
 """A weight's error is relative to its own largest entry, but to no less than this share of the model's largest.
 
@@ -23,8 +27,26 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit): .")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """An error and the bound that it is held against, both relative."""
+
+    error: float
+    bound: float
+
+    @property
+    def share(self) -> float:
+        """The error in units of its bound, infinite for one that isn't finite; at most 1 passes."""
+        return self.error / self.bound if math.isfinite(self.error) else math.inf
+
+    @property
+    def within(self) -> bool:
+        """Whether the error passes."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Worst:
-    """The weight that is furthest off."""
+    """The weight that is furthest off, in units of its bound."""
 
     name: str
     error: float
@@ -41,6 +63,9 @@ class Verdict:
     grad_norm_error: float
     weight_error: float
     worst: Worst
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """What ``loss``, ``gradient``, ``norm`` and ``weight`` were held against, each that of the error beside it; empty
+    in float64, where all are `EXACT`."""
     refused: str = ""
     """Why there is no pass: the layout couldn't run, or left whole what it was asked to split."""
     crashed: str = ""
@@ -76,7 +101,7 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
         plain = asdict(self) | {"scope": self.scope.to_json() if self.scope else None}
-        optional = ("refused", "crashed", "wrong", "scope")
+        optional = ("bounds", "refused", "crashed", "wrong", "scope")
         plain = {key: value for key, value in plain.items() if value or key not in optional}
         return {key: _finite(value) for key, value in plain.items()}
 
@@ -130,35 +155,34 @@ def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: max(largest([tensor]), floor) for name, tensor in reference.items()}
 
 
-def merged(
-    layout: str, ranks: list[dict[str, Any]], bound: float, scope: Scope | None = None, allow_whole: bool = False
-) -> Verdict:
+def merged(layout: str, ranks: list[dict[str, Any]], scope: Scope | None = None, allow_whole: bool = False) -> Verdict:
     """Takes the worst of all ranks.
 
     Args:
         layout: text form.
-        ranks: per rank ``loss``, ``norm`` (errors) and ``gradients``, ``weights`` (name to error).
-        bound: largest relative error that passes.
+        ranks: per rank ``loss``, ``norm`` (each a `Gap`) and ``gradients``, ``weights`` (name to `Gap`).
         scope: what was proven.
         allow_whole: whether a layout passes that left whole what it was asked to split.
     """
     gradients = _by_name(rank["gradients"] for rank in ranks)
     weights = _by_name(rank["weights"] for rank in ranks)
-    loss, norm = (max(rank[key] for rank in ranks) for key in ("loss", "norm"))
+    loss, norm = (worse(rank[key] for rank in ranks) for key in ("loss", "norm"))
     both = [*gradients.items(), *weights.items()]
-    name, error = max(both, key=lambda item: item[1], default=("", 0.0))
-    grad_error, weight_error = (max(found.values(), default=0.0) for found in (gradients, weights))
-    equal = max(loss, norm, grad_error, weight_error) <= bound
-    differs = _Difference(layout=layout, bound=bound, loss=loss, norm=norm, gradients=gradients, weights=weights)
+    name, error = max(both, key=lambda item: item[1].share, default=("", Gap(error=0.0, bound=EXACT)))
+    grad, weight = (worse(found.values()) for found in (gradients, weights))
+    gaps = (loss, grad, norm, weight)
+    equal = all(gap.within for gap in gaps)
+    differs = _Difference(layout=layout, loss=loss, norm=norm, gradients=gradients, weights=weights)
     refused = left_whole(scope) if equal and scope and scope.unsplit and not allow_whole else ""
     return Verdict(
         layout=layout,
         passed=equal and not refused,
-        loss_error=loss,
-        grad_error=grad_error,
-        grad_norm_error=norm,
-        weight_error=weight_error,
-        worst=Worst(name=name, error=error),
+        loss_error=loss.error,
+        grad_error=grad.error,
+        grad_norm_error=norm.error,
+        weight_error=weight.error,
+        worst=Worst(name=name, error=error.error),
+        bounds={} if differs.exact else {kind: gap.bound for kind, gap in zip(KINDS, gaps)},
         refused=refused,
         wrong="" if equal else differs.sentence,
         scope=scope,
@@ -170,13 +194,18 @@ class _Difference:
     """How a layout's run differs from one device's; errors are relative."""
 
     layout: str
-    bound: float
-    loss: float
-    norm: float
-    gradients: Mapping[str, float]
-    """Largest error of any compared step and rank, by weight."""
-    weights: Mapping[str, float]
+    loss: Gap
+    norm: Gap
+    gradients: Mapping[str, Gap]
+    """The worst of any compared step and rank, by weight."""
+    weights: Mapping[str, Gap]
     """The same after the last step."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether all was held against `EXACT`."""
+        every = (self.loss, self.norm, *self.gradients.values(), *self.weights.values())
+        return all(gap.bound == EXACT for gap in every)
 
     @property
     def sentence(self) -> str:
@@ -184,22 +213,26 @@ class _Difference:
         kind, errors = ("gradient", self.gradients) if self._off(self.gradients) else ("trained value", self.weights)
         off = self._off(errors)
         if not off:
-            what = f"the loss is off by {self.loss:.1e} and the gradients' norm by {self.norm:.1e}"
+            what = f"the loss is off by {self._told(self.loss)} and the gradients' norm by {self._told(self.norm)}"
             return f"under {self.layout} {what}, but every gradient and weight agrees: {self._cause(False)}"
-        worst = max(off, key=lambda name: errors[name])
+        worst = max(off, key=lambda name: errors[name].share)
         layer = worst.rpartition(".")[0]
         more = f", the first of them in '{off[0]}'" if len(off) > 1 else ""
         return (
             f"under {self.layout} the {kind} of '{worst}' (in {layer or 'the model itself'}) is off by "
-            f"{errors[worst]:.1e}, and {len(off)} of {len(errors)} weights are off by more than {self.bound:g}{more}; "
-            f"the loss is off by {self.loss:.1e}: {self._cause(kind == 'gradient')}"
+            f"{self._told(errors[worst])}, and {len(off)} of {len(errors)} weights are off by more than "
+            f"{f'{EXACT:g}' if self.exact else 'rounding explains'}{more}; the loss is off by "
+            f"{self._told(self.loss)}: {self._cause(kind == 'gradient')}"
         )
 
-    def _off(self, errors: Mapping[str, float]) -> list[str]:
-        return [name for name, error in errors.items() if not error <= self.bound]
+    def _told(self, gap: Gap) -> str:
+        return f"{gap.error:.1e}" if self.exact else f"{gap.error:.1e} (allowed {gap.bound:.1e})"
+
+    def _off(self, errors: Mapping[str, Gap]) -> list[str]:
+        return [name for name, gap in errors.items() if not gap.within]
 
     def _cause(self, gradient: bool) -> str:
-        if not self.loss <= self.bound:
+        if not self.loss.within:
             return (
                 "its forward computes something else, so some code looks at tokens, heads, rows or random numbers that "
                 "the layout gives to other ranks"
@@ -222,9 +255,14 @@ def left_whole(scope: Scope) -> str:
     )
 
 
-def _by_name(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for row in errors:
-        for name, error in row.items():
-            found[name] = max(found.get(name, 0.0), error)
+def worse(gaps: Iterable[Gap]) -> Gap:
+    """Returns the gap that takes most of its bound; none at all is no error."""
+    return max(gaps, key=lambda gap: gap.share, default=Gap(error=0.0, bound=EXACT))
+
+
+def _by_name(rows: Iterable[Mapping[str, Gap]]) -> dict[str, Gap]:
+    found: dict[str, Gap] = {}
+    for row in rows:
+        for name, gap in row.items():
+            found[name] = worse([found[name], gap]) if name in found else gap
     return found

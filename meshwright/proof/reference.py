@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ Forward = Callable[[nn.Module, Any], torch.Tensor]
 """(module, batch) to logits (B, S, V)."""
 AuthorCall = Callable[[nn.Module, Any], "tuple[torch.Tensor | None, torch.Tensor | None]"]
 """(module, batch) to (logits, loss), as the model's author calls it with its targets; one of both may be None."""
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Trained weights of a module, by name."""
 SEEDS = 8
 """Random states under which a forward is run that draws numbers: what they decide may seldom matter."""
 
@@ -50,8 +52,15 @@ def train_plainly(
     recipe: OptimizerRecipe,
     training: bool = True,
     compared: Collection[int] = (0,),
+    compute: torch.dtype | None = None,
+    scale: float = 1.0,
+    shake: tuple[float, int] = (0.0, 0),
 ) -> Trace:
     """Trains ``module`` on one device, on the loss that it returns, or else the cross-entropy of its logits.
+
+    With ``compute`` it trains as one device does in mixed precision: forward and backward read the weights rounded to
+    that type, gradients come in it, and are summed over the parts of a batch, clipped and applied in that of the
+    module. Source: Micikevicius et al., Mixed Precision Training (ICLR 2018), sections 3.1 and 3.2.
 
     Args:
         module: materialised, in the dtype of the proof.
@@ -60,55 +69,94 @@ def train_plainly(
         recipe: optimizer.
         training: whether the module is in training mode.
         compared: steps whose gradients are kept.
+        compute: type of forward and backward; None for the module's own.
+        scale: factor on the loss in backward, taken out of the gradients again.
+        shake: by what share of themselves weights are moved at most before they are rounded to ``compute``, at random,
+            and the seed of it.
 
     Returns:
         Losses, norms, gradients of the steps that are compared, and last weights.
     """
     trace = Trace()
     named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
+    kept = {name: item.detach().clone() if compute else item for name, item in named}
     groups = [
-        {"params": [item for _, item in named if item.dim() >= 2], "weight_decay": recipe.weight_decay},
-        {"params": [item for _, item in named if item.dim() < 2], "weight_decay": 0.0},
+        {"params": [item for item in kept.values() if item.dim() >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [item for item in kept.values() if item.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, foreach=False
     )
+    if compute:
+        for item in module.parameters():  # buffers keep their type, as under a layout
+            item.data = item.data.to(compute) if item.is_floating_point() else item.data
     module.train(training)
+    random = torch.Generator().manual_seed(shake[1])
     for step, parts in enumerate(batches):
-        optimizer.zero_grad(set_to_none=True)
-        loss = own_loss(module, call, parts)
-        loss.backward()
-        for _, item in named:
-            if item.grad is None:
-                item.grad = torch.zeros_like(item)
+        if compute:
+            _round_weights(named, kept, shake[0], random)
+        loss = _gradients(module, call, parts, named, kept, scale)
         if step in compared:
-            trace.gradients[step] = {name: item.grad.clone() for name, item in named if item.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_([item for _, item in named], recipe.clip, foreach=False)
+            trace.gradients[step] = {name: item.grad.clone() for name, item in kept.items() if item.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(list(kept.values()), recipe.clip, foreach=False)
         optimizer.step()
-        trace.losses.append(loss.item())
+        trace.losses.append(loss)
         trace.norms.append(float(norm))
-    trace.weights = {name: item.detach().clone() for name, item in named}
+    trace.weights = {name: item.detach().clone() for name, item in kept.items()}
     return trace
 
 
-def own_loss(module: nn.Module, call: AuthorCall, parts: Sequence[Any]) -> torch.Tensor:
-    """Returns the loss of a global batch, a scalar.
+def _round_weights(named: Named, kept: Mapping[str, torch.Tensor], share: float, random: torch.Generator) -> None:
+    """Gives the module the weights that are kept, each moved at random by at most a share of itself, and rounded."""
+    with torch.no_grad():
+        for name, item in named:
+            moved = kept[name]
+            if share:
+                moved = moved * (1 + share * (2 * torch.rand(moved.shape, generator=random) - 1)).to(moved.device)
+            item.copy_(moved)
+
+
+def _gradients(
+    module: nn.Module,
+    call: AuthorCall,
+    parts: Sequence[Any],
+    named: Named,
+    kept: Mapping[str, torch.Tensor],
+    scale: float,
+) -> float:
+    """Gives the weights that are kept the gradients of a global batch, and returns its loss."""
+    sums = {name: torch.zeros_like(item) for name, item in kept.items()}
+    total = 0.0
+    for loss in own_losses(module, call, parts):
+        module.zero_grad(set_to_none=True)
+        (loss * scale).backward()
+        for name, item in named:
+            if item.grad is not None:
+                sums[name] += item.grad.to(sums[name].dtype) / scale
+        total += loss.item()
+    module.zero_grad(set_to_none=True)
+    for name, item in kept.items():
+        item.grad = sums[name]
+    return total
+
+
+def own_losses(module: nn.Module, call: AuthorCall, parts: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yields what each part of a global batch adds to its loss, scalars.
 
     In one part it is what the model returns. In several the cross-entropies are weighted by their targets, and what the
     model adds to them by rows.
     """
     if len(parts) == 1:
         logits, loss = call(module, parts[0])
-        return loss if loss is not None else _entropy(logits, parts[0].targets)
+        yield loss if loss is not None else _entropy(logits, parts[0].targets)
+        return
     targets, rows = (sum(sizes) for sizes in zip(*(_sizes(part) for part in parts)))
-    total = torch.zeros(())
     for part in parts:
         logits, loss = call(module, part)
         entropy = _entropy(logits, part.targets)
         count, share = _sizes(part)
-        total = total + entropy * (count / targets)
-        total = total + (loss - entropy) * (share / rows) if loss is not None else total
-    return total
+        own = entropy * (count / targets)
+        yield own + (loss - entropy) * (share / rows) if loss is not None else own
 
 
 def _sizes(part: Any) -> tuple[int, int]:
@@ -118,7 +166,8 @@ def _sizes(part: Any) -> tuple[int, int]:
 def _entropy(logits: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
     if logits is None:
         raise ValueError("a loss without logits can't be taken apart: hand the batch over whole")
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
 def spread(module: nn.Module, forward: Forward, batch: Any, training: bool = True) -> float:

@@ -6,7 +6,6 @@ reference's, so a copy that is wrong on one rank alone is found too.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import tempfile
@@ -18,43 +17,33 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.axes.comm.checkpoints import inlined
-from meshwright.axes.wide import Float64Ops
 from meshwright.errors import ConfigError, MeshwrightError, PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
-from meshwright.models.build import BuiltModel, use_float64
-from meshwright.models.deferred import retie
-from meshwright.models.forward import author_output, model_output
+from meshwright.models.build import BuiltModel
 from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.table import sharding_table
 from meshwright.plan import Layout, Plan, Prediction
-from meshwright.proof.compare import Verdict, largest, merged, one_line, part_error, relative, scales
-from meshwright.proof.masks import Masks
-from meshwright.proof.reference import Forward, OptimizerRecipe, drawing, spread, train_plainly
+from meshwright.proof.compare import Verdict, merged, one_line
+from meshwright.proof.difference import Difference
+from meshwright.proof.one_device import SEED, References, moved
+from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.scope import expert_use, read_scope, split_shares
-from meshwright.runtime.buffers import MovingBuffers
 from meshwright.runtime.build import check
 from meshwright.train.config import OptimizerConfig
+from meshwright.train.model_analysis import ModelAnalysis, check_shapes, analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED
-from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program
 from meshwright.train.step import Stepper
 
-BOUNDS = {"float64": 1e-9, "float32": 2e-3, "bf16": 0.1, "fp16": 0.1}
-"""Largest relative error that passes, by precision; only float64 leaves no room for a wrong gradient to hide."""
 GROUP_S = 60.0
 NARROW = 4
 """Elements of a head of the clone from which a proof's sharding table grows."""
-Span = tuple[int, int]
-"""First row, and one more than the last."""
-SEED = 0
-"""Of the random numbers in forward: dropout's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +101,7 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
                 trial = try_forward(case.build(), training=False)
         except MeshwrightError as error:
             unread = str(error)
-        reference = _References(case, Path(folder), layouts[0].precision, trial)
+        reference = References(case, Path(folder), layouts[0].precision, trial)
         known: dict[Any, ModelAnalysis] = {}
         for layout in layouts:
             path, why = (Path(), unread) if unread else reference.of(layout)
@@ -121,41 +110,6 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
             if done:
                 done(verdicts[-1])
     return verdicts
-
-
-class _References:
-    """What one device gives, worked out once for each way in which layouts part the rows.
-
-    A model whose loss depends on which rows lie in one call is called with the same rows as under the layout; any other
-    with the whole batch.
-    """
-
-    def __init__(self, case: Case, folder: Path, precision: str, trial: ForwardTrial) -> None:
-        self._case, self._folder, self._precision, self._trial = case, folder, precision, trial
-        self._known: dict[tuple[Span, ...], tuple[Path, str]] = {}
-
-    def of(self, layout: Layout) -> tuple[Path, str]:
-        """Returns the file of the reference for a layout, and why there is none."""
-        rows = len(self._case.batches[0].tokens)
-        spans: tuple[Span, ...] = ((0, rows),)
-        if not self._trial.objective.exact:
-            try:
-                layout.check_batch(rows)
-            except PlanError as error:
-                return Path(), str(error)
-            readers = sorted({layout.span(rank, rows) for rank in range(layout.world)})
-            sizes = [(first, (last - first) // layout.microbatches) for first, last in readers]
-            spans = tuple(
-                (first + number * size, first + (number + 1) * size)
-                for first, size in sizes
-                for number in range(layout.microbatches)
-            )
-        if spans not in self._known:
-            path = self._folder / f"reference-{len(self._known)}.pt"
-            arguments = (self._case, path, self._precision, self._trial, spans)
-            why = _launcher(1, None, self._case.device).run(_reference, *arguments, timeout_s=self._case.timeout_s)[0]
-            self._known[spans] = path, why
-        return self._known[spans]
 
 
 def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | None) -> ForkLauncher:
@@ -195,84 +149,7 @@ def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, ModelAnalysi
         return Verdict.unproven(str(layout), refused=str(error))
     except Exception as error:  # a rank that raised, died or hung
         return Verdict.unproven(str(layout), crashed=one_line(error), scope=scope)
-    return merged(str(layout), ranks, BOUNDS[layout.precision], scope, allow_whole=case.allow_whole)
-
-
-def _reference(
-    context: RankContext, case: Case, path: Path, precision: str, trial: ForwardTrial, spans: Sequence[Span]
-) -> str:
-    """Trains plainly on this one rank and writes what it gave; returns why nothing can be compared with it."""
-    wide = precision == "float64"
-    dtype, device = torch.float64 if wide else torch.float32, torch.device(context.device)
-    built = case.build()
-    if wide:
-        use_float64(built.module)
-    module = built.module.to_empty(device=device)
-    retie(module, built.recipe.ties)
-    built.fill_buffers(module, device)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            # Buffers keep their type, as under a layout: tables of angles are float32 in either.
-            parameter.data = built.tensor(name).to(device=device, dtype=dtype)
-    if wide:
-        MovingBuffers([module], [buffer.name for buffer in trial.moving]).widen()
-    batches = [[_rows_of(_moved(batch, device), span) for span in spans] for batch in case.batches]
-    places = {id(part): (step, span[0]) for step, parts in enumerate(batches) for part, span in zip(parts, spans)}
-    labels = trial.objective.labels if trial.objective.terms or trial.objective.labels != "shifted" else ""
-
-    def call(part: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(inlined())  # a checkpoint changes no number, and none is drawn again in backward
-            if part.training:
-                step, first = places[id(batch)]
-                stack.enter_context(Masks(part, built.structure.layers, len(batch.tokens), f"{SEED},{step}", first))
-            stack.enter_context(Float64Ops() if wide else contextlib.nullcontext())
-            arguments = (part, built.structure, batch.tokens, batch.targets)
-            if labels:
-                output = author_output(*arguments, labels, batch.positions, batch.positions is not None)
-            else:
-                output = model_output(*arguments, batch.positions, batch.positions is not None)
-            return output.logits, output.loss
-
-    def forward(part: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-        logits, loss = call(part, batch)
-        found = logits if logits is not None else loss
-        assert found is not None
-        return found
-
-    if why := _draws(module, forward, batches[0][0], case.training, BOUNDS[precision]):
-        return why
-    trace = train_plainly(module, call, batches, case.recipe, case.training, case.compared)
-    found = {"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients, "weights": trace.weights}
-    torch.save(found, path)
-    return ""
-
-
-def _draws(module: torch.nn.Module, forward: Forward, batch: MicroBatch, training: bool, bound: float) -> str:
-    """Why a model that draws random numbers can't be compared with itself; "" for any other."""
-    apart = spread(module, forward, batch, training)
-    if apart <= bound:
-        return ""
-    cure = "take what draws them out of the model"
-    if training and spread(module, forward, batch, training=False) <= bound:
-        cure = "nearest that works: verify it in evaluation mode, where it draws none (--training false)"
-    module.train(training)
-    where = drawing(module, forward, batch) or "the model"
-    return (
-        f"its forward draws random numbers in {'training' if training else 'evaluation'}, in {where}: two runs of it "
-        f"on one device differ by {apart:.1e}, and a proof needs {bound:g}; {cure}"
-    )
-
-
-def _rows_of(batch: MicroBatch, span: Span) -> MicroBatch:
-    rows = slice(*span)
-    places = None if batch.positions is None else batch.positions[rows]
-    return MicroBatch(batch.tokens[rows], batch.targets[rows], places)
-
-
-def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    places = None if batch.positions is None else batch.positions.to(device)
-    return MicroBatch(batch.tokens.to(device), batch.targets.to(device), places)
+    return merged(str(layout), ranks, scope, allow_whole=case.allow_whole)
 
 
 def _candidate(context: RankContext, case: Case, layout: Layout, path: Path, facts: ModelAnalysis) -> dict[str, Any]:
@@ -295,40 +172,21 @@ def _candidate(context: RankContext, case: Case, layout: Layout, path: Path, fac
         clip=recipe.clip,
     )
     optimizer = LocalAdamW(program.weights, config, on_host=layout.offload == "optimizer")
-    stepper = Stepper(
-        program,
-        optimizer,
-        LossScaler(layout.precision == "fp16"),
-        clip=recipe.clip,
-        seed=SEED,
-    )
+    scaler = LossScaler(layout.precision == "fp16")
+    scaler.scale = wanted.get("scale", scaler.scale)
+    stepper = Stepper(program, optimizer, scaler, clip=recipe.clip, seed=SEED)
     held = {weight.name: (math.prod(weight.shape), weight.sharded_on) for weight in program.weights}
-    errors: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "gradients": {}, "weights": {}, "held": held}
-
-    def look(factor: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
-        scale = scales(gradients)
-        for weight in program.weights:
-            assert weight.gradient is not None
-            part = weight.part(gradients[weight.name])
-            found = weight.gradient.cpu().to(torch.float64) * factor.cpu()
-            error = part_error(found, part, scale[weight.name])
-            errors["gradients"][weight.name] = max(errors["gradients"].get(weight.name, 0.0), error)
-
+    difference = Difference(wanted, layout.precision, floor=recipe.lr * len(case.batches))
     for step, batch in enumerate(case.batches):
         share, targets = _share(batch, layout, context.rank, device), int((batch.targets != IGNORED).sum())
-        gradients = wanted["gradients"].get(step)
-        stepper.probe = None if gradients is None else partial(look, gradients=gradients)
+        compared = step in wanted["gradients"]
+        stepper.probe = partial(difference.gradient, step, program.weights) if compared else None
         # A plan that miscounts by a power of two changes no bit: gradients are normalised by the true count.
         planned = 2 * targets if layout.precision == "float64" else targets
         outcome = stepper.run(step, share, planned, recipe.lr, False).read()
-        errors["loss"] = max(errors["loss"], relative(outcome["loss"], wanted["losses"][step]))
-        errors["norm"] = max(errors["norm"], relative(outcome["grad_norm"], wanted["norms"][step]))
-    floor = recipe.lr * len(case.batches)
-    for weight in program.weights:
-        whole = wanted["weights"][weight.name]
-        size = max(largest([whole]), floor)
-        errors["weights"][weight.name] = part_error(weight.local.cpu(), weight.part(whole), size)
-    return errors
+        difference.outcome(step, outcome["loss"], outcome["grad_norm"])
+    difference.trained(program.weights, len(case.batches))
+    return difference.found | {"held": held}
 
 
 def _share(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -> list[MicroBatch]:
@@ -336,7 +194,7 @@ def _share(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -
     mine, micro = slice(*layout.span(rank, len(batch.tokens))), layout.microbatches
     places = [None] * micro if batch.positions is None else list(batch.positions[mine].chunk(micro))
     parts = zip(batch.tokens[mine].chunk(micro), batch.targets[mine].chunk(micro), places)
-    return [_moved(MicroBatch(tokens, targets, place), device) for tokens, targets, place in parts]
+    return [moved(MicroBatch(tokens, targets, place), device) for tokens, targets, place in parts]
 
 
 def made_up_batches(

@@ -1,0 +1,86 @@
+"""What a rank under a layout compares with one device: losses, norms, and its own parts of gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.proof.compare import EXACT, Gap, largest, part_error, relative, scales, worse
+from meshwright.proof.rounding import UNITS, Known, Rounding, Size, known_of, sizes
+from meshwright.runtime.weights import Weight
+
+
+class Difference:
+    """One rank's errors, each beside its bound: `EXACT` in float64, in any other precision that of `proof.rounding`.
+
+    Args:
+        wanted: of one device in float64, as `proof.one_device` writes it; with ``plain``, the errors that it makes in
+            the layout's precision, unless that is float64.
+        precision: of the layout.
+        floor: what AdamW's steps may have moved a weight by: the sum of their learning rates.
+    """
+
+    def __init__(self, wanted: Mapping[str, Any], precision: str, floor: float) -> None:
+        self._wanted, self._floor = wanted, floor
+        self._plain: Mapping[Any, tuple[torch.Tensor, float]] = wanted.get("plain", {})
+        self._rounding = None if precision == "float64" else Rounding(unit=UNITS[precision])
+        self.loss = self.norm = Gap(error=0.0, bound=EXACT)
+        self.gradients: dict[str, Gap] = {}
+        self.weights: dict[str, Gap] = {}
+
+    def outcome(self, step: int, loss: float, norm: float) -> None:
+        """Compares a step's loss and gradient norm."""
+        self.loss = worse((self.loss, self._scalar("losses", step, loss)))
+        self.norm = worse((self.norm, self._scalar("norms", step, norm)))
+
+    def gradient(self, step: int, weights: Sequence[Weight], factor: torch.Tensor) -> None:
+        """Compares what the weights hold with a step's gradients.
+
+        Args:
+            step: steps before this one.
+            weights: of this rank.
+            factor: from held to true gradients.
+        """
+        gradients = self._wanted["gradients"][step]
+        scale, known = scales(gradients), dict[str, Known]()
+        if self._rounding is not None:
+            known = known_of({name: self._plain[step, name] for name in gradients}, sizes(gradients))
+        for weight in weights:
+            assert weight.gradient is not None
+            found = weight.gradient.cpu().to(torch.float64) * factor.cpu()
+            part = weight.part(gradients[weight.name])
+            if self._rounding is None:
+                gap = Gap(error=part_error(found, part, scale[weight.name]), bound=EXACT)
+            else:
+                plain = weight.part(self._plain[step, weight.name][0])
+                gap = self._rounding.gradient(found, part, plain, known[weight.name], step)
+            self.gradients[weight.name] = worse((self.gradients.get(weight.name, gap), gap))
+
+    def trained(self, weights: Sequence[Weight], steps: int) -> None:
+        """Compares weights after the last of some steps; in low precision relative to what these moved them by."""
+        wanted, known = self._wanted["weights"], dict[str, Known]()
+        if self._rounding is not None:
+            moved = Size(rms=self._floor, largest=self._floor)
+            known = known_of({name: self._plain["weights", name] for name in wanted}, dict.fromkeys(wanted, moved))
+        for weight in weights:
+            whole, found = wanted[weight.name], weight.local.cpu()
+            part = weight.part(whole)
+            if self._rounding is None:
+                gap = Gap(error=part_error(found, part, max(largest([whole]), self._floor)), bound=EXACT)
+            else:
+                gap = self._rounding.weight(found, part, known[weight.name], steps - 1)
+            self.weights[weight.name] = gap
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What `compare.merged` takes of a rank."""
+        return {"loss": self.loss, "norm": self.norm, "gradients": self.gradients, "weights": self.weights}
+
+    def _scalar(self, kind: str, step: int, found: float) -> Gap:
+        wanted = self._wanted[kind]
+        if self._rounding is None:
+            return Gap(error=relative(found, wanted[step]), bound=EXACT)
+        plain = max(float(error) / max(abs(value), 1e-300) for error, value in zip(self._plain[kind][0], wanted))
+        return self._rounding.scalar(found, wanted[step], plain, step)

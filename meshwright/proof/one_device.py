@@ -1,0 +1,231 @@
+"""The other side of a proof: the model on one device, in float64 and as it trains in a layout's precision."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from meshwright.axes.comm.checkpoints import inlined
+from meshwright.axes.wide import Float64Ops
+from meshwright.errors import PlanError
+from meshwright.launch.contract import RankContext
+from meshwright.launch.devices import found_devices
+from meshwright.launch.fork import ForkLauncher
+from meshwright.models.build import use_float64
+from meshwright.models.deferred import retie
+from meshwright.models.forward import author_output, model_output
+from meshwright.models.objective_trial import ForwardTrial
+from meshwright.plan import Layout
+from meshwright.proof.compare import EXACT
+from meshwright.proof.masks import Masks
+from meshwright.proof.reference import Forward, Trace, drawing, spread, train_plainly
+from meshwright.proof.rounding import DRAWS, UNITS, Errors
+from meshwright.runtime.buffers import MovingBuffers
+from meshwright.train.feed import MicroBatch
+
+if TYPE_CHECKING:
+    from meshwright.proof.verify import Case
+
+Span = tuple[int, int]
+"""First row, and one more than the last."""
+SEED = 0
+"""Of the random numbers in forward: dropout's."""
+COMPUTE = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type of forward and backward by precision."""
+SCALES = tuple(2.0**power for power in range(16, -1, -1))
+"""Loss scales of fp16, tried in turn as a scaler halves them; the first is that of `train.scaler`."""
+
+
+class References:
+    """What one device gives, worked out once for each way in which layouts part the rows.
+
+    A model whose loss depends on which rows lie in one call is called with the same rows as under the layout; any other
+    with the whole batch.
+    """
+
+    def __init__(self, case: Case, folder: Path, precision: str, trial: ForwardTrial) -> None:
+        self._case, self._folder, self._precision, self._trial = case, folder, precision, trial
+        self._known: dict[tuple[Span, ...], tuple[Path, str]] = {}
+
+    def of(self, layout: Layout) -> tuple[Path, str]:
+        """Returns the file of the reference for a layout, and why there is none."""
+        rows = len(self._case.batches[0].tokens)
+        spans: tuple[Span, ...] = ((0, rows),)
+        if not self._trial.objective.exact:
+            try:
+                layout.check_batch(rows)
+            except PlanError as error:
+                return Path(), str(error)
+            readers = sorted({layout.span(rank, rows) for rank in range(layout.world)})
+            sizes = [(first, (last - first) // layout.microbatches) for first, last in readers]
+            spans = tuple(
+                (first + number * size, first + (number + 1) * size)
+                for first, size in sizes
+                for number in range(layout.microbatches)
+            )
+        if spans not in self._known:
+            path = self._folder / f"reference-{len(self._known)}.pt"
+            arguments = (self._case, path, self._precision, self._trial, spans)
+            launcher = ForkLauncher(1, devices=found_devices(1, self._case.device))
+            why = launcher.run(_reference, *arguments, timeout_s=self._case.timeout_s)[0]
+            self._known[spans] = path, why
+        return self._known[spans]
+
+
+def _reference(
+    context: RankContext, case: Case, path: Path, precision: str, trial: ForwardTrial, spans: Sequence[Span]
+) -> str:
+    """Trains plainly on this one rank and writes what it gave; returns why nothing can be compared with it."""
+    torch.set_num_threads(1)  # as every rank has: how threads share a sum is part of its rounding
+    device = _OneDevice(case, trial, spans, torch.device(context.device))
+    module = device.start(wide=True)
+    if why := _draws(module, device.forward, device.batches[0][0], case.training):
+        return why
+    truth = device.train(module)
+    found: dict[str, Any] = {"losses": truth.losses, "norms": truth.norms}
+    found |= {"gradients": truth.gradients, "weights": truth.weights}
+    if precision != "float64":
+        del module
+        errors = Errors(truth)
+        for scale in SCALES if precision == "fp16" else SCALES[-1:]:
+            fault = _round_off(device, precision, scale, errors)
+            if not fault:
+                break
+        else:
+            return (
+                f"one device alone can't train it in {precision}, so that there is nothing to compare with: {fault}; "
+                "nearest that works: precision=float32"
+            )
+        found |= {"plain": errors.found, "scale": scale}
+    torch.save(found, path)
+    return ""
+
+
+def _round_off(device: _OneDevice, precision: str, scale: float, errors: Errors) -> str:
+    """Trains plainly in a low precision, as often as its errors are drawn; returns what of it isn't finite."""
+    for draw in range(DRAWS):
+        # The first draw is that of any device; the others round other numbers, as near to the weights.
+        shake = (UNITS[precision] / 2 if draw else 0.0, draw)
+        trace = device.train(device.start(wide=False), COMPUTE[precision], scale, shake)
+        if fault := _fault(trace):
+            return fault
+        errors.add(trace)
+    return ""
+
+
+def _fault(trace: Trace) -> str:
+    """Names what of a training isn't finite; "" for nothing."""
+    for step, values in enumerate(zip(trace.losses, trace.norms)):
+        for what, value in zip(("loss", "gradients' norm"), values):
+            if not math.isfinite(value):
+                return f"the {what} of step {step} is {value}"
+    return ""
+
+
+class _OneDevice:
+    """The model of a proof as anyone would run it: whole, by plain calls.
+
+    Args:
+        case: model and data.
+        trial: of its forward.
+        spans: rows of each call.
+        device: where it computes.
+    """
+
+    def __init__(self, case: Case, trial: ForwardTrial, spans: Sequence[Span], device: torch.device) -> None:
+        self._case, self._trial, self._device = case, trial, device
+        self.batches = [[_rows_of(moved(batch, device), span) for span in spans] for batch in case.batches]
+        self._places = {
+            id(part): (step, span[0]) for step, parts in enumerate(self.batches) for part, span in zip(parts, spans)
+        }
+        objective = trial.objective
+        self._labels = objective.labels if objective.terms or objective.labels != "shifted" else ""
+        self._wide = False
+
+    def start(self, wide: bool) -> nn.Module:
+        """Returns the model with its first weights, in float64 or float32."""
+        self._built, self._wide = self._case.build(), wide
+        built, device = self._built, self._device
+        if wide:
+            use_float64(built.module)
+        module = built.module.to_empty(device=device)
+        retie(module, built.recipe.ties)
+        built.fill_buffers(module, device)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                # Buffers keep their type, as under a layout: tables of angles are float32 in either.
+                parameter.data = built.tensor(name).to(device=device, dtype=torch.float64 if wide else torch.float32)
+        if wide:
+            MovingBuffers([module], [buffer.name for buffer in self._trial.moving]).widen()
+        return module
+
+    def train(
+        self,
+        module: nn.Module,
+        compute: torch.dtype | None = None,
+        scale: float = 1.0,
+        shake: tuple[float, int] = (0.0, 0),
+    ) -> Trace:
+        """Trains the module that was started last; as `train_plainly`."""
+        case = self._case
+        return train_plainly(
+            module, self.call, self.batches, case.recipe, case.training, case.compared, compute, scale, shake
+        )
+
+    def call(self, part: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns logits and loss, as `reference.AuthorCall`."""
+        structure = self._built.structure
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(inlined())  # a checkpoint changes no number, and none is drawn again in backward
+            if part.training:
+                step, first = self._places[id(batch)]
+                stack.enter_context(Masks(part, structure.layers, len(batch.tokens), f"{SEED},{step}", first))
+            stack.enter_context(Float64Ops() if self._wide else contextlib.nullcontext())
+            masked = batch.positions is not None
+            arguments = (part, structure, batch.tokens, batch.targets)
+            if self._labels:
+                output = author_output(*arguments, self._labels, batch.positions, masked)
+            else:
+                output = model_output(*arguments, batch.positions, masked)
+            return output.logits, output.loss
+
+    def forward(self, part: nn.Module, batch: MicroBatch) -> torch.Tensor:
+        """Returns logits, or the loss of a model that gives nothing else."""
+        logits, loss = self.call(part, batch)
+        found = logits if logits is not None else loss
+        assert found is not None
+        return found
+
+
+def _draws(module: torch.nn.Module, forward: Forward, batch: MicroBatch, training: bool) -> str:
+    """Why a model that draws random numbers can't be compared with itself; "" for any other."""
+    apart = spread(module, forward, batch, training)
+    if apart <= EXACT:
+        return ""
+    cure = "take what draws them out of the model"
+    if training and spread(module, forward, batch, training=False) <= EXACT:
+        cure = "nearest that works: verify it in evaluation mode, where it draws none (--training false)"
+    module.train(training)
+    where = drawing(module, forward, batch) or "the model"
+    return (
+        f"its forward draws random numbers in {'training' if training else 'evaluation'}, in {where}: two runs of it "
+        f"on one device differ by {apart:.1e}, and a proof needs {EXACT:g}; {cure}"
+    )
+
+
+def _rows_of(batch: MicroBatch, span: Span) -> MicroBatch:
+    rows = slice(*span)
+    places = None if batch.positions is None else batch.positions[rows]
+    return MicroBatch(batch.tokens[rows], batch.targets[rows], places)
+
+
+def moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Returns a batch on a device."""
+    places = None if batch.positions is None else batch.positions.to(device)
+    return MicroBatch(batch.tokens.to(device), batch.targets.to(device), places)

@@ -1,0 +1,254 @@
+"""How far rounding alone may take a run in low precision from float64: the errors of one plain device, measured.
+
+A bound worked out from sizes alone is useless here: the worst case of a sum of n products grows as n u, u the unit
+roundoff, and that of a network as the product over its layers (Higham, Accuracy and Stability of Numerical Algorithms,
+2nd ed., 2002, sections 3.1 and 4.2). What happens is far less: rounding errors behave as independent random numbers of
+mean zero, whose sum grows as sqrt(n) u (section 2.8 there; Higham and Mary, A New Approach to Probabilistic Rounding
+Error Analysis, SIAM J. Sci. Comput. 41, 2019, theorem 2.4). Their size is a statistic, and so it can be measured: one
+plain device trains in the same precision, and its error e against float64 is what this model makes of rounding on this
+text. It does so DRAWS times, since an error may be large and seldom: a token of a mixture that two experts suit almost
+alike goes to either. What is drawn again is every rounding, by weights that are moved at random by half a unit roundoff
+before they are rounded (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997); e is the root mean square of all.
+
+A layout rounds other partial sums in another order: one draw more of the same statistic, with a few roundings more,
+where a sum over ranks or micro-batches is rounded that one device keeps inside of a product. So for the root mean
+square over a tensor
+
+    error <= FACTOR e + u, and LATER times that in steps after the first,
+
+where u is one rounding more of the result. The largest of n normal numbers lies near sqrt(2 ln n) root mean squares and
+scatters (Cramer, Mathematical Methods of Statistics, 1946, section 28.6): it may be LARGEST times the plain device's.
+In later steps the weights themselves have drifted.
+
+Weights drift in jumps: the first updates of AdamW have the size of the learning rate whatever the gradient's (Kingma
+and Ba, ICLR 2015, section 2.1), so an entry whose gradient has a sign that rounding decides goes the other way. Where
+it does is chance, and in a small tensor whether it does. So of trained weights the median error is held against FACTOR
+e + u, which few jumps don't move and every mistake of an optimizer does, and the root mean square against LARGEST e + u
+and JUMPS entries more that jump.
+
+A statistic of few entries says little: that of one may be zero by chance. The mean square e^2 of n entries is drawn
+towards c^2, that of the model's tensors in the middle, as if PRIOR entries more had shown c (Smyth, Stat. Appl. Genet.
+Mol. Biol. 3, 2004, section 4): (n e^2 + PRIOR c^2) / (n + PRIOR). And a root mean square of n entries scatters by
+1 / sqrt(2 n) of itself, two of them apart by 1 / sqrt(n): FACTOR is 1 + 2 / sqrt(n) times as large.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.proof.compare import TINY_SHARE, Gap, largest, part_error, relative, worse
+from meshwright.proof.reference import Trace
+
+UNITS = {"float32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Unit roundoff by precision: half the distance from 1 to the next number. Source: Higham, section 2.1."""
+FACTOR, LARGEST, LATER = 2.5, 5.0, 2.0
+"""By what a layout's error may exceed the plain device's: on the whole, in the largest entry, after the first step."""
+PRIOR = 32
+"""Entries that the model's other tensors count for."""
+DRAWS = 4
+"""Times that the plain device trains."""
+JUMPS = 4
+"""Entries of a trained weight that may go the other way where the plain device has none that does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """What a tensor's errors are relative to."""
+
+    rms: float
+    """Of its entries."""
+    largest: float
+    """Absolute entry."""
+
+
+def rms(tensor: torch.Tensor) -> float:
+    """Returns the root mean square of a tensor's entries; 0 for none."""
+    return math.sqrt(float(tensor.to(torch.float64).square().mean())) if tensor.numel() else 0.0
+
+
+def sizes(reference: Mapping[str, torch.Tensor]) -> dict[str, Size]:
+    """Returns each tensor's sizes, none under `TINY_SHARE` of the model's largest."""
+    found = {name: Size(rms=rms(tensor), largest=largest([tensor])) for name, tensor in reference.items()}
+    spread, most = (max((getattr(size, key) for size in found.values()), default=0.0) for key in ("rms", "largest"))
+    spread, most = max(TINY_SHARE * spread, 1e-300), max(TINY_SHARE * most, 1e-300)
+    return {name: Size(rms=max(size.rms, spread), largest=max(size.largest, most)) for name, size in found.items()}
+
+
+def middle(errors: torch.Tensor) -> float:
+    """Returns the median of absolute values; 0 for none."""
+    return float(errors.abs().median()) if errors.numel() else 0.0
+
+
+def moderated(error: float, entries: int, common: float) -> float:
+    """Returns an error of so many entries, drawn towards that of other tensors.
+
+    Args:
+        error: root mean square, or median, of the entries' errors.
+        entries: how many.
+        common: of the others.
+    """
+    return math.sqrt((entries * error**2 + PRIOR * common**2) / (entries + PRIOR))
+
+
+def scattered(entries: int) -> float:
+    """Returns `FACTOR` for a statistic of so many entries."""
+    return FACTOR * (1 + 2 / math.sqrt(max(1, entries)))
+
+
+class Errors:
+    """What the plain device's trainings were off by, over all that are added.
+
+    Args:
+        truth: the training in float64.
+    """
+
+    def __init__(self, truth: Trace) -> None:
+        self._truth, self._draws = truth, 0
+        self._squares: dict[Any, torch.Tensor] = {}
+        self._largest: dict[Any, float] = {}
+
+    def add(self, trace: Trace) -> None:
+        """Adds a training."""
+        self._draws += 1
+        self._add("losses", torch.tensor(trace.losses), torch.tensor(self._truth.losses))
+        self._add("norms", torch.tensor(trace.norms), torch.tensor(self._truth.norms))
+        pairs: list[tuple[Any, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
+        pairs = [("weights", trace.weights, self._truth.weights)]
+        pairs += [(step, trace.gradients[step], wanted) for step, wanted in self._truth.gradients.items()]
+        for of, found, wanted in pairs:
+            for name, item in wanted.items():
+                self._add((of, name), found[name], item)
+
+    def _add(self, key: Any, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        error = found.to(torch.float64) - wanted
+        self._largest[key] = max(self._largest.get(key, 0.0), largest([error]))
+        self._squares[key] = self._squares[key].add_(error.square_()) if key in self._squares else error.square_()
+
+    @property
+    def found(self) -> dict[Any, tuple[torch.Tensor, float]]:
+        """Each entry's error, root mean square of all trainings, and the largest of any entry in any training.
+
+        Keys are ``losses`` and ``norms`` (an entry a step), (step, weight) for gradients, (``weights``, weight).
+        """
+        return {key: ((item / self._draws).sqrt(), self._largest[key]) for key, item in self._squares.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What the plain device shows of one whole tensor; relative errors."""
+
+    size: Size
+    rms: float
+    """Of all entries, moderated."""
+    middle: float
+    """The median, moderated."""
+    largest: float
+    """Of any entry, but no less than ``rms``; relative to the largest entry."""
+
+
+def known_of(errors: Mapping[str, tuple[torch.Tensor, float]], relative_to: Mapping[str, Size]) -> dict[str, Known]:
+    """Returns what the plain device shows of each tensor.
+
+    Args:
+        errors: of each tensor, as in `Errors.found`.
+        relative_to: what errors are relative to.
+    """
+    sizes = {name: relative_to[name].rms for name in errors}
+    by_rms = {name: rms(error) / sizes[name] for name, (error, _) in errors.items()}
+    by_middle = {name: middle(error) / sizes[name] for name, (error, _) in errors.items()}
+    common = [statistics.median(found.values()) for found in (by_rms, by_middle)]
+    made = {}
+    for name, (error, biggest) in errors.items():
+        size = relative_to[name]
+        whole = moderated(by_rms[name], error.numel(), common[0])
+        made[name] = Known(
+            size=size,
+            rms=whole,
+            middle=moderated(by_middle[name], error.numel(), common[1]),
+            largest=max(biggest, whole * size.rms) / size.largest,
+        )
+    return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounding:
+    """The bound of one precision."""
+
+    unit: float
+    """Unit roundoff."""
+
+    def allowed(self, plain: float, step: int, factor: float = FACTOR) -> float:
+        """Returns the largest relative error that rounding explains.
+
+        Args:
+            plain: the plain device's own.
+            step: steps before this one.
+            factor: by what it may be exceeded.
+        """
+        return (LATER if step else 1.0) * (factor * plain + self.unit)
+
+    def scalar(self, found: float, wanted: float, plain: float, step: int) -> Gap:
+        """Compares a loss or norm.
+
+        Args:
+            found: under the layout.
+            wanted: in float64.
+            plain: the plain device's relative error.
+            step: steps before this one.
+        """
+        return Gap(error=relative(found, wanted), bound=self.allowed(plain, step))
+
+    def gradient(self, found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, known: Known, step: int) -> Gap:
+        """Compares a rank's part of a gradient; returns the worse of its root mean square and largest errors.
+
+        Args:
+            found: under the layout.
+            wanted: the same part in float64.
+            plain: the plain device's errors of that part.
+            known: of the whole gradient.
+            step: steps before this one.
+        """
+        factor = scattered(found.numel())
+        bound = self.allowed(known.rms, step, factor)
+        if (error := self._errors(found, wanted, known)) is None:
+            return Gap(error=math.inf, bound=bound)
+        own = rms(plain) / known.size.rms
+        biggest = part_error(found, wanted, known.size.largest)
+        return worse(
+            (
+                Gap(error=rms(error), bound=max(bound, self.allowed(own, step, factor))),
+                Gap(error=biggest, bound=self.allowed(known.largest, step, max(LARGEST, factor))),
+            )
+        )
+
+    def weight(self, found: torch.Tensor, wanted: torch.Tensor, known: Known, step: int) -> Gap:
+        """Compares a rank's part of a trained weight; returns the worse of its median and root mean square errors.
+
+        Args:
+            found: under the layout.
+            wanted: the same part in float64.
+            known: of the whole weight.
+            step: of the last step, the steps before it.
+        """
+        bound = self.allowed(known.middle, step, scattered(found.numel()))
+        if (error := self._errors(found, wanted, known)) is None:
+            return Gap(error=math.inf, bound=bound)
+        jumps = math.sqrt(JUMPS / max(1, found.numel()))
+        return worse(
+            (
+                Gap(error=middle(error), bound=bound),
+                Gap(error=rms(error), bound=self.allowed(known.rms, step, LARGEST) + jumps),
+            )
+        )
+
+    def _errors(self, found: torch.Tensor, wanted: torch.Tensor, known: Known) -> torch.Tensor | None:
+        """Relative errors, None where something isn't finite or of another shape."""
+        if not math.isfinite(part_error(found, wanted, 1.0)):
+            return None
+        return (found.to(torch.float64) - wanted) / known.size.rms
