@@ -33,9 +33,9 @@ from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.scope import expert_use, read_scope, split_shares
 from meshwright.runtime.build import check
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.model_analysis import ModelAnalysis, check_shapes, analyse_model
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program

@@ -42,7 +42,7 @@ MORE = (
     "shard=4,zero=2",
     "pp=2,tp=2,microbatches=4",
     "shard=2,tp=2,zero=3,sequence=true,recompute=full",
-    "pp=2,microbatches=4,schedule=zbv",
+    "pp=2,microbatches=4,schedule=zerobubble",
     "cp=2,shard=2,zero=3,attention=gather",
 )
 OLD = 0.1

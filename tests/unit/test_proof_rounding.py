@@ -125,7 +125,8 @@ def _train(compute: torch.dtype | None, scale: float = 1.0, share: float = 0.0) 
     def call(part: nn.Module, _: object) -> tuple[None, torch.Tensor]:
         return None, part()
 
-    return module, train_plainly(module, call, [[None], [None]], OptimizerRecipe(), True, (0, 1), compute, scale, (share, 1))
+    recipe, batches = OptimizerRecipe(), [[None], [None]]
+    return module, train_plainly(module, call, batches, recipe, True, (0, 1), compute, scale, (share, 1))
 
 
 def test_a_plain_device_computes_in_one_type_and_keeps_weights_in_another() -> None:
