@@ -147,18 +147,8 @@ def _recompute(work: Work) -> None:
         held = [(name, child) for name, child in part.module.named_modules() if name in wanted]
         for name, layer in held:
             if layer in part.layers:
-                recompute.apply([layer], work.layout.recompute, _repeated(work, name, layer))
-
-
-def _repeated(work: Work, name: str, layer: nn.Module) -> Callable[[recompute.Forward], recompute.Forward] | None:
-    """What makes a layer's forward repeat itself: its random numbers, and the buffers that it changes."""
-    chance, moving = work.chance, MovingBuffers([layer], work.source.moving, name)
-    if not moving:
-        return chance.again if chance is not None else None
-    if chance is None:
-        return moving.again
-    again = chance.again
-    return lambda plain: moving.again(again(plain))
+                moving = MovingBuffers([layer], work.source.moving, name)
+                recompute.apply([layer], work.layout.recompute, moving.again if moving else None)
 
 
 def _compile(work: Work) -> None:
@@ -290,6 +280,7 @@ def build(source: Source, layout: Layout, mesh: Mesh | None, device: torch.devic
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
     for part in work.parts:
+        # A layer that is computed again draws the numbers of its first time, as a model's own checkpoints do.
         repeat_in(part.module, *([work.chance.snapshot] if work.chance is not None else []))
         materialise(part.module, part.places, host, master, source.fill)
         source.fill_buffers(part.module, device)
