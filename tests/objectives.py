@@ -153,6 +153,13 @@ class AverageBlock(Block):
         return super().forward(x - self.average)
 
 
+class DroppingBlock(AverageBlock):
+    """Drops some of what it adds, too: computed again, it needs both the numbers and the average of the first time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.dropout(super().forward(x), 0.2, self.training)
+
+
 class Moving(Backbone):
     """Blocks that change buffers."""
 
@@ -210,3 +217,7 @@ def counting(vocab: int = VOCAB) -> nn.Module:
 
 def averaging(vocab: int = VOCAB) -> nn.Module:
     return Moving(vocab, AverageBlock)
+
+
+def dropping(vocab: int = VOCAB) -> nn.Module:
+    return Moving(vocab, DroppingBlock)

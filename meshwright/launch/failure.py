@@ -42,9 +42,9 @@ class RankFailure:
     @property
     def is_echo(self) -> bool:
         """True when the rank only noticed that another one had gone."""
-        if self.error:
-            return LOST_CONTACT in self.summary
-        return bool(self.trace) and bool(_LOST_PEER.search(self.summary))
+        if not self.error and not self.trace:
+            return False
+        return LOST_CONTACT in self.summary or bool(_LOST_PEER.search(self.summary))
 
 
 def describe_exception(rank: int, error: BaseException, time: float) -> RankFailure:

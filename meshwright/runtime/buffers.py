@@ -73,6 +73,9 @@ class MovingBuffers:
             nonlocal fresh
             if fresh:
                 fresh = False
+                # Selective recompute wants a repeated forward to run the operators of the first: it copies them too.
+                for item in then.values():
+                    item.clone()
                 return plain(*args, **kwargs)
             with self.standing_in(then):
                 return plain(*args, **kwargs)

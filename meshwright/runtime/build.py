@@ -147,20 +147,8 @@ def _recompute(work: TransformContext) -> None:
         held = [(name, child) for name, child in part.module.named_modules() if name in wanted]
         for name, layer in held:
             if layer in part.layers:
-                recompute.apply([layer], work.layout.recompute, _repeated(work, name, layer))
-
-
-def _repeated(
-    work: TransformContext, name: str, layer: nn.Module
-) -> Callable[[recompute.Forward], recompute.Forward] | None:
-    """What makes a layer's forward repeat itself: its random numbers, and the buffers that it changes."""
-    chance, moving = work.dropout_rng, MovingBuffers([layer], work.source.moving, name)
-    if not moving:
-        return chance.replay if chance is not None else None
-    if chance is None:
-        return moving.again
-    again = chance.replay
-    return lambda plain: moving.again(again(plain))
+                moving = MovingBuffers([layer], work.source.moving, name)
+                recompute.apply([layer], work.layout.recompute, moving.again if moving else None)
 
 
 def _compile(work: TransformContext) -> None:
@@ -294,6 +282,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
     for part in work.parts:
+        # A layer that is computed again draws the numbers of its first time, as a model's own checkpoints do.
         repeat_in(part.module, *([work.dropout_rng.snapshot] if work.dropout_rng is not None else []))
         materialise(part.module, part.places, host, master, source.fill)
         source.fill_buffers(part.module, device)

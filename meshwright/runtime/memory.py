@@ -47,11 +47,11 @@ class StateMeter:
 
     Args:
         modules: the wrapped stages.
-        weights: its weights.
+        weights: its weights; a pipeline takes those out of this list later on that the rank holds once more.
     """
 
     def __init__(self, modules: Sequence[nn.Module], weights: list[Weight]) -> None:
-        self._weights = weights
+        self._weights, self._held = weights, tuple(weights)
         self._units = [part for module in modules for part in module.modules() if hasattr(part, "_get_fsdp_state")]
         # After FSDP2's own: the unit at work is gathered then, and the next one is on its way.
         self._hooks = [unit.register_forward_pre_hook(lambda *_: self.sample()) for unit in self._units]
@@ -66,12 +66,12 @@ class StateMeter:
         """Looks at the tensors now: called before each unit's forward, after forward, and before the optimizer."""
         gathered, whole = _gathered(self._units)
         self.parameters = max(self.parameters, _storage_bytes(gathered))
-        parts = [weight.gradient for weight in self._weights]
+        parts = [weight.gradient for weight in self._held]
         self.gradients = max(self.gradients, _storage_bytes([*parts, *whole]))
 
     @property
     def master(self) -> int:
-        """Bytes of this rank's parts of the master weights."""
+        """Bytes of this rank's parts of the master weights, one that it holds twice counted once."""
         return sum(weight.local.nbytes for weight in self._weights)
 
     def read(self, optimizer_bytes: int) -> dict[str, int]:
@@ -80,10 +80,11 @@ class StateMeter:
         Where compute runs on gathered copies, the master weights belong to the optimizer's state; where it runs on the
         master weights themselves they are the parameters.
         """
+        held = sum(weight.local.nbytes for weight in self._held)
         if self.parameters:
             return {
                 "parameters": self.parameters,
                 "gradients": self.gradients,
-                "optimizer": optimizer_bytes + self.master,
+                "optimizer": optimizer_bytes + held,
             }
-        return {"parameters": self.master, "gradients": self.gradients, "optimizer": optimizer_bytes}
+        return {"parameters": held, "gradients": self.gradients, "optimizer": optimizer_bytes}

@@ -53,8 +53,8 @@ def apply(layers: Sequence[nn.Module], mode: str, again: Callable[[Forward], For
     Args:
         layers: those that `chosen` names.
         mode: ``full`` or ``selective``, with or without ``:K``.
-        again: where layers draw random numbers: a forward, at each call, to one that draws the same whenever it is
-            called once more.
+        again: where layers change buffers: a forward, at each call, to one that starts from the same values whenever it
+            is called once more, and moves none. Random numbers are `axes.comm.checkpoints`' to bring back.
     """
     contexts: dict[str, Any] = {}
     if mode.startswith("selective"):

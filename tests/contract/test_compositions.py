@@ -35,6 +35,7 @@ MODELS = {
     "gemma3_text": small("gemma3_text", overrides={"sliding_window": 5}),
     "bloom": small("bloom"),
     "falcon": small("falcon"),
+    "phi3": small("phi3", kv_heads=1),
     "deep": small("llama", layers=4),
     "plain": ModelConfig(name="tests.plain_model:build"),
 }
@@ -157,6 +158,12 @@ def test_fewer_key_heads_than_ranks_and_heads_that_do_not_divide() -> None:
     texts = ("tp=4,sequence=true", "tp=3", "cp=4", "tp=4,shard=2,zero=3")
     all_pass(prove("llama", texts, allow_whole=True))
     assert any(verdict.refused for verdict in prove("llama", ("tp=3",)))
+
+
+@pytest.mark.slow
+def test_a_key_head_that_ranks_share_inside_a_fused_matrix_whose_rows_are_sharded() -> None:
+    """Of one matrix some rows are a rank's own and some its neighbour's too, and each shard has other ones of them."""
+    all_pass(prove("phi3", ("tp=2,shard=2,zero=1", "tp=2,shard=2,zero=3,microbatches=2")))
 
 
 def _no_sum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,8 @@ def test_buffers_that_forward_changes_are_found(name: str, moving: dict[str, boo
     "name, texts",
     [
         ("running_norm", ("recompute=none", "recompute=full")),
-        ("averaging", ("recompute=none", "recompute=full")),
+        ("averaging", ("recompute=none", "recompute=full", "recompute=selective")),
+        ("dropping", ("recompute=none", "recompute=full", "recompute=selective")),
         ("counting", ("microbatches=4,recompute=full", "replicate=2,microbatches=2", "shard=2,zero=3,recompute=full")),
     ],
 )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from meshwright.cluster import traffic
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.cluster import Cluster, NodeGroup
+from meshwright.cluster.link import Link
+from meshwright.cluster.node import standard_node
 from meshwright.plan import Layout
-from meshwright.planner.choose import Question
+from meshwright.planner.choose import Question, candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine, span
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -68,3 +72,26 @@ def test_no_step_is_shorter_than_what_a_wire_carries(name: str, cluster: str) ->
     whole = (degrees.sequence == 0) & (degrees.ep == 1)
     inside = 4 * each * degrees.microbatches * LAYERS[name] / degrees.pp
     assert (took[whole] >= inside[whole] * (1 - 1e-9)).all()
+
+
+def _alone(rate: float, count: int) -> Cluster:
+    """Machines of one device each, on a wire of some bytes per second that adds no delay of its own."""
+    wire = Link(name="wire", bytes_per_s=rate, latency_s=0.0)
+    node = dataclasses.replace(standard_node("a100-40").resized(1), outside=wire, outside_count=1)
+    return Cluster(groups=(NodeGroup(node=node, count=count),))
+
+
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 2), ("float32", 4)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_lone_micro_batch_waits_for_each_of_its_sends(stages: int, schedule: str, precision: str, width: int) -> None:
+    """Nothing else is there to compute meanwhile: a wire half as fast costs its bytes at each boundary, both ways."""
+    layout = Layout.parse(f"pp={stages},microbatches=1,schedule={schedule},precision={precision}")
+    rows, sequence, fast = 16, 1024, 2e9
+    job = PricedJob(shape=DENSE, sequence=sequence, rows=rows, precision=precision)
+    slow_s, fast_s = (
+        candidate(Question(job=job, cluster=_alone(rate, stages), base=Layout()), layout).price.step_s
+        for rate in (fast / 2, fast)
+    )
+    activation = rows * sequence * 4096 * width
+    assert slow_s - fast_s == pytest.approx(2 * (stages - 1) * activation / fast, rel=1e-6)

@@ -109,8 +109,8 @@ def test_a_flip_that_only_the_loss_shows_is_undone_without_a_damaged_checkpoint(
 
 
 def ruins(step: int, *more: object) -> float:
-    """Stands for a learning rate that is sane until the past says something, and ruins the model then."""
-    return 1e-3 if step < 18 else 1e3
+    """Stands for a learning rate that is sane until the past says something, and ruins the model then, finitely."""
+    return 10.0 if step == 18 else 1e-3
 
 
 def plant_ruin() -> None:

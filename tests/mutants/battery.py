@@ -83,6 +83,7 @@ BATTERY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (("--model", "phi3", "--model.layers", "2", "--model.heads", "4", "--model.kv-heads", "2"), ("tp=4",)),
     (("--model", "tests.odd_models:spare", "--sequence", "16"), ("replicate=2", "shard=2,zero=1")),
+    (("--model", "tests.objectives:dropping", "--sequence", "16"), ("recompute=full", "recompute=selective")),
 )
 
 JOBS: tuple[tuple[int, str, float, str, str], ...] = (

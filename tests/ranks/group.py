@@ -23,10 +23,12 @@ def run_ranks(
     def work(context: RankContext) -> Any:
         store = init_group(context, timeout_s=collective_s or timeout, group_s=timeout)
         result = fn(context.rank, *args)
-        # Rank 0 serves the store, which a slower rank may be reading still.
-        store.set(f"done/{context.rank}", "")
-        if context.rank == 0:
-            store.wait([f"done/{rank}" for rank in range(n)], timedelta(seconds=timeout))
+        # A rank that goes closes its connections, which gloo may be making still on a slower one; and rank 0 serves the
+        # store, so it goes last.
+        for mark in ("done", "read"):
+            store.set(f"{mark}/{context.rank}", "")
+            if mark == "done" or context.rank == 0:
+                store.wait([f"{mark}/{rank}" for rank in range(n)], timedelta(seconds=timeout))
         return result
 
     return run_contexts(n, work, timeout=timeout)

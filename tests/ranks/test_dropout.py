@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -179,16 +180,16 @@ def _by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed again draws anew."""
-    again = DropoutRng.replay
+    snapshot = DropoutRng.snapshot
 
-    def planted(self: DropoutRng, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(self: DropoutRng) -> Callable[[], AbstractContextManager[None]]:
         assert self.moment is not None
         held, self.moment.key = self.moment.key, "0,99"
-        call = again(self, plain)
+        found = snapshot(self)
         self.moment.key = held
-        return call
+        return found
 
-    monkeypatch.setattr(DropoutRng, "replay", planted)
+    monkeypatch.setattr(DropoutRng, "snapshot", planted)
 
 
 def _by_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,28 +152,8 @@ class DropoutRng:
 
         module.forward = forward
 
-    def replay(self, plain: Call) -> Call:
-        """Returns a function that computes the same, with the same numbers whenever it is called once more."""
-        moment = self.moment
-        if moment is None:
-            return plain
-        then, fresh = dataclasses.replace(moment, calls=dict(moment.calls)), True
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal fresh
-            if fresh:
-                fresh = False
-                return plain(*args, **kwargs)
-            held, self.moment = self.moment, dataclasses.replace(then, calls=dict(then.calls))
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                self.moment = held
-
-        return call
-
     def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns what brings back the present place in the forward, for a checkpoint of the model's own."""
+        """Returns what brings back the present place in the forward, for what is computed again."""
         moment, on = self.moment, self._on
         if moment is None:
             return contextlib.nullcontext
