@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from meshwright import forking
-from meshwright.errors import CheckpointError, LaunchError
+from meshwright.errors import CheckpointError, LaunchError, PlanError
 from meshwright.launch import host_memory
 from meshwright.launch.failure import (
     LOST_CONTACT,
@@ -35,6 +35,9 @@ def test_a_lost_peer_is_never_the_cause():
     assert echo.is_echo and not cause.is_echo
     assert first_failure([echo, cause]) is cause
     assert first_failure([echo]) is echo
+    own = describe_exception(0, _raised(LaunchError("the group did not form: Connection closed by peer [::1]:3")), 1.0)
+    cause = describe_exception(1, _raised(PlanError("replicate=4 needs 4 ranks, there are 2")), 2.0)
+    assert own.error and own.is_echo and first_failure([own, cause]) is cause
 
 
 def test_the_earliest_cause_is_told_and_the_others_follow():
