@@ -70,7 +70,8 @@ class Difference:
             if self._rounding is None:
                 gap = Gap(error=part_error(found, part, max(largest([whole]), self._floor)), bound=EXACT)
             else:
-                gap = self._rounding.weight(found, part, known[weight.name], steps - 1)
+                plain = weight.part(self._plain["weights", weight.name][0])
+                gap = self._rounding.weight(found, part, plain, known[weight.name], steps - 1)
             self.weights[weight.name] = gap
 
     @property

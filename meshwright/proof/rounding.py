@@ -227,23 +227,25 @@ class Rounding:
             )
         )
 
-    def weight(self, found: torch.Tensor, wanted: torch.Tensor, known: Known, step: int) -> Gap:
+    def weight(self, found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, known: Known, step: int) -> Gap:
         """Compares a rank's part of a trained weight; returns the worse of its median and root mean square errors.
 
         Args:
             found: under the layout.
             wanted: the same part in float64.
+            plain: the plain device's errors of that part.
             known: of the whole weight.
             step: of the last step, the steps before it.
         """
-        bound = self.allowed(known.middle, step, scattered(found.numel()))
+        own = plain / known.size.rms  # of a bias, a part may be all keys', whose gradients are rounding alone
+        bound = self.allowed(max(known.middle, middle(own)), step, scattered(found.numel()))
         if (error := self._errors(found, wanted, known)) is None:
             return Gap(error=math.inf, bound=bound)
         jumps = math.sqrt(JUMPS / max(1, found.numel()))
         return worse(
             (
                 Gap(error=middle(error), bound=bound),
-                Gap(error=rms(error), bound=self.allowed(known.rms, step, LARGEST) + jumps),
+                Gap(error=rms(error), bound=self.allowed(max(known.rms, rms(own)), step, LARGEST) + jumps),
             )
         )
 

@@ -68,7 +68,7 @@ def test_layouts_are_off_by_rounding_alone(model: str, precision: str) -> None:
     for verdict in prove(MODELS[model], precision, *TWO, documents=model != "gated"):
         assert verdict.passed, verdict
         if model != "mixtral":  # whose tokens may go to other experts, on one device too
-            assert verdict.bounds["gradient"] < {"bf16": OLD, "fp16": OLD / 4, "float32": 1e-4}[precision], verdict
+            assert verdict.bounds["gradient"] < {"bf16": OLD, "fp16": OLD, "float32": 1e-4}[precision], verdict
 
 
 @pytest.mark.long

@@ -100,10 +100,11 @@ def test_some_entries_of_a_trained_weight_may_jump_but_not_all_of_them_drift() -
     known = _known(0.01, 1e-3)
     jumped = wanted.clone()
     jumped[:JUMPS] = 1e-3
-    assert BF16.weight(jumped, wanted, known, 1).within
+    assert BF16.weight(jumped, wanted, wanted, known, 1).within
     jumped[: 4 * JUMPS] = 2e-3
-    assert not BF16.weight(jumped, wanted, known, 1).within
-    assert not BF16.weight(wanted + 1e-4, wanted, known, 1).within
+    assert not BF16.weight(jumped, wanted, wanted, known, 1).within
+    assert not BF16.weight(wanted + 1e-4, wanted, wanted, known, 1).within
+    assert BF16.weight(wanted + 1e-4, wanted, wanted + 1e-4, known, 1).within  # a part that is rounding alone
 
 
 class _Narrow(nn.Module):
