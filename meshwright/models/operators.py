@@ -53,23 +53,23 @@ class BlankGroup(DifferentiableCollectives):
         return _FinishedCollective()
 
     def all_reduce(self, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `axes.comm.axis_group.Wire.all_reduce`."""
+        """As `axes.comm.axis_group.AxisGroup.all_reduce`."""
         return self._book("all_reduce", tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `axes.comm.axis_group.Wire.all_reduce_max`."""
+        """As `axes.comm.axis_group.AxisGroup.all_reduce_max`."""
         return self._book("all_reduce", tensor)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _FinishedCollective:
-        """As `axes.comm.axis_group.Wire.all_gather`."""
+        """As `axes.comm.axis_group.AxisGroup.all_gather`."""
         return self._book("all_gather", output)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `axes.comm.axis_group.Wire.reduce_scatter`."""
+        """As `axes.comm.axis_group.AxisGroup.reduce_scatter`."""
         return self._book("reduce_scatter", tensor)
 
     def all_to_all(self, outputs: Any, parts: Any) -> _FinishedCollective:
-        """As `axes.comm.axis_group.Wire.all_to_all`."""
+        """As `axes.comm.axis_group.AxisGroup.all_to_all`."""
         whole = sum(part.numel() * part.element_size() for part in parts)
         self.sent.append(("all_to_all", whole, self.size))
         return _FinishedCollective()

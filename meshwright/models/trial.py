@@ -43,7 +43,7 @@ class _FinishedExchange:
 
 
 class ThreadGroup(DifferentiableCollectives):
-    """One thread's end of a group of threads; offers the collectives of `axes.comm.axis_group.Wire`."""
+    """One thread's end of a group of threads; offers the collectives of `axes.comm.axis_group.AxisGroup`."""
 
     def __init__(self, size: int, index: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         super().__init__()
@@ -77,30 +77,30 @@ class ThreadGroup(DifferentiableCollectives):
         return found
 
     def all_reduce(self, tensor: torch.Tensor) -> _FinishedExchange:
-        """As `Wire.all_reduce`."""
+        """As `AxisGroup.all_reduce`."""
         parts = self.exchange(tensor.detach().clone())
         with torch.no_grad():
             tensor.copy_(torch.stack(parts).sum(0))
         return _FinishedExchange()
 
     def all_reduce_max(self, tensor: torch.Tensor) -> _FinishedExchange:
-        """As `Wire.all_reduce_max`."""
+        """As `AxisGroup.all_reduce_max`."""
         tensor.copy_(torch.stack(self.exchange(tensor.clone())).amax(0))
         return _FinishedExchange()
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _FinishedExchange:
-        """As `Wire.all_gather`."""
+        """As `AxisGroup.all_gather`."""
         output.copy_(torch.cat([item.reshape(-1) for item in self.exchange(part.detach().clone())]))
         return _FinishedExchange()
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedExchange:
-        """As `Wire.reduce_scatter`."""
+        """As `AxisGroup.reduce_scatter`."""
         parts = self.exchange(tensor.detach().clone())
         output.copy_(torch.stack(parts).sum(0).view(self.size, -1)[self.index].view_as(output))
         return _FinishedExchange()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> _FinishedExchange:
-        """As `Wire.all_to_all`."""
+        """As `AxisGroup.all_to_all`."""
         for output, sent in zip(outputs, self.exchange([part.detach().clone() for part in parts])):
             output.copy_(sent[self.index])
         return _FinishedExchange()

@@ -45,7 +45,7 @@ class Collectives:
             self.bytes[group, kind] = self.bytes.get((group, kind), 0.0) + size
 
     def sent(self) -> dict[str, int]:
-        """Returns the bytes that cross wires, by axis, as `axes.comm.axis_group.Wire` counts them."""
+        """Returns the bytes that cross wires, by axis, as `axes.comm.axis_group.AxisGroup` counts them."""
         found: dict[str, float] = {}
         for (group, kind), size in self.bytes.items():
             others = len(group.ranks) - 1

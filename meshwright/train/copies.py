@@ -73,7 +73,7 @@ class Element:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CopyMismatch:
     """Copies that aren't equal."""
 
     ranks: tuple[int, ...]
@@ -103,11 +103,11 @@ class Comparison:
 
     rows: list[list[int]]
     """The checksums of each rank."""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[CopyMismatch] = field(default_factory=list)
     """What isn't equal, to rounding; none while all is well."""
     alarms: tuple[int, ...] = ()
     """Ranks whose own part is out of bounds (`train.bounds`)."""
-    rounded: list[Difference] = field(default_factory=list)
+    rounded: list[CopyMismatch] = field(default_factory=list)
     """What differs by rounding, seen for the first time: such copies are no longer compared."""
 
 
@@ -166,7 +166,7 @@ class CopyCheck:
         found.alarms = tuple(rank for rank, row in enumerate(rows) if row[self._width])
         return found
 
-    def tolerate(self, difference: Difference) -> None:
+    def tolerate(self, difference: CopyMismatch) -> None:
         """No longer compares the copies of some ranks: computed again, they came to the same differences."""
         self._tolerated.add(difference.ranks)
 
@@ -224,7 +224,7 @@ class CopyCheck:
         everyone = tuple(range(len(rows)))
         if len({row[0] for row in rows}) > 1:
             odd = _odd(everyone, [row[0] for row in rows])
-            found.differences.append(Difference(everyone, odd, ("counters of the loop",), 1, float("inf")))
+            found.differences.append(CopyMismatch(everyone, odd, ("counters of the loop",), 1, float("inf")))
         at = [1] * len(rows)
         for one in self._sets:
             values = [rows[rank][at[rank]] for rank in one.ranks]
@@ -238,14 +238,14 @@ class CopyCheck:
                 (found.rounded if small else found.differences).append(difference)
         return found
 
-    def _measured(self, one: HolderSet, values: list[int]) -> Difference:
+    def _measured(self, one: HolderSet, values: list[int]) -> CopyMismatch:
         """Finds which tensors differ and by how much: the ranks that hold them send what they are unsure of."""
         table = self._agreement.gather([_signed(_bits(view)) for view in one.views])
         unequal = [at for at in range(len(one.names)) if len({table[rank][at] for rank in one.ranks}) > 1]
         found = [self._distance(one, at) for at in unequal[:_SHOWN]]
         size, element = max(found, key=lambda pair: pair[0])
         names = tuple(one.names[at] for at in unequal[:_SHOWN])
-        return Difference(one.ranks, _odd(one.ranks, values), names, len(unequal), size, element)
+        return CopyMismatch(one.ranks, _odd(one.ranks, values), names, len(unequal), size, element)
 
     def _distance(self, one: HolderSet, at: int) -> tuple[float, Element]:
         """Returns how far the copies of a box are apart, and where most; the same on every rank."""
