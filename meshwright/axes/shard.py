@@ -202,6 +202,24 @@ def wrap(
     return FsdpSync(root, options, copies, late, mesh.device_type == "cpu")
 
 
+def accumulate_gradients(module: nn.Module) -> None:
+    """Adds a backward's gradients, in the type of compute, to the sums of micro-batches in float32.
+
+    FSDP2 does so as a backward reaches a unit's inputs. A backward in halves has no weights' gradients yet then, and
+    those of consecutive second halves would add up in the type of compute, bf16.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # As `FSDPParamGroup.post_backward` does (torch 2.11-2.13); there is no public way.
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                for held in group.fsdp_params:
+                    if hasattr(held, "_unsharded_param"):
+                        held.accumulate_unsharded_grad_if_needed()
+                        held.to_accumulated_grad_if_needed()
+
+
 def _around(inner: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
     """Returns the name of the layer that each of some modules is in."""
     found = {part: name for layer, name in zip(layers, names) for part in layer.modules()}

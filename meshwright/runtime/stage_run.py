@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshwright.axes.comm.axis_group import AxisGroup
+from meshwright.axes.shard import accumulate_gradients
 from meshwright.errors import PlanError
 from meshwright.runtime.program import StageModule
 from meshwright.schedules.action import Schedule
@@ -100,6 +101,11 @@ class _TorchStage(PipelineStage):
         """Called by torch's runtime for a backward."""
         self._told(bwd_chunk_id)
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch's runtime for the second half of a backward, which calls none of FSDP2's hooks."""
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        accumulate_gradients(self._part.module)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         """Called by torch's runtime to send what the next stage gets."""
