@@ -237,8 +237,12 @@ class Rounding:
             known: of the whole weight.
             step: of the last step, the steps before it.
         """
-        own = plain / known.size.rms  # of a bias, a part may be all keys', whose gradients are rounding alone
-        bound = self.allowed(max(known.middle, middle(own)), step, scattered(found.numel()))
+        own, factor = plain / known.size.rms, scattered(found.numel())
+        bound = self.allowed(known.middle, step, factor)
+        if middle(own) > LARGEST * known.middle:
+            # Rounding alone decides this part, as of a bias the keys', whose gradients are zero in exact arithmetic:
+            # the update g / (|g| + eps) of AdamW has the size of the noise, which sums over more ranks make larger.
+            bound = self.allowed(middle(own), step, factor * LARGEST / FACTOR)
         if (error := self._errors(found, wanted, known)) is None:
             return Gap(error=math.inf, bound=bound)
         jumps = math.sqrt(JUMPS / max(1, found.numel()))
