@@ -80,7 +80,7 @@ def test_more_layouts_are_off_by_rounding_alone(model: str, precision: str) -> N
 
 
 def _one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 has one weight's gradient off by 3 %."""
+    """Rank 1 has one weight's gradient off by 5 %."""
     fill = step.fill_missing
 
     def enlarged(program: Program) -> None:
@@ -88,7 +88,7 @@ def _one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
         if torch.distributed.get_rank() == 1:
             weight = next(item for item in program.weights if item.name.endswith("o_proj.weight"))
             assert weight.gradient is not None
-            weight.gradient.mul_(1.03)
+            weight.gradient.mul_(1.05)
 
     monkeypatch.setattr(step, "fill_missing", enlarged)
 
