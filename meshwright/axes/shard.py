@@ -8,7 +8,7 @@ Source: Rajbhandari et al., ZeRO (SC 2020), section 5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,16 +100,11 @@ class FsdpSync:
         """Drops sums over micro-batches that no gradient shows yet, as zero_grad() has dropped those that do."""
         for copy in self._copies:
             copy.forget()
-        from torch.distributed.fsdp import FSDPModule
-
-        for part in self._module.modules():
-            if isinstance(part, FSDPModule):
-                # ZeRO 1 keeps them in the gathered weights: FSDP2 has no public way to clear these (torch 2.11-2.13).
-                for group in part._get_fsdp_state()._fsdp_param_groups:
-                    for held in group.fsdp_params:
-                        held.unsharded_accumulated_grad = None
-                        if hasattr(held, "_unsharded_param"):
-                            held._unsharded_param.grad = None
+        # ZeRO 1 keeps them in the gathered weights, which FSDP2 has no public way to clear.
+        for held in fsdp_parameters(self._module):
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None
 
 
 class ReplicaAllReduce:
@@ -208,16 +203,27 @@ def accumulate_gradients(module: nn.Module) -> None:
     FSDP2 does so as a backward reaches a unit's inputs. A backward in halves has no weights' gradients yet then, and
     those of consecutive second halves would add up in the type of compute, bf16.
     """
+    for held in fsdp_parameters(module):
+        if hasattr(held, "_unsharded_param"):  # as `FSDPParamGroup.post_backward` does; there is no public way
+            held.accumulate_unsharded_grad_if_needed()
+            held.to_accumulated_grad_if_needed()
+
+
+def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    """Yields FSDP2's own objects (`FSDPParam`) of all parameters that it shards in a module."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            # As `FSDPParamGroup.post_backward` does (torch 2.11-2.13); there is no public way.
-            for group in part._get_fsdp_state()._fsdp_param_groups:
-                for held in group.fsdp_params:
-                    if hasattr(held, "_unsharded_param"):
-                        held.accumulate_unsharded_grad_if_needed()
-                        held.to_accumulated_grad_if_needed()
+            for group in fsdp_groups(part):
+                yield from group.fsdp_params
+
+
+def fsdp_groups(unit: Any) -> list[Any]:
+    """Returns FSDP2's own groups (`FSDPParamGroup`) of one unit: any number since torch 2.12, one or none in 2.11."""
+    state = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def _around(inner: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.axes.shard import fsdp_groups
 from meshwright.runtime.weights import Weight
 
 
@@ -27,9 +28,7 @@ def _gathered(units: Iterable[Any]) -> tuple[list[torch.Tensor], list[torch.Tens
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     for unit in units:
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in (group for group in groups if group is not None):
+        for group in fsdp_groups(unit):
             under_way = getattr(group, "_all_gather_result", None)
             if under_way is not None:
                 parameters.append(under_way.all_gather_output)
