@@ -80,22 +80,23 @@ def run_in_helper(compute: Callable[[], R], limit_s: float = LIMIT_S) -> R:
     """
     if _computes_in_place():
         return compute()
-    # Blocked until the helper's end is seen to: between fork and the helper's own handlers a signal would run the
-    # parent's handlers twice, and one before the inner `try` would leave the helper behind.
+    # Between fork and the helper's own handlers a signal would run the parent's handlers twice.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    started: list[int] = []  # pid and pipe: a Ctrl-C that another thread took may come before `_fork` has returned
+    status = 0
     try:
-        pid, pipe = _fork(compute, mask)
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            data = _received(pipe, time.monotonic() + limit_s)
-        except BaseException:  # a Ctrl-C too: nobody waits for the helper any more
+        _fork(compute, mask, started)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        data = _received(started[1], time.monotonic() + limit_s)
+    except BaseException:  # a Ctrl-C too: nobody waits for the helper any more
+        for pid in started[:1]:
             os.kill(pid, signal.SIGKILL)
-            raise
-        finally:
-            os.close(pipe)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if started:
+            os.close(started[1])
+            status = os.waitstatus_to_exitcode(os.waitpid(started[0], 0)[1])
     if data is None:
         raise PlanError(_death(status))
     return _unpacked(data)
@@ -113,8 +114,8 @@ class _State:
     is_helper = False
 
 
-def _fork(compute: Callable[[], Any], mask: set[Any]) -> tuple[int, int]:
-    """Starts the helper, which runs under the signal mask; returns its pid and the read end of its answer's pipe."""
+def _fork(compute: Callable[[], Any], mask: set[Any], started: list[int]) -> None:
+    """Starts the helper, which runs under a signal mask; ``started`` gets its pid and the read end of its pipe."""
     receive, send = os.pipe()
     parent = os.getpid()
     sys.stdout.flush()
@@ -127,9 +128,9 @@ def _fork(compute: Callable[[], Any], mask: set[Any]) -> tuple[int, int]:
             pid = os.fork()
         if pid == 0:
             _work(compute, send, parent, mask)
+        started += [pid, receive]
     finally:
         os.close(send)
-    return pid, receive
 
 
 def _work(compute: Callable[[], Any], pipe: int, parent: int, mask: set[Any]) -> NoReturn:

@@ -131,10 +131,10 @@ def test_an_interrupt_just_after_the_fork_ends_the_helper_too(monkeypatch: pytes
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     fork, pids = autograd_helper._fork, []
 
-    def forked(*args: Any) -> tuple[int, int]:
-        pids.append(fork(*args))
-        os.kill(os.getpid(), signal.SIGINT)
-        return pids[-1]
+    def forked(compute: Any, mask: Any, started: list[int]) -> None:
+        fork(compute, mask, started)
+        pids.append(started[0])
+        os.kill(os.getpid(), signal.SIGINT)  # taken by this thread later, or by another one at once
 
     monkeypatch.setattr(autograd_helper, "_fork", forked)
     try:
@@ -143,7 +143,7 @@ def test_an_interrupt_just_after_the_fork_ends_the_helper_too(monkeypatch: pytes
     finally:
         signal.signal(signal.SIGINT, handler)
     with pytest.raises(ProcessLookupError):
-        os.kill(pids[0][0], 0)
+        os.kill(pids[0], 0)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 

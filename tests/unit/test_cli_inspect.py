@@ -32,7 +32,7 @@ def test_anatomy_and_ways_to_split() -> None:
     (kind,) = structure["layers"]
     assert kind["type"] == "GPT2Block" and len(kind["layers"]) == 3
     assert sum(len(rows["layers"]) for rows in sharding["kinds"]) == 3
-    groups = {group["row"]: group for group in sharding["kinds"][0]["groups"]}
+    groups = {group["row_linear"]: group for group in sharding["kinds"][0]["groups"]}
     assert groups["attn.c_proj"]["units"] == 4 and groups["mlp.c_proj"]["units"] == 128
     assert groups["attn.c_proj"]["heads"] and not groups["mlp.c_proj"]["heads"]
     assert found()["pipeline"] == {"layers": 3, "stages": 3, "payload": [1], "blocked": {}}
