@@ -115,7 +115,7 @@ class ReplicaAllReduce:
 
     def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
         self.last = True
-        self._wire, self._late, self._of = axis_group, late, of
+        self._axis_group, self._late, self._of = axis_group, late, of
         self._kept: torch.Tensor | None = None
 
     def __call__(self, part: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ class ReplicaAllReduce:
         if self._kept is not None:
             part.add_(self._kept)
             self._kept = None
-        return self._wire.all_reduce(part, self._of)
+        return self._axis_group.all_reduce(part, self._of)
 
 
 def wrap(

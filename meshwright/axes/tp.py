@@ -292,14 +292,14 @@ class PartialGradReducer:
         module: holds the parameters; they may be DTensors, whose local shards are summed.
         owed: what is owed, by their names in the module.
         axis_group: the axis.
-        neighbours: wires over runs of neighbouring ranks, by their number.
+        neighbours: groups over runs of neighbouring ranks, by their number.
     """
 
     def __init__(
         self, module: nn.Module, owed: Sequence[PartialGrad], axis_group: AxisGroup, neighbours: Mapping[int, AxisGroup]
     ) -> None:
         self._module, self._owed = module, tuple(owed)
-        self._wire, self._neighbours = axis_group, neighbours
+        self._axis_group, self._neighbours = axis_group, neighbours
 
     def begin(self, last: bool, fresh: bool = False) -> None:
         """Nothing is summed before the last backward."""
@@ -321,7 +321,7 @@ class PartialGradReducer:
         for (ranks, _), parts in packs.items():
             if not parts:
                 continue
-            axis_group = self._neighbours[ranks] if ranks else self._wire
+            axis_group = self._neighbours[ranks] if ranks else self._axis_group
             flat = torch.cat([part.reshape(-1) for part in parts])
             axis_group.all_reduce(flat, "shared gradients").wait()
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):

@@ -25,7 +25,7 @@ from meshwright.models.deferred import (
     recipe_of,
 )
 from meshwright.models.recorder import record
-from meshwright.models.structure import ModelStructure, read_anatomy
+from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.models.weights import SafetensorsSource
 
 
@@ -127,7 +127,7 @@ def build_meta(
             module.tie_weights()
     recipe = recipe_of(module, recording)
     check_complete(module, recipe)
-    structure = read_anatomy(module)
+    structure = read_structure(module)
     _check_sizes(config, structure, vocab, context)
     loads = weights and config.kind == "directory" and not config.fresh
     source = SafetensorsSource(Path(config.name), module) if loads else None

@@ -55,7 +55,7 @@ class ModelStructure:
         return "position_ids" in self.arguments
 
 
-def read_anatomy(module: nn.Module) -> ModelStructure:
+def read_structure(module: nn.Module) -> ModelStructure:
     """Reads the parts of a model, on any device.
 
     Args:

@@ -131,7 +131,7 @@ class _Kinds:
     def __init__(self, layers: list[Any], axis_group: BlankGroup) -> None:
         self.works: list[ModuleWork] = []
         self.counts: list[int] = []
-        self._layers, self._wire = layers, axis_group
+        self._layers, self._axis_group = layers, axis_group
         self._known: dict[Any, int] = {}
         self._given: list[Any] = []
 
@@ -149,13 +149,13 @@ class _Kinds:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if key not in self._known:
-                sent = len(self._wire.sent)
+                sent = len(self._axis_group.sent)
                 self._known[key] = len(self.works)
                 self.works.append(self._measured(layer, plain, args, kwargs))
                 self.counts.append(0)
                 with _Unseen():
                     self._given.append(plain(*_detached(args), **_detached(kwargs)))
-                del self._wire.sent[sent:]
+                del self._axis_group.sent[sent:]
             self.counts[self._known[key]] += 1
             out = self._given[self._known[key]]
             first = next(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
@@ -176,7 +176,7 @@ class _Kinds:
             return made
 
         given, named = tree_map_only(torch.Tensor, leaf, (args, kwargs))
-        sent = len(self._wire.sent)
+        sent = len(self._axis_group.sent)
 
         def call() -> torch.Tensor:
             out = plain(*given, **named)
@@ -184,7 +184,7 @@ class _Kinds:
 
         with _Unseen(), torch.enable_grad():
             work = measure_work(layer, call, inputs, lent)
-        work.sent = self._wire.sent[sent:]
+        work.sent = self._axis_group.sent[sent:]
         return work
 
 

@@ -7,7 +7,7 @@ from typing import Any, NotRequired, TypedDict
 
 from meshwright.records import RecordCodec
 
-VERSION = 2
+VERSION = 3
 """Of the messages below; supervisors of another version don't talk."""
 
 

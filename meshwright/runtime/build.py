@@ -189,7 +189,7 @@ def _shard_data(work: TransformContext) -> None:
 
 
 def _used(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
-    """The wires of a unit: over the ranks that share its state and, where these have copies, over the copies."""
+    """The groups of a unit: over the ranks that share its state and, where these have copies, over the copies."""
     return [shards, copies] if copies.size > 1 else [shards]
 
 
@@ -212,7 +212,7 @@ class _LateReplicate:
     """Attaches a reducer's hooks to parameters once they are materialised (hooks don't survive that)."""
 
     def __init__(self, module: nn.Module, names: Sequence[str], axis_group: AxisGroup, layers: Sequence[str]) -> None:
-        self._module, self._wire = module, axis_group
+        self._module, self._axis_group = module, axis_group
         numbers = {name: number for number, name in enumerate(layers)}
         self._layers = {name: layer_of(name, numbers) for name in names}
         self._reducer: Any = None
@@ -221,7 +221,7 @@ class _LateReplicate:
         """Announces a micro-batch."""
         if self._reducer is None:
             layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
-            self._reducer = replicate.wrap(list(layers), self._wire, layers)
+            self._reducer = replicate.wrap(list(layers), self._axis_group, layers)
         self._reducer.begin(last)
 
     def finish(self) -> None:
@@ -268,7 +268,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     Args:
         source: the model.
         layout: what to make true.
-        mesh: ranks and wires; None for one rank without a process group.
+        mesh: ranks and groups; None for one rank without a process group.
         device: where this rank computes.
         clock: books the parts of a step.
 
@@ -302,7 +302,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     program.moving = MovingBuffers([part.module for part in work.parts], source.moving)
     for part in work.parts:
         # Outside of what is compiled or run again for backward, inside of what gathers.
-        program.passage.watch(part.layers, part.first)
+        program.progress_hooks.watch(part.layers, part.first)
     return program
 
 

@@ -35,7 +35,7 @@ def install(
         layers: names of the model's layers: what is drawn in them is named by them, all else by its module.
         table: of the model.
         experts: of the model.
-        mesh: ranks and wires.
+        mesh: ranks and groups.
         attention: how ``cp`` computes attention.
     """
     chance = DropoutRng(_tokens(mesh, attention) if mesh is not None else TokenSplit())

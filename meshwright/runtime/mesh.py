@@ -1,4 +1,4 @@
-"""The layout's ranks as a torch DeviceMesh, and its groups as wires."""
+"""The layout's ranks as a torch DeviceMesh, and its axes as groups with collectives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Mesh:
                 self._carve(name)
 
     def _carve(self, name: str) -> None:
-        """Adds the wires of an axis that factorises others' ranks a second time.
+        """Adds the groups of an axis that factorises others' ranks a second time.
 
         ``ep``: its own ranks; ``ep_shard``: those of a block that hold the same part, which may share it as shards;
         ``ep_copies``: all that hold the same part.

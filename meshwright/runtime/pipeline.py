@@ -27,7 +27,7 @@ class _Shared:
 
     def __init__(self, weights: list[Weight], axis_group: AxisGroup | None) -> None:
         self._first, *self.twins = weights
-        self._wire, self._of = axis_group, weights[0].name
+        self._axis_group, self._of = axis_group, weights[0].name
 
     def spread(self) -> None:
         """Gives the rank's other stages the values that the optimizer wrote."""
@@ -44,7 +44,7 @@ class _Shared:
                 total.add_(twin.gradient)
             twin.parameter.grad = None
         parameter.grad = self._first.like(total)  # type: ignore[assignment]
-        return self._wire.all_reduce(total, self._of).wait if self._wire else lambda: None
+        return self._axis_group.all_reduce(total, self._of).wait if self._axis_group else lambda: None
 
 
 class PipelineProgram(Program):
@@ -54,7 +54,7 @@ class PipelineProgram(Program):
         parts: this rank's stages, wrapped and materialised, from `split`.
         compute: forward and loss of one micro-batch.
         view: what the loss must know of the layout.
-        mesh: ranks and wires.
+        mesh: ranks and groups.
         clock: books the parts of a step.
         layout: what is made true.
     """
@@ -102,7 +102,7 @@ class PipelineProgram(Program):
         run = self._ready()
         self._sums.clear()
         run.step()
-        self.passage.outside()
+        self.progress_hooks.outside()
         self.clock.lap("pipeline")
         if self.meter is not None:
             self.meter.sample()
@@ -194,7 +194,7 @@ class PipelineProgram(Program):
 
     def _share(self, division: Division, mesh: Mesh) -> list[_Shared]:
         """Finds the weights that several stages hold; of those of one rank, the first alone is trained."""
-        axis_groups = _holder_wires(division, mesh)
+        axis_groups = _holder_groups(division, mesh)
         by_name: dict[str, list[Weight]] = {}
         for weight in (*self.weights, *self.frozen):
             by_name.setdefault(weight.name, []).append(weight)
@@ -208,7 +208,7 @@ class PipelineProgram(Program):
         return shared
 
 
-def _holder_wires(division: Division, mesh: Mesh) -> dict[tuple[int, ...], AxisGroup]:
+def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], AxisGroup]:
     """A wire for each set of indices along ``pp`` that shares weights; every rank makes all groups, in one order."""
     names = mesh.device_mesh.mesh_dim_names or ()
     size = mesh.device_mesh["pp"].size()

@@ -96,7 +96,7 @@ class Program:
         parts: wrapped and materialised; exactly one here.
         compute: forward and loss of one micro-batch.
         view: what the loss must know of the layout.
-        mesh: ranks and wires; None for a single rank without a process group.
+        mesh: ranks and groups; None for a single rank without a process group.
         clock: books the parts of a step.
     """
 
@@ -115,7 +115,7 @@ class Program:
         for part in self.parts:
             for weight in named_weights(part.module, part.places, copies, frozen=True):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
-        self.passage = LayerProgressHooks()
+        self.progress_hooks = LayerProgressHooks()
         """Tells which layer runs, to whom sets its ``tell``."""
         self.chance: DropoutRng | None = None
         """Random numbers of forwards that may draw some."""
@@ -190,7 +190,7 @@ class Program:
             if stamp:
                 stamp.phase("backward", number)
             loss.backward()
-            self.passage.outside()
+            self.progress_hooks.outside()
             total = sums if total is None else total + sums
             del loss
             self.clock.lap("backward")

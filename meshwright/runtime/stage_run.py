@@ -149,12 +149,12 @@ class _Inbox(dict[tuple[int, int], Any]):
 
     def __init__(self, axis_group: AxisGroup, what: str) -> None:
         super().__init__()
-        self._wire, self._what = axis_group, what
+        self._axis_group, self._what = axis_group, what
 
     def __setitem__(self, key: tuple[int, int], works: Sequence[Any]) -> None:
         stage, number = key
-        what = f"receive over {self._wire.axis} of {self._what} of micro-batch {number} for stage {stage}"
-        super().__setitem__(key, [_Received(work, self._wire, what) for work in works])
+        what = f"receive over {self._axis_group.axis} of {self._what} of micro-batch {number} for stage {stage}"
+        super().__setitem__(key, [_Received(work, self._axis_group, what) for work in works])
 
 
 class ScheduleRun:

@@ -22,7 +22,7 @@ def split(parts: Sequence[StageModule], table: ShardingTable, mesh: Mesh, apart:
     Args:
         parts: this rank's stages; modules, places and sums are changed.
         table: of the whole model.
-        mesh: ranks and wires.
+        mesh: ranks and groups.
         apart: names of modules that another axis splits: experts, where tokens travel to them.
 
     Returns:

@@ -19,7 +19,7 @@ from meshwright.models.deferred import check_complete, recipe_of
 from meshwright.models.draw_trial import drawing_parts
 from meshwright.models.recorder import Recording, record
 from meshwright.models.sizes import DROPOUTS
-from meshwright.models.structure import ModelStructure, read_anatomy
+from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.plan import Layout
 from meshwright.runtime.build import ModelSource
 from meshwright.runtime.materialise import Fill
@@ -58,7 +58,7 @@ def read_model(model: Model, seed: int) -> BuiltModel:
                 "precision=bf16 in the layout to compute in bf16"
             )
     config = dataclasses.replace(_config_of(module), seed=seed)
-    return BuiltModel(config, module, recipe, _with_layers(module, read_anatomy(module)), None, without_cache(module))
+    return BuiltModel(config, module, recipe, _with_layers(module, read_structure(module)), None, without_cache(module))
 
 
 def _config_of(module: nn.Module) -> ModelConfig:

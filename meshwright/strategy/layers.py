@@ -116,7 +116,7 @@ class TensorParallelLinear(nn.Module):
         check_share("out_features" if dim == 0 else "in_features", whole.weight.shape[dim], axis_group.size)
         self.in_features, self.out_features, self.mode = whole.in_features, whole.out_features, mode
         self.gather_output, self.input_is_split = gather_output, input_is_split
-        self._wire, self._dim = axis_group, dim
+        self._axis_group, self._dim = axis_group, dim
         with torch.no_grad():
             self.weight = nn.Parameter(whole.weight.chunk(axis_group.size, dim)[axis_group.index].clone())
             bias = whole.bias if whole.bias is None or dim else whole.bias.chunk(axis_group.size)[axis_group.index]
@@ -125,10 +125,10 @@ class TensorParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., in), or (..., in / n) where the input is split, to (..., out), or (..., out / n) ungathered."""
         if self.mode == "columns":
-            y = self.product(copy_to_group(x, self._wire))
-            return all_gather_tokens(y, self._wire, -1, False) if self.gather_output else y
-        held = x if self.input_is_split else reduce_scatter_tokens(x, self._wire, -1, False)
-        y = reduce_from_group(functional.linear(held, self.weight), self._wire)
+            y = self.product(copy_to_group(x, self._axis_group))
+            return all_gather_tokens(y, self._axis_group, -1, False) if self.gather_output else y
+        held = x if self.input_is_split else reduce_scatter_tokens(x, self._axis_group, -1, False)
+        y = reduce_from_group(functional.linear(held, self.weight), self._axis_group)
         return y if self.bias is None else y + self.bias
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,14 +139,14 @@ class TensorParallelLinear(nn.Module):
     def whole(self) -> nn.Linear:
         """Returns the whole layer; all ranks call it together."""
         made = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
-        made.weight.copy_(gather(self.weight, self._wire, self._dim))
+        made.weight.copy_(gather(self.weight, self._axis_group, self._dim))
         if self.bias is not None:
-            made.bias.copy_(self.bias if self._dim else gather(self.bias, self._wire, 0))
+            made.bias.copy_(self.bias if self._dim else gather(self.bias, self._axis_group, 0))
         return made.to(self.weight.device)
 
     def extra_repr(self) -> str:
         """Called by torch for ``repr``."""
-        return f"{self.in_features}, {self.out_features}, mode={self.mode}, ranks={self._wire.size}"
+        return f"{self.in_features}, {self.out_features}, mode={self.mode}, ranks={self._axis_group.size}"
 
 
 class TensorParallelMultiheadAttention(nn.Module):
@@ -195,7 +195,7 @@ class TensorParallelMultiheadAttention(nn.Module):
         check_share("heads", heads, axis_group.size)
         check_share("kv_heads", shared, axis_group.size)
         self.width, self.head_size, self.causal = width, width // heads, causal
-        self._wire = axis_group
+        self._axis_group = axis_group
 
         def product(number: int, inputs: int, outputs: int, mode: Mode) -> TensorParallelLinear:
             whole = seeded_linear(inputs, outputs, bias, 4 * seed + number)
@@ -211,7 +211,7 @@ class TensorParallelMultiheadAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, S, D), equal on all ranks, to the same shape."""
-        let_in = copy_to_group(x, self._wire)
+        let_in = copy_to_group(x, self._axis_group)
         query, key, value = (self._heads(part.product(let_in)) for part in (self.query, self.key, self.value))
         grouped = query.shape[1] != key.shape[1]
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=grouped)

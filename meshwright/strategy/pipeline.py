@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.errors import ConfigError, DataError, PlanError
-from meshwright.models.structure import ModelStructure, read_anatomy
+from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.plan import Layout
 from meshwright.runtime.build import build, check
 from meshwright.runtime.clock import StepTimer
@@ -253,7 +253,7 @@ def pair_of(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def takes_tokens(model: nn.Module) -> bool:
     """Whether a model can be tried out on tokens."""
-    return read_anatomy(model).embedding is not None
+    return read_structure(model).embedding is not None
 
 
 def _pipeline_of(layout: Layout | str | DeviceMesh | None, mesh: DeviceMesh | None) -> Layout | str | DeviceMesh:

@@ -86,7 +86,7 @@ class Trainer:
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
         self._standing = RankProgress(parts.progress, parts.faults, lambda: self.step)
-        parts.program.passage.tell = self._standing.enter
+        parts.program.progress_hooks.tell = self._standing.enter
         if parts.program.mesh is not None:
             parts.program.mesh.log.on_wait = self._standing.waits
 

@@ -17,7 +17,7 @@ from meshwright.models.export import export_hf
 from meshwright.models.forward import IGNORED, document_positions, model_forward, model_output
 from meshwright.models.generate import generate_tokens
 from meshwright.models.measure import measure_shape
-from meshwright.models.structure import read_anatomy
+from meshwright.models.structure import read_structure
 from meshwright.shape import ModelShape
 
 torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def test_an_output_without_logits_is_refused():
 
     module = Wrong(2, 2)
     with pytest.raises(ConfigError, match="must give logits"):
-        model_forward(module, read_anatomy(module), torch.zeros(2, 3, dtype=torch.long))
+        model_forward(module, read_structure(module), torch.zeros(2, 3, dtype=torch.long))
 
 
 def test_positions_start_anew_only_where_documents_do():

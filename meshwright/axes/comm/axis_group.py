@@ -110,7 +110,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._name = f"{op} over {axis_group.axis} of {of}" if of else f"{op} over {axis_group.axis}"
-        self._works, self._done, self._wire, self._op, self._bytes = works, done, axis_group, op, sent_bytes
+        self._works, self._done, self._axis_group, self._op, self._bytes = works, done, axis_group, op, sent_bytes
         self._started, self._finished = time.perf_counter(), False
         self._event = _recorded_event() if axis_group.on_cuda else None
         self._number = axis_group.log.begin()
@@ -119,7 +119,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         """Waits for the transfer; the process group's own timeout bounds it."""
         if self._finished:
             return True
-        log = self._wire.log
+        log = self._axis_group.log
         begun = time.perf_counter()
         # On CUDA the host doesn't wait, the computing stream does: its events say for how long.
         event = _recorded_event() if self._event is not None else None
@@ -133,10 +133,10 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
             log.on_wait("", self._number, 0)
         now = time.perf_counter()
         if self._event is None:
-            log.add(self._wire.axis, self._op, self._bytes, now - self._started, now - begun)
+            log.add(self._axis_group.axis, self._op, self._bytes, now - self._started, now - begun)
         else:
-            log.add(self._wire.axis, self._op, self._bytes, 0.0, 0.0)
-            log.add_events(self._wire.axis, self._op, self._event, event, _recorded_event())
+            log.add(self._axis_group.axis, self._op, self._bytes, 0.0, 0.0)
+            log.add_events(self._axis_group.axis, self._op, self._event, event, _recorded_event())
         return True
 
 

@@ -102,7 +102,7 @@ class Dispatch:
     """
 
     def __init__(self, module: nn.Module, rows: ExpertRows, axis_group: AxisGroup, same: AxisGroup | None) -> None:
-        self._module, self._rows, self._wire, self._same = module, rows, axis_group, same
+        self._module, self._rows, self._axis_group, self._same = module, rows, axis_group, same
         self._compute = module.forward
         spans = [rows.span(index, axis_group.size) for index in range(axis_group.size)]
         self._held = [stop - start for start, stop in spans]
@@ -140,8 +140,8 @@ class Dispatch:
         counts = torch.searchsorted(experts, torch.arange(self._rows.experts + 1, device=order.device)).diff()
         sent, received, local = self._announce(counts)
         rows = _Spread.apply(tokens, order[: sum(sent)], place, k)
-        done = self._computed(_Exchanged.apply(rows, self._wire, sent, received), local)
-        back = _Exchanged.apply(done, self._wire, received, sent)
+        done = self._computed(_Exchanged.apply(rows, self._axis_group, sent, received), local)
+        back = _Exchanged.apply(done, self._axis_group, received, sent)
         return (_by_token(back, place, k) * weights.unsqueeze(-1)).sum(dim=1).to(tokens.dtype)
 
     def _announce(self, counts: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
@@ -150,8 +150,8 @@ class Dispatch:
         Returns:
             Slots for each rank, slots from each rank, and the local expert of each slot that comes.
         """
-        held, size = self._held[self._wire.index], self._wire.size
-        coming = exchange(counts, self._wire, self._held, [held] * size).view(size, held)
+        held, size = self._held[self._axis_group.index], self._axis_group.size
+        coming = exchange(counts, self._axis_group, self._held, [held] * size).view(size, held)
         known = torch.cat([counts, coming.sum(dim=1)]).tolist()  # one wait for the device, not two
         sent, at = [], 0
         for number in self._held:

@@ -42,7 +42,7 @@ class GatheredAttention(TorchFunctionMode):
 
     def __init__(self, axis_group: AxisGroup) -> None:
         super().__init__()
-        self._wire = axis_group
+        self._axis_group = axis_group
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,7 +52,7 @@ class GatheredAttention(TorchFunctionMode):
         if func is not _ATTENTION:
             return func(*args, **named)
         named |= dict(zip(_NAMES, args))
-        axis_group, query = self._wire, named.pop("query")
+        axis_group, query = self._axis_group, named.pop("query")
         keys, values = (
             in_order(all_gather_tokens(named.pop(name), axis_group, -2, True), -2, axis_group.size)
             for name in ("key", "value")

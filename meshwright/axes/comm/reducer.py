@@ -50,7 +50,7 @@ class GradientReducer:
         axis_group: AxisGroup,
         layers: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._wire = axis_group
+        self._axis_group = axis_group
         self._active = False
         self._next = 0
         self._buckets: list[_Bucket] = []
@@ -118,7 +118,7 @@ class GradientReducer:
             payload = grads[0]
         else:
             payload = bucket.flat = torch.cat([grad.reshape(-1) for grad in grads])
-        bucket.transfer = self._wire.all_reduce(payload, bucket.of)
+        bucket.transfer = self._axis_group.all_reduce(payload, bucket.of)
 
     @staticmethod
     def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -74,7 +74,7 @@ class BookedAllGather(AllGather):
     """Gathers a unit's parameters: every rank's flat shard to the flat whole; ``of`` names the unit in messages."""
 
     def __init__(self, axis_group: AxisGroup, of: str = "") -> None:
-        self._wire, self._of = axis_group, of
+        self._axis_group, self._of = axis_group, of
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""
@@ -84,7 +84,7 @@ class BookedAllGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Gathers ``input_tensor: (n,)`` of all ranks into ``output_tensor: (size * n,)``."""
-        transfer = self._wire.all_gather(output_tensor, input_tensor, self._of)
+        transfer = self._axis_group.all_gather(output_tensor, input_tensor, self._of)
         if async_op:
             return transfer
         transfer.wait()
@@ -95,7 +95,7 @@ class BookedReduceScatter(ReduceScatter):
     """Sums a unit's gradients and leaves each rank its flat shard; ``of`` names the unit in messages."""
 
     def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
-        self._wire, self._late, self._of = axis_group, late, of
+        self._axis_group, self._late, self._of = axis_group, late, of
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""
@@ -108,7 +108,7 @@ class BookedReduceScatter(ReduceScatter):
         if op != dist.ReduceOp.SUM:
             raise AssertionError(f"gradients are summed, FSDP2 asked for {op}")
         self._late.advance()
-        transfer = self._wire.reduce_scatter(output_tensor, input_tensor, self._of)
+        transfer = self._axis_group.reduce_scatter(output_tensor, input_tensor, self._of)
         if async_op:
             return transfer
         self._late.scatter(transfer)

@@ -45,20 +45,20 @@ def test_layers_tell_forward_in_order_and_backward_in_reverse(mode: str) -> None
     layers, told = [Layer(), Layer("tuple"), Layer("dict"), Layer()], list[int]()
     if mode == "full":
         recompute.apply(layers, mode, None)
-    passage = LayerProgressHooks()
-    passage.watch(layers, first=4)
+    progress_hooks = LayerProgressHooks()
+    progress_hooks.watch(layers, first=4)
     assert list(inspect.signature(layers[0].forward).parameters)[:2] != [], "what it took, it takes"
     x = torch.ones(2, 3)
     through(layers, x).sum().backward()
     assert told == [], "nobody listens"
     runs = layers[0].runs
-    passage.tell = told.append
+    progress_hooks.tell = told.append
     out = through(layers, x)
     assert told == [4, 5, 6, 7, OUTSIDE]
     out.sum().backward()
     assert told[5:] == [7, 6, 5, 4], "also where the forward runs again for it"
     assert layers[0].runs - runs == (2 if mode == "full" else 1)
-    passage.outside()
+    progress_hooks.outside()
     with torch.no_grad():
         through(layers, x)
     assert told[9:] == [OUTSIDE, 4, 5, 6, 7, OUTSIDE]
