@@ -27,7 +27,7 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit): .")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gap:
+class Deviation:
     """An error and the bound that it is held against, both relative."""
 
     error: float
@@ -160,16 +160,16 @@ def merged(layout: str, ranks: list[dict[str, Any]], scope: Scope | None = None,
 
     Args:
         layout: text form.
-        ranks: per rank ``loss``, ``norm`` (each a `Gap`) and ``gradients``, ``weights`` (name to `Gap`).
+        ranks: per rank ``loss``, ``norm`` (each a `Deviation`) and ``gradients``, ``weights`` (name to `Deviation`).
         scope: what was proven.
         allow_whole: whether a layout passes that left whole what it was asked to split.
     """
     gradients = _by_name(rank["gradients"] for rank in ranks)
     weights = _by_name(rank["weights"] for rank in ranks)
-    loss, norm = (worse(rank[key] for rank in ranks) for key in ("loss", "norm"))
+    loss, norm = (worst_of(rank[key] for rank in ranks) for key in ("loss", "norm"))
     both = [*gradients.items(), *weights.items()]
-    name, error = max(both, key=lambda item: item[1].share, default=("", Gap(error=0.0, bound=EXACT)))
-    grad, weight = (worse(found.values()) for found in (gradients, weights))
+    name, error = max(both, key=lambda item: item[1].share, default=("", Deviation(error=0.0, bound=EXACT)))
+    grad, weight = (worst_of(found.values()) for found in (gradients, weights))
     gaps = (loss, grad, norm, weight)
     equal = all(gap.within for gap in gaps)
     differs = _Difference(layout=layout, loss=loss, norm=norm, gradients=gradients, weights=weights)
@@ -194,11 +194,11 @@ class _Difference:
     """How a layout's run differs from one device's; errors are relative."""
 
     layout: str
-    loss: Gap
-    norm: Gap
-    gradients: Mapping[str, Gap]
+    loss: Deviation
+    norm: Deviation
+    gradients: Mapping[str, Deviation]
     """The worst of any compared step and rank, by weight."""
-    weights: Mapping[str, Gap]
+    weights: Mapping[str, Deviation]
     """The same after the last step."""
 
     @property
@@ -225,10 +225,10 @@ class _Difference:
             f"{self._told(self.loss)}: {self._cause(kind == 'gradient')}"
         )
 
-    def _told(self, gap: Gap) -> str:
+    def _told(self, gap: Deviation) -> str:
         return f"{gap.error:.1e}" if self.exact else f"{gap.error:.1e} (allowed {gap.bound:.1e})"
 
-    def _off(self, errors: Mapping[str, Gap]) -> list[str]:
+    def _off(self, errors: Mapping[str, Deviation]) -> list[str]:
         return [name for name, gap in errors.items() if not gap.within]
 
     def _cause(self, gradient: bool) -> str:
@@ -255,14 +255,14 @@ def left_whole(scope: Scope) -> str:
     )
 
 
-def worse(gaps: Iterable[Gap]) -> Gap:
+def worst_of(gaps: Iterable[Deviation]) -> Deviation:
     """Returns the gap that takes most of its bound; none at all is no error."""
-    return max(gaps, key=lambda gap: gap.share, default=Gap(error=0.0, bound=EXACT))
+    return max(gaps, key=lambda gap: gap.share, default=Deviation(error=0.0, bound=EXACT))
 
 
-def _by_name(rows: Iterable[Mapping[str, Gap]]) -> dict[str, Gap]:
-    found: dict[str, Gap] = {}
+def _by_name(rows: Iterable[Mapping[str, Deviation]]) -> dict[str, Deviation]:
+    found: dict[str, Deviation] = {}
     for row in rows:
         for name, gap in row.items():
-            found[name] = worse([found[name], gap]) if name in found else gap
+            found[name] = worst_of([found[name], gap]) if name in found else gap
     return found

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from meshwright.proof.compare import EXACT, Gap, largest, part_error, relative, scales, worse
-from meshwright.proof.rounding import UNITS, Known, Rounding, Size, known_of, sizes
+from meshwright.proof.compare import EXACT, Deviation, largest, part_error, relative, scales, worst_of
+from meshwright.proof.rounding import UNITS, PlainDeviation, Rounding, TensorScale, plain_deviations, tensor_scales
 from meshwright.runtime.weights import Weight
 
 
@@ -26,14 +26,14 @@ class Difference:
         self._wanted, self._floor = wanted, floor
         self._plain: Mapping[Any, tuple[torch.Tensor, float]] = wanted.get("plain", {})
         self._rounding = None if precision == "float64" else Rounding(unit=UNITS[precision])
-        self.loss = self.norm = Gap(error=0.0, bound=EXACT)
-        self.gradients: dict[str, Gap] = {}
-        self.weights: dict[str, Gap] = {}
+        self.loss = self.norm = Deviation(error=0.0, bound=EXACT)
+        self.gradients: dict[str, Deviation] = {}
+        self.weights: dict[str, Deviation] = {}
 
     def outcome(self, step: int, loss: float, norm: float) -> None:
         """Compares a step's loss and gradient norm."""
-        self.loss = worse((self.loss, self._scalar("losses", step, loss)))
-        self.norm = worse((self.norm, self._scalar("norms", step, norm)))
+        self.loss = worst_of((self.loss, self._scalar("losses", step, loss)))
+        self.norm = worst_of((self.norm, self._scalar("norms", step, norm)))
 
     def gradient(self, step: int, weights: Sequence[Weight], factor: torch.Tensor) -> None:
         """Compares what the weights hold with a step's gradients.
@@ -44,31 +44,33 @@ class Difference:
             factor: from held to true gradients.
         """
         gradients = self._wanted["gradients"][step]
-        scale, known = scales(gradients), dict[str, Known]()
+        scale, known = scales(gradients), dict[str, PlainDeviation]()
         if self._rounding is not None:
-            known = known_of({name: self._plain[step, name] for name in gradients}, sizes(gradients))
+            known = plain_deviations({name: self._plain[step, name] for name in gradients}, tensor_scales(gradients))
         for weight in weights:
             assert weight.gradient is not None
             found = weight.gradient.cpu().to(torch.float64) * factor.cpu()
             part = weight.part(gradients[weight.name])
             if self._rounding is None:
-                gap = Gap(error=part_error(found, part, scale[weight.name]), bound=EXACT)
+                gap = Deviation(error=part_error(found, part, scale[weight.name]), bound=EXACT)
             else:
                 plain = weight.part(self._plain[step, weight.name][0])
                 gap = self._rounding.gradient(found, part, plain, known[weight.name], step)
-            self.gradients[weight.name] = worse((self.gradients.get(weight.name, gap), gap))
+            self.gradients[weight.name] = worst_of((self.gradients.get(weight.name, gap), gap))
 
     def trained(self, weights: Sequence[Weight], steps: int) -> None:
         """Compares weights after the last of some steps; in low precision relative to what these moved them by."""
-        wanted, known = self._wanted["weights"], dict[str, Known]()
+        wanted, known = self._wanted["weights"], dict[str, PlainDeviation]()
         if self._rounding is not None:
-            moved = Size(rms=self._floor, largest=self._floor)
-            known = known_of({name: self._plain["weights", name] for name in wanted}, dict.fromkeys(wanted, moved))
+            moved = TensorScale(rms=self._floor, largest=self._floor)
+            known = plain_deviations(
+                {name: self._plain["weights", name] for name in wanted}, dict.fromkeys(wanted, moved)
+            )
         for weight in weights:
             whole, found = wanted[weight.name], weight.local.cpu()
             part = weight.part(whole)
             if self._rounding is None:
-                gap = Gap(error=part_error(found, part, max(largest([whole]), self._floor)), bound=EXACT)
+                gap = Deviation(error=part_error(found, part, max(largest([whole]), self._floor)), bound=EXACT)
             else:
                 plain = weight.part(self._plain["weights", weight.name][0])
                 gap = self._rounding.weight(found, part, plain, known[weight.name], steps - 1)
@@ -79,9 +81,9 @@ class Difference:
         """What `compare.merged` takes of a rank."""
         return {"loss": self.loss, "norm": self.norm, "gradients": self.gradients, "weights": self.weights}
 
-    def _scalar(self, kind: str, step: int, found: float) -> Gap:
+    def _scalar(self, kind: str, step: int, found: float) -> Deviation:
         wanted = self._wanted[kind]
         if self._rounding is None:
-            return Gap(error=relative(found, wanted[step]), bound=EXACT)
+            return Deviation(error=relative(found, wanted[step]), bound=EXACT)
         plain = max(float(error) / max(abs(value), 1e-300) for error, value in zip(self._plain[kind][0], wanted))
         return self._rounding.scalar(found, wanted[step], plain, step)

@@ -25,7 +25,7 @@ from meshwright.plan import Layout
 from meshwright.proof.compare import EXACT
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import Forward, Trace, drawing, spread, train_plainly
-from meshwright.proof.rounding import DRAWS, UNITS, Errors
+from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
 from meshwright.runtime.buffers import MovingBuffers
 from meshwright.train.feed import MicroBatch
 
@@ -92,7 +92,7 @@ def _reference(
     found |= {"gradients": truth.gradients, "weights": truth.weights}
     if precision != "float64":
         del module
-        errors = Errors(truth)
+        errors = ErrorStatistics(truth)
         for scale in SCALES if precision == "fp16" else SCALES[-1:]:
             fault = _round_off(device, precision, scale, errors)
             if not fault:
@@ -107,7 +107,7 @@ def _reference(
     return ""
 
 
-def _round_off(device: _OneDevice, precision: str, scale: float, errors: Errors) -> str:
+def _round_off(device: _OneDevice, precision: str, scale: float, errors: ErrorStatistics) -> str:
     """Trains plainly in a low precision, as often as its errors are drawn; returns what of it isn't finite."""
     for draw in range(DRAWS):
         # The first draw is that of any device; the others round other numbers, as near to the weights.

@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 
-from meshwright.proof.compare import TINY_SHARE, Gap, largest, part_error, relative, worse
+from meshwright.proof.compare import TINY_SHARE, Deviation, largest, part_error, relative, worst_of
 from meshwright.proof.reference import Trace
 
 UNITS = {"float32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -58,7 +58,7 @@ JUMPS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
+class TensorScale:
     """What a tensor's errors are relative to."""
 
     rms: float
@@ -72,15 +72,17 @@ def rms(tensor: torch.Tensor) -> float:
     return math.sqrt(float(tensor.to(torch.float64).square().mean())) if tensor.numel() else 0.0
 
 
-def sizes(reference: Mapping[str, torch.Tensor]) -> dict[str, Size]:
+def tensor_scales(reference: Mapping[str, torch.Tensor]) -> dict[str, TensorScale]:
     """Returns each tensor's sizes, none under `TINY_SHARE` of the model's largest."""
-    found = {name: Size(rms=rms(tensor), largest=largest([tensor])) for name, tensor in reference.items()}
+    found = {name: TensorScale(rms=rms(tensor), largest=largest([tensor])) for name, tensor in reference.items()}
     spread, most = (max((getattr(size, key) for size in found.values()), default=0.0) for key in ("rms", "largest"))
     spread, most = max(TINY_SHARE * spread, 1e-300), max(TINY_SHARE * most, 1e-300)
-    return {name: Size(rms=max(size.rms, spread), largest=max(size.largest, most)) for name, size in found.items()}
+    return {
+        name: TensorScale(rms=max(size.rms, spread), largest=max(size.largest, most)) for name, size in found.items()
+    }
 
 
-def middle(errors: torch.Tensor) -> float:
+def median_abs(errors: torch.Tensor) -> float:
     """Returns the median of absolute values; 0 for none."""
     return float(errors.abs().median()) if errors.numel() else 0.0
 
@@ -96,12 +98,12 @@ def moderated(error: float, entries: int, common: float) -> float:
     return math.sqrt((entries * error**2 + PRIOR * common**2) / (entries + PRIOR))
 
 
-def scattered(entries: int) -> float:
+def small_sample_factor(entries: int) -> float:
     """Returns `FACTOR` for a statistic of so many entries."""
     return FACTOR * (1 + 2 / math.sqrt(max(1, entries)))
 
 
-class Errors:
+class ErrorStatistics:
     """What the plain device's trainings were off by, over all that are added.
 
     Args:
@@ -140,37 +142,39 @@ class Errors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class PlainDeviation:
     """What the plain device shows of one whole tensor; relative errors."""
 
-    size: Size
+    size: TensorScale
     rms: float
     """Of all entries, moderated."""
-    middle: float
+    median_abs: float
     """The median, moderated."""
     largest: float
     """Of any entry, but no less than ``rms``; relative to the largest entry."""
 
 
-def known_of(errors: Mapping[str, tuple[torch.Tensor, float]], relative_to: Mapping[str, Size]) -> dict[str, Known]:
+def plain_deviations(
+    errors: Mapping[str, tuple[torch.Tensor, float]], relative_to: Mapping[str, TensorScale]
+) -> dict[str, PlainDeviation]:
     """Returns what the plain device shows of each tensor.
 
     Args:
-        errors: of each tensor, as in `Errors.found`.
+        errors: of each tensor, as in `ErrorStatistics.found`.
         relative_to: what errors are relative to.
     """
-    sizes = {name: relative_to[name].rms for name in errors}
-    by_rms = {name: rms(error) / sizes[name] for name, (error, _) in errors.items()}
-    by_middle = {name: middle(error) / sizes[name] for name, (error, _) in errors.items()}
-    common = [statistics.median(found.values()) for found in (by_rms, by_middle)]
+    scale_of = {name: relative_to[name].rms for name in errors}
+    by_rms = {name: rms(error) / scale_of[name] for name, (error, _) in errors.items()}
+    by_median = {name: median_abs(error) / scale_of[name] for name, (error, _) in errors.items()}
+    common = [statistics.median(found.values()) for found in (by_rms, by_median)]
     made = {}
     for name, (error, biggest) in errors.items():
         size = relative_to[name]
         whole = moderated(by_rms[name], error.numel(), common[0])
-        made[name] = Known(
+        made[name] = PlainDeviation(
             size=size,
             rms=whole,
-            middle=moderated(by_middle[name], error.numel(), common[1]),
+            median_abs=moderated(by_median[name], error.numel(), common[1]),
             largest=max(biggest, whole * size.rms) / size.largest,
         )
     return made
@@ -193,7 +197,7 @@ class Rounding:
         """
         return (LATER if step else 1.0) * (factor * plain + self.unit)
 
-    def scalar(self, found: float, wanted: float, plain: float, step: int) -> Gap:
+    def scalar(self, found: float, wanted: float, plain: float, step: int) -> Deviation:
         """Compares a loss or norm.
 
         Args:
@@ -202,9 +206,11 @@ class Rounding:
             plain: the plain device's relative error.
             step: steps before this one.
         """
-        return Gap(error=relative(found, wanted), bound=self.allowed(plain, step))
+        return Deviation(error=relative(found, wanted), bound=self.allowed(plain, step))
 
-    def gradient(self, found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, known: Known, step: int) -> Gap:
+    def gradient(
+        self, found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, known: PlainDeviation, step: int
+    ) -> Deviation:
         """Compares a rank's part of a gradient; returns the worse of its root mean square and largest errors.
 
         Args:
@@ -214,20 +220,22 @@ class Rounding:
             known: of the whole gradient.
             step: steps before this one.
         """
-        factor = scattered(found.numel())
+        factor = small_sample_factor(found.numel())
         bound = self.allowed(known.rms, step, factor)
         if (error := self._errors(found, wanted, known)) is None:
-            return Gap(error=math.inf, bound=bound)
+            return Deviation(error=math.inf, bound=bound)
         own = rms(plain) / known.size.rms
         biggest = part_error(found, wanted, known.size.largest)
-        return worse(
+        return worst_of(
             (
-                Gap(error=rms(error), bound=max(bound, self.allowed(own, step, factor))),
-                Gap(error=biggest, bound=self.allowed(known.largest, step, max(LARGEST, factor))),
+                Deviation(error=rms(error), bound=max(bound, self.allowed(own, step, factor))),
+                Deviation(error=biggest, bound=self.allowed(known.largest, step, max(LARGEST, factor))),
             )
         )
 
-    def weight(self, found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, known: Known, step: int) -> Gap:
+    def weight(
+        self, found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, known: PlainDeviation, step: int
+    ) -> Deviation:
         """Compares a rank's part of a trained weight; returns the worse of its median and root mean square errors.
 
         Args:
@@ -237,23 +245,23 @@ class Rounding:
             known: of the whole weight.
             step: of the last step, the steps before it.
         """
-        own, factor = plain / known.size.rms, scattered(found.numel())
-        bound = self.allowed(known.middle, step, factor)
-        if middle(own) > LARGEST * known.middle:
+        own, factor = plain / known.size.rms, small_sample_factor(found.numel())
+        bound = self.allowed(known.median_abs, step, factor)
+        if median_abs(own) > LARGEST * known.median_abs:
             # Rounding alone decides this part, as of a bias the keys', whose gradients are zero in exact arithmetic:
             # the update g / (|g| + eps) of AdamW has the size of the noise, which sums over more ranks make larger.
-            bound = self.allowed(middle(own), step, factor * LARGEST / FACTOR)
+            bound = self.allowed(median_abs(own), step, factor * LARGEST / FACTOR)
         if (error := self._errors(found, wanted, known)) is None:
-            return Gap(error=math.inf, bound=bound)
+            return Deviation(error=math.inf, bound=bound)
         jumps = math.sqrt(JUMPS / max(1, found.numel()))
-        return worse(
+        return worst_of(
             (
-                Gap(error=middle(error), bound=bound),
-                Gap(error=rms(error), bound=self.allowed(max(known.rms, rms(own)), step, LARGEST) + jumps),
+                Deviation(error=median_abs(error), bound=bound),
+                Deviation(error=rms(error), bound=self.allowed(max(known.rms, rms(own)), step, LARGEST) + jumps),
             )
         )
 
-    def _errors(self, found: torch.Tensor, wanted: torch.Tensor, known: Known) -> torch.Tensor | None:
+    def _errors(self, found: torch.Tensor, wanted: torch.Tensor, known: PlainDeviation) -> torch.Tensor | None:
         """Relative errors, None where something isn't finite or of another shape."""
         if not math.isfinite(part_error(found, wanted, 1.0)):
             return None

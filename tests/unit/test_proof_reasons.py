@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cli.verify import show
 from meshwright.errors import LaunchError
-from meshwright.proof.compare import EXACT, Gap, merged, one_line
+from meshwright.proof.compare import EXACT, Deviation, merged, one_line
 
 NAMES = ("embedding.weight", "blocks.0.mix.weight", "blocks.1.mix.weight", "head.weight")
 
@@ -17,10 +17,10 @@ NAMES = ("embedding.weight", "blocks.0.mix.weight", "blocks.1.mix.weight", "head
 def rank(
     loss: float, gradients: dict[str, float], weights: dict[str, float] | None = None, bound: float = EXACT
 ) -> dict[str, Any]:
-    def gaps(errors: dict[str, float]) -> dict[str, Gap]:
-        return {name: Gap(error=errors.get(name, 0.0), bound=bound) for name in NAMES}
+    def gaps(errors: dict[str, float]) -> dict[str, Deviation]:
+        return {name: Deviation(error=errors.get(name, 0.0), bound=bound) for name in NAMES}
 
-    one = Gap(error=loss, bound=bound)
+    one = Deviation(error=loss, bound=bound)
     return {"loss": one, "norm": one, "gradients": gaps(gradients), "weights": gaps(weights or {})}
 
 

@@ -19,15 +19,15 @@ from meshwright.proof.rounding import (
     LATER,
     PRIOR,
     UNITS,
-    Errors,
-    Known,
+    ErrorStatistics,
+    PlainDeviation,
     Rounding,
-    Size,
-    known_of,
+    TensorScale,
     moderated,
+    plain_deviations,
     rms,
-    scattered,
-    sizes,
+    small_sample_factor,
+    tensor_scales,
 )
 
 BF16 = Rounding(unit=UNITS["bf16"])
@@ -50,13 +50,13 @@ def test_a_bound_is_the_plain_device_s_error_and_one_rounding() -> None:
 def test_few_entries_are_drawn_towards_other_tensors_and_may_scatter() -> None:
     assert moderated(0.0, 1, 0.02) == pytest.approx(0.02 * math.sqrt(PRIOR / (PRIOR + 1)))
     assert moderated(0.01, 10**6, 0.02) == pytest.approx(0.01, rel=1e-3)
-    assert scattered(1) == 3 * FACTOR and scattered(10**6) == pytest.approx(FACTOR, rel=1e-2)
+    assert small_sample_factor(1) == 3 * FACTOR and small_sample_factor(10**6) == pytest.approx(FACTOR, rel=1e-2)
 
 
 def test_errors_of_tiny_tensors_are_relative_to_a_share_of_the_model_s_largest() -> None:
-    found = sizes({"matrix": torch.tensor([3.0, -4.0]), "bias": torch.tensor([1e-9])})
-    assert found["matrix"] == Size(rms=math.sqrt(12.5), largest=4.0)
-    assert found["bias"] == Size(rms=pytest.approx(1e-3 * math.sqrt(12.5)), largest=pytest.approx(4e-3))
+    found = tensor_scales({"matrix": torch.tensor([3.0, -4.0]), "bias": torch.tensor([1e-9])})
+    assert found["matrix"] == TensorScale(rms=math.sqrt(12.5), largest=4.0)
+    assert found["bias"] == TensorScale(rms=pytest.approx(1e-3 * math.sqrt(12.5)), largest=pytest.approx(4e-3))
 
 
 def _trace(loss: float, gradient: torch.Tensor) -> Trace:
@@ -65,18 +65,20 @@ def _trace(loss: float, gradient: torch.Tensor) -> Trace:
 
 def test_errors_of_all_draws_are_kept_entry_by_entry() -> None:
     wanted = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    errors = Errors(_trace(2.0, wanted))
+    errors = ErrorStatistics(_trace(2.0, wanted))
     for off in (0.3, -0.4):
         errors.add(_trace(2.0 + off, wanted + torch.tensor([off, 0.0], dtype=torch.float64)))
     each, most = errors.found[0, "weight"]
     assert each.tolist() == pytest.approx([math.sqrt(0.125), 0.0]) and most == pytest.approx(0.4)
     assert float(errors.found["losses"][0]) == pytest.approx(math.sqrt(0.125), rel=1e-6)
-    known = known_of({"weight": (each, most)}, sizes({"weight": wanted}))["weight"]
+    known = plain_deviations({"weight": (each, most)}, tensor_scales({"weight": wanted}))["weight"]
     assert known.rms == pytest.approx(0.25 / rms(wanted)) and known.largest == pytest.approx(0.2)
 
 
-def _known(rounded: float, scale: float) -> Known:
-    return Known(size=Size(rms=scale, largest=4 * scale), rms=rounded, middle=0.67 * rounded, largest=rounded)
+def _known(rounded: float, scale: float) -> PlainDeviation:
+    return PlainDeviation(
+        size=TensorScale(rms=scale, largest=4 * scale), rms=rounded, median_abs=0.67 * rounded, largest=rounded
+    )
 
 
 def test_a_gradient_as_far_off_as_another_draw_passes_and_a_systematic_error_or_a_wrong_entry_does_not() -> None:
