@@ -31,10 +31,10 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.session import build_program

@@ -22,22 +22,22 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshwright.calibrate.practice import WARM_UP, practise_paced
 from meshwright.cli.inputs import Machines, cluster_here, ledger_here, measure_of, model_parts
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices, count_cores
 from meshwright.launch.fork import ForkLauncher
-from meshwright.measure.practice import WARM_UP, practise_paced
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.plan import Layout
+from meshwright.parallel.build import check
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import Measure, informed, priced, recosted
 from meshwright.planner.predict import prediction
 from meshwright.planner.run_history import learn
 from meshwright.proof.layouts import all_layouts
-from meshwright.runtime.build import check
+from meshwright.spec.plan import Layout
 from meshwright.train.model_analysis import analyse_model, check_shapes
 
 MODELS = {

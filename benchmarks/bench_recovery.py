@@ -42,9 +42,9 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.verify import made_up_batches
 from meshwright.resilience.disk import DiskWriter
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.faults import FOLDER
 from meshwright.train.feed import MicroBatch

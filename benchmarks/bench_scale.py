@@ -19,20 +19,20 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.axes.comm.axis_group import TrafficLog
-from meshwright.axes.stage.cut import copied
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
-from meshwright.plan import Layout
+from meshwright.parallel import build as builder
+from meshwright.parallel.axis_group import TrafficLog
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.stage import copied
+from meshwright.parallel.step_timer import StepTimer
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.memory import ModelParts, position_memory, rest_bytes
-from meshwright.runtime import build as builder
-from meshwright.runtime.clock import StepTimer
-from meshwright.runtime.mesh import Mesh
+from meshwright.spec.plan import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.units import format_bytes, format_count
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from processes import kill_descendants
 
+from meshwright.calibrate.practice import practise
 from meshwright.cli.calibrate import CalibrateConfig, calibrate
 from meshwright.cli.inputs import Machines, cluster_here, measure_of, model_parts
 from meshwright.cli.nodes import NodeWords
@@ -31,15 +32,14 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.preload import prepare_environment
-from meshwright.measure.practice import practise
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import informed, priced, recosted
 from meshwright.planner.predict import prediction
+from meshwright.spec.plan import Layout
 from meshwright.train.model_analysis import analyse_model, check_shapes
 
 MODELS = {

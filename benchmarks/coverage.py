@@ -192,9 +192,9 @@ def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
     from meshwright.models.build import BuiltModel, build_meta
     from meshwright.models.config import ModelConfig
     from meshwright.models.experts import find_experts
-    from meshwright.plan import Layout
     from meshwright.proof.reference import OptimizerRecipe
     from meshwright.proof.verify import Case, made_up_batches, verify
+    from meshwright.spec.plan import Layout
 
     def tell(**facts: Any) -> None:
         out.write(json.dumps(facts) + "\n")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.axes.wide import Float64Ops
-from meshwright.plan import Layout
+from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.spec.plan import Layout
 from tests.plain_model import PlainModel
 
 VOCAB, STEPS, CLIP = 53, 3, 0.3

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
-from meshwright.shape import ModelShape
+from meshwright.spec.model_shape import ModelShape
 
 Row = Mapping[str, str]
 PLAIN = ("gpt", "mpt", "bloom", "opt", "neo", "megatron")

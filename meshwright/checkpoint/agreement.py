@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from meshwright.axes.comm.values import all_gather_bytes
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.folder import RefusedCheckpoint
 from meshwright.checkpoint.mirror import FetchedCheckpoint
 from meshwright.checkpoint.tensor_shards import TensorShard
 from meshwright.errors import CheckpointError
+from meshwright.parallel.byte_collectives import all_gather_bytes
 from meshwright.records import RecordCodec, RecordError
 
 T = TypeVar("T")

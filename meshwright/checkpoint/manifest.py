@@ -12,8 +12,8 @@ from typing import Any, Self
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.names import plain_name
-from meshwright.plan import Layout
 from meshwright.records import parse_json
+from meshwright.spec.plan import Layout
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

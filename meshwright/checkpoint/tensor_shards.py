@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
-from meshwright.axes.placement import Box, count
 from meshwright.errors import CheckpointError
+from meshwright.spec.placement import Box, count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,7 @@ def parts_of(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
     """Returns every box that this rank holds, with a view of its memory.
 
     Args:
-        tensors: name to a tensor that is held whole, a DTensor, or `axes.pieces.LocalBoxes`.
+        tensors: name to a tensor that is held whole, a DTensor, or `parallel.dcp_shards.LocalBoxes`.
     """
     import torch
     from torch.distributed.tensor import DTensor

@@ -20,7 +20,7 @@ from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.machine import calibration_folder, machine_facts
 from meshwright.launch.preload import prepare_environment
 from meshwright.models.config import ModelConfig
-from meshwright.shape import ModelWork
+from meshwright.spec.model_shape import ModelWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +83,8 @@ def calibrate(
     Returns:
         What was measured and where it was written; None on the ranks of torchrun other than the first.
     """
+    from meshwright.calibrate.machine import chosen_sizes, measure_rank
     from meshwright.launch.torchrun import TorchrunLauncher
-    from meshwright.measure.machine import chosen_sizes, measure_rank
 
     launcher = choose_launcher(config.devices) if nodes is None else nodes.together(_slots(config, nodes))
     devices = found_devices(None)
@@ -122,7 +122,7 @@ def _with_host(found: Calibration, devices: Devices) -> Calibration:
     """Returns a calibration with what the runtime takes beside operators and collectives, on processor cores."""
     import torch
 
-    from meshwright.measure.host import host_times
+    from meshwright.calibrate.host import host_times
     from meshwright.models.build import build_meta
     from meshwright.models.work import measure_model
 

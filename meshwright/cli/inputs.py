@@ -21,15 +21,15 @@ from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.axes.table import ShardingTable
     from meshwright.cluster.cluster import Cluster
     from meshwright.data.config import DataConfig
     from meshwright.data.tokens import TokenSet
     from meshwright.models.build import BuiltModel
     from meshwright.models.config import ModelConfig
-    from meshwright.plan import Layout
     from meshwright.planner.measured_price import Measure
-    from meshwright.shape import ModelWork
+    from meshwright.spec.model_shape import ModelWork
+    from meshwright.spec.plan import Layout
+    from meshwright.spec.sharding_table import ShardingTable
     from meshwright.train.model_analysis import ModelAnalysis
 
 CACHE = Path("prepared")

@@ -13,12 +13,12 @@ from meshwright.cli.inspect_output import told
 from meshwright.config import Config
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
+from meshwright.spec.plan import Layout
 
 if TYPE_CHECKING:
-    from meshwright.axes.table import LayerRows, ShardingTable
     from meshwright.models.build import BuiltModel
     from meshwright.planner.memory import Position
+    from meshwright.spec.sharding_table import LayerRows, ShardingTable
     from meshwright.train.model_analysis import ModelAnalysis
 
 
@@ -154,14 +154,14 @@ def _pipeline(built: BuiltModel) -> tuple[Any, dict[str, Any]]:
 
 def _priced(built: BuiltModel, layout: Layout, known: ModelAnalysis) -> dict[str, Any]:
     """Bytes of state by place of a layout."""
-    from meshwright.axes import ep
+    from meshwright.parallel import expert
+    from meshwright.parallel.build import check
     from meshwright.planner.memory import paper_memory, position_memory
-    from meshwright.runtime.build import check
     from meshwright.train.model_analysis import analyse_model
 
     check(layout, "cuda", len(built.structure.layers))
     facts = analyse_model(built, layout, known)
-    ep.check(facts.experts, layout.degree("ep"))
+    expert.check(facts.experts, layout.degree("ep"))
     parts = model_parts(built, facts)
     positions = position_memory(layout, parts)
     fullest = max(positions, key=lambda position: position.total_bytes)

@@ -13,12 +13,12 @@ from meshwright.cluster.cluster_text import with_network
 from meshwright.cluster.node import standard_node
 from meshwright.errors import ClusterError, PlanError
 from meshwright.launch.devices import Devices, device_memory_bytes
-from meshwright.plan import Layout, Plan
 from meshwright.planner import predict, state_rule
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import informed, recosted
 from meshwright.planner.run_history import learn
+from meshwright.spec.plan import Layout, Plan
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_seconds
 
@@ -58,7 +58,7 @@ def make_plans(
 
 def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
     """Reads what a layout needs of the model, refusing one that can't run."""
-    from meshwright.runtime.build import check
+    from meshwright.parallel.build import check
     from meshwright.train.model_analysis import analyse_model, check_shapes
 
     check(layout, devices.kind, len(model.built.structure.layers))

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.axes.axis import known_axes
 from meshwright.cli.arguments import answer, read_config, say, take_flag
 from meshwright.config import Config
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.config import ModelConfig
-from meshwright.plan import OFFLOADS, Layout
 from meshwright.schedules.spec import find_schedule
+from meshwright.spec.axes import known_axes
+from meshwright.spec.plan import OFFLOADS, Layout
 
 if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright.planner.choose import Candidate, Choice, Question
     from meshwright.planner.measured_price import Measure
     from meshwright.planner.scaling import Point
-    from meshwright.shape import ModelShape
+    from meshwright.spec.model_shape import ModelShape
 
 VOCABULARY = 50304
 """Of a model type that names none: GPT-2's, padded to 64."""

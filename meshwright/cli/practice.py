@@ -12,11 +12,11 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
 from meshwright.planner.choose import Question
 from meshwright.planner.measured_price import informed, priced
 from meshwright.planner.predict import prediction
 from meshwright.planner.run_history import record
+from meshwright.spec.plan import Layout
 from meshwright.units import format_seconds
 
 MODEL = ModelConfig(name="llama", layers=4, width=384, heads=6, ffn=1024, vocab=8000, context=128)
@@ -44,7 +44,7 @@ def practise_all(devices: Devices, ranks: int, rounds: int, tell: Callable[[str]
     """Runs each layout for some steps, and remembers what it took over its price.
 
     What a step took is that at the speed that the machine had while it was calibrated: of the half of the steps nearest
-    to it, each times the pace (`measure.pace`).
+    to it, each times the pace (`calibrate.pace`).
 
     Args:
         devices: of this node.
@@ -102,7 +102,7 @@ class _Runner:
         Raises:
             MeshwrightError: where the model can't run under it.
         """
-        from meshwright.measure.practice import practise_paced
+        from meshwright.calibrate.practice import practise_paced
         from meshwright.train.model_analysis import analyse_model, check_shapes
 
         facts = analyse_model(self._built, layout, tokens=self._tokens)

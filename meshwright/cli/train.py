@@ -35,11 +35,11 @@ from meshwright.launch.choice import choose_launcher
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.preload import prepare_environment
-from meshwright.plan import Layout, Plan
 from meshwright.planner.run_history import record
 from meshwright.resilience.keeper import await_keeper
 from meshwright.resilience.run_lock import FOLDER as OWNER
 from meshwright.resilience.run_lock import RunLock
+from meshwright.spec.plan import Layout, Plan
 from meshwright.train.hooks import Hook
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cli.arguments import say
 from meshwright.errors import LaunchError, MeshwrightError, PlanError, RankError
 from meshwright.launch.choice import choose_launcher
-from meshwright.plan import Plan
+from meshwright.spec.plan import Plan
 from meshwright.units import format_seconds
 
 if TYPE_CHECKING:

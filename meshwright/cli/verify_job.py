@@ -13,7 +13,7 @@ from meshwright.cli.arguments import answer, read_config, say, take_flag, take_v
 from meshwright.cli.inputs import CONFIG, PLAN, prepared, refuse_code, run_config, text_config
 from meshwright.errors import ConfigError
 from meshwright.launch.preload import prepare_environment
-from meshwright.plan import Layout, Plan
+from meshwright.spec.plan import Layout, Plan
 from meshwright.train.run_config import RunConfig
 
 if TYPE_CHECKING:

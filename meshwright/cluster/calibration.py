@@ -63,7 +63,7 @@ class Calibration:
     overlap: float | None = None
     """Share of an all-reduce that hides under matrix products, 0 to 1; None where it wasn't measured."""
     pace_s: float = 0.0
-    """Seconds of a fixed bit of work (`measure.pace`), the fastest while measuring; 0 where it wasn't timed."""
+    """Seconds of a fixed bit of work (`calibrate.pace`), the fastest while measuring; 0 where it wasn't timed."""
     pace_spread: float = 0.0
     """How much longer than that it took in the median, relative: how much else the machine was doing."""
     host: Rows = ()

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.models.build import BuiltModel
 from meshwright.models.sizes import ACTIVE_EXPERTS, size_of
-from meshwright.shape import LayerShape, Product
+from meshwright.spec.model_shape import LayerShape, Product
 
 _NUMBERED = re.compile(r"(^|\.)experts\.(\d+)\.")
 _LOW_RANK = re.compile(r"_a_proj|_down_proj_|q_lora|kv_lora|compress")

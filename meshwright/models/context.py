@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.axes import cp
-from meshwright.axes.table import ShardingTable
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import narrowed
 from meshwright.models.table import CONTEXT, SMALL, Clone, clone_of, sharding_table
 from meshwright.models.trial import LONG_PATIENCE_S, TOKENS, TOLERANCE, in_threads, reason_of, rehearse_model
+from meshwright.parallel import context
+from meshwright.spec.sharding_table import ShardingTable
 
 TRIAL_WORK = 1 << 32
 """Parameters x tokens of a trial's longest row: forward and backward of it take one core about a second, in float64."""
@@ -116,7 +116,7 @@ def trial_tokens(tokens: int, elements: int) -> tuple[int, str]:
 
 def _heads_refused(table: ShardingTable, degree: int, tensor: int) -> str:
     for name, rows in table.layers.items():
-        if why := cp.refusal(rows, degree, tensor):
+        if why := context.refusal(rows, degree, tensor):
             return f"{name}: {why}"
     return ""
 
@@ -131,16 +131,16 @@ def _rehearse(clone: Clone, table: ShardingTable, degree: int, rows: int, way: s
 
     def part(axis_group: Any) -> Any:
         module = copy.deepcopy(clone.module)
-        cp.wrap_model(module, table, axis_group, attention=way)
+        context.wrap_model(module, table, axis_group, attention=way)
         mine = clone.run(rows, module, tokens=tokens, parts=degree).reshape(rows, -1, out.shape[-1])
         held = {name: item for name, item in module.named_parameters() if item.requires_grad}
-        own = cp.own_tokens(upstream, axis_group.index, axis_group.size, way == "gather")
+        own = context.own_tokens(upstream, axis_group.index, axis_group.size, way == "gather")
         return mine.detach(), _gradients(mine, held, own)
 
     try:
         found = in_threads(degree, part, patience_s=LONG_PATIENCE_S)
         for index, (mine, _) in enumerate(found):
-            wanted = cp.own_tokens(out.detach(), index, degree, way == "gather")
+            wanted = context.own_tokens(out.detach(), index, degree, way == "gather")
             if mine.shape != wanted.shape or _apart(mine, wanted, 0.0):
                 return (
                     f"with rows of {tokens} tokens, of which each rank has some, its logits are off by "

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.axes.experts import ExpertRows
 from meshwright.errors import PlanError
+from meshwright.spec.experts import ExpertRows
 
 HIDDEN = ("hidden_states", "x", "hidden", "inputs", "tokens")
 CHOSEN = ("top_k_index", "router_indices", "selected_experts", "expert_indices", "topk_indices", "indices")

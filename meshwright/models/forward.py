@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.axes.comm.checkpoints import repeated
 from meshwright.errors import ConfigError
 from meshwright.models.structure import ModelStructure
+from meshwright.parallel.model_checkpointing import repeated
 
 IGNORED = -100
 """Target that counts for nothing, as in `torch.nn.functional.cross_entropy`."""

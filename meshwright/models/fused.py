@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_flatten
 
-from meshwright.shape import Operator
+from meshwright.spec.model_shape import Operator
 
 
 @dataclass(frozen=True, slots=True)

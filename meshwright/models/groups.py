@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.axes.table import Block, Cutting, ParameterSplit, ShardingGroup
 from meshwright.models.trace import LayerTrace, TracedMatrix, dependence, mixes_tokens, reached, touched
 from meshwright.models.units import Blocks, blocks_of, finest_units, parameter_blocks, probes, unit_masks
+from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
 
 ROUNDS = 4
 """Most times that dependences are read, with other numbers: where a unit is zero it depends on nothing."""

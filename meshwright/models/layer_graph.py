@@ -19,9 +19,6 @@ from torch import nn
 from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.axes.comm.checkpoints import inlined
-from meshwright.axes.layer_graph import LayerGraph, LayerOutput, Path
-from meshwright.axes.stage.cut import copied
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.models.build import BuiltModel, build_meta, use_float64
 from meshwright.models.clone import shrink
@@ -30,6 +27,9 @@ from meshwright.models.objective import Objective
 from meshwright.models.sizes import layer_count
 from meshwright.models.stage_rehearsal import Tokens, output_of, rehearse
 from meshwright.models.structure import ModelStructure
+from meshwright.parallel.model_checkpointing import inlined
+from meshwright.parallel.stage import copied
+from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 
 _VOCAB, _ROWS, _TOKENS = 64, 2, 10
 _SMALL = 1 << 23

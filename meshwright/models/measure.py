@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.models.blocks import read_blocks
 from meshwright.models.build import BuiltModel
 from meshwright.models.sizes import ACTIVE_EXPERTS, SYNONYMS
-from meshwright.shape import ModelShape
+from meshwright.spec.model_shape import ModelShape
 
 _EXPERT = re.compile(r"(^|\.)(experts?|expert_\w+)(\.|$)")
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.axes.comm.drawing import RandomOpsMode
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.models.structure import ModelStructure
+from meshwright.parallel.random_ops import RandomOpsMode
 
 OFFSETS = 4
 """Tokens ahead up to which the targets of a term are looked for: heads that predict several tokens."""
@@ -138,15 +138,15 @@ class _Kept:
     """Random numbers that drop nothing, so that one row gives the same in any batch."""
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
-        """As `axes.comm.drawing.RandomSource.kept`."""
+        """As `parallel.random_ops.RandomSource.kept`."""
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """As `axes.comm.drawing.RandomSource.uniform`."""
+        """As `parallel.random_ops.RandomSource.uniform`."""
         return torch.full(tuple(shape), 0.5, dtype=torch.float64, device=device)
 
     def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
-        """As `axes.comm.drawing.RandomSource.kept_scores`."""
+        """As `parallel.random_ops.RandomSource.kept_scores`."""
         return self.kept((*query.shape[:3], keys), p, query.device)
 
 

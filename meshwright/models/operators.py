@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from meshwright.axes.comm.axis_group import DifferentiableCollectives
 from meshwright.models.fused import Call, fused
-from meshwright.shape import ModuleWork, Operator
+from meshwright.parallel.axis_group import DifferentiableCollectives
+from meshwright.spec.model_shape import ModuleWork, Operator
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
@@ -31,8 +31,8 @@ FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", 
 
 
 DRAWN_BYTES = 125
-"""Bytes moved for each element that dropout draws by the operations of `axes.comm.random` on a device, which aren't run
-here: `bernoulli_` stands for them. The planner's `cost.own` counts them."""
+"""Bytes moved for each element that dropout draws by `parallel.keyed_random` on a device, which isn't run here:
+`bernoulli_` stands for it. The planner's `cost.own` counts them."""
 
 
 class BlankGroup(DifferentiableCollectives):
@@ -53,23 +53,23 @@ class BlankGroup(DifferentiableCollectives):
         return _FinishedCollective()
 
     def all_reduce(self, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `axes.comm.axis_group.AxisGroup.all_reduce`."""
+        """As `parallel.axis_group.AxisGroup.all_reduce`."""
         return self._book("all_reduce", tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `axes.comm.axis_group.AxisGroup.all_reduce_max`."""
+        """As `parallel.axis_group.AxisGroup.all_reduce_max`."""
         return self._book("all_reduce", tensor)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _FinishedCollective:
-        """As `axes.comm.axis_group.AxisGroup.all_gather`."""
+        """As `parallel.axis_group.AxisGroup.all_gather`."""
         return self._book("all_gather", output)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `axes.comm.axis_group.AxisGroup.reduce_scatter`."""
+        """As `parallel.axis_group.AxisGroup.reduce_scatter`."""
         return self._book("reduce_scatter", tensor)
 
     def all_to_all(self, outputs: Any, parts: Any) -> _FinishedCollective:
-        """As `axes.comm.axis_group.AxisGroup.all_to_all`."""
+        """As `parallel.axis_group.AxisGroup.all_to_all`."""
         whole = sum(part.numel() * part.element_size() for part in parts)
         self.sent.append(("all_to_all", whole, self.size))
         return _FinishedCollective()

@@ -9,8 +9,8 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from meshwright.axes.table import Block, Cutting, ParameterSplit, ShardingGroup
 from meshwright.models.trace import is_matrix
+from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
 
 
 def rescale_group(group: ShardingGroup, small: nn.Module, layer: nn.Module) -> ShardingGroup | None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.axes.comm.split import read_number
-from meshwright.axes.table import Block, Cutting, ParameterSplit, ShapeAttribute, ShardingGroup
 from meshwright.models.trace import LayerTrace
+from meshwright.parallel.parameter_slices import read_number
+from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShapeAttribute, ShardingGroup
 
 TOGETHER = 3
 """Most integers that are tried in every combination, beside all together."""

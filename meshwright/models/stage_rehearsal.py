@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from meshwright.axes.layer_graph import LayerGraph, held_names
-from meshwright.axes.stage.cut import Stage, copied
-from meshwright.axes.wide import Float64Ops
 from meshwright.errors import PlanError
 from meshwright.models.forward import model_output
 from meshwright.models.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.structure import ModelStructure
+from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.parallel.stage import Stage, copied
+from meshwright.spec.layer_graph import LayerGraph, held_names
 
 _STAGES = 16
 """Most stages of a rehearsal."""

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.axes.table import LayerRows, ShardingGroup, ShardingTable
-from meshwright.axes.wide import Float64Ops
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel, build_meta, use_float64
 from meshwright.models.clone import narrowed, with_windows
@@ -27,6 +25,8 @@ from meshwright.models.shape_attributes import find_numbers
 from meshwright.models.structure import ModelStructure
 from meshwright.models.trace import LayerTrace, trace
 from meshwright.models.trial import TOKENS, rehearse_layer, rehearse_model
+from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable
 
 SMALL = 1 << 24
 """Parameters up to which a model is its own clone."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from meshwright.axes.comm.checkpoints import inlined
+from meshwright.parallel.model_checkpointing import inlined
 
 
 @dataclass(slots=True)

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from meshwright.axes import tp
-from meshwright.axes.comm.axis_group import DifferentiableCollectives
-from meshwright.axes.comm.checkpoints import repeated
-from meshwright.axes.placement import LocalShard
-from meshwright.axes.table import LayerRows, ShardingTable, vocabulary_span
-from meshwright.axes.wide import Float64Ops
 from meshwright.models.trace import LayerTrace, first_tensor
+from meshwright.parallel import tensor
+from meshwright.parallel.axis_group import DifferentiableCollectives
+from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.parallel.model_checkpointing import repeated
+from meshwright.spec.placement import LocalShard
+from meshwright.spec.sharding_table import LayerRows, ShardingTable, vocabulary_span
 
 TOLERANCE = 1e-9
-"""Largest error, relative to the largest entry: what is computed in float64 alone, `axes.wide`, is off by 1e-13."""
+"""Largest error, relative to the largest entry; computed in float64 alone (`parallel.float64_ops`) it is 1e-13."""
 TOKENS = 8
 """Tokens of a short row."""
 PATIENCE_S = 20.0
@@ -43,7 +43,7 @@ class _FinishedExchange:
 
 
 class ThreadGroup(DifferentiableCollectives):
-    """One thread's end of a group of threads; offers the collectives of `axes.comm.axis_group.AxisGroup`."""
+    """One thread's end of a group of threads; offers the collectives of `parallel.axis_group.AxisGroup`."""
 
     def __init__(self, size: int, index: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         super().__init__()
@@ -211,9 +211,11 @@ def _whole(trace: LayerTrace) -> tuple[torch.Tensor, list[torch.Tensor], dict[st
 
 def _part(
     trace: LayerTrace, rows: LayerRows, axis_group: Any, sequence: bool
-) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, tuple[LocalShard | None, torch.Tensor]], list[tp.PartialGrad]]:
+) -> tuple[
+    torch.Tensor, list[torch.Tensor], dict[str, tuple[LocalShard | None, torch.Tensor]], list[tensor.PartialGrad]
+]:
     layer = duplicate(trace.layer)
-    done = tp.wrap_layer(layer, "layer", rows, axis_group, axis_group.size, sequence)
+    done = tensor.wrap_layer(layer, "layer", rows, axis_group, axis_group.size, sequence)
     inputs = {}
     for item in trace.inputs:
         held = item.detach()
@@ -324,7 +326,7 @@ def rehearse_model(
 
     def part(axis_group: Any) -> Any:
         module = duplicate(clone.module)
-        done = tp.wrap_model(module, table, axis_group, axis_group.size, sequence)
+        done = tensor.wrap_model(module, table, axis_group, axis_group.size, sequence)
         mine = clone.run(rows, module, tokens=tokens)
         cotangent = upstream
         if split and mine.shape[-1] != out.shape[-1]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from meshwright.axes.table import Block
+from meshwright.spec.sharding_table import Block
 
 PROBED_UNITS = 16
 """Runs of units by which parameters between matrices are looked at, where there are more units."""

@@ -7,6 +7,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.axes import tp
-from meshwright.axes.comm.drawing import RandomOpsMode
-from meshwright.axes.table import ShardingTable
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel
 from meshwright.models.draw_trial import may_draw
 from meshwright.models.forward import model_output
 from meshwright.models.operators import BlankGroup, faked, measure_work
-from meshwright.shape import ModelWork, ModuleWork
+from meshwright.parallel import tensor
+from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel.random_ops import RandomOpsMode
+from meshwright.spec.model_shape import ModelWork, ModuleWork
+from meshwright.spec.sharding_table import ShardingTable
 
 
 @computed_by_helper
@@ -53,7 +55,7 @@ def measure_model(
     axis_group = BlankGroup(degree)
     if degree > 1:
         assert table is not None
-        tp.wrap_model(module, table, axis_group, degree, split_tokens)  # type: ignore[arg-type]
+        tensor.wrap_model(module, table, axis_group, degree, split_tokens)  # type: ignore[arg-type]
     layers = [module.get_submodule(name) for name in built.structure.layers]
     kinds = _Kinds(layers, axis_group)
     tokens = torch.zeros(rows, sequence, dtype=torch.int64)
@@ -95,18 +97,18 @@ def _drawn(built: BuiltModel) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Masks:
-    """Stands for the numbers of `axes.comm.dropout_rng`: a mask is one operator that is found again by its name."""
+    """Stands for the numbers of `parallel.dropout_rng`: a mask is one operator that is found again by its name."""
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
-        """As `axes.comm.drawing.RandomSource.kept`."""
+        """As `parallel.random_ops.RandomSource.kept`."""
         return torch.empty(tuple(shape), dtype=torch.bool, device=device).bernoulli_(1.0 - p)
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """As `axes.comm.drawing.RandomSource.uniform`."""
+        """As `parallel.random_ops.RandomSource.uniform`."""
         return torch.empty(tuple(shape), dtype=torch.float64, device=device).bernoulli_()
 
     def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
-        """As `axes.comm.drawing.RandomSource.kept_scores`."""
+        """As `parallel.random_ops.RandomSource.kept_scores`."""
         return self.kept((*query.shape[:3], keys), p, query.device)
 
 
@@ -138,7 +140,9 @@ class _Kinds:
     def watch(self) -> None:
         """Puts the replacements in place; the module is a copy that nobody else uses."""
         for layer in self._layers:
-            layer.forward = self._replaced(layer, layer.forward)
+            wrap_forward(
+                layer, ForwardLayer.PROBE, "measured once for each kind of layer", partial(self._replaced, layer)
+            )
 
     def _replaced(self, layer: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
         key = (

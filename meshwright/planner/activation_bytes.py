@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.plan import Layout
 from meshwright.planner.cost.embedding_and_head import embedding, head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob
 from meshwright.planner.cost.prices import Price, Prices
-from meshwright.shape import ModelWork
+from meshwright.spec.model_shape import ModelWork
+from meshwright.spec.plan import Layout
 
 MODES = ("none", "selective", "full")
 """Recomputes that are told apart."""

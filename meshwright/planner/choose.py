@@ -11,7 +11,6 @@ import numpy as np
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.planner.activation_bytes import ActivationBytes, adjusted_one
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.framework_profiles import MESHWRIGHT
@@ -26,6 +25,7 @@ from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.plan import Layout
 from meshwright.units import format_bytes
 
 USABLE = 0.94

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.shape import LayerShape, ModelShape, Product
+from meshwright.spec.model_shape import LayerShape, ModelShape, Product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

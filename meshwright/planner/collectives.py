@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.axes.axis import known_axes
-from meshwright.axes.groups import carved_groups, coordinates, gradient_axes, members, state_index
-from meshwright.plan import Layout
 from meshwright.planner.model_parts import ModelParts, Places
 from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_elements
+from meshwright.spec.axes import known_axes
+from meshwright.spec.groups import carved_groups, coordinates, gradient_axes, members, state_index
+from meshwright.spec.plan import Layout
 
 ACTIVE_STAGES = 3
 """Stages of a rank that stay gathered in a pipeline. Source: torch 2.13, pipelining, `_add_unshard_reshard`."""
@@ -45,7 +45,7 @@ class Collectives:
             self.bytes[group, kind] = self.bytes.get((group, kind), 0.0) + size
 
     def sent(self) -> dict[str, int]:
-        """Returns the bytes that cross wires, by axis, as `axes.comm.axis_group.AxisGroup` counts them."""
+        """Returns the bytes that cross wires, by axis, as `parallel.axis_group.AxisGroup` counts them."""
         found: dict[str, float] = {}
         for (group, kind), size in self.bytes.items():
             others = len(group.ranks) - 1

@@ -9,7 +9,6 @@ import numpy as np
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.host import HostShare
 from meshwright.errors import ClusterError, PlanError
-from meshwright.plan import OFFLOADS, Layout
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -17,6 +16,7 @@ from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price
 from meshwright.planner.search import search
 from meshwright.planner.space import Space, layout_of
+from meshwright.spec.plan import OFFLOADS, Layout
 from meshwright.units import format_bytes
 
 AMPLE = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_bytes_per_s=1e10)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from meshwright.errors import PlanError
-from meshwright.plan import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.spec.plan import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.units import format_bytes, format_seconds
 
 NAMES = {

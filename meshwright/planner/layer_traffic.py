@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.axes.cp import local_group
-from meshwright.axes.experts import ExpertRows
-from meshwright.axes.groups import coordinates
-from meshwright.axes.table import LayerRows, ParameterSplit, ShardingGroup
-from meshwright.plan import Layout
 from meshwright.planner.collectives import Bytes, CollectiveGroup, Collectives, RankGroups
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.model_parts import ModelParts, stage_bounds
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.groups import coordinates
+from meshwright.spec.plan import Layout
+from meshwright.spec.sharding_table import LayerRows, ParameterSplit, ShardingGroup, local_group
 
 INDEX = 8
 """Bytes of an expert's number and of a count of tokens: int64."""

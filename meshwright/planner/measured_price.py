@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from meshwright.plan import Layout
 from meshwright.planner.activation_bytes import read_kept
 from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of
 from meshwright.planner.cost.operators import pieces
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.rates import MeasuredTimes
-from meshwright.shape import ModelWork
+from meshwright.spec.model_shape import ModelWork
+from meshwright.spec.plan import Layout
 
 Measure = Callable[[Layout, int], ModelWork | None]
 """(layout, rows of a micro-batch) to the operators of a rank; None where the model can't be run on fake tensors."""

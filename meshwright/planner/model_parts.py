@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from meshwright.axes.experts import ExpertRows
-from meshwright.axes.groups import carved_shards, coordinates, state_index
-from meshwright.axes.layer_graph import LayerGraph, divide, held_names
-from meshwright.axes.table import ShardingTable, vocabulary_span
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeights
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.groups import carved_shards, coordinates, state_index
+from meshwright.spec.layer_graph import LayerGraph, divide, held_names
+from meshwright.spec.plan import Layout
+from meshwright.spec.sharding_table import ShardingTable, vocabulary_span
 
 Shape = tuple[int, ...]
 

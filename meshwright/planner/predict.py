@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.planner.choose import AFTER, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, priced
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.planner.state_rule import named, predict
 from meshwright.planner.traffic import step_collectives
+from meshwright.spec.plan import Layout, Plan, Prediction
 
 
 def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelParts) -> Prediction:

@@ -16,7 +16,7 @@ from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
-from meshwright.shape import ModelWork
+from meshwright.spec.model_shape import ModelWork
 
 WIDE = 4
 """Bytes of a master weight and of a reduced gradient."""

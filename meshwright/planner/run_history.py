@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.records import parse_json
+from meshwright.spec.plan import Layout
 
 NAME = "runs.jsonl"
 """Of the file, beside the calibrations."""

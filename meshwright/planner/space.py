@@ -15,9 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.plan import OFFLOADS, Layout
 from meshwright.planner.cost.layout_batch import RECOMPUTES, Array, LayoutBatch, PricedJob, schedule_names
 from meshwright.schedules.spec import known_schedules, searched_schedules
+from meshwright.spec.plan import OFFLOADS, Layout
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
 """Columns of a core."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshwright.errors import PlanError
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, state_memory
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.units import format_bytes
 
 STATE_SHARE = 0.6

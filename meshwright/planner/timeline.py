@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.plan import Layout
 from meshwright.planner.cost.communication import CommunicationTimes
 from meshwright.planner.cost.embedding_and_head import embedding, head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
@@ -15,6 +14,7 @@ from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
 from meshwright.schedules.simulate import Simulation, simulate
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.plan import Layout
 
 
 def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Simulation | None:

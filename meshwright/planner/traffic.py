@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.plan import Layout
 from meshwright.planner.collectives import CollectiveGroup, Collectives, StateTraffic
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.model_parts import ModelParts
+from meshwright.spec.plan import Layout
 
 
 def step_collectives(job: PricedJob, layout: Layout, model: ModelParts, rank: int = 0) -> Collectives:

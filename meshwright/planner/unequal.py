@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.planner.choose import AFTER, Candidate, Choice, Question, choose
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price, price_many
@@ -26,6 +25,7 @@ from meshwright.planner.device_kinds import Kind, describe_kinds, kinds_of, plac
 from meshwright.planner.device_limits import check_host, job_for
 from meshwright.planner.explain import against
 from meshwright.planner.uneven_split import pipelines, shared
+from meshwright.spec.plan import Layout
 from meshwright.units import format_seconds
 
 ROUNDED = 1e-9

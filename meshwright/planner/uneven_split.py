@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.axes.cuts import Cuts
-from meshwright.plan import DEFAULT_SCHEDULE, Layout
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.embedding_and_head import head
 from meshwright.planner.cost.layers import LayerCost, PricedModel
@@ -23,6 +21,8 @@ from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.planner.cost.stages import kinds as block_kinds
 from meshwright.planner.device_kinds import Kind, places_of
 from meshwright.planner.space import divisors
+from meshwright.spec.balanced_cuts import Cuts
+from meshwright.spec.plan import DEFAULT_SCHEDULE, Layout
 
 ROUNDS = 4
 """How often layers are dealt out again after a stage turned out too full."""

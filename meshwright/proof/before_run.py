@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.axes.groups import world_size
 from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import count_cores, found_devices
@@ -24,12 +23,13 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink, with_every_kind
 from meshwright.models.config import ModelConfig
 from meshwright.models.table import SMALL
-from meshwright.plan import Layout
+from meshwright.parallel.build import check
 from meshwright.proof.compare import Verdict, one_line
 from meshwright.proof.layouts import layers_needed
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.runtime.build import check
+from meshwright.spec.groups import world_size
+from meshwright.spec.plan import Layout
 
 FEW, MANY = 4, 8
 """Ranks over which a layout is proven on a machine of few cores, and at most on any."""

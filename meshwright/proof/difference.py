@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from meshwright.parallel.weights import Weight
 from meshwright.proof.compare import EXACT, Deviation, largest, part_error, relative, scales, worst_of
 from meshwright.proof.rounding import UNITS, PlainDeviation, Rounding, TensorScale, plain_deviations, tensor_scales
-from meshwright.runtime.weights import Weight
 
 
 class Difference:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.axes.wide import Float64Ops
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.launch.contract import RankContext
@@ -30,11 +29,12 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.models.build import BuiltModel, use_float64
 from meshwright.models.deferred import retie
 from meshwright.models.forward import model_forward
-from meshwright.plan import Layout, Plan, Prediction
+from meshwright.parallel.build import check
+from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.proof.compare import part_error, relative, scales
 from meshwright.proof.masks import Masks
 from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainRows, PlainSchedule, train_job
-from meshwright.runtime.build import check
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.hooks import Request, StepInfo
 from meshwright.train.model_analysis import analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 
-from meshwright.axes.axis import Reads, known_axes
-from meshwright.axes.groups import mesh_shape
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Reads
+from meshwright.spec.groups import mesh_shape
+from meshwright.spec.plan import Layout
 
 
 def layers_needed(layouts: Sequence[Layout]) -> int:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshwright.axes.comm.checkpoints import inlined
-from meshwright.axes.wide import Float64Ops
 from meshwright.errors import PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
@@ -21,12 +19,14 @@ from meshwright.models.build import use_float64
 from meshwright.models.deferred import retie
 from meshwright.models.forward import author_output, model_output
 from meshwright.models.objective_trial import ForwardTrial
-from meshwright.plan import Layout
+from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.parallel.model_checkpointing import inlined
+from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.proof.compare import EXACT
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import Forward, Trace, drawing, spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
-from meshwright.runtime.buffers import MovingBuffers
+from meshwright.spec.plan import Layout
 from meshwright.train.feed import MicroBatch
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A whole training job as anyone would write it for one device: rows, schedule, clipping, AdamW, evaluation.
 
-The other side of `proof.job`. It shares no code with data/, train/ or runtime/: the order of rows and the learning rate
+The other side of `proof.job`. It shares no code with data/, train/ or parallel/: the order of rows and the learning rate
 are written down here a second time, from their documentation, one row and one number at a time.
 """
 

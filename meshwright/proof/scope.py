@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.axes.table import ShardingTable
 from meshwright.models.build import BuiltModel
 from meshwright.models.experts import find_experts
 from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
-from meshwright.plan import Layout
+from meshwright.spec.plan import Layout
+from meshwright.spec.sharding_table import ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis
 
 

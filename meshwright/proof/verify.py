@@ -25,13 +25,13 @@ from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import BuiltModel
 from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.table import sharding_table
-from meshwright.plan import Layout, Plan, Prediction
+from meshwright.parallel.build import check
 from meshwright.proof.compare import Verdict, merged, one_line
 from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import SEED, References, moved
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.scope import expert_use, read_scope, split_shares
-from meshwright.runtime.build import check
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED

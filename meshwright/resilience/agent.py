@@ -22,7 +22,6 @@ from meshwright.launch.rendezvous import listen_at
 from meshwright.launch.signals import interrupts_to
 from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
-from meshwright.plan import Plan
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.contact import STEADY_S, Contact
 from meshwright.resilience.descriptors import ensure, needed
@@ -32,6 +31,7 @@ from meshwright.resilience.leader_context import LeaderContext, LeadershipLost, 
 from meshwright.resilience.local_node import GenerationAborted, LocalNode
 from meshwright.resilience.messages import Busy, End, Fence, NodeReport, Ready, Reconfigure, Said, Start
 from meshwright.resilience.peers import SILENCE_S, Hub, Message, PeerConnection
+from meshwright.spec.plan import Plan
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.session import TrainJob
 from meshwright.transport.key import RunKey

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshwright.axes.groups import coordinates
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, State
 from meshwright.checkpoint.store import IMAGE, CheckpointStore
@@ -22,10 +21,11 @@ from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
-from meshwright.plan import Plan
 from meshwright.resilience.hang_watch import HangError, HangWatch
 from meshwright.resilience.host_memory_budget import COPIES, room_for, state_bytes
 from meshwright.resilience.slow_ranks import SlowWatch
+from meshwright.spec.groups import coordinates
+from meshwright.spec.plan import Plan
 from meshwright.train.copies import SHARE
 from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage

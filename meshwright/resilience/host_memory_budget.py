@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.plan import Plan
+from meshwright.spec.plan import Plan
 
 SHARE = 0.5
 """Share of the memory that is available now which copies may take."""

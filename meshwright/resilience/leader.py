@@ -10,7 +10,6 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError, error_of
-from meshwright.plan import Plan
 from meshwright.resilience.claims import PRESENCE_S, Claim
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.generation_ranks import HOPELESS, GenerationRanks, Patience, keep_on_disk
@@ -21,6 +20,7 @@ from meshwright.resilience.orders import choose, compose, copies, held_after, sh
 from meshwright.resilience.peers import Message, PeerConnection, until
 from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.rewinds import Rewinds
+from meshwright.spec.plan import Plan
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING
 

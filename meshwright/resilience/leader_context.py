@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from meshwright.plan import Plan
 from meshwright.resilience.claims import Claims
 from meshwright.resilience.local_node import GenerationAborted, LocalNode
 from meshwright.resilience.peers import Hub, Message, PeerConnection
+from meshwright.spec.plan import Plan
 from meshwright.train.model_analysis import ModelAnalysis
 
 

@@ -18,7 +18,6 @@ from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
 from meshwright.launch.rendezvous import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.monitor.progress import RankStamp
-from meshwright.plan import Plan
 from meshwright.resilience.courier import Helper, Inlet, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.generation_ranks import GenerationRanks
@@ -32,6 +31,7 @@ from meshwright.resilience.host_memory_budget import (
 )
 from meshwright.resilience.peers import Message
 from meshwright.resilience.spare_copies import SpareCopies, ranks_to_copy
+from meshwright.spec.plan import Plan
 from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import Copied

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from meshwright.checkpoint.remote import whole_steps
-from meshwright.plan import Plan
 from meshwright.resilience.generation_ranks import steps_between
 from meshwright.resilience.host_memory_budget import nodes_have_room, state_bytes
 from meshwright.resilience.peers import Message
+from meshwright.spec.plan import Plan
 from meshwright.train.config import RecoveryConfig
 
 LINK_BYTES_S = 1.25e9

@@ -25,7 +25,6 @@ from meshwright.launch.host_memory import SUPERVISOR_SCORE, prefer_for_killing
 from meshwright.launch.signals import interrupts_to
 from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
-from meshwright.plan import Plan
 from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
@@ -33,6 +32,7 @@ from meshwright.resilience.generation_ranks import HOPELESS, GenerationRanks, Pa
 from meshwright.resilience.keeper import Keeper
 from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.rewinds import Rewinds
+from meshwright.spec.plan import Plan
 from meshwright.train.faults import parse_faults
 from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING

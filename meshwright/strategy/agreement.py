@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.errors import ConfigError
-from meshwright.runtime.program import Program
-from meshwright.runtime.weights import Weight
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.program import Program
+from meshwright.parallel.weights import Weight
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT_BITS = 50

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel, is_transformers, use_float64, without_cache
 from meshwright.models.config import ModelConfig
@@ -20,9 +19,11 @@ from meshwright.models.draw_trial import drawing_parts
 from meshwright.models.recorder import Recording, record
 from meshwright.models.sizes import DROPOUTS
 from meshwright.models.structure import ModelStructure, read_structure
-from meshwright.plan import Layout
-from meshwright.runtime.build import ModelSource
-from meshwright.runtime.materialise import Fill
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel.materialise import Fill
+from meshwright.parallel.model_source import ModelSource
+from meshwright.spec.plan import Layout
 from meshwright.train.model_analysis import ModelAnalysis
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -126,8 +127,9 @@ def tried_on(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
                 "as example=, a tensor (B, ...)"
             )
         return built
-    shown: Any = _shallow(built.module)
-    shown.forward = _OnExample(shown, example.detach())
+    shown = _shallow(built.module)
+    on_example = _OnExample(shown, example.detach())
+    wrap_forward(shown, ForwardLayer.PROBE, "called on an example of the user's", lambda _plain: on_example)
     return dataclasses.replace(built, module=shown)
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.errors import ConfigError
-from meshwright.runtime.program import Program
-from meshwright.runtime.weights import Weight, cut
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.program import Program
+from meshwright.parallel.weights import Weight, cut
 from meshwright.strategy.sharded_gradient import is_watched, plain_gradient, watched
 
 

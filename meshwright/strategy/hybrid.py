@@ -11,16 +11,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.build import BuiltModel
-from meshwright.plan import Layout
-from meshwright.runtime.build import TRANSFORMS, ModelSource, TransformContext, build, check
-from meshwright.runtime.clock import StepTimer
-from meshwright.runtime.materialise import Fill
-from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Program, StageModule
-from meshwright.runtime.weights import Weight
+from meshwright.parallel.axis_group import TrafficLog
+from meshwright.parallel.build import build, check, transformed
+from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel.materialise import Fill
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.program import Program
+from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.weights import Weight
+from meshwright.spec.plan import Layout
 from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
@@ -225,7 +227,7 @@ class HybridParallelStrategy:
         if layout.precision == "float64" or not layout.zero:
             # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as
             # it is, and compile=true in the layout compiles its layers.
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+            wrap_forward(module, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)
         return ShardedModel(program, layout, mesh.rank, built.structure.ties, (self.reader[1], self._average))
 
     def _run_by_engine(
@@ -362,11 +364,8 @@ def _no_compute(*_: Any) -> Any:
 
 def _outline(source: ModelSource, layout: Layout, mesh: Mesh) -> Program:
     """Builds a program that holds no memory: shapes and places alone."""
-    layers = [source.module.get_submodule(name) for name in source.layers]
-    work = TransformContext(source, layout, mesh, [StageModule(source.module, layers)])
-    for transform in TRANSFORMS:
-        transform(work)
-    return Program(work.parts, source.compute, work.view, mesh, StepTimer(mesh.device_type))
+    work = transformed(source, layout, mesh)
+    return Program(work.stages, source.compute, work.view, mesh, StepTimer(mesh.device_type))
 
 
 def _check(layout: Layout) -> None:

@@ -10,9 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from meshwright.axes.comm.axis_group import AxisGroup, TrafficLog
-from meshwright.axes.comm.flow import all_gather_tokens, copy_to_group, gather, reduce_from_group, reduce_scatter_tokens
 from meshwright.errors import ConfigError
+from meshwright.parallel.axis_group import AxisGroup, TrafficLog
+from meshwright.parallel.collectives import (
+    all_gather_tokens,
+    copy_to_group,
+    gather,
+    reduce_from_group,
+    reduce_scatter_tokens,
+)
 
 Ranks: TypeAlias = AxisGroup | DeviceMesh | dist.ProcessGroup | None
 """Who shares a layer: a mesh of one dim (``device_mesh(...)["tp"]``), a process group, or all ranks."""

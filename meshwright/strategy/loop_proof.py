@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from meshwright.axes import wide
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
-from meshwright.plan import Layout
+from meshwright.parallel import float64_ops
+from meshwright.spec.plan import Layout
 from meshwright.strategy.hybrid import HybridParallelStrategy
 from meshwright.strategy.one_device import OneDevice
 
@@ -173,7 +173,7 @@ class _ExactDevice(OneDevice):
         made = super().shard(model, optimizer, **options)
         assert self.model is not None
         if any(item.dtype == torch.float64 for item in self.model.parameters()):
-            wide.apply([self.model])
+            float64_ops.apply([self.model])
         return made
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.axes.axis import known_axes
 from meshwright.errors import ConfigError, PlanError, nearest
-from meshwright.plan import Layout
+from meshwright.spec.axes import known_axes
+from meshwright.spec.plan import Layout
 
 Dim: TypeAlias = int | str | DeviceMesh | None
 """Ranks of one axis: how many; a dim of a mesh by name; or that dim itself, ``mesh["tp"]``."""

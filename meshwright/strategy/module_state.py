@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.program import Program
-from meshwright.runtime.weights import Weight
+from meshwright.parallel.program import Program
+from meshwright.parallel.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)

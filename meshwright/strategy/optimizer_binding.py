@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.program import Program
-from meshwright.runtime.weights import Weight
+from meshwright.parallel.program import Program
+from meshwright.parallel.weights import Weight
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.sharded_gradient import plain_gradient, watched
 from meshwright.strategy.zero import TorchZeroOptimizer

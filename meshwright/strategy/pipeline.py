@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
-from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.errors import ConfigError, DataError, PlanError
 from meshwright.models.structure import ModelStructure, read_structure
-from meshwright.plan import Layout
-from meshwright.runtime.build import build, check
-from meshwright.runtime.clock import StepTimer
-from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Compute, LossView, Program
+from meshwright.parallel.axis_group import TrafficLog
+from meshwright.parallel.build import build, check
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.program import Compute, LossView, Program
+from meshwright.parallel.step_timer import StepTimer
+from meshwright.spec.plan import Layout
 from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.mesh import compute_device, ranks_of
 from meshwright.strategy.module_state import named_before

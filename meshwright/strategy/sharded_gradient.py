@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.weights import Weight, placed_like
+from meshwright.parallel.weights import Weight, placed_like
 
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 _CLEARING = ("zero_", "detach", "detach_", "requires_grad_", "__get__", "__set__")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.axes.pieces import LocalBoxes
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
-from meshwright.runtime.program import Program
-from meshwright.runtime.weights import Weight
+from meshwright.parallel.dcp_shards import LocalBoxes
+from meshwright.parallel.program import Program
+from meshwright.parallel.weights import Weight
+from meshwright.spec.plan import Layout
 from meshwright.strategy.agreement import AgreementCheck
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_parts

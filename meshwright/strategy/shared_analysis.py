@@ -9,10 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
 
-from meshwright.axes.comm.values import broadcast_bytes
-from meshwright.axes.experts import ExpertRows
-from meshwright.axes.layer_graph import LayerGraph, LayerOutput
-from meshwright.axes.table import (
+from meshwright.errors import MeshwrightError, error_of
+from meshwright.models.build import BuiltModel
+from meshwright.models.objective_trial import ForwardTrial
+from meshwright.models.structure import ModelStructure
+from meshwright.parallel.byte_collectives import broadcast_bytes
+from meshwright.records import RecordCodec, RecordError
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.layer_graph import LayerGraph, LayerOutput
+from meshwright.spec.plan import Layout
+from meshwright.spec.sharding_table import (
     Block,
     Cutting,
     LayerRows,
@@ -21,12 +27,6 @@ from meshwright.axes.table import (
     ShardingGroup,
     ShardingTable,
 )
-from meshwright.errors import MeshwrightError, error_of
-from meshwright.models.build import BuiltModel
-from meshwright.models.objective_trial import ForwardTrial
-from meshwright.models.structure import ModelStructure
-from meshwright.plan import Layout
-from meshwright.records import RecordCodec, RecordError
 from meshwright.strategy.custom_module import tried_on
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 

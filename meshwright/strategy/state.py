@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from meshwright.axes.pieces import LocalBoxes
+from meshwright.parallel.dcp_shards import LocalBoxes
 
 
 class SavedParts(torch.Tensor):

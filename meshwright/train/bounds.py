@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.runtime.program import Program
+from meshwright.parallel.program import Program
 from meshwright.train.optimizer import MOMENTS, LocalAdamW
 from meshwright.train.state import WEIGHTS
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.axes.placement import Box
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.tensor_shards import TensorShard, cells_of, parts_of, within
-from meshwright.runtime.program import Program
+from meshwright.parallel.program import Program
+from meshwright.spec.placement import Box
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.state import BUFFERS, state_places, state_tensors
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.errors import RankError
-from meshwright.runtime.program import Program
+from meshwright.parallel.program import Program
 from meshwright.train.bounds import StateBounds
 from meshwright.train.copies import Comparison, CopyCheck, Element, as_values
 from meshwright.train.health import NO_LIMITS, Health, Limits

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from meshwright.axes.comm.vocabulary import VocabShard
+from meshwright.parallel.vocab_cross_entropy import VocabShard
 
 Scale: TypeAlias = float | torch.Tensor
 """A factor on a loss; a tensor is a scalar on the loss's device."""

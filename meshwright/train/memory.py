@@ -13,7 +13,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
 from meshwright.checkpoint.tensor_shards import digest, keepers, parts_of
 from meshwright.errors import CheckpointError
-from meshwright.runtime.program import Program
+from meshwright.parallel.program import Program
 from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage
 from meshwright.train.optimizer import LocalAdamW

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.axes.experts import ExpertRows
-from meshwright.axes.layer_graph import LayerGraph, divide
-from meshwright.axes.override import overridden
-from meshwright.axes.table import ShardingTable
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel
 from meshwright.models.context import Context, read_context, read_sequence
@@ -17,8 +13,12 @@ from meshwright.models.experts import require_experts
 from meshwright.models.layer_graph import read_layer_graph
 from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.table import sharding_table
-from meshwright.plan import Layout
-from meshwright.runtime import tensor
+from meshwright.parallel import tensor_stages
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.layer_graph import LayerGraph, divide
+from meshwright.spec.plan import Layout
+from meshwright.spec.sharding_override import overridden
+from meshwright.spec.sharding_table import ShardingTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ def analyse_model(
         layer_graph = layer_graph or read_layer_graph(model, trial.objective)
         _check_stages(model, layer_graph, layout)
     experts = experts or require_experts(model.module, layout.degree("ep"))
-    tensor.check(table, layout)
+    tensor_stages.check(table, layout)
     if layout.sequence and table is not None:
         _check_sequence(model, layout, table, tokens)
     rows, attention, tried = known.rows, known.attention, known.tried

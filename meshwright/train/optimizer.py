@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.runtime.weights import Weight
+from meshwright.parallel.weights import Weight
 from meshwright.train.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -15,9 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.axes.comm.axis_group import TrafficLog
-from meshwright.axes.cp import own_tokens
-from meshwright.axes.placement import Box
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokens import TokenSet
@@ -34,12 +31,17 @@ from meshwright.monitor.display import RunHeader
 from meshwright.monitor.flight import find_recorder
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import PROGRESS, ProgressWriter, node_progress
-from meshwright.plan import Plan
-from meshwright.runtime.build import DTYPES, ModelSource, build
-from meshwright.runtime.clock import StepTimer
-from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.peak import measure_peak
-from meshwright.runtime.program import Compute, LossView, Program
+from meshwright.parallel.axis_group import TrafficLog
+from meshwright.parallel.build import build
+from meshwright.parallel.context import own_tokens
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.peak_rate import measure_peak
+from meshwright.parallel.program import Compute, LossView, Program
+from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.transform import DTYPES
+from meshwright.spec.placement import Box
+from meshwright.spec.plan import Plan
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from meshwright.plan import Plan
+from meshwright.spec.plan import Plan
 from meshwright.units import format_bytes
 
 OUT_OF_MEMORY = "out of memory"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.runtime.program import Program
+from meshwright.parallel.program import Program
 from meshwright.train.faults import Fault
 from meshwright.train.optimizer import LocalAdamW
 

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.outcome import LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.runtime.program import Program
+from meshwright.parallel.program import Program
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from meshwright.runtime.program import Program, Stamp
-from meshwright.runtime.weights import cut
+from meshwright.parallel.program import Program, Stamp
+from meshwright.parallel.weights import cut
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 
 FIELDS = ("loss_sum", "targets", "hits", "norm_squared", "stop")
 """What the step's all-reduce carries, each a sum over all ranks; two numbers for each term of a model's own loss
-follow (`runtime.program.Compute`), then a mixture's counts by expert."""
+follow (`parallel.program.Compute`), then a mixture's counts by expert."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ def mean_terms(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
     """Returns the mean of each term of a model's own loss, whose sum is the loss.
 
     Args:
-        sums: (3 + 2 terms, ...) float64, summed over all ranks, as `runtime.program.Compute` gives them.
+        sums: (3 + 2 terms, ...) float64, summed over all ranks, as `parallel.program.Compute` gives them.
         names: of the terms; none where the cross-entropy is the loss.
     """
     if not names:
@@ -197,7 +197,7 @@ class Stepper:
         return vector[3].sqrt() * factor, vector, factor
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's sums of `runtime.program.Compute`, summed over all ranks that read other data."""
+        """Returns this rank's sums of `parallel.program.Compute`, summed over all ranks that read other data."""
         return self.world_sum(sums.to(torch.float64) / self._copies)
 
     def world_sum(self, values: torch.Tensor) -> torch.Tensor:

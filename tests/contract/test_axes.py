@@ -7,8 +7,9 @@ import math
 
 import pytest
 
-from meshwright.axes.axis import Axis, Holds, Reads, known_axes
-from meshwright.axes.groups import (
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Axis, Holds, Reads
+from meshwright.spec.groups import (
     coordinates,
     describe_rank,
     gradient_axes,

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.axes import cp, tp
-from meshwright.axes.comm import flow, gathering, heads
-from meshwright.axes.comm.gathering import GatheredAttention
-from meshwright.axes.comm.vocabulary import VocabShard
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
+from meshwright.parallel import collectives, context, gathered_attention, head_exchange, tensor
+from meshwright.parallel.gathered_attention import GatheredAttention
+from meshwright.parallel.vocab_cross_entropy import VocabShard
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout
 from tests.tiers import cases
 
 SEQUENCE, VOCAB = 16, 61
@@ -168,17 +167,17 @@ def test_a_key_head_that_ranks_share_inside_a_fused_matrix_whose_rows_are_sharde
 
 def _no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows' products are never added up."""
-    monkeypatch.setattr(flow._ReduceFromGroup, "forward", staticmethod(lambda ctx, x, axis_group: x.view_as(x)))
+    monkeypatch.setattr(collectives._ReduceFromGroup, "forward", staticmethod(lambda ctx, x, axis_group: x.view_as(x)))
 
 
 def _no_sum_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of what enters a split part is left as this rank's share."""
-    monkeypatch.setattr(flow, "copy_to_group", lambda x, axis_group: x)
+    monkeypatch.setattr(collectives, "copy_to_group", lambda x, axis_group: x)
 
 
 def _nothing_owed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of norms under split tokens stay each rank's own."""
-    monkeypatch.setattr(tp.PartialGradReducer, "finish", lambda self: None)
+    monkeypatch.setattr(tensor.PartialGradReducer, "finish", lambda self: None)
 
 
 def _own_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,18 +187,18 @@ def _own_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank takes the first run of the tokens."""
-    own = cp.own_tokens
-    monkeypatch.setattr(cp, "own_tokens", lambda x, index, size, balanced=False: own(x, 0, size, balanced))
+    own = context.own_tokens
+    monkeypatch.setattr(context, "own_tokens", lambda x, index, size, balanced=False: own(x, 0, size, balanced))
 
 
 def _shifted_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads come back one rank off."""
-    back = heads._to_tokens
+    back = head_exchange._to_tokens
 
     def shifted(x: torch.Tensor, axis_group: Any, spans: Any, features: int) -> torch.Tensor:
         return back(x, axis_group, [*spans[1:], spans[0]], features)
 
-    monkeypatch.setattr(heads, "_to_tokens", shifted)
+    monkeypatch.setattr(head_exchange, "_to_tokens", shifted)
 
 
 def _dropped_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +206,7 @@ def _dropped_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = GatheredAttention.__torch_function__
 
     def dropped(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is gathering._ATTENTION:
+        if func is gathered_attention._ATTENTION:
             kwargs = dict(kwargs or {}) | {"attn_mask": None, "is_causal": True}
         return plain(self, func, types, args, kwargs)
 

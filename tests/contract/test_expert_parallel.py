@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes import ep
-from meshwright.axes.comm import exchange
-from meshwright.axes.comm.axis_group import AxisGroup, TrafficLog
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.experts import find_experts
-from meshwright.plan import Layout
+from meshwright.parallel import build, expert, token_dispatch
+from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.runtime import build
+from meshwright.spec.plan import Layout
 from tests.ranks.group import run_ranks
 
 SEQUENCE, VOCAB = 8, 61
@@ -86,14 +84,16 @@ def test_ranks_whose_experts_get_no_token() -> None:
 
 def _detached_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router learns nothing."""
-    routed = exchange.Dispatch._routed
-    monkeypatch.setattr(exchange.Dispatch, "_routed", lambda s, x, index, w: routed(s, x, index, w.detach()))
+    routed = token_dispatch.Dispatch._routed
+    monkeypatch.setattr(token_dispatch.Dispatch, "_routed", lambda s, x, index, w: routed(s, x, index, w.detach()))
 
 
 def _unweighted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of experts are added up as they are."""
-    routed = exchange.Dispatch._routed
-    monkeypatch.setattr(exchange.Dispatch, "_routed", lambda s, x, index, w: routed(s, x, index, torch.ones_like(w)))
+    routed = token_dispatch.Dispatch._routed
+    monkeypatch.setattr(
+        token_dispatch.Dispatch, "_routed", lambda s, x, index, w: routed(s, x, index, torch.ones_like(w))
+    )
 
 
 def _forgotten_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def _forgotten_holders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes back isn't put back in the tokens' order."""
-    by_token = exchange._by_token
-    monkeypatch.setattr(exchange, "_by_token", lambda slots, place, k: by_token(slots, place.flip(0), k))
+    by_token = token_dispatch._by_token
+    monkeypatch.setattr(token_dispatch, "_by_token", lambda slots, place, k: by_token(slots, place.flip(0), k))
 
 
 def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +131,13 @@ def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def nothing(ctx: Any, *upstream: Any) -> Any:
         return (
-            exchange.exchange(torch.zeros_like(upstream[0]), ctx.axis_group, ctx.received, ctx.sent),
+            token_dispatch.exchange(torch.zeros_like(upstream[0]), ctx.axis_group, ctx.received, ctx.sent),
             None,
             None,
             None,
         )
 
-    monkeypatch.setattr(exchange._Exchanged, "backward", staticmethod(nothing))
+    monkeypatch.setattr(token_dispatch._Exchanged, "backward", staticmethod(nothing))
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ class Experts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         out = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            token, place = torch.where(top_k_index == expert)
-            found = torch.tanh(hidden_states[token] @ self.up[expert].T) @ self.down[expert].T
+        for index in range(self.num_experts):
+            token, place = torch.where(top_k_index == index)
+            found = torch.tanh(hidden_states[token] @ self.up[index].T) @ self.down[index].T
             out = out.index_add(0, token, found * top_k_weights[token, place, None])
         return out
 
@@ -207,7 +207,7 @@ def _dispatched(rank: int, numbers: tuple[int, ...], equal: bool) -> tuple[list[
     module = Experts()
     (rows,) = find_experts(module)
     axis_group = AxisGroup("ep", torch.distributed.group.WORLD, TrafficLog())
-    places = ep.wrap(module, rows, axis_group, 1, axis_group if equal else None)
+    places = expert.wrap(module, rows, axis_group, 1, axis_group if equal else None)
     found = _run(module, _tokens(numbers[rank], 0 if equal else rank))
     return found, places[".up"].spans[0]
 

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from meshwright.errors import PlanError
-from meshwright.plan import Layout, Plan
 from meshwright.planner.memory import StateSizes, paper_memory, state_memory
 from meshwright.planner.state_rule import choose, named_plan
+from meshwright.spec.plan import Layout, Plan
 
 SIZES = StateSizes(total=1_000_000, layers=(200_000,) * 4)
 DEGREES = [{}, {"replicate": 4}, {"shard": 3}, {"replicate": 2, "shard": 8}]

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes import tp
 from meshwright.cli.main import main
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
+from meshwright.parallel import tensor
+from meshwright.parallel.program import Program
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.runtime.program import Program
+from meshwright.spec.plan import Layout
 from meshwright.train import step
 from meshwright.train.optimizer import LocalAdamW
 from tests.odd_models import ChunkModel
@@ -125,7 +125,7 @@ def _slow_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _nothing_owed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under split tokens, norms keep the gradient of their own tokens."""
-    monkeypatch.setattr(tp.PartialGradReducer, "finish", lambda self: None)
+    monkeypatch.setattr(tensor.PartialGradReducer, "finish", lambda self: None)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.measured_price import corrected
+from meshwright.spec.plan import Layout
 
 MODEL = ModelConfig(name="llama", layers=4, width=64, heads=4, ffn=128, vocab=256, context=32)
 RATE, ELEMENTS = 1e10, 1e9

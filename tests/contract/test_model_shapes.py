@@ -8,7 +8,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.shape import ModelShape
+from meshwright.spec.model_shape import ModelShape
 
 LLAMA = {"layers": 3, "width": 256, "heads": 4, "vocab": 512}
 CASES = {

@@ -18,7 +18,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.models.work import measure_model
 from meshwright.planner.cost.operators import work_seconds
-from meshwright.shape import ModelWork
+from meshwright.spec.model_shape import ModelWork
 
 ROWS, TOKENS, VOCAB = 2, 32, 96
 MODELS = ("llama", "gpt2", "qwen3", "bloom", "gemma3_text")

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.axes.wide import Float64Ops
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.objective_trial import try_forward
-from meshwright.plan import Layout, Plan, Prediction
+from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.feed import MicroBatch
 from meshwright.train.session import build_program
 from tests.ranks.group import run_ranks

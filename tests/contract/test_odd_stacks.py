@@ -9,10 +9,10 @@ import torch
 
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout
 from tests.odd_models import VOCAB
 from tests.tiers import cases
 

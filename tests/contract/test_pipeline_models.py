@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes.stage.cut import Stage
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.layer_graph import read_layer_graph
-from meshwright.plan import Layout
+from meshwright.parallel import pipeline
+from meshwright.parallel.pipeline import PipelineProgram
+from meshwright.parallel.stage import Stage
+from meshwright.parallel.weights import Weight
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.runtime import pipeline
-from meshwright.runtime.pipeline import PipelineProgram
-from meshwright.runtime.weights import Weight
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.plan import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from tests.plain_model import Block
 

@@ -11,13 +11,13 @@ from meshwright.cluster import traffic
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import standard_node
-from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine, span
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.space import cores, expand
+from meshwright.spec.plan import Layout
 
 DENSE = shape_from_sizes(TableSizes(name="dense", layers=8, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(

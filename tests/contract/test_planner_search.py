@@ -9,7 +9,6 @@ import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.plan import OFFLOADS, Layout
 from meshwright.planner.choose import Candidate, Choice, Question, candidate, choose, joined, searched
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -22,6 +21,7 @@ from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
 from meshwright.planner.state_rule import named
 from meshwright.planner.timeline import timeline
+from meshwright.spec.plan import OFFLOADS, Layout
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(

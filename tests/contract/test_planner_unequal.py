@@ -9,7 +9,6 @@ import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -17,6 +16,7 @@ from meshwright.planner.cost.price import price
 from meshwright.planner.device_kinds import kinds_of, places_of
 from meshwright.planner.unequal import _candidate, _timed, choose_unequal, why_unequal
 from meshwright.planner.uneven_split import pipelines
+from meshwright.spec.plan import Layout
 
 SHAPE = shape_from_sizes(TableSizes(name="llama", layers=16, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 

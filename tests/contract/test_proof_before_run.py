@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from meshwright.axes.comm.axis_group import AxisGroup
 from meshwright.cli import train_proof
-from meshwright.plan import Layout
+from meshwright.parallel.axis_group import AxisGroup
 from meshwright.proof import before_run
 from meshwright.proof.before_run import few_ranks
+from meshwright.spec.plan import Layout
 from meshwright.train.run_config import RunConfig
 from tests.runs import call, events, rows, words, write_corpus
 

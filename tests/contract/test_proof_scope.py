@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from meshwright.axes.table import Block, ShardingGroup
 from meshwright.cli.main import main
 from meshwright.errors import PlanError
 from meshwright.models import context, table
@@ -18,9 +17,10 @@ from meshwright.models.clone import kinds_of, pairs, shrink, walk, with_every_ki
 from meshwright.models.config import ModelConfig
 from meshwright.models.context import trial_tokens
 from meshwright.models.rescale import rescale_group
-from meshwright.plan import Layout
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout
+from meshwright.spec.sharding_table import Block, ShardingGroup
 from meshwright.train.model_analysis import analyse_model
 from tests.odd_models import VOCAB
 
@@ -96,7 +96,7 @@ def test_a_pass_names_shares_windows_and_experts() -> None:
 def test_a_layout_that_crashes_is_one_verdict_and_the_others_stand(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from meshwright.runtime import program
+    from meshwright.parallel import program
 
     plain = program.Program.forward_backward
 

@@ -8,9 +8,9 @@ import torch
 from meshwright.checkpoint.tensor_shards import parts_of
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.session import build_program
 from tests.odd_models import VOCAB
 from tests.ranks.group import run_ranks

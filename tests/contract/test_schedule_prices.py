@@ -14,7 +14,6 @@ import pytest
 from meshwright import schedules as folder
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
@@ -24,6 +23,7 @@ from meshwright.schedules.closed_form import PassSums, held_microbatches, step_s
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
+from meshwright.spec.plan import Layout
 
 SIZES = TableSizes(name="small", layers=16, width=2048, heads=16, vocab=32000, ffn=5632)
 ORIGINALS = tuple(known_schedules())

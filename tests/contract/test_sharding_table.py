@@ -9,14 +9,14 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from meshwright.axes.table import Block, ShardingTable
 from meshwright.errors import PlanError
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.table import sharding_table
-from meshwright.plan import Layout
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout
+from meshwright.spec.sharding_table import Block, ShardingTable
 from meshwright.train.model_analysis import analyse_model
 
 torch.set_num_threads(1)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.axes.wide import Float64Ops
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.strategy import HybridParallelStrategy
 from tests.own_models import (
     CLIP,

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes.comm.axis_group import AxisGroup
-from meshwright.axes.comm.reducer import GradientReducer
 from meshwright.cli.main import main
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.gradient_reducer import GradientReducer
 from meshwright.proof.compare import Verdict
 from meshwright.proof.layouts import data_layouts
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout
 from meshwright.train import step
 from meshwright.train.step import Stepper
 from tests.plain_model import PlainModel

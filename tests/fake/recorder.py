@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.axes.comm.exchange import Dispatch
-from meshwright.axes.stage.cut import copied
 from meshwright.models.build import BuiltModel
-from meshwright.plan import Layout, Plan, Prediction
+from meshwright.parallel import schedule_run
+from meshwright.parallel.program import Program
+from meshwright.parallel.stage import copied
+from meshwright.parallel.token_dispatch import Dispatch
+from meshwright.parallel.transform import DTYPES
 from meshwright.proof.verify import made_up_batches
-from meshwright.runtime import stage_run
-from meshwright.runtime.build import DTYPES
-from meshwright.runtime.program import Program
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.session import build_program
@@ -147,7 +147,7 @@ def even_routing() -> Iterator[None]:
 def known_boundary(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[None]:
     """Lets a stage know what the one before would send it when shapes are tried out."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage_run, "_receive", lambda line, index: (torch.zeros(shape, dtype=dtype),))
+        patch.setattr(schedule_run, "_receive", lambda line, index: (torch.zeros(shape, dtype=dtype),))
         yield
 
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.axes.comm.axis_group import TrafficLog
 from meshwright.launch.contract import RankContext
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
+from meshwright.parallel import build as builder
+from meshwright.parallel.axis_group import TrafficLog
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.step_timer import StepTimer
 from meshwright.planner.memory import StateSizes, state_memory
-from meshwright.runtime import build as builder
-from meshwright.runtime.clock import StepTimer
-from meshwright.runtime.mesh import Mesh
+from meshwright.spec.plan import Layout
 from tests.ranks.group import run_contexts
 
 Box = tuple[tuple[int, int], ...]

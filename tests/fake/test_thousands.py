@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import bench_scale
 from meshwright.launch.contract import RankContext
-from meshwright.runtime import build as builder
+from meshwright.parallel import build as builder
 from tests.ranks.group import run_contexts
 from tests.tiers import cases
 

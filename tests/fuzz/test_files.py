@@ -42,11 +42,11 @@ from meshwright.launch.hostfile import read_hostfile
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.monitor.report import write_report
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.planner.run_history import learn, record
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.schedules.file import build_schedule
 from meshwright.schedules.spec import find_schedule
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.run_config import RunConfig
 from meshwright.transport.key import run_key
 from tests.fuzz.mutations import changed, mutations

@@ -18,10 +18,10 @@ import torch
 
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout
 from tests.generated import oddities
 from tests.generated.models import draw_spec
 

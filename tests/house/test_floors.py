@@ -35,7 +35,7 @@ def copy(tmp_path) -> Path:
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("")
-    for name in ("__main__", "plan", "config", "events", "units", "errors"):
+    for name in ("__main__", "config", "events", "units", "errors"):
         (tmp_path / "meshwright" / f"{name}.py").write_text("")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -44,8 +44,8 @@ def copy(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("axes/replicate.py", "import meshwright.train"),
-        ("planner/search.py", "import meshwright.runtime"),
+        ("parallel/replicate.py", "import meshwright.train"),
+        ("planner/search.py", "import meshwright.models"),
         ("train/trainer.py", "def f():\n    import meshwright.proof"),
         ("events.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import meshwright.config"),
         ("attic/__init__.py", ""),
@@ -61,6 +61,6 @@ def test_the_contract_sees(copy, module, line):
 
 
 def test_the_contract_takes_a_house_in_order(copy):
-    (copy / "meshwright" / "train" / "trainer.py").write_text("import meshwright.runtime\nimport meshwright.errors")
+    (copy / "meshwright" / "train" / "trainer.py").write_text("import meshwright.parallel\nimport meshwright.errors")
     done = _lint(copy)
     assert done.returncode == 0, done.stdout

@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.calibrate import compute
+from meshwright.calibrate.clock import DeviceTimer
+from meshwright.calibrate.collectives import KINDS, placements
+from meshwright.calibrate.host import host_times
+from meshwright.calibrate.machine import fastest
 from meshwright.cli.calibrate import CalibrateConfig, calibrate
 from meshwright.cli.calibrate_output import told
 from meshwright.cli.inputs import Machines, cluster_here, ledger_here
@@ -20,15 +25,10 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts, this_cluster
-from meshwright.measure import compute
-from meshwright.measure.clock import DeviceTimer
-from meshwright.measure.collectives import KINDS, placements
-from meshwright.measure.host import host_times
-from meshwright.measure.machine import fastest
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.work import measure_model
-from meshwright.shape import ModelWork
+from meshwright.spec.model_shape import ModelWork
 
 TINY = {
     "tokens": (8, 16),
@@ -45,7 +45,7 @@ TINY = {
 
 
 def test_the_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.measure.machine.QUICK", TINY)
+    monkeypatch.setattr("meshwright.calibrate.machine.QUICK", TINY)
     found = calibrate(CalibrateConfig(devices=2, quick=True, out=str(tmp_path / "mine.json")), quiet=True)
     assert found is not None
     measured, path = found
@@ -109,7 +109,7 @@ def unasked_port() -> int:
 
 
 def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.measure.machine.QUICK", TINY)
+    monkeypatch.setattr("meshwright.calibrate.machine.QUICK", TINY)
     meet = f"127.0.0.1:{unasked_port()}"
 
     def measure(node: int) -> None:
@@ -179,7 +179,7 @@ def test_what_the_runtime_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     def work_of(model: ModelConfig, rows: int) -> ModelWork:
         return measure_model(build_meta(model), rows, 8, torch.float32)
 
-    monkeypatch.setattr("meshwright.measure.host.STEPS", 2)
+    monkeypatch.setattr("meshwright.calibrate.host.STEPS", 2)
     found = dict(host_times(Made(machine={}, ranks=2), Devices(kind="cpu", count=2, found=2, cores=2), work_of))
     assert {"operator_forward", "operator_backward", "shard_unit", "action", "step"} <= set(found)
     assert found["operator_forward"] > 0 and all(seconds >= 0 for seconds in found.values())

@@ -14,20 +14,20 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.axes.comm import drawing
-from meshwright.axes.comm.boxes import TokenSplit, Units, Unplaced, box_of
-from meshwright.axes.comm.dropout_rng import DropoutRng
-from meshwright.axes.comm.random import Box, _bits_on, kept, row_keys, uniform
 from meshwright.errors import PlanError
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.draw_trial import may_draw
-from meshwright.plan import Layout, Plan, Prediction
+from meshwright.parallel import random_ops
+from meshwright.parallel.activation_boxes import TokenSplit, Units, Unplaced, box_of
+from meshwright.parallel.dropout_rng import DropoutRng
+from meshwright.parallel.keyed_random import Box, _bits_on, kept, row_keys, uniform
 from meshwright.proof.compare import Verdict
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.session import build_program
@@ -116,7 +116,7 @@ def test_more_layouts_of_two_ranks_drop_what_one_device_drops() -> None:
 
 
 def test_weights_of_attention_that_are_made_again_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "DEAR", 0)
+    monkeypatch.setattr(random_ops, "DEAR", 0)
     all_pass(proven("gpt2", "replicate=1", "recompute=full", "recompute=selective"))
 
 

@@ -17,9 +17,9 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward
-from meshwright.plan import Layout, Plan, Prediction
+from meshwright.parallel.program import Program
 from meshwright.proof.verify import made_up_batches
-from meshwright.runtime.program import Program
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import cross_entropy_sums

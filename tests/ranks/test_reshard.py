@@ -13,8 +13,8 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.proof.verify import made_up_batches
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.machine import calibration_folder
-from meshwright.plan import Layout
 from meshwright.planner.run_history import NAME
+from meshwright.spec.plan import Layout
 from tests.runs import call, curve, words, write_corpus
 
 pytestmark = pytest.mark.slow

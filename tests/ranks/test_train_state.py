@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.axes.comm.axis_group import PendingCollective
-from meshwright.axes.comm.sharded import DeferredReductions
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.plan import Layout, Plan, Prediction
+from meshwright.parallel import build
+from meshwright.parallel.axis_group import PendingCollective
+from meshwright.parallel.fsdp_collectives import DeferredReductions
+from meshwright.parallel.program import Program
 from meshwright.planner.memory import StateSizes, paper_memory, state_memory
 from meshwright.proof.verify import made_up_batches
-from meshwright.runtime import build
-from meshwright.runtime.program import Program
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes import ep
-from meshwright.axes.axis import Reads, known_axes
-from meshwright.axes.experts import ExpertRows
-from meshwright.axes.groups import carved_groups, coordinates, mesh_shape, world_size
 from meshwright.errors import PlanError
 from meshwright.models.experts import find_experts, require_experts
+from meshwright.parallel import expert
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Reads
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.groups import carved_groups, coordinates, mesh_shape, world_size
 
 DEGREES = [
     dict(zip(("pp", "replicate", "shard", "cp", "tp", "ep"), sizes))
@@ -62,12 +63,12 @@ def test_runs_of_experts_cover_them_all(ranks: int) -> None:
 
 
 def test_degrees_that_experts_cannot_fill_are_refused() -> None:
-    ep.check([ROWS], 5)
-    ep.check([], 1)
+    expert.check([ROWS], 5)
+    expert.check([], 1)
     with pytest.raises(PlanError, match="nearest that works: ep=5"):
-        ep.check([ROWS], 6)
+        expert.check([ROWS], 6)
     with pytest.raises(PlanError, match="leave ep out"):
-        ep.check([], 2)
+        expert.check([], 2)
 
 
 class Experts(nn.Module):

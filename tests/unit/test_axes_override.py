@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.axes.override import REASON, overridden
-from meshwright.axes.table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.errors import ConfigError
+from meshwright.spec.sharding_override import REASON, overridden
+from meshwright.spec.sharding_table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 
 
 def group(module: str, columns: tuple[str, ...], row: str, heads: bool) -> ShardingGroup:

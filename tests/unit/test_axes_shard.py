@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.axes.shard import fsdp_groups
+from meshwright.parallel.fsdp import fsdp_groups
 
 
 @pytest.mark.parametrize(

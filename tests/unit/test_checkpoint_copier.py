@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, peek, read_snapshots, whole_states
 from meshwright.checkpoint.tensor_shards import digest, parts_of
 from meshwright.errors import CheckpointError
-from meshwright.runtime.weights import named_weights
+from meshwright.parallel.weights import named_weights
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.memory import Aimed
 from meshwright.train.optimizer import LocalAdamW

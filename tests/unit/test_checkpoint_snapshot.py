@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 
-from meshwright.axes.pieces import LocalBoxes
-from meshwright.axes.placement import Box
 from meshwright.checkpoint.snapshot import Segment, Snapshot, SnapshotWriter, State, read_snapshots, whole_states
 from meshwright.checkpoint.tensor_shards import TensorShard, check_covered, digest, fill, keepers, parts_of, uncovered
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dcp_shards import LocalBoxes
+from meshwright.spec.placement import Box
 
 SHAPE = (7, 5)
 

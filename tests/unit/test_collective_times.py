@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.axes.comm import axis_group
-from meshwright.axes.comm.axis_group import PendingCollective, TrafficLog
+from meshwright.parallel import axis_group
+from meshwright.parallel.axis_group import PendingCollective, TrafficLog
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.optimizer import LocalAdamW
 

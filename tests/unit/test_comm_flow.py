@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.axes.comm import flow
+from meshwright.parallel import collectives
 
 
 class Done:
@@ -32,6 +32,6 @@ def test_a_gradient_that_two_branches_share_is_summed_for_one_alone() -> None:
     x, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     axis_group: Any = DoublingWire()
     side = other * 1.0  # made first, so that backward comes to it last
-    (flow.copy_to_group(x, axis_group) + side).backward(torch.full((3,), 5.0))
+    (collectives.copy_to_group(x, axis_group) + side).backward(torch.full((3,), 5.0))
     assert x.grad is not None and x.grad.tolist() == [10.0] * 3
     assert other.grad is not None and other.grad.tolist() == [5.0] * 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.axes.comm.sharded import DeferredReductions
+from meshwright.parallel.fsdp_collectives import DeferredReductions
 
 
 class Started:

@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
-from meshwright.axes.comm import drawing
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.models.operators import DRAWN_BYTES
-from meshwright.plan import Layout
+from meshwright.parallel import random_ops
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.framework_profiles import MESHWRIGHT, NANOTRON
@@ -18,6 +17,7 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MOST_SCORES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price
+from meshwright.spec.plan import Layout
 
 LLAMA = TableSizes(name="llama", layers=16, width=2048, heads=16, kv_heads=4, vocab=32000, ffn=8192)
 GPT = TableSizes(name="gpt", layers=12, width=2048, heads=16, vocab=50304, gated=False, positions=1024)
@@ -67,7 +67,7 @@ def test_a_search_for_compiled_layers_finds_no_split_backward() -> None:
 
 
 def test_draws_are_counted_as_the_runtime_makes_them() -> None:
-    assert DRAWN_BYTES == DRAW_BYTES and drawing.DEAR == MOST_SCORES
+    assert DRAWN_BYTES == DRAW_BYTES and random_ops.DEAR == MOST_SCORES
 
 
 def test_dropout_draws_for_each_element() -> None:

@@ -5,9 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.axes import layer_graph
 from meshwright.cluster.cluster import Cluster
-from meshwright.plan import Layout
 from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
 from meshwright.planner.cost.framework_profile import ActivationModel, FrameworkProfile, RuntimeModel
 from meshwright.planner.cost.framework_profiles import MESHWRIGHT
@@ -22,7 +20,9 @@ from meshwright.planner.memory import StateSizes, state_memory
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import find_schedule
-from meshwright.shape import ModelShape
+from meshwright.spec import layer_graph
+from meshwright.spec.model_shape import ModelShape
+from meshwright.spec.plan import Layout
 
 TRUTH = Path(__file__).parents[2] / "benchmarks" / "truth"
 GPT3 = TableSizes(

@@ -11,7 +11,6 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.host import KERNEL_SHARE, host_of
 from meshwright.cluster.node import named_node, standard_node
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -19,6 +18,7 @@ from meshwright.planner.cost.offload import ADAM_PASSES, HOST_USABLE, PINNED
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.explain import why
+from meshwright.spec.plan import Layout
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=32, width=4096, heads=32, kv_heads=8, vocab=128256, ffn=14336))
 N = LLAMA.parameters

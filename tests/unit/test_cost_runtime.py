@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.plan import Layout
+from meshwright.parallel import recompute
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.framework_profile import FrameworkProfile, RuntimeModel
 from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.price import price
-from meshwright.runtime import recompute
+from meshwright.spec.plan import Layout
 
 CLUSTER = Cluster.parse("8xa100-80")
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from meshwright.axes.cuts import Cuts
+from meshwright.spec.balanced_cuts import Cuts
 
 
 def every(

@@ -18,7 +18,7 @@ from meshwright.models.forward import IGNORED, document_positions, model_forward
 from meshwright.models.generate import generate_tokens
 from meshwright.models.measure import measure_shape
 from meshwright.models.structure import read_structure
-from meshwright.shape import ModelShape
+from meshwright.spec.model_shape import ModelShape
 
 torch.set_num_threads(1)
 

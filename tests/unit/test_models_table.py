@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes.cp import refusal
-from meshwright.axes.table import Block, Cutting, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.models import table as tables
 from meshwright.models.rescale import rescale_group
 from meshwright.models.units import blocks_of, finest_units, parameter_blocks, unit_masks
+from meshwright.parallel.context import refusal
+from meshwright.spec.sharding_table import Block, Cutting, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 
 torch.set_num_threads(1)
 

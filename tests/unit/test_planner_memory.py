@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.axes.experts import ExpertRows
-from meshwright.axes.layer_graph import LayerGraph, LayerOutput
-from meshwright.axes.table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 from meshwright.errors import PlanError
-from meshwright.plan import Layout
 from meshwright.planner.memory import ModelParts, StateSizes, position_memory, rest_bytes, state_memory
 from meshwright.planner.model_parts import stage_bounds
 from meshwright.planner.rank_weights import elements, shard_elements
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.layer_graph import LayerGraph, LayerOutput
+from meshwright.spec.plan import Layout
+from meshwright.spec.sharding_table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 
 VOCAB, WIDTH, CHANNELS, LAYERS, EXPERTS = 10, 4, 6, 4, 3
 NORM, UP, DOWN = WIDTH, CHANNELS * WIDTH, WIDTH * CHANNELS

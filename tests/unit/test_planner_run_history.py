@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan import Layout
 from meshwright.planner.run_history import learn, record
+from meshwright.spec.plan import Layout
 
 
 def test_runs_teach_a_factor(tmp_path: Path) -> None:

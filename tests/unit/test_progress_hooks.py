@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes.comm.layers import REST, layer_of, spell
 from meshwright.monitor.progress import NO_LAYER, ProgressWriter, read_progress
-from meshwright.runtime import recompute
-from meshwright.runtime.progress_hooks import OUTSIDE, LayerProgressHooks
+from meshwright.parallel import recompute
+from meshwright.parallel.layer_names import REST, layer_of, spell
+from meshwright.parallel.progress_hooks import OUTSIDE, LayerProgressHooks
 from meshwright.train.faults import Fault, Faults
 from meshwright.train.rank_progress import RankProgress
 

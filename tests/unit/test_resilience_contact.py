@@ -11,12 +11,12 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch.rendezvous import listen_at
-from meshwright.plan import Layout
 from meshwright.resilience import contact as contact_module
 from meshwright.resilience.agent import Agent, Seat
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.resilience.contact import CAP_S, FIRST_S, Contact
 from meshwright.resilience.peers import Hub
+from meshwright.spec.plan import Layout
 from meshwright.train.config import RecoveryConfig
 from meshwright.transport.key import RunKey
 from tests.runs import events

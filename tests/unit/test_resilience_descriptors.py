@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.plan import Layout
 from meshwright.resilience import descriptors
 from meshwright.resilience.agent import Agent
 from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.supervisor import Supervisor
+from meshwright.spec.plan import Layout
 
 
 @pytest.fixture

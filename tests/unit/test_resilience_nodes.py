@@ -19,7 +19,6 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.tensor_shards import TensorShard, digest, parts_of
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
 from meshwright.launch.rendezvous import address_to, interface_of, listen_at
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import claims as claims_module
 from meshwright.resilience import peers as wire_module
 from meshwright.resilience.claims import Claim, Claims
@@ -28,6 +27,7 @@ from meshwright.resilience.messages import End, Reconfigure
 from meshwright.resilience.orders import choose, compose, copies, shortage
 from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection, until
 from meshwright.resilience.spare_copies import ranks_to_copy
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.config import RecoveryConfig
 from meshwright.transport.key import RunKey
 

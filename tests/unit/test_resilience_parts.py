@@ -19,7 +19,6 @@ from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.devices import Devices
 from meshwright.monitor import progress as progress_module
 from meshwright.monitor.progress import ProgressWriter, RankStamp, reset_progress
-from meshwright.plan import Layout, Plan, Prediction
 from meshwright.resilience import devices as devices_module
 from meshwright.resilience import hang_watch as hang_module
 from meshwright.resilience.devices import Roster
@@ -29,6 +28,7 @@ from meshwright.resilience.hang_watch import LEAST_S, UNKNOWN_S, HangError, Hang
 from meshwright.resilience.host_memory_budget import room_for, state_bytes
 from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.slow_ranks import SAMPLES, SlowWatch
+from meshwright.spec.plan import Layout, Plan, Prediction
 from meshwright.train.config import RecoveryConfig
 from meshwright.train.faults import Fault, Faults, ask, parse_faults
 from meshwright.train.health import LEAST, Health

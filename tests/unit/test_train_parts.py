@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshwright.cli.arguments import read_config
-from meshwright.runtime.weights import named_weights
+from meshwright.parallel.weights import named_weights
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
 from meshwright.train.loss import cross_entropy_sums
 from meshwright.train.optimizer import LocalAdamW

@@ -8,7 +8,7 @@ from meshwright.cluster import traffic
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
 from meshwright.planner.cost.meshwright_profile import drop_bytes
-from meshwright.shape import Product
+from meshwright.spec.model_shape import Product
 
 UNALIGNED = 3.2
 """Time of the head over an aligned one's where a rank has an odd number of words: tensor cores read several at once.

@@ -15,7 +15,7 @@ from meshwright.planner.cost.groups import CollectiveTimes, Machine
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, score_bytes
-from meshwright.shape import LayerShape, Product
+from meshwright.spec.model_shape import LayerShape, Product
 
 FULL, BLOCK, SELECTIVE = 2, 3, 1
 

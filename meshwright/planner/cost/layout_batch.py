@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.axes.axis import known_axes
-from meshwright.axes.groups import carved_shards, state_shards
 from meshwright.errors import PlanError
-from meshwright.plan import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.schedules.file import find_choice
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
-from meshwright.shape import ModelShape
+from meshwright.spec.axes import known_axes
+from meshwright.spec.groups import carved_shards, state_shards
+from meshwright.spec.model_shape import ModelShape
+from meshwright.spec.plan import DEFAULT_SCHEDULE, OFFLOADS, Layout
 
 Array = NDArray[Any]
 """Of float64, unless it is an index."""

@@ -14,7 +14,7 @@ FUSED_LAYER_S = 2e-4
 """Host seconds of a compiled layer's forward: 14 of the 38 operators of a Llama's layer are left, at the rate of
 eager's 4e-4 for all of them, and 5e-5 for the guards and the wrapper of autograd. An estimate, measured nowhere."""
 DRAW_BYTES = 125.0
-"""Bytes moved per element drawn on a device, by the 18 operations of `axes.comm.random` over int32: 4 where places
+"""Bytes moved per element drawn on a device, by the 18 operations of `parallel.keyed_random` over int32: 4 where places
 and lines meet, three folds (8 + 8 + 12 each), three products and sums and the change of sign (4 x 8), the comparison
 (5)."""
 CORE_DRAW_BYTES = 44.0
@@ -27,7 +27,7 @@ DRAW_S = 2.1e-4
 """Host seconds of a draw and the products that drop: 20 operations, of which 38 make a layer's 4e-4."""
 MOST_SCORES = 2.0**26
 """Weights of attention of a micro-batch up to which those that are dropped are kept; beyond, backward makes them again,
-and a byte of each is kept. Source: `axes.comm.drawing.DEAR`."""
+and a byte of each is kept. Source: `parallel.random_ops.DEAR`."""
 
 
 def drop_bytes(width: float) -> float:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster.host import HostShare
-from meshwright.plan import OFFLOADS
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
+from meshwright.spec.plan import OFFLOADS
 
 OPTIMIZER, PARAMETERS = OFFLOADS.index("optimizer"), OFFLOADS.index("parameters")
 PINNED = 1.44

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.cluster.calibration import Calibration
 from meshwright.planner.cost.meshwright_profile import CORE_DRAW_EXPS, DRAW_BYTES
-from meshwright.shape import ModelWork, Operator
+from meshwright.spec.model_shape import ModelWork, Operator
 
 KINDS = {"product": "matmul", "attention": "attention", "element": "elementwise"}
 """Kinds of operators, and the parts of a step that they are."""

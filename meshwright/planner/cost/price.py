@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.plan import Layout
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
 from meshwright.planner.cost.ranks import LayerCosts, RankTimes
+from meshwright.spec.plan import Layout
 
 Holds = Callable[[LayoutBatch, Mapping[str, Array]], Array]
 """(layouts, bytes of their fullest ranks by part, as `Prices` names them) to which of them may be: (N,) bool."""

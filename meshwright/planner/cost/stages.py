@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from meshwright.axes.cuts import Cuts
 from meshwright.errors import PlanError
 from meshwright.planner.cost.layout_batch import Array
-from meshwright.shape import LayerShape, ModelShape
+from meshwright.spec.balanced_cuts import Cuts
+from meshwright.spec.model_shape import LayerShape, ModelShape
 
 
 class _Same:

@@ -1,1 +1,0 @@
-"""Mesh axes: facts, derived groups, and what each does to a module."""

@@ -1,1 +1,0 @@
-"""What carries an axis: collectives with an account, gradient sums under backward, FSDP2 over our collectives."""

@@ -1,0 +1,122 @@
+"""Which box of a whole row a rank's activation is: read off its shape, and what the axes split where it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.parallel.gathered_attention import balanced_spans
+from meshwright.parallel.keyed_random import Box
+
+Places = NDArray[np.int64]
+
+
+class Unplaced(Exception):
+    """An activation whose rows, tokens or units can't be told from its shape; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSplit:
+    """How a rank's tokens follow from those of a row: first ``cp`` takes some, then ``tp`` a part of these."""
+
+    index: int = 0
+    """Along ``cp``."""
+    ranks: int = 1
+    """Degree of ``cp``."""
+    balanced: bool = False
+    """Whether it takes an early and a late run."""
+    part: int = 0
+    """Index of the part along ``tp``, where the tokens are split there too."""
+    parts: int = 1
+    """Number of these."""
+
+    def places(self, tokens: int) -> dict[int, Places]:
+        """Returns the places of the tokens that an activation of a row can have here, by their number."""
+        own = whole = np.arange(tokens)
+        if self.ranks > 1 and self.balanced:
+            own = np.concatenate([whole[slice(*span)] for span in balanced_spans(tokens, self.index, self.ranks)])
+        elif self.ranks > 1:
+            own = np.array_split(whole, self.ranks)[self.index]
+        least = np.array_split(own, self.parts)[self.part]
+        return {len(held): held for held in (whole, own, least)}
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units (heads, channels) [first, last) of ``count`` that a rank computes between two matrices."""
+
+    first: int
+    last: int
+    count: int
+
+    def places(self, size: int) -> tuple[Places, int]:
+        """Returns the places in the whole dim of which ``size`` indices are here, and the size of that."""
+        each, rest = divmod(size, self.last - self.first)
+        if rest:
+            raise Unplaced(f"{size} indices aren't of {self.last - self.first} units")
+        return np.arange(self.first * each, self.last * each), self.count * each
+
+
+def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units: Units | None) -> Box:
+    """Returns the box of each row that a tensor of ``shape`` is.
+
+    The first dim counts rows: (B, ...), or with them the tokens of (B S, D), or heads of (B H, S, S).
+
+    Args:
+        shape: of this rank's tensor.
+        rows: of the micro-batch, B.
+        tokens: from `TokenSplit.places`; the largest is the whole row.
+        units: what is here of the units that other ranks have too; None where nothing is split by units.
+
+    Raises:
+        Unplaced: when shape and splits don't tell.
+    """
+    dims = _dims_of_a_row(shape, rows, tokens)
+    places, sizes = [np.arange(size) for size in dims], list(dims)
+    if math.prod(dims) > 1 and (len(tokens) > 1 or units is not None):
+        token_dim = _token_dim(dims, tokens, required=len(tokens) > 1)
+        if len(tokens) > 1:
+            places[token_dim], sizes[token_dim] = tokens[dims[token_dim]], max(tokens)
+        if units is not None:
+            if len(dims) < 2:
+                raise Unplaced("it has one dim beside the rows, and units and tokens need two")
+            unit_dim = 0 if token_dim == 1 else 1
+            places[unit_dim], sizes[unit_dim] = units.places(dims[unit_dim])
+    if not dims:
+        return Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    return Box(lines_of(places[:-1], sizes[:-1]), places[-1])
+
+
+def lines_of(places: Sequence[Places], sizes: Sequence[int]) -> Places:
+    """Returns the numbers of lines at all combinations of places in dims of the given whole sizes."""
+    lines = np.zeros(1, dtype=np.int64)
+    for held, size in zip(places, sizes):
+        lines = (lines[:, None] * size + held[None]).reshape(-1)
+    return lines
+
+
+def _dims_of_a_row(shape: Sequence[int], rows: int, tokens: Mapping[int, Places]) -> tuple[int, ...]:
+    first, *rest = shape
+    if first == rows:
+        return tuple(rest)
+    each, odd = divmod(first, rows)
+    if not odd and len(shape) == 2 and each in tokens:
+        return each, *rest
+    if not odd and len(shape) == 3 and rest[0] in tokens and rest[1] == max(tokens):
+        return each, *rest
+    raise Unplaced(f"its first dim must count the {rows} rows of the micro-batch")
+
+
+def _token_dim(dims: Sequence[int], tokens: Mapping[int, Places], required: bool) -> int:
+    """Which of a row's dims counts tokens: of (S, D) the first, of (H, S, S) the second."""
+    if len(dims) == 3 and dims[1] in tokens and dims[2] == max(tokens):
+        return 1
+    if len(dims) == 3 and (dims[0] in tokens) != (dims[1] in tokens):
+        return 0 if dims[0] in tokens else 1
+    if len(dims) <= 2 and (dims[0] in tokens or not required):
+        return 0
+    raise Unplaced(f"which of {tuple(dims)} counts its {' or '.join(map(str, sorted(tokens)))} tokens can't be told")

@@ -1,0 +1,101 @@
+"""Makes a layout true: runs the layout's transforms over a meta module, in order, then gives it its memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.errors import PlanError
+from meshwright.parallel.expert_load import ExpertMeter
+from meshwright.parallel.materialise import materialise
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_checkpointing import repeat_in
+from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.moving_buffers import MovingBuffers
+from meshwright.parallel.program import Program, StageModule
+from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.transform import TransformContext, transforms
+from meshwright.spec.plan import Layout
+
+
+def check(layout: Layout, device_type: str, layers: int) -> None:
+    """Refuses what a device or model can't run, before a rank starts.
+
+    Raises:
+        PlanError: with the rule and the nearest layout that works.
+    """
+    if layout.offload != "none" and device_type == "cpu":
+        raise PlanError(
+            f"offload={layout.offload} moves state from a GPU to host memory, but the ranks compute on the CPU, whose "
+            "memory that is; leave offload out"
+        )
+    for transform in transforms():
+        transform.check(layout, layers)
+
+
+def transformed(source: ModelSource, layout: Layout, mesh: Mesh | None) -> TransformContext:
+    """Runs every transform that the layout asks for over the source's module, which stays on the meta device.
+
+    Args:
+        source: the model.
+        layout: what to make true.
+        mesh: ranks and groups; None for one rank without a process group.
+
+    Returns:
+        This rank's stages and what the loss must know; no parameter has memory yet.
+    """
+    layers = [source.module.get_submodule(name) for name in source.layers]
+    work = TransformContext(source, layout, mesh, [StageModule(source.module, layers)])
+    for transform in transforms():
+        if transform.applies(layout, source):
+            transform.apply(work)
+    return work
+
+
+def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.device, clock: StepTimer) -> Program:
+    """Builds the program of this rank.
+
+    Args:
+        source: the model.
+        layout: what to make true.
+        mesh: ranks and groups; None for one rank without a process group.
+        device: where this rank computes.
+        clock: books the parts of a step.
+
+    Returns:
+        The program, its weights materialised as this rank's parts.
+    """
+    work = transformed(source, layout, mesh)
+    master = torch.float64 if layout.precision == "float64" else torch.float32
+    host = torch.device("cpu") if layout.offload == "parameters" else device
+    for part in work.stages:
+        # A layer that is computed again draws the numbers of its first time, as a model's own checkpoints do.
+        repeat_in(part.module, *([work.dropout_rng.snapshot] if work.dropout_rng is not None else []))
+        materialise(part.module, part.places, host, master, source.fill)
+        source.fill_buffers(part.module, device)
+        if layout.precision == "float64":
+            MovingBuffers([part.module], source.moving).widen()
+        settle(part.module)
+        part.module.train()
+    if work.make_program is not None:
+        program = work.make_program(work, clock)
+    else:
+        program = Program(work.stages, source.compute, work.view, mesh, clock)
+    if source.experts and not layout.compile:
+        program.experts = ExpertMeter(work.stages, source.experts)
+    program.chance = work.dropout_rng
+    program.weigh, program.terms = source.weigh, tuple(source.terms)
+    program.moving = MovingBuffers([part.module for part in work.stages], source.moving)
+    for part in work.stages:
+        # Outside of what is compiled or run again for backward, inside of what gathers.
+        program.progress_hooks.watch(part.layers, part.first)
+    return program
+
+
+def settle(module: nn.Module) -> None:
+    """Lets FSDP2 take over the materialised shards, so that each parameter's local tensor is final from here on."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+            part.reshard()

@@ -1,0 +1,122 @@
+"""Differentiable collectives on activations: each pairs a movement forward with its transpose backward.
+
+``copy_to_group`` (Megatron's f) stands where a tensor that all ranks hold equal enters split work: identity forward,
+all-reduce backward. ``reduce_from_group`` (Megatron's g) stands where split work ends: all-reduce forward, identity
+backward. ``all_gather_tokens`` and ``reduce_scatter_tokens`` do the same where tokens are split between the two.
+Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022),
+section 4.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from meshwright.parallel.axis_group import AxisGroup
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
+        ctx.axis_group = axis_group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        grad = upstream[0].contiguous()
+        if grad is upstream[0]:
+            grad = grad.clone()  # autograd may hand this very tensor to another branch
+        ctx.axis_group.all_reduce(grad).wait()
+        return grad, None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
+        # In its own memory: what makes it, a product of matrices, doesn't keep it for backward; selective recompute,
+        # which looks on as a dispatch mode, does.
+        x = x.contiguous() if _get_current_dispatch_mode() is None else x.clone(memory_format=torch.contiguous_format)
+        axis_group.all_reduce(x).wait()
+        return x.detach()  # not a view: code may write into it
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return upstream[0], None
+
+
+class _AllGatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+        ctx.axis_group, ctx.dim, ctx.partial = axis_group, dim, partial
+        return gather(x, axis_group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        grad = upstream[0]
+        if ctx.partial:
+            return scatter_sum(grad, ctx.axis_group, ctx.dim), None, None, None
+        return own_part(grad, ctx.axis_group, ctx.dim), None, None, None
+
+
+class _ReduceScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+        ctx.axis_group, ctx.dim = axis_group, dim
+        return scatter_sum(x, axis_group, dim) if partial else own_part(x, axis_group, dim).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return gather(upstream[0], ctx.axis_group, ctx.dim), None, None, None
+
+
+def copy_to_group(x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
+    """Returns ``x``, equal on all ranks, for work that is split; its gradient is summed over the ranks."""
+    return axis_group.apply(_CopyToGroup, x, axis_group)
+
+
+def reduce_from_group(x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
+    """Returns the sum of all ranks' ``x``, in its memory where that can be; the gradient, equal on all, passes."""
+    return axis_group.apply(_ReduceFromGroup, x, axis_group)
+
+
+def all_gather_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+    """Returns the ranks' parts of ``dim`` put together.
+
+    Args:
+        x: this rank's part, as large as every other's.
+        axis_group: the ranks, in the order of the parts.
+        dim: which dim is split.
+        partial: whether each rank's gradient is a part of a sum (then it is summed), or equal on all.
+    """
+    return axis_group.apply(_AllGatherTokens, x, axis_group, dim, partial)
+
+
+def reduce_scatter_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+    """Returns this rank's part of ``dim``: of the sum over the ranks where ``x`` is ``partial``, else of ``x``."""
+    return axis_group.apply(_ReduceScatterTokens, x, axis_group, dim, partial)
+
+
+def gather(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
+    """Returns the ranks' parts of ``dim`` put together, without a gradient."""
+    part = x.contiguous()
+    out = part.new_empty(axis_group.size * part.numel())
+    axis_group.all_gather(out, part.view(-1)).wait()
+    parts = out.view(axis_group.size, *part.shape)
+    return torch.cat(parts.unbind(), dim=dim) if dim else parts.flatten(0, 1)
+
+
+def scatter_sum(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
+    """Returns this rank's part of ``dim`` of the sum over the ranks, without a gradient."""
+    parts = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()
+    shape = list(x.shape)
+    shape[dim] //= axis_group.size
+    out = x.new_empty(shape)
+    axis_group.reduce_scatter(out.view(-1), parts.view(-1)).wait()
+    return out
+
+
+def own_part(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
+    """Returns this rank's part of ``dim``, a view."""
+    return x.chunk(axis_group.size, dim=dim)[axis_group.index]

@@ -1,0 +1,257 @@
+"""The `cp` axis: ranks compute other tokens of the same rows and exchange what attention needs.
+
+Everything before the first layer runs on whole rows, so masks, windows, documents and positions are made by the model's
+own code as on one device; the first layer then takes this rank's tokens. Where tokens meet, ``gather`` collects keys
+and values (`gathered_attention`), and ``heads`` gives each rank all tokens of some heads: the sharding table says which
+features these are, and the model's attention code runs as it is, with its own mask, on fewer heads. The module
+around it sees a hidden state of the whole row that holds no memory, so that shapes that it reads off it are right; the
+matrices in it get the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel import collectives, gathered_attention, parameter_slices, tensor_hooks
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.gathered_attention import own_runs
+from meshwright.parallel.head_exchange import to_tokens, to_units
+from meshwright.parallel.stage import held_layer
+from meshwright.parallel.transform import Transform, TransformContext, uses_axis
+from meshwright.spec.axes.cp import AXIS
+from meshwright.spec.placement import Span
+from meshwright.spec.sharding_table import LayerRows, ParameterSplit, ShardingGroup, ShardingTable, local_group
+
+
+def wrap_model(
+    module: nn.Module,
+    table: ShardingTable,
+    axis_group: AxisGroup,
+    tensor: tuple[int, int] = (0, 1),
+    attention: str = "heads",
+    splits: int = 1,
+) -> None:
+    """Makes the layers of a module compute this rank's tokens: (B, S / size, D) between them.
+
+    Args:
+        module: the model or a stage of it, split by ``tp`` before.
+        table: of the model.
+        axis_group: the axis.
+        tensor: (index, degree) of the rank along ``tp``.
+        attention: ``heads`` or ``gather``.
+        splits: number of parts into which ``tp`` splits the tokens between the groups.
+    """
+    for name, rows in table.layers.items():
+        layer = held_layer(module, name)
+        if layer is None:
+            continue
+        if attention == "gather":
+            gathered_attention.wrap_layer(layer, axis_group, splits)
+            continue
+        for group in rows.groups:
+            if group.heads:
+                wrap_group(layer, local_group(group, *tensor), axis_group)
+    first = held_layer(module, next(iter(table.layers)))
+    if first is not None:
+        take = partial(own_tokens, index=axis_group.index, size=axis_group.size, balanced=attention == "gather")
+        tensor_hooks.on_hidden(first, _once_a_row(module, axis_group.size, take), before=True)
+
+
+def _once_a_row(module: nn.Module, size: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns ``take`` for hidden states (B, S, D) of whole rows alone: a shared layer meets parts of them later on.
+
+    Args:
+        module: called with tokens (B, S).
+        size: into so many parts ``take`` cuts a row.
+        take: a rank's tokens of a hidden state.
+    """
+    rows = [0]
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point") and x.dim() > 1]
+        rows[0] = next((x.shape[1] for x in given if not x.is_floating_point()), 0)
+
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    return lambda x: x if x.shape[1] * size == rows[0] else take(x)
+
+
+def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:
+    """Returns this rank's tokens of ``x: (B, S, ...)``: a run of them, or an early and a late one."""
+    if balanced:
+        return own_runs(x, index, size)
+    if x.shape[1] % size:
+        raise ValueError(f"{x.shape[1]} tokens don't divide over cp={size}")
+    return x.chunk(size, dim=1)[index]
+
+
+def refusal(rows: LayerRows, size: int, degree: int) -> str:
+    """Returns why the heads of a layer can't be exchanged over ``size`` ranks under ``tp=degree``; "" when they can."""
+    for group in (group for group in rows.groups if group.heads):
+        if why := _whole_between(group):
+            return why
+        for index in range(degree):
+            local = local_group(group, index, degree)
+            if local.shares(size) is None:
+                return f"{group.row_linear} reads {local.units} heads on each rank, which {size} ranks can't share out"
+    return ""
+
+
+def _whole_between(group: ShardingGroup) -> str:
+    """Why what lies between a group's matrices can't be exchanged: `wrap_group` moves their outputs alone."""
+    if group.inner_row_linears:
+        return (
+            f"only what enters and leaves attention is exchanged, but between the matrices around it "
+            f"{group.inner_row_linears[0]} sums over all heads, before {group.row_linear} reads them; "
+            "the nearest is attention=gather"
+        )
+    for cutting in group.cuttings:
+        what = f"argument '{cutting.key}' of {cutting.module or 'the layer'}"
+        if cutting.kind == "buffer":
+            what = ".".join(part for part in (cutting.module, cutting.key) if part)
+        elif cutting.kind != "argument":
+            what = cutting.module
+        return (
+            f"only what enters and leaves attention is exchanged, but {what} holds all heads at once, of which "
+            f"{group.row_linear} reads some on each rank; the nearest is attention=gather"
+        )
+    return ""
+
+
+def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) -> None:
+    """Exchanges tokens for heads around the code between a group's matrices.
+
+    Args:
+        layer: with the weights that ``tp`` left it.
+        group: in the sizes that ``tp`` left.
+        axis_group: the axis.
+
+    Raises:
+        ValueError: when the heads don't divide, or no module of the layer holds the group alone.
+    """
+    shares = group.shares(axis_group.size)
+    if shares is None:
+        raise ValueError(f"{group.units} heads don't divide over cp={axis_group.size}")
+    if not group.module:
+        raise ValueError(
+            f"the attention that {group.row_linear} reads is code of the layer itself, and only a module of its own "
+            "can be shown whole rows; the nearest is attention=gather"
+        )
+    by_name = {split.name: split for split in group.splits}
+    root = layer.get_submodule(group.module)
+    _show_whole_rows(root, axis_group)
+
+    def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
+        return [parameter_slices.spans_of(split, units, group, size) for units in shares]
+
+    for name in group.column_linears:
+        column, split = layer.get_submodule(name), by_name[f"{name}.weight"]
+        held = spans(split, layer.get_parameter(split.name).shape[split.dim])
+        if name in group.column_inputs:
+            tensor_hooks.on_output(column, _exchanging(to_units, axis_group, held))
+        else:
+            tensor_hooks.on_output(column, partial(parameter_slices.select, dim=-1, spans=held[axis_group.index]))
+    for name in group.replicated_inputs:
+        tensor_hooks.on_output(
+            layer.get_submodule(name), lambda x: collectives.all_gather_tokens(x, axis_group, 1, True)
+        )
+    row = by_name[f"{group.row_linear}.weight"]
+    features = layer.get_parameter(row.name).shape[row.dim]
+    held = spans(row, features)
+    tensor_hooks.on_input(layer.get_submodule(group.row_linear), lambda x: to_tokens(x, axis_group, held, features))
+    matrices = {f"{name}.{kind}" for name in (*group.column_linears, group.row_linear) for kind in ("weight", "bias")}
+    loose = [split for split in group.splits if split.name not in matrices]
+    if loose:
+        _slice_loose(root, layer, loose, {split.name: shares[axis_group.index] for split in loose}, group)
+    parameter_slices.adapt(layer, group, shares[axis_group.index])
+
+
+def _exchanging(
+    move: Callable[..., torch.Tensor], axis_group: AxisGroup, held: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: move(x, axis_group, held)
+
+
+def _show_whole_rows(root: Any, axis_group: AxisGroup) -> None:
+    """Calls a module with a stand-in of the whole row; what it hands the stand-in to gets this rank's tokens."""
+    real: list[torch.Tensor] = []
+    shown: list[torch.Tensor] = []
+
+    def enter(x: torch.Tensor) -> torch.Tensor:
+        real.append(x)
+        # Not a number: code that computes with it, instead of reading its shape, is found out.
+        whole = (
+            x.detach().new_full((1, 1, 1), float("nan")).expand(x.shape[0], x.shape[1] * axis_group.size, x.shape[2])
+        )
+        shown.append(whole)
+        return whole
+
+    def closing(plain: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                if real:
+                    real.pop()
+                    shown.pop()
+
+        return forward
+
+    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not shown:
+            return None
+        args = tuple(real[-1] if item is shown[-1] else item for item in args)
+        return args, {key: real[-1] if item is shown[-1] else item for key, item in kwargs.items()}
+
+    wrap_forward(root, ForwardLayer.CONTEXT, "sees a stand-in of the whole row", closing)
+    for name, part in root.named_modules():
+        if name:
+            part.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
+    tensor_hooks.on_hidden(root, enter)
+
+
+def _slice_loose(
+    root: Any, layer: nn.Module, loose: list[ParameterSplit], units: dict[str, Span], group: ShardingGroup
+) -> None:
+    """Shows the module this rank's part of parameters that lie between the matrices, while it runs."""
+
+    def sliced(plain: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            undo = []
+            try:
+                for split in loose:
+                    path, _, attribute = split.name.rpartition(".")
+                    owner: Any = layer.get_submodule(path)
+                    whole = owner._parameters.pop(attribute)
+                    undo.append((owner, attribute, whole))
+                    spans = parameter_slices.spans_of(split, units[split.name], group, whole.shape[split.dim])
+                    owner.__dict__[attribute] = parameter_slices.select(whole, split.dim, spans)
+                return plain(*args, **kwargs)
+            finally:
+                for owner, attribute, whole in undo:
+                    owner.__dict__.pop(attribute, None)
+                    owner._parameters[attribute] = whole
+
+        return forward
+
+    wrap_forward(root, ForwardLayer.CONTEXT, "sees its units of loose parameters", sliced)
+
+
+def _apply(work: TransformContext) -> None:
+    """Makes the layers of this rank's stages compute its tokens; run after the tensor axis has split their units."""
+    layout, mesh, source = work.layout, work.groups, work.source
+    assert source.table is not None
+    tensor_place = (mesh.axis_groups["tp"].index, layout.degree("tp"))
+    splits = layout.degree("tp") if layout.sequence else 1
+    group = mesh.axis_groups[AXIS.name]
+    for stage in work.stages:
+        wrap_model(stage.module, source.table, group, tensor_place, source.attention, splits)
+    work.view.tokens = (group.index, group.size, source.attention == "gather")
+
+
+TRANSFORM = Transform(layer=ForwardLayer.CONTEXT, applies=uses_axis(AXIS.name), apply=_apply)

@@ -1,0 +1,94 @@
+"""The axes whose ranks read other rows: gradients are summed over copies, or state is sharded by FSDP2.
+
+Which axes these are, and over which groups each weight's gradient is summed, follows from their facts (`spec.groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.parallel import fsdp, replicate
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.forward_stack import ForwardLayer
+from meshwright.parallel.layer_names import layer_of
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.program import StageModule
+from meshwright.parallel.transform import DTYPES, Transform, TransformContext
+from meshwright.spec.axes import ep as ep_axis
+from meshwright.spec.axes import shard as shard_axis
+from meshwright.spec.groups import gradient_axes
+
+
+def _apply(work: TransformContext) -> None:
+    """Data axes: sharded state where the layout shards, or computes in another type than it keeps, else copies."""
+    layout, mesh = work.layout, work.mesh
+    for part in work.stages:
+        if layout.zero or layout.mixed or layout.offload == "parameters":
+            assert mesh is not None
+            options = fsdp.ShardOptions(
+                zero=layout.zero,
+                compute=DTYPES[layout.precision] if layout.mixed else None,
+                offload=layout.offload == "parameters",
+                first=part.first,
+            )
+            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
+            shards = mesh.across(layout.state_axes or (shard_axis.AXIS.name,))
+            axis_groups = _used(shards, mesh.across(gradient_axes(layout.state_axes)))
+            apart = _apart(part, mesh)
+            part.sync.insert(0, fsdp.wrap(part.module, part.layers, mesh.line(shards), options, axis_groups, apart))
+        elif mesh is not None:
+            experts = {name for name, place in part.places.items() if ep_axis.AXIS.name in place.axes}
+            names = [name for name, _ in part.module.named_parameters()]
+            for axis_group, own in (
+                (mesh.across(gradient_axes(())), [name for name in names if name not in experts]),
+                (mesh.axis_groups.get("ep_copies"), [name for name in names if name in experts]),
+            ):
+                if own and axis_group is not None and axis_group.size > 1:
+                    part.sync.insert(0, LateGradientReducer(part.module, own, axis_group, work.source.layers))
+
+
+def _used(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
+    """The groups of a unit: over the ranks that share its state and, where these have copies, over the copies."""
+    return [shards, copies] if copies.size > 1 else [shards]
+
+
+def _apart(part: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
+    """The experts modules of a part, whose shards lie on the ranks that hold the same experts."""
+    owners = {name.rpartition(".")[0]: None for name, place in part.places.items() if ep_axis.AXIS.name in place.axes}
+    if not owners:
+        return None
+    axis_groups = [mesh.across((shard_axis.AXIS.name,)), mesh.axis_groups["ep_copies"]]
+    if mesh.layout.zero:
+        axis_groups = [mesh.axis_groups["ep_shard"], mesh.across(gradient_axes(ep_axis.AXIS.carves))]
+    return fsdp.ExpertFsdpGroup(
+        modules=[part.module.get_submodule(name) for name in owners],
+        mesh=mesh.line(axis_groups[0]),
+        axis_groups=_used(*axis_groups),
+    )
+
+
+class LateGradientReducer:
+    """Attaches a reducer's hooks to parameters once they are materialised (hooks don't survive that)."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str], axis_group: AxisGroup, layers: Sequence[str]) -> None:
+        self._module, self._axis_group = module, axis_group
+        numbers = {name: number for number, name in enumerate(layers)}
+        self._layers = {name: layer_of(name, numbers) for name in names}
+        self._reducer: Any = None
+
+    def begin(self, last: bool, fresh: bool = False) -> None:
+        """Announces a micro-batch."""
+        if self._reducer is None:
+            layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
+            self._reducer = replicate.wrap(list(layers), self._axis_group, layers)
+        self._reducer.begin(last)
+
+    def finish(self) -> None:
+        """Waits for the sums."""
+        self._reducer.finish()
+
+
+TRANSFORM = Transform(layer=ForwardLayer.DATA, applies=lambda _layout, _source: True, apply=_apply)

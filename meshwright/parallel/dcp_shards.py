@@ -1,0 +1,71 @@
+"""A rank's part of a weight as torch.distributed.checkpoint takes it: boxes, each a view of local memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from meshwright.spec.placement import Box
+
+
+class LocalBoxes:
+    """Boxes of one tensor that this rank holds; saved and loaded in place, whatever layout wrote or reads it.
+
+    It speaks the protocol by which torch.distributed.checkpoint knows tensors that are no DTensor
+    (``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``).
+
+    Args:
+        shape: of the whole tensor.
+        parts: (box of the whole, view of local memory of the same sizes).
+        dtype: of the elements.
+    """
+
+    def __init__(self, shape: Sequence[int], parts: Sequence[tuple[Box, torch.Tensor]], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
+        self.parts = [(box, view) for box, view in parts if view.numel()]
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the local memory holds no values."""
+        return any(view.is_meta for _, view in self.parts)
+
+    def size(self) -> Any:
+        """Returns the shape of the whole tensor."""
+        return torch.Size(self.shape)
+
+    def numel(self) -> int:
+        """Returns the number of elements that this rank holds."""
+        return sum(view.numel() for _, view in self.parts)
+
+    def __create_write_items__(self, name: str, _: Any) -> list[Any]:
+        """Returns what DCP is to write: one item a box."""
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(view), size=self.size()
+                ),
+            )
+            for chunk, (_, view) in zip(self.__create_chunk_list__(), self.parts)
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Returns the boxes in DCP's words."""
+        return [
+            ChunkStorageMetadata(
+                offsets=torch.Size([start for start, _ in box]), sizes=torch.Size([stop - start for start, stop in box])
+            )
+            for box, _ in self.parts
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """Returns the memory of one box; ``index`` is DCP's MetadataIndex."""
+        for box, view in self.parts:
+            if tuple(index.offset or ()) == tuple(start for start, _ in box):
+                return view
+        raise ValueError(f"no box of '{index.fqn}' begins at {index.offset}")

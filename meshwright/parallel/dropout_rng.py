@@ -1,0 +1,273 @@
+"""Dropout and its like under every layout: each draw of a forward gets the numbers of its place in the global batch.
+
+Inside a forward that trains, functions that draw random numbers are found by torch's function mode, and draw from
+`parallel.keyed_random` instead: keyed by seed, step, the layer (outside of the layers: the innermost module) and how
+many draws came before in this call of it; then by the row's place in the global batch and the element's in the row. So
+no change of the layout moves a number, and a layer that is computed again draws the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.activation_boxes import TokenSplit, Units, Unplaced, box_of, lines_of
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.keyed_random import Box, Words, generator_states, kept, row_keys, uniform
+from meshwright.parallel.random_ops import RandomOpsMode
+
+Call = Callable[..., Any]
+BOXES = 64
+"""Shapes whose boxes are remembered."""
+
+
+@dataclass(slots=True)
+class RngContext:
+    """What is being computed: a micro-batch of a step, and where in the model."""
+
+    key: str
+    """Seed and step."""
+    first: int
+    """Place of the micro-batch's first row in the global batch."""
+    rows: int
+    """Rows of the micro-batch."""
+    tokens: int
+    """Tokens of a row, S."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """Calls so far, by module."""
+    owner: str = ":0"
+    """The module that is being called, and which call it is."""
+    number: int = 0
+    """Draws so far in this call."""
+    units: Units | None = None
+    """What is here of units that other ranks have too, between the matrices of a group."""
+    lost: str = ""
+    """Why rows can't be told where this is; "" where they can."""
+
+
+class DropoutRng:
+    """The random numbers of one rank's forwards.
+
+    Args:
+        split: how its tokens follow from a row's.
+    """
+
+    def __init__(self, split: TokenSplit) -> None:
+        self._split = split
+        self.moment: RngContext | None = None
+        self._on = False
+        self._drawn: bool | None = None
+        """Whether some forward drew a number; None before the first."""
+        self._boxes: dict[Any, Box] = {}
+
+    def begin(self, key: tuple[int, int], first: int, shape: Sequence[int]) -> None:
+        """Called before a forward that trains.
+
+        Args:
+            key: (seed, step).
+            first: place of the first row in the global batch.
+            shape: of the micro-batch: (B, S) or (B, ...).
+        """
+        self._drawn = self._drawn or False
+        self.moment = RngContext(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
+
+    def end(self) -> None:
+        """Called after it: what follows, such as an evaluation, draws from torch."""
+        self.moment = None
+
+    def run(
+        self, key: tuple[int, int], first: int, shape: Sequence[int], forward: Call, undo: Callable[[], None]
+    ) -> Any:
+        """Runs a forward that trains, and returns what it gives.
+
+        A model that drew nothing at first runs without the numbers, until a draw moves torch's generator: a
+        probability that grows from zero. That forward is then done again with them, before anything came of it.
+
+        Args:
+            key: as `begin`.
+            first: as `begin`.
+            shape: as `begin`.
+            forward: may be called twice.
+            undo: puts back what a forward changes in the model.
+        """
+        if self._drawn is False:
+            before = generator_states()
+            given = forward()
+            if all(map(torch.equal, before, generator_states())):
+                return given
+            del given
+            undo()
+        self.begin(key, first, shape)
+        try:
+            return forward()
+        finally:
+            self.end()
+
+    def own(self, module: Any, name: str) -> None:
+        """Makes draws inside the calls of a module its own."""
+
+        def owning(plain: Forward) -> Forward:
+            @functools.wraps(plain)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                return plain(*args, **kwargs) if self.moment is None else self._inside(name, plain, args, kwargs)
+
+            return forward
+
+        wrap_forward(module, ForwardLayer.DROPOUT, f"random numbers are keyed by '{name}'", owning)
+
+    def in_shard(self, first: nn.Module, last: nn.Module, units: Units) -> None:
+        """States what this rank has of the units, from the call of one module to the end of another."""
+
+        def enter(*_: Any) -> None:
+            if self.moment is not None:
+                self.moment.units = units
+
+        def leave(*_: Any) -> None:
+            if self.moment is not None:
+                self.moment.units = None
+
+        first.register_forward_pre_hook(enter, prepend=True)
+        last.register_forward_hook(leave)
+
+    def forbid(self, module: Any, why: str) -> None:
+        """States that inside a module nobody can tell which rows its tensors belong to."""
+
+        def forbidding(plain: Forward) -> Forward:
+            @functools.wraps(plain)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if self.moment is None:
+                    return plain(*args, **kwargs)
+                self.moment.lost = why
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    self.moment.lost = ""
+
+            return forward
+
+        wrap_forward(module, ForwardLayer.DROPOUT, "random numbers are refused", forbidding)
+
+    def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns what brings back the present place in the forward, for what is computed again."""
+        moment, on = self.moment, self._on
+        if moment is None:
+            return contextlib.nullcontext
+        then = dataclasses.replace(moment, calls=dict(moment.calls))
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            held = self.moment, self._on
+            self.moment, self._on = dataclasses.replace(then, calls=dict(then.calls)), on
+            try:
+                yield
+            finally:
+                self.moment, self._on = held
+
+        return again
+
+    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+        """Returns what dropout keeps of a tensor, bool."""
+        return kept(*self._next(shape), p, device).view(tuple(shape))
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Returns numbers between 0 and 1, float64; one without dims is the same for all rows."""
+        if not shape:
+            moment = self._asked()
+            key = row_keys(self._name(moment), np.array([-1]))
+            return uniform(key, Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)), device).view(())
+        return uniform(*self._next(shape), device).view(tuple(shape))
+
+    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+        """Returns what dropout keeps of attention's weights (B, H, queries, keys), bool.
+
+        Args:
+            query: (B, H, queries, E); ``asks`` on it says which run of the queries it is, where they are several.
+            keys: first tokens of the row that are looked at; all of them unless ``asks`` is there.
+            p: probability.
+        """
+        moment = self._asked()
+        rows, heads, queries = query.shape[:3]
+        run: tuple[int, bool] | None = getattr(query, "asks", None)
+        moment.number -= bool(run and not run[1])  # the second run of the same draw
+        tokens = self._split.places(moment.tokens)
+        if rows != moment.rows or (run is None and (queries not in tokens or keys != moment.tokens)):
+            raise self._unplaced(moment, (rows, heads, queries, keys), "attention over other tokens than the batch's")
+        key = ("scores", heads, queries, keys, run, moment.tokens, moment.units)
+        box = self._boxes.get(key)
+        if box is None:
+            try:
+                places, whole = moment.units.places(heads) if moment.units is not None else (np.arange(heads), heads)
+            except Unplaced as why:
+                raise self._unplaced(moment, query.shape, str(why)) from None
+            asked = tokens[queries] if run is None else np.arange(run[0], run[0] + queries)
+            box = self._remembered(key, Box(lines_of([places, asked], [whole, moment.tokens]), np.arange(keys)))
+        words = row_keys(self._name(moment), np.arange(moment.first, moment.first + rows))
+        return kept(words, box, p, query.device).view(rows, heads, queries, keys)
+
+    def _next(self, shape: Sequence[int]) -> tuple[Words, Box]:
+        """Keys and box of the next draw, of a tensor of some shape."""
+        moment = self._asked()
+        key = (tuple(shape), moment.rows, moment.tokens, moment.units)
+        box = self._boxes.get(key)
+        if box is None:
+            try:
+                box = box_of(shape, moment.rows, self._split.places(moment.tokens), moment.units)
+            except Unplaced as why:
+                raise self._unplaced(moment, shape, str(why)) from None
+            self._remembered(key, box)
+        return row_keys(self._name(moment), np.arange(moment.first, moment.first + moment.rows)), box
+
+    def _remembered(self, key: Any, box: Box) -> Box:
+        if len(self._boxes) >= BOXES:
+            self._boxes.clear()
+        self._boxes[key] = box
+        return box
+
+    def _asked(self) -> RngContext:
+        assert self.moment is not None
+        self._drawn = True
+        if self.moment.lost:
+            raise self._unplaced(self.moment, (), self.moment.lost)
+        return self.moment
+
+    def _name(self, moment: RngContext) -> str:
+        moment.number += 1
+        return f"{moment.key},{moment.owner},{moment.number - 1}"
+
+    def _inside(self, name: str, plain: Call, args: Any, kwargs: Any) -> Any:
+        moment = self.moment
+        assert moment is not None
+        held = moment.owner, moment.number, moment.units
+        call = moment.calls.get(name, 0)
+        moment.calls[name] = call + 1
+        moment.owner, moment.number, moment.units = f"{name}:{call}", 0, None
+        try:
+            return plain(*args, **kwargs) if self._on else self._drawing(plain, args, kwargs)
+        finally:
+            moment.owner, moment.number, moment.units = held
+
+    def _drawing(self, plain: Call, args: Any, kwargs: Any) -> Any:
+        self._on = True
+        try:
+            with RandomOpsMode(self):
+                return plain(*args, **kwargs)
+        finally:
+            self._on = False
+
+    @staticmethod
+    def _unplaced(moment: RngContext, shape: Sequence[int], why: str) -> PlanError:
+        what = f" a tensor {tuple(shape)}" if shape else ""
+        return PlanError(
+            f"random numbers of {moment.owner.rpartition(':')[0] or 'the model'}: it draws{what}, but {why}, and "
+            "numbers must not depend on the layout; what works: tensors (B, ...), (B S, D) and (B H, S, S), or none"
+        )

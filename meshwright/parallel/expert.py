@@ -1,0 +1,90 @@
+"""The `ep` axis: ranks hold other experts of a mixture, and tokens travel to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel.token_dispatch import Dispatch
+from meshwright.parallel.transform import Transform, TransformContext, uses_axis
+from meshwright.spec.axes.ep import AXIS
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.placement import LocalShard
+
+
+def check(experts: Sequence[ExpertRows], degree: int) -> None:
+    """Refuses a degree that the model's experts can't fill.
+
+    Raises:
+        PlanError: with the numbers and the nearest degree that works.
+    """
+    if degree == 1:
+        return
+    if not experts:
+        raise PlanError(
+            f"ep={degree} spreads the experts of mixture layers over ranks, but the model has none that can be spread; "
+            "leave ep out, or split every layer with tp"
+        )
+    fewest = min(experts, key=lambda rows: rows.experts)
+    if degree > fewest.experts:
+        raise PlanError(
+            f"ep={degree}: {fewest.module} has {fewest.experts} experts, and each rank holds one at least; "
+            f"nearest that works: ep={fewest.experts}"
+        )
+
+
+def wrap(
+    module: nn.Module, rows: ExpertRows, axis_group: AxisGroup, copies: int, same: AxisGroup | None = None
+) -> dict[str, LocalShard]:
+    """Leaves this rank its experts of one layer and lets tokens travel.
+
+    Args:
+        module: the layer's experts module, on the meta device or materialised; parameters, counts and forward are
+            replaced.
+        rows: what it is.
+        axis_group: the axis's collectives.
+        copies: ranks of the world that hold the same experts.
+        same: ranks whose tokens are equal (they send a share each); None where all tokens differ.
+
+    Returns:
+        The place of each of its parameters, by dotted name in the model.
+    """
+    start, stop = rows.span(axis_group.index, axis_group.size)
+    places = {}
+    for attribute in rows.parameters:
+        whole = module.get_parameter(attribute)
+        own = nn.Parameter(whole.detach()[start:stop].clone(), requires_grad=whole.requires_grad)
+        own.__dict__.update(whole.__dict__)
+        setattr(module, attribute, own)
+        spans = (((start, stop),), *(((0, size),) for size in whole.shape[1:]))
+        name = f"{rows.module}.{attribute}"
+        places[name] = LocalShard(name=name, shape=tuple(whole.shape), spans=spans, copies=copies, axes=(AXIS.name,))
+    for attribute in rows.counts:
+        setattr(module, attribute, stop - start)
+    dispatch = Dispatch(module, rows, axis_group, same)
+    wrap_forward(module, ForwardLayer.EXPERT, "tokens go to the ranks of their experts", lambda _plain: dispatch)
+    return places
+
+
+def _apply(work: TransformContext) -> None:
+    """Spreads the experts of this rank's stages; run after the tensor axis has split what stays."""
+    layout, mesh = work.layout, work.groups
+    check(work.source.experts, layout.degree(AXIS.name))
+    same = mesh.axis_groups["tp"] if layout.degree("tp") > 1 and not layout.sequence else None
+    group, copies = mesh.axis_groups[AXIS.name], mesh.axis_groups[f"{AXIS.name}_copies"].size
+    for stage in work.stages:
+        held = {name: child for name, child in stage.module.named_modules() if child._parameters}
+        for rows in (rows for rows in work.source.experts if rows.module in held):
+            experts = held[rows.module]
+            stage.places |= wrap(experts, rows, group, copies, same)
+            if layout.compile:
+                # The number of tokens that arrive is known at run time alone.
+                wrap_forward(experts, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)
+
+
+TRANSFORM = Transform(layer=ForwardLayer.EXPERT, applies=uses_axis(AXIS.name), apply=_apply)

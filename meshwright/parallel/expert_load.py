@@ -1,0 +1,48 @@
+"""Counts how many tokens each expert of a mixture gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel.program import StageModule
+from meshwright.spec.experts import ExpertRows
+
+
+class ExpertMeter:
+    """Adds up this rank's choices by expert, over all layers, until they are asked for.
+
+    Layers that are recomputed count twice, and ranks that see the same tokens each count them: shares don't see that.
+
+    Args:
+        parts: stages of this rank.
+        rows: where the model's experts are; layers with another number of experts than the first aren't counted.
+    """
+
+    def __init__(self, parts: Sequence[StageModule], rows: Sequence[ExpertRows]) -> None:
+        self.experts = rows[0].experts
+        self._counts: torch.Tensor | None = None
+        for part in parts:
+            held = dict(part.module.named_modules())
+            for row in (row for row in rows if row.module in held and row.experts == self.experts):
+                held[row.module].register_forward_pre_hook(self._counting(row.arguments[1]), with_kwargs=True)
+
+    def _counting(self, name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            chosen = (kwargs[name] if name in kwargs else args[1]).detach().reshape(-1)
+            # Unlike bincount this doesn't wait for the device; what lies beyond are slots to be skipped.
+            edges = torch.arange(self.experts + 1, device=chosen.device)
+            counts = torch.searchsorted(chosen.sort().values, edges).diff()
+            self._counts = counts if self._counts is None else self._counts + counts
+
+        return hook
+
+    def drain(self, device: torch.device) -> torch.Tensor:
+        """Returns this rank's counts, float64 (X,), and starts again."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return torch.zeros(self.experts, dtype=torch.float64, device=device)
+        return counts.to(torch.float64)

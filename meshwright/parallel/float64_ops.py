@@ -1,0 +1,69 @@
+"""float64 throughout: model code that asks for float32 "for precision" would lose it there, so it keeps float64.
+
+Norms, softmaxes and routers of many models cast to float32 and back. Under float32 or bf16 that helps; under float64 it
+rounds to 1e-7, and sums that layouts take in another order differ by as much, far more than what a proof allows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.transform import Transform, TransformContext
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def apply(modules: Iterable[nn.Module]) -> None:
+    """Makes each module's forward run inside `Float64Ops`, also when recompute calls it during backward."""
+    for module in modules:
+        wrap_forward(module, ForwardLayer.FLOAT64, "no operation narrows a float64 tensor", _inside)
+
+
+def _inside(plain: Forward) -> Forward:
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with Float64Ops():
+            return plain(*args, **kwargs)
+
+    return forward
+
+
+class Float64Ops(TorchFunctionMode):
+    """Inside it, no operation turns a float64 tensor into a narrower one."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for each function; widens the dtype that a call on a float64 tensor asks for."""
+        named = dict(kwargs or {})
+        if not (args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64):
+            return func(*args, **named)
+        name = getattr(func, "__name__", "")
+        if name in ("float", "half", "bfloat16"):
+            return args[0]
+        if name == "type_as" or (name == "to" and len(args) > 1 and isinstance(args[1], torch.Tensor)):
+            return args[0].to(args[1].device) if args[1].dtype in _NARROW else func(*args, **named)
+        if named.get("dtype") in _NARROW:
+            named["dtype"] = torch.float64
+        return func(*(torch.float64 if _is_narrow(item) else item for item in args), **named)
+
+
+def _is_narrow(item: Any) -> bool:
+    return isinstance(item, torch.dtype) and item in _NARROW
+
+
+def _apply(work: TransformContext) -> None:
+    for stage in work.stages:
+        apply([stage.module, *stage.layers])
+
+
+TRANSFORM = Transform(
+    layer=ForwardLayer.FLOAT64, applies=lambda layout, _source: layout.precision == "float64", apply=_apply
+)

@@ -1,0 +1,126 @@
+"""The one place that replaces a module's forward: an ordered stack of wrappers, whatever order they are installed in.
+
+Each axis and each choice of a layout that changes how a module runs wraps its forward. What a wrapper sees depends on
+what lies inside of it: a recomputed layer must draw the same dropout numbers again, so recompute lies outside of
+dropout's; a compiled layer is recomputed as a whole, so compile lies outside of recompute. `ForwardLayer` is that
+order, and `describe` prints a module's stack as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+Forward = Callable[..., Any]
+"""A module's forward: the arguments of a call to what the call returns."""
+_STACK = "_meshwright_forward_stack"
+
+
+class ForwardLayer(IntEnum):
+    """Where a wrapper lies, innermost first; the transforms of a layout run in this order too."""
+
+    STAGE = 10
+    """Layers of other pipeline stages are stubs; a stage's forward ends at its boundary."""
+    TENSOR = 20
+    """Row-parallel outputs are summed; inputs and buffers are sliced to a rank's units."""
+    EXPERT = 30
+    """Tokens are dispatched to the ranks that hold their experts."""
+    CONTEXT = 40
+    """Attention sees all tokens; everything else this rank's."""
+    DROPOUT = 50
+    """Random numbers follow from the place in the global batch."""
+    FLOAT64 = 60
+    """No operation narrows a float64 tensor."""
+    RECOMPUTE = 70
+    """Activations are dropped and computed again in backward."""
+    COMPILE = 80
+    """torch.compile of a layer, or its exclusion."""
+    DATA = 90
+    """FSDP2 units and gradient all-reduce; these are hooks around the forward, not wrappers of it."""
+    CHECKPOINT_STATE = 100
+    """A model's own checkpoints see the state of their first run when they run again."""
+    PROGRESS = 110
+    """Reports which layer runs."""
+    PROBE = 120
+    """Measures or replaces a call, on a copy of the model that nobody trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardWrapper:
+    """One entry of a module's stack."""
+
+    layer: ForwardLayer
+    purpose: str
+    """What it does, in a clause, for `describe`."""
+    wrap: Callable[[Forward], Forward]
+    """The forward inside of it to the forward with it. May be called again when another wrapper is added."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardStack:
+    """A module's own forward and its wrappers, innermost first."""
+
+    plain: Forward
+    wrappers: tuple[ForwardWrapper, ...]
+    installed: Forward
+    """What the module's forward was set to: another value there means that somebody else replaced it."""
+
+
+def wrap_forward(module: nn.Module, layer: ForwardLayer, purpose: str, wrap: Callable[[Forward], Forward]) -> None:
+    """Adds a wrapper to a module's forward: outside of those of lower layers and of earlier ones of its own.
+
+    Args:
+        module: its ``forward`` attribute is set on the instance; hooks stay outside of all wrappers.
+        layer: where the wrapper lies.
+        purpose: what it does, in a clause.
+        wrap: the forward inside of it to the forward with it.
+    """
+    stack: _ForwardStack | None = module.__dict__.get(_STACK)
+    plain: Forward = module.forward
+    inside: tuple[ForwardWrapper, ...] = ()
+    if stack is not None and stack.installed is module.__dict__.get("forward"):
+        plain, inside = stack.plain, stack.wrappers
+    # Otherwise never wrapped, or somebody else's code replaced the forward since: that is the module's own then.
+    # The sort is stable: later wrappers of one layer lie outside of earlier ones.
+    ordered = sorted((*inside, ForwardWrapper(layer, purpose, wrap)), key=lambda wrapper: wrapper.layer)
+    forward = plain
+    for wrapper in ordered:
+        forward = wrapper.wrap(forward)
+    module.__dict__["forward"] = forward
+    module.__dict__[_STACK] = _ForwardStack(plain, tuple(ordered), forward)
+
+
+def wrappers(module: nn.Module) -> tuple[ForwardWrapper, ...]:
+    """Returns the wrappers of a module's forward, innermost first."""
+    stack: _ForwardStack | None = module.__dict__.get(_STACK)
+    return stack.wrappers if stack is not None else ()
+
+
+def describe(module: nn.Module) -> list[str]:
+    """Returns a line for everything between a call of a module and its own code, outermost first.
+
+    Hooks before the forward in the order in which they run, the wrappers, the module's own forward, and hooks after.
+    """
+    lines = [f"pre-hook    {_name(hook)}" for hook in module._forward_pre_hooks.values()]
+    for wrapper in reversed(wrappers(module)):
+        lines.append(f"wrapper     {wrapper.layer.name.lower()}: {wrapper.purpose}")
+    stack: _ForwardStack | None = module.__dict__.get(_STACK)
+    plain = stack.plain if stack is not None else module.forward
+    lines.append(f"forward     {type(module).__module__}.{getattr(plain, '__qualname__', type(plain).__qualname__)}")
+    lines += [f"hook        {_name(hook)}" for hook in module._forward_hooks.values()]
+    if isinstance(module, FSDPModule):
+        lines.insert(0, "FSDP2 unit  its parameters are gathered before the call and released after")
+    return lines
+
+
+def _name(hook: Any) -> str:
+    """Returns ``module.function`` of a hook, without the package and the ``<locals>`` of closures."""
+    function = getattr(hook, "__func__", hook)
+    module = getattr(function, "__module__", type(hook).__module__).removeprefix("meshwright.")
+    name = getattr(function, "__qualname__", type(hook).__qualname__)
+    return f"{module}.{name}".replace(".<locals>", "")

@@ -1,0 +1,115 @@
+"""FSDP2's two collectives, sent through an `AxisGroup` so that they are direct on gloo and accounted for everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+
+
+class DeferredReductions:
+    """Gradients that are summed while backward goes on, where FSDP2 itself would wait, as it does on the CPU.
+
+    One unit's scatter is under way at a time, and one unit's sum over copies, so that no more than one unit's whole
+    gradients are held for it. Until `finish` nobody may read what they give.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        """Whether sums may end late; otherwise each is waited for where it starts."""
+        self._scatter: PendingCollective | None = None
+        self._then: Callable[[], PendingCollective] | None = None
+        self._sum: PendingCollective | None = None
+
+    def advance(self) -> None:
+        """Waits for the scatter under way, and starts the sum over copies that follows it."""
+        if self._scatter is not None:
+            self._scatter.wait()
+            self._scatter = None
+        if self._then is not None:
+            self._follow(self._then)
+            self._then = None
+
+    def scatter(self, started: PendingCollective) -> None:
+        """Takes a unit's scatter; the one before has been waited for by `advance`."""
+        if self.enabled:
+            self._scatter = started
+        else:
+            started.wait()
+
+    def sum(self, start: Callable[[], PendingCollective]) -> None:
+        """Takes what starts a unit's sum over the copies of its shard, once its scatter has ended.
+
+        A unit whose shards lie on one rank has no scatter: what it finds under way is another's.
+        """
+        if self._then is not None:
+            self.advance()
+        if not self.enabled:
+            start().wait()
+        elif self._scatter is not None:
+            self._then = start
+        else:
+            self._follow(start)
+
+    def finish(self) -> None:
+        """Waits for all of them; what starts later is waited for at once again."""
+        self.advance()
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
+        self.enabled = False
+
+    def _follow(self, start: Callable[[], PendingCollective]) -> None:
+        if self._sum is not None:
+            self._sum.wait()
+        self._sum = start()
+
+
+class BookedAllGather(AllGather):
+    """Gathers a unit's parameters: every rank's flat shard to the flat whole; ``of`` names the unit in messages."""
+
+    def __init__(self, axis_group: AxisGroup, of: str = "") -> None:
+        self._axis_group, self._of = axis_group, of
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a buffer for FSDP2 to fill."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gathers ``input_tensor: (n,)`` of all ranks into ``output_tensor: (size * n,)``."""
+        transfer = self._axis_group.all_gather(output_tensor, input_tensor, self._of)
+        if async_op:
+            return transfer
+        transfer.wait()
+        return None
+
+
+class BookedReduceScatter(ReduceScatter):
+    """Sums a unit's gradients and leaves each rank its flat shard; ``of`` names the unit in messages."""
+
+    def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
+        self._axis_group, self._late, self._of = axis_group, late, of
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a buffer for FSDP2 to fill."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Sums ``input_tensor: (size * n,)`` over the group into ``output_tensor: (n,)``."""
+        if op != dist.ReduceOp.SUM:
+            raise AssertionError(f"gradients are summed, FSDP2 asked for {op}")
+        self._late.advance()
+        transfer = self._axis_group.reduce_scatter(output_tensor, input_tensor, self._of)
+        if async_op:
+            return transfer
+        self._late.scatter(transfer)
+        return None

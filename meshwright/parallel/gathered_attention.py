@@ -1,0 +1,106 @@
+"""Attention over split tokens by collecting keys and values: for heads that don't divide over the ranks.
+
+Each rank asks for its own tokens alone, and takes an early and a late run of them, so that under a causal mask all
+ranks have as many keys to look at. Attention is found where every kernel is called, `scaled_dot_product_attention`;
+the mask, window and scale that the model gives it stay what they were.
+Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.collectives import all_gather_tokens
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.tensor_hooks import is_hidden
+from meshwright.spec.placement import Span
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def balanced_spans(tokens: int, index: int, ranks: int) -> tuple[Span, Span]:
+    """Returns a rank's early and late run of ``tokens``, which 2 x ``ranks`` must divide."""
+    size = tokens // (2 * ranks)
+    late = 2 * ranks - 1 - index
+    return (index * size, (index + 1) * size), (late * size, (late + 1) * size)
+
+
+def in_order(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    """Puts runs gathered rank by rank, (early, late) of each, into the order of the row."""
+    runs = x.chunk(2 * ranks, dim=dim)
+    return torch.cat([*runs[0::2], *reversed(runs[1::2])], dim=dim)
+
+
+class GatheredAttention(TorchFunctionMode):
+    """Inside it, attention asks with this rank's tokens and sees the keys and values of all."""
+
+    def __init__(self, axis_group: AxisGroup) -> None:
+        super().__init__()
+        self._axis_group = axis_group
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for each function; only attention is another."""
+        named = dict(kwargs or {})
+        if func is not _ATTENTION:
+            return func(*args, **named)
+        named |= dict(zip(_NAMES, args))
+        axis_group, query = self._axis_group, named.pop("query")
+        keys, values = (
+            in_order(all_gather_tokens(named.pop(name), axis_group, -2, True), -2, axis_group.size)
+            for name in ("key", "value")
+        )
+        mask, causal = named.pop("attn_mask", None), named.pop("is_causal", False)
+        spans = balanced_spans(keys.shape[-2], axis_group.index, axis_group.size)
+        outputs: list[torch.Tensor] = []
+        for (start, stop), part in zip(spans, query.chunk(2, dim=-2)):
+            asked: Any = part
+            asked.asks = (start, not outputs)  # which queries of the row dropout's numbers are of; the draw is one
+            seen = stop if causal else keys.shape[-2]
+            rows = None if mask is None else mask[..., start:stop, :seen]
+            if causal:
+                rows = torch.ones(stop - start, seen, dtype=torch.bool, device=query.device).tril(start)
+            outputs.append(func(asked, keys[..., :seen, :], values[..., :seen, :], attn_mask=rows, **named))
+        return torch.cat(outputs, dim=-2)
+
+
+def own_runs(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
+    """Returns a rank's early and late run of the tokens of ``x: (B, S, ...)``."""
+    return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, ranks)], dim=1)
+
+
+def wrap_layer(layer: Any, axis_group: AxisGroup, splits: int) -> None:
+    """Makes a layer compute this rank's runs of the tokens.
+
+    Args:
+        layer: takes a hidden state (B, S / (size splits), D); what else it takes counts all tokens.
+        axis_group: the axis.
+        splits: number of parts into which another axis splits this rank's tokens between the layers.
+    """
+
+    def gathering(plain: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden: list[torch.Tensor] = []
+            tree_map_only(torch.Tensor, lambda x: hidden.append(x) if is_hidden(x) else None, (args, kwargs))
+            tokens = hidden[0].shape[1] * axis_group.size * splits if hidden else 0
+
+            def cut(x: torch.Tensor) -> torch.Tensor:
+                if x.dim() not in (2, 3) or x.shape[1] != tokens or x is hidden[0]:
+                    return x
+                return own_runs(x, axis_group.index, axis_group.size)
+
+            args, kwargs = tree_map_only(torch.Tensor, cut, (args, kwargs))
+            with GatheredAttention(axis_group):
+                return plain(*args, **kwargs)
+
+        return forward
+
+    wrap_forward(layer, ForwardLayer.CONTEXT, "attention gathers keys and values over the tokens' ranks", gathering)

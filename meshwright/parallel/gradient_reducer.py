@@ -1,0 +1,138 @@
+"""Sums gradients over an axis while backward runs: large ones alone and in place, small ones in shared buckets.
+
+A large gradient is reduced in the very tensor that autograd made, so nothing is copied; only tensors too small to fill
+the link are packed. Buckets leave in one fixed order on every rank (parameters back to front, as backward makes them),
+since collectives match by order. Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2, for bucketing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.parallel.layer_names import spell
+
+ALONE_BYTES = 1 << 20
+"""Gradients of at least this size travel alone; smaller ones are packed until a bucket holds this much."""
+ALONE_SHARE = 16
+"""In a model of less than so many times that, a gradient of this part of all travels alone: clones do as models do."""
+
+
+@dataclass
+class _Bucket:
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    bytes: int = 0
+    missing: int = 0
+    transfer: PendingCollective | None = None
+    flat: torch.Tensor | None = None
+    of: str = ""
+
+
+class GradientReducer:
+    """All-reduces the gradients of some parameters over one group.
+
+    A parameter without a gradient on this rank takes part with zeros, so ranks whose graphs differ still agree.
+
+    Args:
+        parameters: plain ones, in the order in which forward uses them.
+        axis_group: the group.
+        layers: number of the layer that a parameter belongs to, for messages; none where that isn't known.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        axis_group: AxisGroup,
+        layers: Mapping[nn.Parameter, int] | None = None,
+    ) -> None:
+        self._axis_group = axis_group
+        self._active = False
+        self._next = 0
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        open_buckets: dict[torch.dtype, _Bucket] = {}
+        trained = [item for item in parameters if item.requires_grad]
+        every = sum(item.numel() * item.element_size() for item in trained)
+        self._alone = min(ALONE_BYTES, max(1, every // ALONE_SHARE))
+        for parameter in reversed(trained):
+            self._place(parameter, open_buckets)
+            parameter.register_post_accumulate_grad_hook(self._ready)
+        for bucket in self._buckets:
+            bucket.of = spell(layers[parameter] for parameter in bucket.parameters) if layers else ""
+
+    def _place(self, parameter: nn.Parameter, open_buckets: dict[torch.dtype, _Bucket]) -> None:
+        """Puts a parameter alone or into the bucket of its dtype that is being filled."""
+        size = parameter.numel() * parameter.element_size()
+        bucket = None if size >= self._alone else open_buckets.get(parameter.dtype)
+        if bucket is None:
+            bucket = _Bucket()
+            self._buckets.append(bucket)
+            if size < self._alone:
+                open_buckets[parameter.dtype] = bucket
+        bucket.parameters.append(parameter)
+        bucket.bytes += size
+        if bucket.bytes >= self._alone:
+            open_buckets.pop(parameter.dtype, None)
+        self._bucket_of[parameter] = bucket
+
+    def begin(self, last: bool, fresh: bool = False) -> None:
+        """Announces a micro-batch; gradients are communicated in the ``last`` one of a step alone."""
+        self._active = last
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing, bucket.transfer, bucket.flat = len(bucket.parameters), None, None
+
+    def finish(self) -> None:
+        """Starts what backward did not reach, waits for all sums and puts packed gradients back."""
+        for bucket in self._buckets[self._next :]:
+            self._start(bucket)
+        for bucket in self._buckets:
+            if bucket.transfer is not None:
+                bucket.transfer.wait()
+            if bucket.flat is not None:
+                self._unpack(bucket)
+        self._active = False
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        if not self._active:
+            return
+        bucket = self._bucket_of[parameter]
+        if bucket.transfer is not None:
+            raise ConfigError(
+                "a weight got its gradient twice in one backward, as one does that several calls of torch.utils."
+                "checkpoint share: write checkpoint(..., use_reentrant=False), or recompute=full in the layout"
+            )
+        bucket.missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+            self._start(self._buckets[self._next])
+            self._next += 1
+
+    def _start(self, bucket: _Bucket) -> None:
+        grads = [self._gradient(parameter) for parameter in bucket.parameters]
+        if len(grads) == 1:
+            payload = grads[0]
+        else:
+            payload = bucket.flat = torch.cat([grad.reshape(-1) for grad in grads])
+        bucket.transfer = self._axis_group.all_reduce(payload, bucket.of)
+
+    @staticmethod
+    def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif not parameter.grad.is_contiguous():
+            parameter.grad = parameter.grad.contiguous()
+        return parameter.grad
+
+    @staticmethod
+    def _unpack(bucket: _Bucket) -> None:
+        assert bucket.flat is not None
+        offset = 0
+        for parameter in bucket.parameters:
+            size = parameter.numel()
+            parameter.grad = bucket.flat[offset : offset + size].view_as(parameter)
+            offset += size

@@ -1,0 +1,108 @@
+"""Tokens for heads: each rank gives its tokens' features away by units and gets all tokens of its own units.
+
+Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.spec.placement import Span
+
+Spans = tuple[Span, ...]
+
+
+def _picked(x: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """Returns runs of the last dim, contiguous."""
+    parts = [x[..., start:stop] for start, stop in spans]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).contiguous()
+
+
+def _width(spans: Spans) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _in_order(spans: Sequence[Spans], features: int) -> bool:
+    """Whether the ranks' runs, one after the other, are all features once."""
+    at = 0
+    for start, stop in (run for held in spans for run in held):
+        if start != at:
+            return False
+        at = stop
+    return at == features
+
+
+def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
+    """(B, S/c, F) to (B, S, F'): F' features of this rank's units."""
+    own = _width(spans[axis_group.index])
+    parts = [_picked(x, held) for held in spans]
+    outputs = [x.new_empty(*x.shape[:2], own) for _ in spans]
+    axis_group.all_to_all(outputs, parts).wait()
+    return torch.cat(outputs, dim=1)
+
+
+def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
+    """(B, S, F') to (B, S/c, F): what several ranks hold is summed."""
+    parts = [part.contiguous() for part in x.chunk(axis_group.size, dim=1)]
+    outputs = [x.new_empty(*parts[0].shape[:2], _width(held)) for held in spans]
+    axis_group.all_to_all(outputs, parts).wait()
+    if _in_order(spans, features):
+        return torch.cat(outputs, dim=-1)
+    out = x.new_zeros(*parts[0].shape[:2], features)
+    for held, part in zip(spans, outputs):
+        at = 0
+        for start, stop in held:
+            out[..., start:stop] += part[..., at : at + stop - start]
+            at += stop - start
+    return out
+
+
+class _Units(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
+        ctx.axis_group, ctx.spans, ctx.features = axis_group, spans, x.shape[-1]
+        return _to_units(x, axis_group, spans)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return _to_tokens(upstream[0], ctx.axis_group, ctx.spans, ctx.features), None, None
+
+
+class _Tokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int
+    ) -> torch.Tensor:
+        ctx.axis_group, ctx.spans = axis_group, spans
+        return _to_tokens(x, axis_group, spans, features)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return _to_units(upstream[0], ctx.axis_group, ctx.spans), None, None, None
+
+
+def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
+    """Turns (B, S/c, F), all features of some tokens, into (B, S, F'), the features of this rank's units of all tokens.
+
+    Args:
+        x: this rank's tokens.
+        axis_group: the axis.
+        spans: for each rank, the runs of F that its units need; what several need goes to each.
+    """
+    return axis_group.apply(_Units, x, axis_group, spans)
+
+
+def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
+    """Undoes `to_units`, where no feature belongs to several ranks: (B, S, F') to (B, S/c, F).
+
+    Args:
+        x: this rank's units of all tokens.
+        axis_group: the axis.
+        spans: for each rank, the runs of F that it has.
+        features: F.
+    """
+    return axis_group.apply(_Tokens, x, axis_group, spans, features)

@@ -1,0 +1,47 @@
+"""Gives a wrapped meta module its memory: each parameter becomes this rank's part alone, filled from where it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from meshwright.parallel.scalar_parameters import whole_shape
+from meshwright.parallel.weights import Weight, cut, owners, placed_like
+from meshwright.spec.placement import Box, LocalShard, count
+
+Fill = Callable[[str, Box], torch.Tensor]
+"""Returns the values of one part of a weight: (name, box) to a CPU tensor of the box's shape."""
+
+
+def materialise(
+    module: nn.Module, places: Mapping[str, LocalShard], device: torch.device, dtype: torch.dtype, fill: Fill
+) -> None:
+    """Replaces every meta parameter by this rank's part of it, with values from ``fill``; ties stay ties.
+
+    Args:
+        module: wrapped by the axes, parameters on the meta device (plain or DTensor).
+        places: which part of the whole weight a parameter stands for, by name; absent where it is whole.
+        device: where the parts go.
+        dtype: of the master weights (floating-point ones; others keep theirs).
+        fill: values by name and box.
+    """
+    with torch.no_grad():
+        for name, parameter, holders in list(owners(module)):
+            place = places.get(name) or LocalShard.whole(name, whole_shape(*holders[0], parameter), 1)
+            made = _made(Weight(parameter, place), device, dtype, fill)
+            for part, attribute in holders:
+                part._parameters[attribute] = made
+
+
+def _made(weight: Weight, device: torch.device, dtype: torch.dtype, fill: Fill) -> nn.Parameter:
+    parameter = weight.parameter
+    kind = dtype if parameter.is_floating_point() else parameter.dtype
+    local = torch.empty(weight.local.shape, dtype=kind, device=device)
+    for piece in weight.pieces:
+        if count(piece.whole):
+            cut(local, piece.local).copy_(fill(weight.name, piece.whole))
+    made = nn.Parameter(placed_like(parameter, local), requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made

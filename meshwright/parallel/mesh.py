@@ -1,0 +1,91 @@
+"""The layout's ranks as a torch DeviceMesh, and its axes as groups with collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.parallel.axis_group import AxisGroup, TrafficLog
+from meshwright.spec.axes import known_axes
+from meshwright.spec.groups import carved_groups, loss_axes
+from meshwright.spec.plan import Layout
+
+WORLD = "world"
+"""Name under which collectives over all ranks are booked."""
+
+
+class Mesh:
+    """A layout's DeviceMesh (dimensions named as the axes, outermost first) and one `AxisGroup` per axis that is used.
+
+    Args:
+        layout: its degrees multiply to the ranks of the default process group.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        log: where traffic is booked.
+    """
+
+    def __init__(self, layout: Layout, device_type: str, log: TrafficLog) -> None:
+        self.layout, self.device_type, self.log = layout, device_type, log
+        self.rank = dist.get_rank()
+        self.loss_axes = loss_axes()
+        shape = layout.shape()
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        self.world = AxisGroup(WORLD, dist.group.WORLD, log)
+        self.axis_groups = {name: AxisGroup(name, self.device_mesh.get_group(name), log) for name in shape}
+        for name, axis in known_axes().items():
+            if axis.carves and layout.degree(name) > 1:
+                self._carve(name)
+
+    def _carve(self, name: str) -> None:
+        """Adds the groups of an axis that factorises others' ranks a second time.
+
+        ``ep``: its own ranks; ``ep_shard``: those of a block that hold the same part, which may share it as shards;
+        ``ep_copies``: all that hold the same part.
+        """
+        for suffix, groups in zip(("", "_shard", "_copies"), carved_groups(name, self.layout.degrees)):
+            group, _ = dist.new_subgroups_by_enumeration(groups)
+            self.axis_groups[name + suffix] = AxisGroup(name + suffix, group, self.log)
+
+    def line(self, axis_group: AxisGroup) -> DeviceMesh:
+        """Returns the ranks of a wire as a mesh of one dimension, which has the wire's name."""
+        if axis_group.axis in self.layout.shape():
+            return self.device_mesh[axis_group.axis]
+        return DeviceMesh.from_group(axis_group.group, self.device_type, mesh_dim_names=(axis_group.axis,))
+
+    def across(self, names: Sequence[str]) -> AxisGroup:
+        """Returns a wire over the product of some axes; all ranks must ask for it together."""
+        used = [name for name in names if self.layout.degree(name) > 1] or list(names[:1])
+        if len(used) == 1:
+            return self.axis_groups[used[0]]
+        key = "+".join(used)
+        if key not in self.axis_groups:
+            dims = [tuple(self.layout.shape()).index(name) for name in used]
+            last = range(-len(dims), 0)
+            size = math.prod(self.layout.degree(name) for name in used)
+            lines = self.device_mesh.mesh.movedim(dims, tuple(last)).reshape(-1, size)
+            group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+            self.axis_groups[key] = AxisGroup(key, group, self.log)
+        return self.axis_groups[key]
+
+    def neighbours(self, name: str, size: int) -> AxisGroup:
+        """Returns a wire over runs of ``size`` neighbours along an axis; all ranks must ask for it together."""
+        key = f"{name}_{size}"
+        if key not in self.axis_groups:
+            lines = self.device_mesh.mesh.movedim(tuple(self.layout.shape()).index(name), -1).reshape(-1, size)
+            group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+            self.axis_groups[key] = AxisGroup(name, group, self.log)
+        return self.axis_groups[key]
+
+    def barrier(self, timeout: timedelta) -> None:
+        """Waits for all ranks.
+
+        Raises:
+            RuntimeError: when one doesn't come within ``timeout``.
+        """
+        if dist.get_backend() == "gloo":
+            dist.monitored_barrier(timeout=timeout)
+        else:
+            dist.barrier()

@@ -1,0 +1,141 @@
+"""A model's own gradient checkpointing (`torch.utils.checkpoint` inside of its forward) under every layout.
+
+What a checkpoint leaves out is computed again in backward, after the forward that gave it its random numbers, its
+stage's input and the modes around it is over. Inside of `repeated` each checkpoint remembers these and has them again.
+The reentrant variant becomes the other one there, with what torch documents of it: without an input that needs a
+gradient its weights get none. Inside of `inlined` checkpoints keep everything, for trials that read autograd's graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.overrides import _get_current_function_mode_stack
+
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+
+Function = Callable[..., Any]
+Snapshot = Callable[[], Callable[[], AbstractContextManager[Any]]]
+"""Called at a checkpoint; returns what brings that moment's state back while the checkpoint is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """What checkpoints do in this thread."""
+
+    inline: bool = False
+    fed: bool = False
+    """Whether what needs a gradient may come inside of the checkpoint: a stage hands its first layer its input."""
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+class _Local(threading.local):
+    policy: _Policy | None = None
+
+
+_LOCAL = _Local()
+
+
+@contextlib.contextmanager
+def _under(policy: _Policy) -> Iterator[None]:
+    _install()
+    before, _LOCAL.policy = _LOCAL.policy, policy
+    try:
+        yield
+    finally:
+        _LOCAL.policy = before
+
+
+def inlined() -> AbstractContextManager[None]:
+    """Inside it, checkpoints keep what they compute; nothing is computed again in backward."""
+    return _under(_Policy(inline=True))
+
+
+def repeated(*snapshots: Snapshot, fed: bool = False) -> AbstractContextManager[None]:
+    """Inside it, what a checkpoint computes again sees the state of its first time.
+
+    Args:
+        snapshots: of states beyond torch's function modes, added to those of an enclosing `repeated`.
+        fed: whether a checkpoint's input may get its gradient inside of it, as in a stage after the first.
+    """
+    outer = _LOCAL.policy or _Policy()
+    return _under(_Policy(outer.inline, outer.fed or fed, (*outer.snapshots, *snapshots)))
+
+
+def repeat_in(module: Any, *snapshots: Snapshot) -> None:
+    """Makes a module's forward run inside of `repeated`."""
+
+    def repeating(plain: Forward) -> Forward:
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with repeated(*snapshots):
+                return plain(*args, **kwargs)
+
+        return forward
+
+    wrap_forward(
+        module, ForwardLayer.CHECKPOINT_STATE, "the model's own checkpoints see the state of their first run", repeating
+    )
+
+
+def _again(function: Function, policy: _Policy) -> Function:
+    """Returns a function that computes the same, in the present state whenever it is called."""
+    states = [take() for take in policy.snapshots]
+    modes = _get_current_function_mode_stack()
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_under(policy))
+            for state in states:
+                stack.enter_context(state())
+            for mode in modes[len(_get_current_function_mode_stack()) :]:
+                stack.enter_context(mode)
+            return function(*args, **kwargs)
+
+    return again
+
+
+def _nothing_again() -> Generator[None, None, None]:
+    """Stands for torch's generator around a checkpoint's first forward."""
+    yield
+
+
+def _reentrant(policy: _Policy, function: Function, preserve: bool, *args: Any) -> Any:
+    if not policy.fed and not any(isinstance(item, torch.Tensor) and item.requires_grad for item in args):
+        with torch.no_grad():
+            return function(*args)
+    if policy.inline:
+        return function(*args)
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+@functools.cache
+def _install() -> None:
+    """Puts itself in front of both variants of torch's checkpoint, for threads that are inside of a policy.
+
+    Both are private to torch 2.11 to 2.15, and users' code holds `torch.utils.checkpoint.checkpoint` itself, which
+    looks them up; nothing public lies between.
+    """
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    apply = torch_checkpoint.CheckpointFunction.apply
+
+    def around(function: Function, *rest: Any, **kwargs: Any) -> Any:
+        policy = _LOCAL.policy
+        if policy is None:
+            return generator(function, *rest, **kwargs)
+        return _nothing_again() if policy.inline else generator(_again(function, policy), *rest, **kwargs)
+
+    def applied(function: Function, preserve: bool, *args: Any) -> Any:
+        policy = _LOCAL.policy
+        return apply(function, preserve, *args) if policy is None else _reentrant(policy, function, preserve, *args)
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = around
+    torch_checkpoint.CheckpointFunction.apply = staticmethod(applied)

@@ -1,0 +1,50 @@
+"""The model as `parallel.build` takes it: a meta module, its names, and where its values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel.materialise import Fill
+from meshwright.parallel.program import Compute
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.layer_graph import LayerGraph
+from meshwright.spec.sharding_table import ShardingTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """The model as `build` takes it."""
+
+    module: nn.Module
+    """On the meta device (or materialised, when ``fill`` is None)."""
+    layers: Sequence[str]
+    """Names of its repeated blocks, in order: the units of gathering, recompute, compilation and splitting."""
+    compute: Compute
+    """Forward and loss of one micro-batch."""
+    fill: Fill
+    """Values of a part of a weight, by name and box."""
+    fill_buffers: Callable[[nn.Module, torch.device], None]
+    """Puts the module's buffers on a device, with their values."""
+    random: bool = False
+    """Whether forward may draw random numbers."""
+    ties: Sequence[Sequence[str]] = ()
+    """Groups of parameter names that are one parameter."""
+    table: ShardingTable | None = None
+    """What axes do to each weight; needed by layouts with an axis that splits layers."""
+    layer_graph: LayerGraph | None = None
+    """How forward goes through the layers; needed by layouts with a pipeline."""
+    attention: str = "heads"
+    """How ``cp`` computes attention: ``heads`` or ``gather``."""
+    experts: Sequence[ExpertRows] = ()
+    """Its experts modules; needed by layouts with ``ep``."""
+    weigh: Callable[[Any], torch.Tensor] | None = None
+    """What a micro-batch counts for in each term of the model's own loss, where it has any."""
+    terms: Sequence[str] = ()
+    """Names of the terms that ``compute`` reports beside the cross-entropy."""
+    moving: Sequence[str] = ()
+    """Names of the buffers that forward changes while it trains."""

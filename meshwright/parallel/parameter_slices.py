@@ -1,0 +1,133 @@
+"""Gives a layer the parts of its weights that an index of an axis holds, and the numbers that its code then needs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.spec.placement import LocalShard, Span
+from meshwright.spec.sharding_table import ParameterSplit, ShardingGroup
+
+_SIZES = ("in_features", "out_features", "nf", "nx", "in_channels", "out_channels", "groups", "num_features")
+"""Attributes of plain modules that repeat a dim of their weight."""
+
+
+def spans_of(split: ParameterSplit, units: Span, group: ShardingGroup, size: int) -> tuple[Span, ...]:
+    """Returns the runs of a parameter's dim, of ``size`` indices, that the units [first, last) use.
+
+    Raises:
+        ValueError: when the blocks don't fit the size: the table belongs to another model.
+    """
+    end = max(block.start + block.size * block.count for block in split.blocks)
+    if end != size:
+        raise ValueError(f"the table splits {end} indices of {split.name}, which has {size}")
+    spans: list[list[int]] = []
+    for start, stop in split.spans(*units, group.units):
+        if spans and spans[-1][1] == start:
+            spans[-1][1] = stop
+        else:
+            spans.append([start, stop])
+    return tuple((start, stop) for start, stop in spans)
+
+
+def copied_runs(
+    split: ParameterSplit, units: Span, group: ShardingGroup, degree: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Returns (start, stop, ranks) of local indices that several indices of the axis hold."""
+    found, at = [], 0
+    for block in split.blocks:
+        start, stop = block.span(*units, group.units)
+        if block.count < degree:
+            found.append((at, at + stop - start, degree // block.count))
+        at += stop - start
+    return tuple(found)
+
+
+def place_of(
+    name: str, whole: torch.Size, split: ParameterSplit, spans: tuple[Span, ...], copies: int, axis: str
+) -> LocalShard:
+    """Returns the place of a parameter of which ``spans`` of one dim are held."""
+    by_dim = tuple(spans if dim == split.dim else ((0, size),) for dim, size in enumerate(whole))
+    return LocalShard(name=name, shape=tuple(whole), spans=by_dim, copies=copies, axes=(axis,))
+
+
+def select(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> torch.Tensor:
+    """Returns the runs of a dim, one after the other; a view when they are one."""
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def cut_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ...]) -> nn.Parameter:
+    """Replaces a parameter of the layer by its runs, on meta or with values, and returns it."""
+    path, _, attribute = split.name.rpartition(".")
+    owner = layer.get_submodule(path)
+    whole = owner._parameters[attribute]
+    assert whole is not None
+    with torch.no_grad():
+        made = nn.Parameter(select(whole, split.dim, spans).clone(), requires_grad=whole.requires_grad)
+    owner._parameters[attribute] = made
+    before, after = whole.shape[split.dim], made.shape[split.dim]
+    for name in _SIZES:
+        if vars(owner).get(name) == before and before != after:
+            setattr(owner, name, after)
+    return made
+
+
+def adapt(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
+    """Sets the integers that the code between a group's matrices reads to what this part of it has."""
+    for target, name, value in adapted(layer, group, units):
+        if name.startswith("config."):
+            owner: Any = target
+            config = owner.config
+            if not getattr(config, "_is_local", False):
+                owner.config = config = copy.copy(config)
+                config._is_local = True
+            setattr(config, name.partition(".")[2], value)
+        else:
+            setattr(target, name, value)
+
+
+def adapted(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tuple[nn.Module, str, int]]:
+    """Yields (module, attribute, local value) for each number of the group."""
+    counts = {split.name: split for split in group.splits}
+    for number in group.numbers:
+        module = layer.get_submodule(number.module)
+        whole = read_number(module, number.attribute)
+        yield module, number.attribute, scaled(whole, number.scales_with, counts, group, units)
+
+
+def read_number(module: Any, attribute: str) -> int:
+    """Returns an integer attribute, or one of the module's config."""
+    _, dot, name = attribute.rpartition(".")
+    return int(getattr(module.config if dot else module, name))
+
+
+def scaled(whole: int, over: str, splits: Mapping[str, ParameterSplit], group: ShardingGroup, units: Span) -> int:
+    """Returns an integer's local value.
+
+    Raises:
+        ValueError: when it doesn't come out whole.
+    """
+    if over.startswith("="):
+        return sum(stop - start for start, stop in splits[over[1:]].spans(*units, group.units))
+    top, _, bottom = over.partition("/")
+    share = [_share(splits, name, group, units) for name in (top, bottom) if name]
+    number, of = share[0]
+    if bottom:
+        number, of = number * share[1][1], of * share[1][0]
+    value, rest = divmod(whole * number, of)
+    if rest or not value:
+        raise ValueError(f"{whole} x {number}/{of} is no whole number")
+    return value
+
+
+def _share(splits: Mapping[str, ParameterSplit], name: str, group: ShardingGroup, units: Span) -> tuple[int, int]:
+    """(local, whole) number of runs of one block, ``name`` being ``<split>`` or ``<split>#<block>``."""
+    split, _, number = name.partition("#")
+    block = splits[split].blocks[int(number or 0)]
+    start, stop = block.span(*units, group.units)
+    return (stop - start) // block.size, block.count

@@ -1,0 +1,255 @@
+"""The program of a pipeline: stages run by a schedule, weights that several stages hold summed over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.forward_stack import ForwardLayer
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, check, split
+from meshwright.parallel.program import Compute, LossView, Program, StageModule, Stamp
+from meshwright.parallel.schedule_run import PipelineGroup, ScheduleRun, chain
+from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.transform import Transform, TransformContext, uses_axis
+from meshwright.parallel.weights import Weight
+from meshwright.spec.axes.pp import AXIS
+from meshwright.spec.plan import Layout
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
+
+
+class _Shared:
+    """A weight that several stages hold, and the sum of its gradient over them."""
+
+    def __init__(self, weights: list[Weight], axis_group: AxisGroup | None) -> None:
+        self._first, *self.twins = weights
+        self._axis_group, self._of = axis_group, weights[0].name
+
+    def spread(self) -> None:
+        """Gives the rank's other stages the values that the optimizer wrote."""
+        for twin in self.twins:
+            twin.local.copy_(self._first.local)
+
+    def start(self) -> Callable[[], object]:
+        """Starts the sum; what is returned waits for it."""
+        parameter = self._first.parameter
+        total = self._first.gradient
+        total = torch.zeros_like(self._first.local) if total is None else total.contiguous()
+        for twin in self.twins:
+            if twin.gradient is not None:
+                total.add_(twin.gradient)
+            twin.parameter.grad = None
+        parameter.grad = self._first.like(total)  # type: ignore[assignment]
+        return self._axis_group.all_reduce(total, self._of).wait if self._axis_group else lambda: None
+
+
+class PipelineProgram(Program):
+    """Runs this rank's stages by the layout's schedule.
+
+    Args:
+        parts: this rank's stages, wrapped and materialised, from `split`.
+        compute: forward and loss of one micro-batch.
+        view: what the loss must know of the layout.
+        mesh: ranks and groups.
+        clock: books the parts of a step.
+        layout: what is made true.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[StageModule],
+        compute: Compute,
+        view: LossView,
+        mesh: Mesh,
+        clock: StepTimer,
+        layout: Layout,
+    ) -> None:
+        super().__init__(parts, compute, view, mesh, clock)
+        self._stages: list[PipelineStageModule] = [part for part in parts if isinstance(part, PipelineStageModule)]
+        division = self._stages[0].division
+        assert division is not None
+        cpu = mesh.device_type == "cpu"
+        device = torch.device("cpu") if cpu else torch.device(mesh.device_type, torch.cuda.current_device())
+        self._line = PipelineGroup(axis_group=mesh.axis_groups["pp"], schedule=division.schedule, device=device)
+        self._shared = self._share(division, mesh)
+        for part in self._stages:
+            assert part.cut is not None
+            part.cut.arm(_COMPUTE.get(layout.precision, torch.float32), device)
+            _keep_gathered(part.module)
+        self._run: tuple[Any, ScheduleRun] | None = None
+        self._batches: Sequence[Any] = ()
+        self._scale = 1.0
+        self._key = (0, 0)
+        self._stamp: Stamp | None = None
+        self._sums: list[torch.Tensor] = []
+
+    @property
+    def reporters(self) -> int:
+        """Number of ranks that report the same loss sums: the last stage's alone report any."""
+        assert self.mesh is not None
+        return super().reporters // self.mesh.layout.degree("pp")
+
+    def forward_backward(
+        self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
+    ) -> torch.Tensor:
+        """Runs a step's micro-batches; see `Program.forward_backward`. Ranks without the last stage give zeros."""
+        self._spread()
+        self._batches, self._scale, self._key, self._stamp = batches, scale, key, stamp
+        run = self._ready()
+        self._sums.clear()
+        run.step()
+        self.progress_hooks.outside()
+        self.clock.lap("pipeline")
+        if self.meter is not None:
+            self.meter.sample()
+        for part in self.parts:
+            for sync in part.sync:
+                # Only now: a backward in halves doesn't call the hooks by which a sum would start earlier.
+                sync.begin(True)
+                sync.finish()
+        for wait in [shared.start() for shared in self._shared]:
+            wait()
+        self.clock.lap("reduce")
+        self._batches = ()
+        return self._total()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""
+        self._spread()
+        training = self.module.training
+        for part in self.parts:
+            part.module.eval()
+        self._sums.clear()
+        self._batches, self._scale = [batch], 1.0
+        try:
+            chain(self.parts, self._line, lambda part, taken: self._compute_stage(part, 0, taken))
+        finally:
+            for part in self.parts:
+                part.module.train(training)
+                _release(part.module)
+        return self._total()
+
+    def clear_gradients(self) -> None:
+        """Frees all gradients."""
+        super().clear_gradients()
+        for shared in self._shared:
+            for twin in shared.twins:
+                twin.parameter.grad = None
+
+    def _spread(self) -> None:
+        with torch.no_grad():
+            for shared in self._shared:
+                shared.spread()
+
+    def _total(self) -> torch.Tensor:
+        if self._sums:
+            return torch.stack(self._sums).sum(dim=0)
+        return torch.zeros(3 + 2 * len(self.terms), dtype=torch.float64, device=self._line.device)
+
+    def _ready(self) -> ScheduleRun:
+        """The schedule for micro-batches of the present shape; a new shape is tried out by one forward."""
+        shape = tuple(self._batches[0].tokens.shape)
+        if self._run is None or self._run[0] != shape:
+            with torch.no_grad():
+                kinds = chain(self.parts, self._line, lambda part, taken: self._compute_stage(part, 0, taken))
+            for part in self.parts:
+                _release(part.module)
+            self._run = shape, ScheduleRun(self.parts, self._line, kinds, self._forward, self._before_backward)
+        return self._run[1]
+
+    def _forward(self, part: StageModule, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
+        if self._stamp:
+            self._stamp.phase("forward", number)
+        reported = len(self._sums)
+
+        def forward() -> Any:
+            del self._sums[reported:]
+            return self._compute_stage(part, number, taken)
+
+        given = self.drawn(forward, self._batches, number, self._key)
+        if self.meter is not None:
+            self.meter.sample()
+        return given
+
+    def _compute_stage(self, part: StageModule, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
+        assert isinstance(part, PipelineStageModule) and part.cut is not None
+        batch, cut = self._batches[number], part.cut
+        given = cut.run(lambda: self._compute(part.module, batch, self._scale, self.view), taken)
+        if not cut.is_last:
+            return given
+        loss, sums = given
+        self._sums.append(sums)
+        return loss
+
+    def _before_backward(self, number: int) -> None:
+        if self._stamp:
+            self._stamp.phase("backward", number)
+        if self.meter is not None:
+            self.meter.sample()  # an early stage has whole gradients only after its last forward
+
+    def _share(self, division: Division, mesh: Mesh) -> list[_Shared]:
+        """Finds the weights that several stages hold; of those of one rank, the first alone is trained."""
+        axis_groups = _holder_groups(division, mesh)
+        by_name: dict[str, list[Weight]] = {}
+        for weight in (*self.weights, *self.frozen):
+            by_name.setdefault(weight.name, []).append(weight)
+        shared = []
+        for name, weights in sorted(by_name.items()):
+            axis_group = axis_groups.get(division.holders[name])
+            if len(weights) > 1 or (axis_group and weights[0].parameter.requires_grad):
+                shared.append(_Shared(weights, axis_group if weights[0].parameter.requires_grad else None))
+            for listed in (self.weights, self.frozen):
+                listed[:] = [weight for weight in listed if weight not in weights[1:]]
+        return shared
+
+
+def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], AxisGroup]:
+    """A wire for each set of indices along ``pp`` that shares weights; every rank makes all groups, in one order."""
+    names = mesh.device_mesh.mesh_dim_names or ()
+    size = mesh.device_mesh["pp"].size()
+    lines = mesh.device_mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, size).tolist()
+    axis_groups = {}
+    for holders in sorted(set(division.holders.values())):
+        if len(holders) == size:
+            axis_groups[holders] = mesh.axis_groups["pp"]
+        elif len(holders) > 1:
+            group, _ = dist.new_subgroups_by_enumeration([[line[index] for index in holders] for line in lines])
+            if mesh.device_mesh.get_local_rank("pp") in holders:
+                axis_groups[holders] = AxisGroup("pp", group, mesh.log)
+    return axis_groups
+
+
+def _units(module: Any) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _keep_gathered(module: Any) -> None:
+    """Lets the schedule say when a sharded stage is gathered and freed: as a whole, around its actions."""
+    for unit in _units(module):
+        unit.set_reshard_after_forward(False, recurse=False)
+
+
+def _release(module: Any) -> None:
+    """Frees what a forward without a backward gathered."""
+    for unit in _units(module):
+        unit.reshard()
+
+
+def _split(work: TransformContext) -> None:
+    """Cuts the model into this rank's stages, which a schedule runs."""
+    work.stages = split(work.source, work.layout, work.groups)
+    work.make_program = _program
+
+
+def _program(work: TransformContext, clock: StepTimer) -> PipelineProgram:
+    return PipelineProgram(work.stages, work.source.compute, work.view, work.groups, clock, work.layout)
+
+
+TRANSFORM = Transform(layer=ForwardLayer.STAGE, applies=uses_axis(AXIS.name), apply=_split, check=check)

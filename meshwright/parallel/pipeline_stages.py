@@ -1,0 +1,127 @@
+"""Which stage holds what: the schedule, the bounds of the stages, and the weights that several stages hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.program import StageModule
+from meshwright.parallel.stage import Stage, copied
+from meshwright.schedules.action import Schedule
+from meshwright.spec.layer_graph import LayerGraph, check_split, divide, held_names
+from meshwright.spec.placement import LocalShard
+from meshwright.spec.plan import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """How the model is divided; the same on every rank."""
+
+    schedule: Schedule
+    """What runs when, and which rank runs which stage."""
+    bounds: tuple[int, ...]
+    """First layer of each stage, and the number of layers."""
+    held: tuple[frozenset[str], ...]
+    """Names of each stage's weights, a tied one under each of its names there."""
+    holders: dict[str, tuple[int, ...]]
+    """Indices along ``pp`` that hold a weight, by the first of its names."""
+    first: dict[str, str]
+    """Name of a weight to the first of its names."""
+
+
+@dataclass(slots=True)
+class PipelineStageModule(StageModule):
+    """A part that is a stage of a pipeline."""
+
+    cut: Stage | None = None
+    """The stage; its module and layers are the part's."""
+    division: Division | None = None
+    """The whole that it is a stage of."""
+
+
+def check(layout: Layout, layers: int) -> None:
+    """Refuses a pipeline that can't be, before a rank starts.
+
+    Args:
+        layout: with or without ``pp``.
+        layers: that the model repeats.
+
+    Raises:
+        PlanError: with the rule and the nearest layout that works.
+    """
+    if layout.degree("pp") == 1:
+        return
+    schedule = layout.pipeline()
+    check_split(layout.split, schedule.stages, layers)
+    if layout.compile and schedule.splits_backward:
+        raise PlanError(
+            f"schedule={schedule.name} runs a backward in two halves, which torch.compile can't; write compile=false, "
+            "or schedule=1f1b or interleaved"
+        )
+
+
+def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
+    """Cuts the model into this rank's stages.
+
+    Args:
+        source: the model; its module becomes one of the stages.
+        layout: with ``pp`` above 1.
+        mesh: ranks.
+
+    Raises:
+        PlanError: the model can't be cut so.
+    """
+    if source.layer_graph is None:
+        raise PlanError(
+            "pp needs the model's layer graph, and the source has none; models.layer_graph.read_layer_graph reads it"
+        )
+    division = _division(source.module, source.layer_graph, source.ties, layout)
+    numbers = division.schedule.rank_stages(mesh.device_mesh.get_local_rank("pp"))
+    copies = mesh.world.size // layout.degree("pp")
+    modules = [*(copied(source.module) for _ in numbers[1:]), source.module]
+    parts: list[StageModule] = []
+    for number, module in zip(numbers, modules):
+        first, stop = division.bounds[number : number + 2]
+        cut = Stage(module, source.layer_graph, first, stop, division.held[number])
+        places = _places(module, division, copies)
+        parts.append(
+            PipelineStageModule(module, cut.layers, places, stage=number, first=first, cut=cut, division=division)
+        )
+    return parts
+
+
+def _division(module: nn.Module, layer_graph: LayerGraph, ties: Sequence[Sequence[str]], layout: Layout) -> Division:
+    """Divides the whole model, which is on meta."""
+    schedule = layout.pipeline().unsplit() if layer_graph.whole_backward else layout.pipeline()
+    sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
+    bounds = divide(layer_graph, sizes, ties, schedule.stages, layout.split)
+    held = held_names(layer_graph, list(sizes), bounds, ties)
+    first = {name: name for name in sizes} | {name: names[0] for names in ties for name in names}
+    holders: dict[str, set[int]] = {}
+    for stage, names in enumerate(held):
+        for name in names:
+            holders.setdefault(first[name], set()).add(schedule.stage_rank(stage))
+    return Division(
+        schedule=schedule,
+        bounds=bounds,
+        held=tuple(held),
+        holders={name: tuple(sorted(indices)) for name, indices in holders.items()},
+        first=first,
+    )
+
+
+def _places(module: nn.Module, division: Division, copies: int) -> dict[str, LocalShard]:
+    """Places of the weights that go by another name, or that other ranks of the line hold too."""
+    places = {}
+    for name, item in module.named_parameters():
+        first: Any = division.first[name]
+        among = len(division.holders[first])
+        if first != name or among > 1:
+            places[name] = LocalShard.whole(first, tuple(item.shape), among * copies)
+    return places

@@ -1,0 +1,235 @@
+"""A built layout that can run: micro-batches in, summed gradients and loss sums out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from meshwright.parallel.dropout_rng import DropoutRng
+from meshwright.parallel.keyed_random import seed_all
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.moving_buffers import MovingBuffers
+from meshwright.parallel.progress_hooks import LayerProgressHooks
+from meshwright.parallel.state_meter import StateMeter
+from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.vocab_cross_entropy import VocabShard
+from meshwright.parallel.weights import Weight, named_weights
+from meshwright.spec.placement import LocalShard
+
+
+@dataclass(slots=True)
+class LossView:
+    """What the loss of a micro-batch must know of the layout."""
+
+    vocab: VocabShard | None = None
+    """The run of the vocabulary whose logits this rank has; None for all."""
+    tokens: tuple[int, int, bool] = (0, 1, False)
+    """(index, count, balanced): which of each row's tokens this rank has logits of; see `context.own_tokens`."""
+    totals: torch.Tensor | None = None
+    """(1 + terms,) float64: targets of the global batch, and what it counts for in each term of the model's own loss;
+    None where the cross-entropy is all there is."""
+
+
+Compute = Callable[[nn.Module, Any, float, LossView], tuple[torch.Tensor, torch.Tensor]]
+"""(module, micro-batch, scale, view) to (loss to differentiate, sums): the loss is scale x the sum over target tokens,
+the sums are a float64 vector (loss sum, target tokens, right predictions), detached. Each term of a model's own loss
+adds two: the term times what the micro-batch counts for in it, and what it counts for."""
+
+
+class Sync(Protocol):
+    """What an axis that sums gradients gives the step to steer it."""
+
+    def begin(self, last: bool, fresh: bool = False) -> None:
+        """Called before each micro-batch.
+
+        Args:
+            last: the last one before the optimizer.
+            fresh: the first one, and no weight has a gradient.
+        """
+
+    def finish(self) -> None:
+        """Called after the last backward; when it returns, every gradient is the sum over the axis."""
+
+
+class ExpertCounts(Protocol):
+    """What counts the tokens of each expert."""
+
+    def drain(self, device: torch.device) -> torch.Tensor:
+        """Returns this rank's counts since the last call, float64 (X,)."""
+
+
+@dataclass(slots=True)
+class StageModule:
+    """One stage of the model on this rank; without a pipeline axis the whole model is its only part."""
+
+    module: nn.Module
+    """The stage; its names are those of the whole model."""
+    layers: list[nn.Module]
+    """Its repeated blocks, in order."""
+    places: dict[str, LocalShard] = field(default_factory=dict)
+    """Which part of the whole weight a parameter stands for, by name in the module; absent where it is whole."""
+    sync: list[Sync] = field(default_factory=list)
+    """What sums its gradients, in the order in which it finishes."""
+    stage: int = 0
+    """Its number among all stages."""
+    first: int = 0
+    """Number of its first layer in the model."""
+
+
+@dataclass(slots=True)
+class Stamp:
+    """Tells a watcher where this rank is: phase and micro-batch."""
+
+    phase: Callable[[str, int], None]
+
+
+class Program:
+    """The model as this rank runs it under a layout.
+
+    Args:
+        parts: wrapped and materialised; exactly one here.
+        compute: forward and loss of one micro-batch.
+        view: what the loss must know of the layout.
+        mesh: ranks and groups; None for a single rank without a process group.
+        clock: books the parts of a step.
+    """
+
+    def __init__(
+        self, parts: Sequence[StageModule], compute: Compute, view: LossView, mesh: Mesh | None, clock: StepTimer
+    ) -> None:
+        self.parts, self.mesh, self.clock, self.view = tuple(parts), mesh, clock, view
+        self._compute = compute
+        copies = 1
+        if mesh is not None:
+            copies = mesh.world.size // mesh.layout.degree("pp")
+        self.weights: list[Weight] = []
+        """Every trained weight that this rank holds a part of, once."""
+        self.frozen: list[Weight] = []
+        """Those that aren't trained."""
+        for part in self.parts:
+            for weight in named_weights(part.module, part.places, copies, frozen=True):
+                (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
+        self.progress_hooks = LayerProgressHooks()
+        """Tells which layer runs, to whom sets its ``tell``."""
+        self.chance: DropoutRng | None = None
+        """Random numbers of forwards that may draw some."""
+        self.experts: ExpertCounts | None = None
+        """Counts the tokens of each expert, in a mixture."""
+        self.weigh: Callable[[Any], torch.Tensor] | None = None
+        """What a micro-batch counts for in each term of the model's own loss, (1 + terms,) float64."""
+        self.terms: tuple[str, ...] = ()
+        """Names of the terms that the sums have beside the cross-entropy."""
+        self.moving = MovingBuffers([part.module for part in self.parts], ())
+        """Buffers that forward changes."""
+        self.meter: StateMeter | None = StateMeter([part.module for part in self.parts], self.weights)
+        """Looks at the state's bytes while set; the trainer unsets it after the first steps."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The first part's module."""
+        return self.parts[0].module
+
+    @property
+    def readers_alike(self) -> int:
+        """Number of ranks that read the same rows and tokens."""
+        if self.mesh is None:
+            return 1
+        shape = self.mesh.layout.shape()
+        return math.prod(size for name, size in shape.items() if name not in self.mesh.loss_axes)
+
+    @property
+    def reporters(self) -> int:
+        """Number of ranks that report the same loss sums: those along the axes that read the same data."""
+        return self.readers_alike
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, buffer) of the buffers that the model itself saves, and of those that forward changes."""
+        for part in self.parts:
+            for prefix, child in part.module.named_modules():
+                for name, buffer in child._buffers.items():
+                    path = f"{prefix}.{name}" if prefix else name
+                    kept = name not in child._non_persistent_buffers_set or path in self.moving.names
+                    if buffer is not None and kept:
+                        yield path, buffer
+
+    def forward_backward(
+        self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
+    ) -> torch.Tensor:
+        """Runs a step's micro-batches and sums gradients over every axis that reads other data.
+
+        Args:
+            batches: this rank's micro-batches, in order.
+            scale: factor on the summed loss before backward.
+            key: (seed, step) of its random numbers (dropout).
+            stamp: where to report progress.
+
+        Returns:
+            This rank's (loss sum, target tokens, right predictions), float64, not yet summed over ranks.
+        """
+        total: torch.Tensor | None = None
+        fresh = all(weight.parameter.grad is None for weight in self.weights)
+        before = self.moving.copy() if len(batches) > 1 else None
+        for number, batch in enumerate(batches):
+            if number and before:
+                self.moving.put(before)  # a step is one call of the model, in however many micro-batches
+            for sync in self.parts[0].sync:
+                sync.begin(number == len(batches) - 1, fresh and number == 0)
+            if stamp:
+                stamp.phase("forward", number)
+            forward = functools.partial(self._compute, self.module, batch, scale, self.view)
+            loss, sums = self.drawn(forward, batches, number, key)
+            self.clock.lap("forward")
+            if self.meter is not None:
+                self.meter.sample()
+            if stamp:
+                stamp.phase("backward", number)
+            loss.backward()
+            self.progress_hooks.outside()
+            total = sums if total is None else total + sums
+            del loss
+            self.clock.lap("backward")
+            if self.meter is not None:
+                self.meter.sample()
+        for sync in self.parts[0].sync:
+            sync.finish()
+        self.clock.lap("reduce")
+        assert total is not None
+        return total
+
+    def drawn(self, forward: Callable[[], Any], batches: Sequence[Any], number: int, key: tuple[int, int]) -> Any:
+        """Runs the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
+        rows = [len(batch.tokens) for batch in batches]
+        first = 0
+        if self.mesh is not None:
+            layout, shares = self.mesh.layout, self.mesh.layout.shares()
+            share = shares[layout.reader(self.mesh.rank)[0]]
+            first = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
+        first += sum(rows[:number])
+        # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
+        seed_all(hash((*key, first)) % 2**63)
+        if self.chance is None:
+            return forward()
+        undo = functools.partial(self.moving.put, self.moving.copy())
+        return self.chance.run(key, first, batches[number].tokens.shape, forward, undo)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """Returns (loss sum, target tokens, right predictions) of one batch, without gradients."""
+        training, before = self.module.training, self.moving.copy()
+        self.module.eval()
+        try:
+            return self._compute(self.module, batch, 1.0, self.view)[1]
+        finally:
+            self.module.train(training)
+            self.moving.put(before)
+
+    def clear_gradients(self) -> None:
+        """Frees all gradients."""
+        for weight in self.weights:
+            weight.parameter.grad = None

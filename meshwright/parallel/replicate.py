@@ -1,0 +1,26 @@
+"""The `replicate` axis: every rank holds a copy and reads other rows; gradients are summed under backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.gradient_reducer import GradientReducer
+
+
+def wrap(
+    parameters: Iterable[nn.Parameter], axis_group: AxisGroup, layers: Mapping[nn.Parameter, int] | None = None
+) -> GradientReducer:
+    """Makes every gradient a sum over the axis, communicated while backward still runs.
+
+    Args:
+        parameters: plain ones, in the order in which forward uses them; they stay as they are, hooks are added.
+        axis_group: collectives of the ranks that hold copies of them.
+        layers: number of the layer that each belongs to, for messages.
+
+    Returns:
+        The reducer: call ``begin(last)`` before each micro-batch and ``finish()`` after the last backward.
+    """
+    return GradientReducer(parameters, axis_group, layers)

@@ -1,0 +1,294 @@
+"""Runs stages by a schedule through torch's pipeline runtime, which sends and receives between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from meshwright.errors import PlanError
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.fsdp import accumulate_gradients
+from meshwright.parallel.program import StageModule
+from meshwright.schedules.action import Schedule
+
+Forward = Callable[[StageModule, int, tuple[torch.Tensor, ...]], Any]
+"""(stage, micro-batch, what it received) to what the next stage gets, or in the last stage the loss."""
+Backward = Callable[[int], None]
+"""Told of a micro-batch before its backward."""
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+_DIMS, _TENSORS = 6, 16
+_RECEIVES = ("RECV_F", "RECV_B")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorKind:
+    """Shape and type of a tensor that crosses between stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorKind:
+        """Returns a tensor's."""
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    def example(self) -> torch.Tensor:
+        """Returns a tensor without memory; a floating one needs a gradient."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineGroup:
+    """The ranks that a micro-batch passes through."""
+
+    axis_group: AxisGroup
+    """Of the axis ``pp``."""
+    schedule: Schedule
+    """What runs when."""
+    device: torch.device
+    """Where this rank computes."""
+
+
+class _TorchStage(PipelineStage):
+    """A stage as torch's runtime drives it: the forward is ours, sends are booked."""
+
+    def __init__(
+        self,
+        part: StageModule,
+        line: PipelineGroup,
+        kinds: tuple[Sequence[TensorKind], ...],
+        forward: Forward,
+        backward: Backward,
+    ) -> None:
+        inputs, outputs = (tuple(kind.example() for kind in side) for side in kinds)
+        super().__init__(
+            part.module,
+            part.stage,
+            line.schedule.stages,
+            line.device,
+            input_args=inputs,
+            output_args=outputs,
+            group=line.axis_group.group,
+        )
+        self._part, self._line, self._ours, self._told = part, line, forward, backward
+        self._microbatch = 0
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Called by torch's runtime for a first exchange with the stages beside this one."""
+        # torch 2.11 sends to a stage of the same rank too, which gloo refuses.
+        return [
+            item for item in super()._get_init_p2p_neighbors_ops() if item.group_peer != self._line.axis_group.index
+        ]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch's runtime before the forward of a micro-batch."""
+        # Not as a keyword of the forward: torch 2.11 takes every value of these for a tensor in a backward in halves.
+        self._microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **_kwargs: Any) -> Any:
+        """Called by torch's runtime for the forward of a micro-batch."""
+        return self._ours(self._part, self._microbatch, args)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch's runtime for a backward."""
+        self._told(bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch's runtime for the second half of a backward, which calls none of FSDP2's hooks."""
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        accumulate_gradients(self._part.module)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        """Called by torch's runtime to send what the next stage gets."""
+        return self._booked(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        """Called by torch's runtime to send the gradients for the stage before."""
+        if (gradients := self.bwd_cache.get(bwd_chunk_id)) is not None:
+            # A boundary of several streams may be a permuted view, and so its gradient; the wire takes plain memory.
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                item.contiguous() if isinstance(item, torch.Tensor) else item for item in gradients
+            )
+        return self._booked(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _booked(self, operations: list[Any]) -> list[Any]:
+        axis_group = self._line.axis_group
+        axis_group.log.add(axis_group.axis, "send", sum(item.tensor.nbytes for item in operations), 0.0, 0.0)
+        return operations
+
+
+class _Received:
+    """What a stage is to receive: waiting for it is told as for a collective."""
+
+    def __init__(self, work: Any, axis_group: AxisGroup, what: str) -> None:
+        self._work, self._log, self._what = work, axis_group.log, what
+        self._number = axis_group.log.begin()
+
+    def wait(self) -> Any:
+        """Called by torch's runtime before the stage computes."""
+        with self._log.waiting(self._what, self._number):
+            return self._work.wait()
+
+
+class _Inbox(dict[tuple[int, int], Any]):
+    """Where torch's runtime keeps what is to be received, by stage and micro-batch.
+
+    Args:
+        axis_group: of the axis ``pp``.
+        what: what comes, as `_Received` tells it.
+    """
+
+    def __init__(self, axis_group: AxisGroup, what: str) -> None:
+        super().__init__()
+        self._axis_group, self._what = axis_group, what
+
+    def __setitem__(self, key: tuple[int, int], works: Sequence[Any]) -> None:
+        stage, number = key
+        what = f"receive over {self._axis_group.axis} of {self._what} of micro-batch {number} for stage {stage}"
+        super().__setitem__(key, [_Received(work, self._axis_group, what) for work in works])
+
+
+class ScheduleRun:
+    """A schedule, ready to run micro-batches of one shape.
+
+    Args:
+        parts: stages of this rank.
+        line: ranks and schedule.
+        kinds: for each part what it receives and what it sends.
+        forward: of a stage on a micro-batch.
+        backward: told before each backward.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[StageModule],
+        line: PipelineGroup,
+        kinds: Sequence[tuple[Sequence[TensorKind], ...]],
+        forward: Forward,
+        backward: Backward,
+    ) -> None:
+        self._stages = [_TorchStage(part, line, kind, forward, backward) for part, kind in zip(parts, kinds)]
+        self._count = line.schedule.microbatches
+        action: Any = getattr(torch_schedules, "_Action", None)
+        runtime: Any = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
+        load = next((n for n in ("_prepare_schedule_with_comms", "_load_actions") if hasattr(runtime, n)), None)
+        if action is None or load is None:
+            raise PlanError(f"pp: torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.15 do")
+        # What fails is raised; torch would print the whole schedule beside it, from every rank.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+        self._run = runtime(self._stages, n_microbatches=self._count, loss_fn=_identity, scale_grads=False)
+        rows = {rank: [action.from_str(str(item)) for item in row] for rank, row in enumerate(line.schedule.actions)}
+        self._run.pipeline_order = rows
+        getattr(self._run, load)(rows)
+        if not line.axis_group.on_cuda:
+            listed = self._run.pipeline_order_with_comms
+            listed.update({rank: _receiving_first(row) for rank, row in listed.items()})
+        for name, what in (("fwd_recv_ops", "the input"), ("bwd_recv_ops", "the gradient")):
+            setattr(self._run, name, _Inbox(line.axis_group, what))
+
+    def step(self) -> None:
+        """Runs all micro-batches forward and backward; data axes have been summed by FSDP2, others not."""
+        for stage in self._stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        self._run._step_microbatches(
+            arg_mbs=[()] * self._count,
+            kwarg_mbs=[{}] * self._count,
+            target_mbs=[None] * self._count,
+            return_outputs=False,
+        )
+
+
+def _receiving_first(actions: Sequence[Any]) -> list[Any]:
+    """Puts the receives of a step before all else, in their order.
+
+    Gloo sends nothing until the receiver has said where to: a receive that is posted when the action before its own has
+    ended makes the whole transfer wait for that. The buffers are there anyway, one for each micro-batch. On CUDA
+    receives stay where they are, since NCCL runs a group's sends and receives one after the other.
+    """
+    receives = [action for action in actions if action.computation_type in _RECEIVES]
+    return receives + [action for action in actions if action.computation_type not in _RECEIVES]
+
+
+def _identity(output: torch.Tensor, _target: None) -> torch.Tensor:
+    """The last stage's forward gives the loss itself."""
+    return output
+
+
+def chain(
+    parts: Sequence[StageModule], line: PipelineGroup, forward: Callable[[StageModule, tuple[torch.Tensor, ...]], Any]
+) -> list[tuple[Sequence[TensorKind], ...]]:
+    """Passes one batch of any shape forward through all stages, one after the other.
+
+    Args:
+        parts: stages of this rank, lowest first.
+        line: ranks and schedule.
+        forward: (stage, what it received) to what it sends; in the last stage, to the loss.
+
+    Returns:
+        For each part what it received and what it sent.
+    """
+    kinds: list[tuple[Sequence[TensorKind], ...]] = []
+    place, last = line.schedule.placement, line.schedule.stages - 1
+    local: tuple[torch.Tensor, ...] = ()
+    for part in parts:
+        number = part.stage
+        taken: tuple[torch.Tensor, ...] = ()
+        if number:
+            near = place[number - 1] == place[number]
+            taken = local if near else _receive(line, place[number - 1])
+        given = forward(part, taken)
+        if number == last:
+            given = (given,)
+        elif place[number + 1] == place[number]:
+            local = given
+        else:
+            _send(line, given, place[number + 1])
+        kinds.append(([TensorKind.of(item) for item in taken], [TensorKind.of(item) for item in given]))
+    return kinds
+
+
+def _send(line: PipelineGroup, tensors: tuple[torch.Tensor, ...], index: int) -> None:
+    peer = dist.get_global_rank(line.axis_group.group, index)
+    dist.send(_header(tensors).to(line.device), peer, group=line.axis_group.group)
+    for tensor in tensors:
+        dist.send(tensor.contiguous(), peer, group=line.axis_group.group)
+    line.axis_group.log.add(line.axis_group.axis, "send", sum(item.nbytes for item in tensors), 0.0, 0.0)
+
+
+def _receive(line: PipelineGroup, index: int) -> tuple[torch.Tensor, ...]:
+    peer = dist.get_global_rank(line.axis_group.group, index)
+    header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=line.device)
+    with line.axis_group.log.waiting(f"receive over {line.axis_group.axis}", line.axis_group.log.begin()):
+        dist.recv(header, peer, group=line.axis_group.group)
+    count, *rest = header.tolist()
+    tensors = []
+    for start in range(0, count * (_DIMS + 2), _DIMS + 2):
+        kind, dims, *sizes = rest[start : start + _DIMS + 2]
+        tensor = torch.empty(sizes[:dims], dtype=_DTYPES[kind], device=line.device)
+        dist.recv(tensor, peer, group=line.axis_group.group)
+        tensors.append(tensor)
+    return tuple(tensors)
+
+
+def _header(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Number of tensors, then type, number of dims and dims of each, in a fixed number of integers."""
+    values = [len(tensors)]
+    for tensor in tensors:
+        if len(tensors) > _TENSORS or tensor.dim() > _DIMS or tensor.dtype not in _DTYPES:
+            raise PlanError(
+                f"pp: {len(tensors)} tensors such as {tuple(tensor.shape)} {tensor.dtype} cross between stages; at "
+                f"most {_TENSORS} of {_DIMS} dims can"
+            )
+        values += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *([0] * (_DIMS - tensor.dim()))]
+    values += [0] * (1 + _TENSORS * (_DIMS + 2) - len(values))
+    return torch.tensor(values, dtype=torch.int64)

@@ -1,0 +1,243 @@
+"""Cuts a stage out of a model without touching its code: its own forward runs, the layers of other stages are stubs.
+
+Before the stage's first layer the forward runs on zeros that take no memory, and what it makes of them is thrown away:
+the first layer gets what the stage before sent. After the stage's last layer the forward is left by an exception that
+carries what the next stage gets. So masks, position tables and whatever else a model prepares for its layers are there
+in each stage, since each reads the same tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_unflatten
+
+from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel.model_checkpointing import repeated
+from meshwright.spec.layer_graph import LayerGraph, Path
+
+
+class _Boundary(BaseException):
+    """Leaves the forward at the layer after the stage's last; no model code catches it."""
+
+    def __init__(self, payload: tuple[torch.Tensor, ...]) -> None:
+        super().__init__("left at the end of a stage")
+        self.payload = payload
+
+
+class Stage:
+    """Some consecutive layers of a model, and whatever of the rest runs before or after them.
+
+    Args:
+        module: on meta or real; it is changed for good. Use `copied` where it is needed again.
+        layer_graph: of the model.
+        first: number of the stage's first layer.
+        stop: one more than that of its last.
+        kept: names of the weights that it holds, `held_names`.
+    """
+
+    def __init__(
+        self, module: nn.Module, layer_graph: LayerGraph, first: int, stop: int, kept: Collection[str]
+    ) -> None:
+        self.module, self.layer_graph, self.first, self.stop = module, layer_graph, first, stop
+        self.layers: list[Any] = [module.get_submodule(name) for name in layer_graph.layers[first:stop]]
+        self._received: tuple[torch.Tensor, ...] = ()
+        self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
+        self._drop(kept)
+        for number, name in enumerate(layer_graph.layers):
+            if number < first:
+                self._stub(name, functools.partial(_pass, layer_graph, number))
+            elif number == stop:
+                self._stub(name, functools.partial(_leave, layer_graph.boundary_tensors[stop]))
+        if not self.is_last:
+            wrap_forward(module, ForwardLayer.STAGE, "ends at the stage's boundary", _caught)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model's first layer is in it."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's last layer is in it, and with it the head."""
+        return self.stop == len(self.layer_graph.layers)
+
+    def arm(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes the stage ready to run, once its weights are real and the data axes have wrapped it.
+
+        Args:
+            dtype: of compute; what stands for the weights of other stages gets it.
+            device: likewise.
+        """
+        zero: dict[torch.dtype, torch.Tensor] = {}
+        for part, key, shape, kind in self._dropped:
+            kind = dtype if kind.is_floating_point else kind
+            if kind not in zero:
+                zero[kind] = torch.zeros((), dtype=kind, device=device)
+            part.__dict__[key] = zero[kind].expand(shape)
+        if not self.is_first:
+            # Before the hooks of the data axes, which look for the tensors that gradients will flow back through.
+            self.layers[0].register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
+        if not self.is_last:
+            self.module.register_forward_hook(_hand_over)
+
+    def run(self, call: Callable[[], Any], received: tuple[torch.Tensor, ...]) -> Any:
+        """Runs ``call``, which calls the module, with what the stage before sent.
+
+        Returns:
+            What ``call`` returns in the last stage; in another the tensors for the next stage.
+        """
+        self._received = received
+        try:
+            with repeated(self._snapshot, fed=not self.is_first):
+                return call()
+        except _Boundary as left:
+            return left.payload
+        finally:
+            self._received = ()
+
+    def _snapshot(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns what gives the stage its present input again, for a checkpoint of the model's own."""
+        received = self._received
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            held, self._received = self._received, received
+            try:
+                yield
+            finally:
+                self._received = held
+
+        return again
+
+    def _receive(self, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = (args, kwargs)
+        for path, tensor in zip(self.layer_graph.boundary_tensors[self.first], self._received, strict=True):
+            call = _placed(call, path, tensor.clone() if self.layer_graph.writes else tensor)
+        return call
+
+    def _stub(self, name: str, forward: Callable[..., Any]) -> None:
+        layer = self.module.get_submodule(name)
+        wrap_forward(layer, ForwardLayer.STAGE, "a stub: another stage computes it", lambda _plain: forward)
+
+    def _drop(self, kept: Collection[str]) -> None:
+        """Takes away the weights that other stages hold, and the buffers of their layers."""
+        places: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        holds: set[tuple[int, str]] = set()
+        own = {id(part) for layer in self.layers for part in layer.modules()}
+        others: dict[int, nn.Module] = {}
+        for name in (*self.layer_graph.layers[: self.first], *self.layer_graph.layers[self.stop :]):
+            others |= {id(part): part for part in self.module.get_submodule(name).modules() if id(part) not in own}
+        for path, part in self.module.named_modules(remove_duplicate=False):
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    places[id(part), key] = part, key
+                    if (f"{path}.{key}" if path else key) in kept:
+                        holds.add((id(part), key))
+        for place, (part, key) in places.items():
+            if place not in holds:
+                self._dropped.append((part, key, *_kind(part._parameters.pop(key))))
+        for part in others.values():
+            plain = {key: item for key, item in vars(part).items() if isinstance(item, torch.Tensor)}
+            for key, item in [*part._buffers.items(), *plain.items()]:
+                if item is not None:
+                    self._dropped.append((part, key, *_kind(item)))
+                    part._buffers.pop(key, None)
+                    part.__dict__.pop(key, None)
+
+
+def held_layer(module: nn.Module, name: str) -> nn.Module | None:
+    """Returns a layer by its name in the model; None where another stage has its weights, or all of it."""
+    held: Any = module
+    for key in name.split("."):
+        held = getattr(held, "_modules", {}).get(key)
+    return held if held is not None and any(True for _ in held.parameters()) else None
+
+
+def copied(module: nn.Module, share: bool = False) -> nn.Module:
+    """Returns a copy of a module; with ``share`` its weights are the same tensors."""
+    memo: dict[int, Any] = {id(item): item for item in module.parameters()} if share else {}
+    made: nn.Module = copy.deepcopy(module, memo)
+    return made
+
+
+def taken(call: Any, path: Path) -> Any:
+    """Returns the tensor of a call's ``(args, kwargs)`` that a path leads to."""
+    return functools.reduce(operator.getitem, path, call)
+
+
+def _kind(tensor: Any) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _placed(call: Any, path: Path, tensor: torch.Tensor) -> Any:
+    """Returns the call with another tensor at a path; containers on the way are new."""
+    if not path:
+        return tensor
+    if isinstance(call, dict):
+        return {**call, path[0]: _placed(call[path[0]], path[1:], tensor)}
+    items = list(call)
+    items[path[0]] = _placed(items[path[0]], path[1:], tensor)
+    return items if isinstance(call, list) else tuple(items)
+
+
+def _pass(layer_graph: LayerGraph, number: int, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a layer of a stage before: gives its own arguments back, nested as the layer would."""
+    returned = layer_graph.returns[number]
+    leaves: list[Any] = []
+    spare = _first_tensor(args, kwargs)
+    for path, is_tensor in zip(returned.leaves, returned.tensors):
+        leaves.append(_taken_or(spare, (args, kwargs), path) if is_tensor else None)
+    return tree_unflatten(leaves, returned.nest)
+
+
+def _taken_or(spare: torch.Tensor, call: Any, path: Path | None) -> torch.Tensor:
+    if path is None:
+        return spare
+    try:
+        found = taken(call, path)
+    except (LookupError, TypeError):
+        return spare
+    return found if isinstance(found, torch.Tensor) else spare
+
+
+def _first_tensor(args: Any, kwargs: Any) -> torch.Tensor:
+    return next(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+
+
+def _leave(paths: tuple[Path, ...], *args: Any, **kwargs: Any) -> Any:
+    """Stands for the first layer of the next stage."""
+    raise _Boundary(tuple(_outgoing(taken((args, kwargs), path)) for path in paths))
+
+
+def _outgoing(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be sent, and detached in place by a backward in two halves, which a view can't."""
+    if tensor._is_view() or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _caught(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Ends the exception inside the module's forward, so that hooks which follow a forward run."""
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except _Boundary as left:
+            return left.payload
+
+    return forward
+
+
+def _hand_over(_module: nn.Module, _args: Any, output: Any) -> None:
+    """After all other hooks: leaves whatever called the module, which waits for the model's own output."""
+    raise _Boundary(output)

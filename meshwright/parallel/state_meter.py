@@ -1,0 +1,89 @@
+"""The bytes of state that this rank really holds, read off the tensors at the moments where they are most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel.fsdp import fsdp_groups
+from meshwright.parallel.weights import Weight
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Returns the bytes of the distinct storages behind tensors; freed storages count nothing."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _gathered(units: Iterable[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns FSDP2's (gathered parameters, whole gradients kept for later) of its units, on the way or arrived."""
+    parameters: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for unit in units:
+        for group in fsdp_groups(unit):
+            under_way = getattr(group, "_all_gather_result", None)
+            if under_way is not None:
+                parameters.append(under_way.all_gather_output)
+            for item in group.fsdp_params:
+                parameters.extend(getattr(item, "all_gather_outputs", []))
+                whole = getattr(item, "_unsharded_param", None)
+                if whole is not None:
+                    kept = getattr(item, "unsharded_accumulated_grad", None)
+                    gradients.extend(grad for grad in (whole.grad, kept) if grad is not None)
+    return parameters, gradients
+
+
+class StateMeter:
+    """Keeps the largest number of bytes seen for parameters and gradients, master weights apart.
+
+    Args:
+        modules: the wrapped stages.
+        weights: its weights; a pipeline takes those out of this list later on that the rank holds once more.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], weights: list[Weight]) -> None:
+        self._weights, self._held = weights, tuple(weights)
+        self._units = [part for module in modules for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+        # After FSDP2's own: the unit at work is gathered then, and the next one is on its way.
+        self._hooks = [unit.register_forward_pre_hook(lambda *_: self.sample()) for unit in self._units]
+        self.parameters = self.gradients = 0
+
+    def close(self) -> None:
+        """Looks no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def sample(self) -> None:
+        """Looks at the tensors now: called before each unit's forward, after forward, and before the optimizer."""
+        gathered, whole = _gathered(self._units)
+        self.parameters = max(self.parameters, _storage_bytes(gathered))
+        parts = [weight.gradient for weight in self._held]
+        self.gradients = max(self.gradients, _storage_bytes([*parts, *whole]))
+
+    @property
+    def master(self) -> int:
+        """Bytes of this rank's parts of the master weights, one that it holds twice counted once."""
+        return sum(weight.local.nbytes for weight in self._weights)
+
+    def read(self, optimizer_bytes: int) -> dict[str, int]:
+        """Returns bytes by kind, divided as in the ZeRO paper.
+
+        Where compute runs on gathered copies, the master weights belong to the optimizer's state; where it runs on the
+        master weights themselves they are the parameters.
+        """
+        held = sum(weight.local.nbytes for weight in self._held)
+        if self.parameters:
+            return {
+                "parameters": self.parameters,
+                "gradients": self.gradients,
+                "optimizer": optimizer_bytes + held,
+            }
+        return {"parameters": held, "gradients": self.gradients, "optimizer": optimizer_bytes}

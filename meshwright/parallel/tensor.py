@@ -1,0 +1,319 @@
+"""The `tp` axis: ranks hold parts of each matrix and compute parts of each layer; tokens may be split in between.
+
+Activations are plain local tensors: a DTensor costs time at every operation, and not every attention kernel has a
+sharding rule. What a group of matrices needs is two collectives (`parallel.collectives`), attached to the modules that
+the sharding table names; the model's own code runs in between, on local numbers.
+Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022), section 4.2, for the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.parallel import collectives, parameter_slices, tensor_hooks, unit_slices
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.stage import held_layer
+from meshwright.spec.axes.tp import AXIS
+from meshwright.spec.placement import LocalShard, Span
+from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable, vocabulary_span
+
+
+@dataclass(frozen=True, slots=True)
+class PartialGrad:
+    """A parameter whose gradient, after backward, is this rank's part of a sum."""
+
+    name: str
+    """Its name in the module."""
+    runs: tuple[Span, ...] = ()
+    """Runs of the local dim `dim` that are summed; none for all of it."""
+    dim: int = 0
+    """The dim of `runs`."""
+    ranks: int = 0
+    """Number of neighbours along the axis that share the sum; 0 for all."""
+
+
+@dataclass(slots=True)
+class ShardedLayer:
+    """What the wraps of this file did to a module."""
+
+    places: dict[str, LocalShard] = field(default_factory=dict)
+    """Which part of the whole weight a parameter now stands for, by name."""
+    owed: list[PartialGrad] = field(default_factory=list)
+    """Gradients to sum after backward."""
+
+
+def wrap_layer(
+    layer: nn.Module, prefix: str, rows: LayerRows, axis_group: AxisGroup, copies: int, sequence: bool = False
+) -> ShardedLayer:
+    """Splits a layer over the ranks of a wire.
+
+    Args:
+        layer: on meta or with values; its parameters are replaced by this rank's parts.
+        prefix: its name in the model.
+        rows: its part of the sharding table.
+        axis_group: the axis.
+        copies: ranks of the world that hold what the axis doesn't split.
+        sequence: between the groups a rank has (B, S / size, D), its run of the tokens.
+
+    Returns:
+        What became of its parameters, by their names in the model.
+    """
+    done = ShardedLayer()
+    unsplit = {name for name, item in layer.named_parameters() if item.requires_grad}
+    for group in rows.groups:
+        shares = group.shares(axis_group.size)
+        if shares is None:
+            continue
+        unsplit -= {split.name for split in group.splits}
+        _cut(layer, prefix, group, shares[axis_group.index], axis_group, copies, done)
+        late = _connect(layer, group, axis_group, sequence)
+        unit_slices.attach(layer, group, shares, axis_group, sequence)
+        if not sequence:
+            done.owed += [PartialGrad(f"{prefix}.{name}") for name in (*group.shared, *late)]
+    if sequence:
+        done.owed += [PartialGrad(f"{prefix}.{name}") for name in sorted(unsplit)]
+    return done
+
+
+def _cut(
+    layer: nn.Module,
+    prefix: str,
+    group: ShardingGroup,
+    units: Span,
+    axis_group: AxisGroup,
+    copies: int,
+    done: ShardedLayer,
+) -> None:
+    """Gives the layer its parts of a group's parameters."""
+    parameter_slices.adapt(layer, group, units)
+    for split in group.splits:
+        whole = layer.get_parameter(split.name)
+        spans = parameter_slices.spans_of(split, units, group, whole.shape[split.dim])
+        copied = parameter_slices.copied_runs(split, units, group, axis_group.size)
+        name = f"{prefix}.{split.name}"
+        place = parameter_slices.place_of(name, whole.shape, split, spans, copies // axis_group.size, "tp")
+        if copied:
+            held = tuple((start, stop, place.copies * ranks) for start, stop, ranks in copied)
+            place = dataclasses.replace(place, copied=held, copied_dim=split.dim)
+        for ranks in sorted({ranks for _, _, ranks in copied}):
+            runs = tuple((start, stop) for start, stop, number in copied if number == ranks)
+            done.owed.append(PartialGrad(name, runs, split.dim, ranks))
+        done.places[name] = place
+        parameter_slices.cut_parameter(layer, split, spans)
+
+
+def _connect(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup, sequence: bool) -> list[str]:
+    """Attaches a group's movements; returns parameters of the row that this rank's sum owes (not under sequence)."""
+    split_here = {split.name for split in group.splits}
+    row = layer.get_submodule(group.row_linear)
+    prefix = f"{group.row_linear}." if group.row_linear else ""
+    whole = tuple(name for name, _ in row.named_parameters() if f"{prefix}{name}" not in split_here)
+    if not sequence:
+        let_in = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
+        for name in group.replicated_inputs:
+            tensor_hooks.on_output(layer.get_submodule(name), let_in)
+    else:
+        let_in = tensor_hooks.Once(lambda x: collectives.all_gather_tokens(x, axis_group, token_dim(x.dim()), True))
+    if sequence and group.heads:
+        tensor_hooks.on_hidden(layer.get_submodule(group.module), let_in)
+    elif group.column_inputs == (group.row_linear,):
+        # Experts: tokens, and the weights of their choices, whose gradients are summands too.
+        tensor_hooks.on_input(
+            row, _one_by_one(axis_group, sequence), tensor_hooks.anything if sequence else tensor_hooks.differentiable
+        )
+    else:
+        for name in group.column_inputs:
+            tensor_hooks.on_input(layer.get_submodule(name), let_in)
+
+    def out(y: torch.Tensor) -> torch.Tensor:
+        return (
+            collectives.reduce_scatter_tokens(y, axis_group, token_dim(y.dim()), True)
+            if sequence
+            else collectives.reduce_from_group(y, axis_group)
+        )
+
+    tensor_hooks.sum_output(row, out, axis_group.index == 0, whole)
+    late = [] if tensor_hooks.is_plain_product(row) else [f"{prefix}{name}" for name in whole]
+    for name in group.inner_row_linears:
+        inner = layer.get_submodule(name)
+        tensor_hooks.sum_output(
+            inner,
+            lambda y: collectives.copy_to_group(collectives.reduce_from_group(y, axis_group), axis_group),
+            axis_group.index == 0,
+            (),
+        )
+        late += [f"{name}.bias"] if getattr(inner, "bias", None) is not None else []
+    return late
+
+
+def _one_by_one(axis_group: AxisGroup, sequence: bool) -> Any:
+    if sequence:
+        return lambda x: collectives.all_gather_tokens(x, axis_group, 0, True)
+    return lambda x: collectives.copy_to_group(x, axis_group)
+
+
+def token_dim(dims: int) -> int:
+    """Returns the dim that counts tokens: 1 of (B, S, D); 0 of (T, D), where their order doesn't matter."""
+    return 1 if dims > 2 else 0
+
+
+def wrap_vocabulary(
+    module: nn.Module, names: Sequence[str], vocab: int, axis_group: AxisGroup, copies: int
+) -> ShardedLayer:
+    """Splits embedding and head over the vocabulary: (V / size, D) each; the logits stay split.
+
+    Args:
+        module: the model or a stage of it; tied weights stay tied.
+        names: modules whose weight's (and bias's) dim 0 is the vocabulary; those without a weight here are left out.
+        vocab: V.
+        axis_group: the axis.
+        copies: ranks of the world that hold what the axis doesn't split.
+
+    Returns:
+        What became of the parameters.
+    """
+    start, stop = vocabulary_span(vocab, axis_group.size, axis_group.index)
+    done, made = ShardedLayer(), dict[nn.Parameter, nn.Parameter]()
+    parts = [module.get_submodule(name) for name in names]
+    for part in parts:
+        for whole in (item for item in part._parameters.values() if item is not None and item.shape[0] == vocab):
+            with torch.no_grad():
+                made[whole] = nn.Parameter(whole[start:stop].clone(), requires_grad=whole.requires_grad)
+    for name, whole in module.named_parameters():
+        if whole in made:
+            spans = (((start, stop),), *(((0, size),) for size in whole.shape[1:]))
+            done.places[name] = LocalShard(
+                name=name, shape=tuple(whole.shape), spans=spans, copies=copies // axis_group.size, axes=(AXIS.name,)
+            )
+    for owner in module.modules():
+        for attribute, parameter in list(owner._parameters.items()):
+            if parameter in made:
+                owner._parameters[attribute] = made[parameter]
+    for part in parts:
+        if any(item is not None for item in part._parameters.values()):
+            _connect_vocabulary(part, start, stop, axis_group)
+    return done
+
+
+def _connect_vocabulary(part: Any, start: int, stop: int, axis_group: AxisGroup) -> None:
+    """Lets a split embedding look up its rows alone."""
+    if isinstance(part, nn.Linear):
+        part.out_features = stop - start
+        tensor_hooks.on_input(part, lambda x: collectives.copy_to_group(x, axis_group))
+        return
+    outside: list[torch.Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ids = args[0] if args else kwargs.pop("input_ids" if "input_ids" in kwargs else "input")
+        beyond = (ids < start) | (ids >= stop)
+        outside.append(beyond)
+        return (torch.where(beyond, 0, ids - start), *args[1:]), kwargs
+
+    def after(_: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+        return collectives.reduce_from_group(out.masked_fill(outside.pop().unsqueeze(-1), 0.0), axis_group)
+
+    part.register_forward_pre_hook(before, with_kwargs=True)
+    part.register_forward_hook(after)
+    part.num_embeddings = stop - start
+    pad = getattr(part, "padding_idx", None)
+    if pad is not None:
+        part.padding_idx = pad - start if start <= pad < stop else None
+
+
+def wrap_model(
+    module: nn.Module, table: ShardingTable, axis_group: AxisGroup, copies: int, sequence: bool = False
+) -> ShardedLayer:
+    """Splits every layer that a module has, and its embedding and head.
+
+    Args:
+        module: the model or a stage of it.
+        table: of the model; layers that aren't here, or are stubs, are left out.
+        axis_group: the axis.
+        copies: ranks of the world that hold what the axis doesn't split.
+        sequence: between the groups of the layers a rank has its run of the tokens; outside of them all tokens.
+
+    Returns:
+        What became of the parameters.
+    """
+    done = ShardedLayer()
+    for name, rows in table.layers.items():
+        layer = held_layer(module, name)
+        if layer is not None:
+            part = wrap_layer(layer, name, rows, axis_group, copies, sequence)
+            done.places |= part.places
+            done.owed += part.owed
+    if table.vocabulary:
+        done.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).places
+    if sequence:
+        names = list(table.layers)
+        first, last = (held_layer(module, name) for name in (names[0], names[-1]))
+        if first is not None:
+            tensor_hooks.on_hidden(first, lambda x: collectives.reduce_scatter_tokens(x, axis_group, 1, False))
+        if last is not None:
+            tensor_hooks.on_output(last, lambda x: collectives.all_gather_tokens(x, axis_group, 1, False))
+    return done
+
+
+class PartialGradReducer:
+    """Sums, after backward, the gradients of which each rank of the axis has a part.
+
+    Args:
+        module: holds the parameters; they may be DTensors, whose local shards are summed.
+        owed: what is owed, by their names in the module.
+        axis_group: the axis.
+        neighbours: groups over runs of neighbouring ranks, by their number.
+    """
+
+    def __init__(
+        self, module: nn.Module, owed: Sequence[PartialGrad], axis_group: AxisGroup, neighbours: Mapping[int, AxisGroup]
+    ) -> None:
+        self._module, self._owed = module, tuple(owed)
+        self._axis_group, self._neighbours = axis_group, neighbours
+
+    def begin(self, last: bool, fresh: bool = False) -> None:
+        """Nothing is summed before the last backward."""
+
+    def finish(self) -> None:
+        """Sums what is owed, packed by group and type."""
+        named = dict(self._module.named_parameters())
+        packs: dict[tuple[int, Any], list[torch.Tensor]] = {}
+        for owed in self._owed:
+            parameter = named.get(owed.name)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            packs.setdefault((owed.ranks, grad.dtype), []).extend(_owed_parts(parameter, grad, owed))
+        for (ranks, _), parts in packs.items():
+            if not parts:
+                continue
+            axis_group = self._neighbours[ranks] if ranks else self._axis_group
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            axis_group.all_reduce(flat, "shared gradients").wait()
+            for part, total in zip(parts, flat.split([part.numel() for part in parts])):
+                part.copy_(total.view(part.shape))
+
+
+def _owed_parts(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
+    """Returns the views of a local gradient that are summed."""
+    if not owed.runs:
+        return [grad] if grad.numel() else []
+    offset, size = _local_rows(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
+    runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in owed.runs]
+    return [grad.narrow(owed.dim, start, stop - start) for start, stop in runs if start < stop]
+
+
+def _local_rows(parameter: Any) -> tuple[int, int]:
+    """(first row, rows) of the local part of a parameter."""
+    if not hasattr(parameter, "_local_tensor"):
+        return 0, parameter.shape[0]
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0], shape[0]

@@ -1,0 +1,167 @@
+"""Hooks that let activations into split work and bring its results together, on the model's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+
+Move = Callable[[torch.Tensor], torch.Tensor]
+"""A movement of one tensor, with its gradient."""
+
+
+class Once:
+    """Applies a movement once to a tensor that several modules read, so that their gradients meet before it.
+
+    What it moved is kept until the last of them has read it. Weak references wouldn't do: a product of matrices saves a
+    view of its input, so the moved tensor's Python object is gone before the next module asks for it.
+    """
+
+    def __init__(self, move: Move) -> None:
+        self._move = move
+        self.readers = 0
+        self._left = 0
+        self._seen: torch.Tensor | None = None
+        self._moved: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns ``x`` moved; the same tensor as before while ``x`` is the one that came last."""
+        moved = self._moved if self._seen is x else None
+        if moved is None:
+            moved, self._left = self._move(x), self.readers
+        self._left -= 1
+        self._seen, self._moved = (x, moved) if self._left > 0 else (None, None)
+        return moved
+
+
+def on_input(module: nn.Module, move: Move, only: Callable[[torch.Tensor], bool] | None = None) -> None:
+    """Moves the tensors that a module is called with.
+
+    Args:
+        module: gets a hook.
+        move: what happens to them.
+        only: which; the first positional one when not given.
+    """
+    if isinstance(move, Once):
+        move.readers += 1
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if only is None:
+            return (move(args[0]), *args[1:]), kwargs
+        chosen = only
+
+        def moved(value: Any) -> Any:
+            return move(value) if isinstance(value, torch.Tensor) and chosen(value) else value
+
+        return tuple(moved(value) for value in args), {key: moved(value) for key, value in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def on_output(module: nn.Module, move: Move) -> None:
+    """Moves the tensor that a module returns, the first where it returns several."""
+
+    def hook(_: nn.Module, _args: Any, out: Any) -> Any:
+        return move(out) if isinstance(out, torch.Tensor) else type(out)((move(out[0]), *out[1:]))
+
+    module.register_forward_hook(hook)
+
+
+def on_hidden(module: nn.Module, move: Move, before: bool = False) -> None:
+    """Moves the hidden state that a layer is called with: its first floating (B, S, D) argument.
+
+    Args:
+        module: gets a hook.
+        move: what happens to it.
+        before: ahead of hooks that the module already has.
+    """
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for place, value in enumerate(args):
+            if is_hidden(value):
+                return (*args[:place], move(value), *args[place + 1 :]), kwargs
+        for key, value in kwargs.items():
+            if is_hidden(value):
+                return args, kwargs | {key: move(value)}
+        raise ValueError("a layer is called without a hidden state (B, S, D)")
+
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=before)
+
+
+def is_hidden(value: Any) -> bool:
+    """Whether a value can be a hidden state (B, S, D)."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3
+
+
+def is_plain_product(module: Any) -> bool:
+    """Whether a module is x W + b and nothing else, so that b can be added after a sum."""
+    conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return conv or type(module).forward is nn.Linear.forward
+
+
+def sum_output(module: Any, move: Move, first: bool, whole: tuple[str, ...]) -> None:
+    """Makes a module's output, of which each rank has a summand, the sum.
+
+    Args:
+        module: its forward is replaced.
+        move: the sum.
+        first: whether this rank is the first: it alone adds what isn't split, where that can't be added afterwards.
+        whole: names of its parameters that aren't split.
+    """
+    if is_plain_product(module):
+        linear = isinstance(module, nn.Linear)
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            weight = module.weight
+            y = move(nn.functional.linear(x, weight) if linear else x @ weight)
+            return y if module.bias is None else y + module.bias
+
+        wrap_forward(
+            module, ForwardLayer.TENSOR, "its product is summed over ranks, then the bias added", lambda _: product
+        )
+    elif first or not whole:
+        wrap_forward(module, ForwardLayer.TENSOR, "its output is summed over ranks", partial(_then, move))
+    else:
+        wrap_forward(
+            module,
+            ForwardLayer.TENSOR,
+            "its output is summed over ranks; weights that aren't split count on the first rank alone",
+            partial(_without, module, whole, move),
+        )
+
+
+def _then(move: Move, plain: Forward) -> Forward:
+    return lambda *args, **kwargs: move(plain(*args, **kwargs))
+
+
+def _without(module: nn.Module, whole: tuple[str, ...], move: Move, plain: Forward) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # Not through the module's call, whose hooks have let the input in already.
+        held = []
+        try:
+            for name in whole:
+                path, _, key = name.rpartition(".")
+                parameters: Any = module.get_submodule(path)._parameters
+                held.append((parameters, key, parameters[key]))
+                parameters[key] = parameters[key] * 0.0
+            return move(plain(*args, **kwargs))
+        finally:
+            for parameters, key, parameter in held:
+                parameters[key] = parameter
+
+    return forward
+
+
+def differentiable(value: torch.Tensor) -> bool:
+    """Whether a gradient flows back through a tensor."""
+    return value.requires_grad and value.is_floating_point()
+
+
+def anything(_: torch.Tensor) -> bool:
+    """Whatever tensor it is."""
+    return True

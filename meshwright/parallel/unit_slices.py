@@ -1,0 +1,122 @@
+"""Cuts what passes between a group's matrices down to a rank's units: outputs, arguments and buffers that are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel import collectives, tensor_hooks
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.spec.placement import Span
+from meshwright.spec.sharding_table import Cutting, ShardingGroup
+
+Cut = Callable[[torch.Tensor], torch.Tensor]
+
+
+def attach(
+    layer: nn.Module, group: ShardingGroup, shares: Sequence[Span], axis_group: AxisGroup, sequence: bool
+) -> None:
+    """Attaches the cuttings of a group to the modules that they name.
+
+    Args:
+        layer: gets hooks.
+        group: of the layer.
+        shares: units of each rank.
+        axis_group: the ranks.
+        sequence: whether the group's module has gathered its tokens, so that gradients are summed there.
+    """
+    mine = shares[axis_group.index]
+    for cutting in group.cuttings:
+        module = layer.get_submodule(cutting.module)
+        cut = cut_to(cutting, mine, group.units)
+        if cutting.kind == "meeting":
+            _gather_inputs(module, _order(cutting, shares, group.units), axis_group)
+            tensor_hooks.on_output(module, cut)
+        elif cutting.kind == "output":
+            whole = sequence or cutting.module in group.inner_row_linears
+            tensor_hooks.on_output(module, cut if whole else _entering(cut, axis_group))
+        elif cutting.kind == "argument":
+            _on_argument(module, cutting.key, _entering(cut, axis_group))
+        else:
+            _on_buffer(layer.get_submodule(group.module), module, cutting.key, cut)
+
+
+def cut_to(cutting: Cutting, units: Span, of: int) -> Cut:
+    """Returns what takes the part that units [first, last) use of a tensor."""
+    total = sum(block.size * block.count for block in cutting.blocks)
+    spans = [block.span(*units, of) for block in cutting.blocks]
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        dim = cutting.dim % x.dim()
+        if x.shape[dim] % total:
+            raise ValueError(f"{x.shape[dim]} indices of {cutting.module} aren't {total} for each of some rows")
+        rows = x.unflatten(dim, (-1, total))
+        parts = [rows.narrow(dim + 1, start, stop - start) for start, stop in spans]
+        held = parts[0] if len(parts) == 1 else torch.cat(parts, dim + 1)
+        return held.flatten(dim, dim + 1)
+
+    return cut
+
+
+def _entering(cut: Cut, axis_group: AxisGroup) -> Cut:
+    """Cuts a tensor that all ranks hold equal; its gradient is summed over them."""
+    return lambda x: cut(collectives.copy_to_group(x, axis_group) if x.requires_grad else x)
+
+
+def _gather_inputs(module: nn.Module, order: list[int], axis_group: AxisGroup) -> None:
+    """Puts the ranks' features of a module's inputs together, with and without a gradient."""
+    part = len(order) // axis_group.size
+
+    def is_part(x: torch.Tensor) -> bool:
+        return x.is_floating_point() and x.dim() > 1 and x.shape[-1] == part
+
+    tensor_hooks.on_input(module, lambda x: _together(x, axis_group, order), is_part)
+
+
+def _order(cutting: Cutting, shares: Sequence[Span], of: int) -> list[int]:
+    """Where each feature of the whole lies among the ranks' parts, one after the other."""
+    held = [index for units in shares for block in cutting.blocks for index in range(*block.span(*units, of))]
+    places = [0] * len(held)
+    for place, index in enumerate(held):
+        places[index] = place
+    return places
+
+
+def _together(x: torch.Tensor, axis_group: AxisGroup, order: list[int]) -> torch.Tensor:
+    """Puts the ranks' features together; their gradients are summands."""
+    whole = collectives.all_gather_tokens(x, axis_group, x.dim() - 1, True)
+    if order == list(range(len(order))):
+        return whole
+    return whole.index_select(-1, torch.tensor(order, device=x.device))
+
+
+def _on_argument(module: nn.Module, key: str, move: Cut) -> None:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if key.isdigit():
+            place = int(key)
+            return (*args[:place], move(args[place]), *args[place + 1 :]), kwargs
+        return args, kwargs | {key: move(kwargs[key])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _on_buffer(root: Any, owner: Any, attribute: str, cut: Cut) -> None:
+    """Shows the group's module its part of a tensor while it runs; the tensor itself stays whole."""
+    home = owner._buffers if attribute in owner._buffers else owner.__dict__
+
+    def sliced(plain: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            whole = home[attribute]
+            home[attribute] = cut(whole)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                home[attribute] = whole
+
+        return forward
+
+    wrap_forward(root, ForwardLayer.TENSOR, f"sees its units of {attribute}", sliced)

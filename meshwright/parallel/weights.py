@@ -1,0 +1,167 @@
+"""Every weight as this rank holds it: its local part, that part's boxes in the whole, and its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.parallel.dcp_shards import LocalBoxes
+from meshwright.parallel.scalar_parameters import whole_shape
+from meshwright.spec.placement import Box, LocalShard, ShardBox
+
+
+@dataclass(eq=False)
+class Weight:
+    """One parameter of the model on this rank.
+
+    ``place`` says which part of the whole weight the parameter stands for; a data axis may shard that part once more,
+    in which case ``parameter`` is a DTensor of the part's shape. A tied weight has one entry.
+    """
+
+    parameter: nn.Parameter
+    place: LocalShard
+
+    @property
+    def name(self) -> str:
+        """Fully qualified name in the whole model; of tied names the first."""
+        return self.place.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight."""
+        return self.place.shape
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part, sharing storage with the parameter."""
+        held = self.parameter.detach()
+        return held._local_tensor if isinstance(held, DTensor) else held
+
+    @property
+    def address(self) -> int:
+        """Where `local` lies in memory."""
+        held = self.parameter
+        return held._local_tensor.data_ptr() if isinstance(held, DTensor) else held.data_ptr()
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's part of the gradient, or None."""
+        grad = self.parameter.grad
+        return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+    @property
+    def sharded_on(self) -> tuple[str, ...]:
+        """Axes that split this weight."""
+        if not isinstance(self.parameter, DTensor):
+            return self.place.axes
+        names = self.parameter.device_mesh.mesh_dim_names or ()
+        data = [name for name, placed in zip(names, self.parameter.placements) if isinstance(placed, Shard)]
+        return (*self.place.axes, *(axis for name in data for axis in name.split("+")))
+
+    @property
+    def shards(self) -> int:
+        """Number of parts that a data axis cuts the place into."""
+        if not isinstance(self.parameter, DTensor):
+            return 1
+        mesh = self.parameter.device_mesh
+        return math.prod(
+            mesh.size(dim) for dim, kind in enumerate(self.parameter.placements) if isinstance(kind, Shard)
+        )
+
+    @cached_property
+    def pieces(self) -> tuple[ShardBox, ...]:
+        """Boxes that the local part is made of; ``copies`` counts the ranks of the world that hold each."""
+        rows = None
+        if isinstance(self.parameter, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(
+                self.parameter.shape, self.parameter.device_mesh, self.parameter.placements
+            )
+            rows = (offset[0], offset[0] + shape[0])
+        shards = self.shards
+        if rows is not None and not self.shape:  # a number, which one of the shards holds as its row
+            copies = max(1, self.place.copies // shards)
+            return tuple(ShardBox(local=((0, 1),), whole=(), copies=copies) for _ in range(*rows))
+        return tuple(
+            ShardBox(local=piece.local, whole=piece.whole, copies=max(1, piece.copies // shards))
+            for piece in self.place.pieces(rows)
+        )
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the values of a tensor of the whole weight's shape that belong to this rank, laid out as `local`."""
+        out = torch.empty(self.local.shape, dtype=whole.dtype, device=whole.device)
+        for piece in self.pieces:
+            cut(out, piece.local).copy_(cut(whole, piece.whole))
+        return out
+
+    def like(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor that stands to ``local`` (this rank's part of some state) as the parameter to its part."""
+        return placed_like(self.parameter, local)
+
+    def saved(self, local: torch.Tensor) -> Any:
+        """Returns ``local`` (this rank's part of some state) as a checkpoint takes it: boxes of the whole."""
+        as_row = not self.shape and local.dim() > 0
+        if self.place.is_whole and not as_row:
+            return self.like(local)
+        parts = [(piece.whole, cut(local, piece.local)) for piece in self.pieces]
+        if as_row:
+            parts = [(box, view.reshape(())) for box, view in parts]
+        return LocalBoxes(self.shape, parts, local.dtype)
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Returns a box of a tensor as a view."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def placed_like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns ``local`` as this rank's part of a tensor of ``whole``'s shape and placements; itself if that is plain.
+
+    Unlike ``DTensor.from_local`` it leaves the part where it is, in host memory for one.
+    """
+    if not isinstance(whole, DTensor):
+        return local
+    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+    spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
+
+
+def named_weights(
+    module: nn.Module, places: Mapping[str, LocalShard], copies: int, frozen: bool = False
+) -> list[Weight]:
+    """Returns every trainable parameter of ``module`` once, in the order of definition.
+
+    Args:
+        module: wrapped or not.
+        places: for parameters that aren't held whole or have copies of their own, by name in the module.
+        copies: ranks of the world that hold a weight which has no entry there.
+        frozen: parameters that aren't trained as well.
+    """
+    found = []
+    for name, item, ((owner, key), *_) in owners(module):
+        if item.requires_grad or frozen:
+            found.append(
+                Weight(item, places.get(name) or LocalShard.whole(name, whole_shape(owner, key, item), copies))
+            )
+    return found
+
+
+def owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Yields (first name, parameter, every (module, attribute) that holds it), so that ties stay ties."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for prefix, part in module.named_modules(remove_duplicate=True):
+        for attribute, parameter in part._parameters.items():
+            if parameter is not None:
+                names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
+                places.setdefault(parameter, []).append((part, attribute))
+    for parameter, held in places.items():
+        yield names[parameter], parameter, held

@@ -1,1 +1,0 @@
-"""Makes a layout true on this rank."""

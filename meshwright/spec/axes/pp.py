@@ -1,0 +1,13 @@
+"""The `pp` axis: ranks hold stages of the model; micro-batches pass through them in the order of a schedule."""
+
+from __future__ import annotations
+
+from meshwright.spec.axis import Axis, Holds, Reads
+
+AXIS = Axis(
+    name="pp",
+    reads=Reads.SAME,
+    holds=Holds.STAGE,
+    order=10,
+    purpose="pipeline: ranks hold stages, micro-batches pass through them",
+)

@@ -1,0 +1,13 @@
+"""The `tp` axis: ranks hold parts of each matrix and compute parts of each layer; tokens may be split in between."""
+
+from __future__ import annotations
+
+from meshwright.spec.axis import Axis, Holds, Reads
+
+AXIS = Axis(
+    name="tp",
+    reads=Reads.SAME,
+    holds=Holds.SHARD,
+    order=60,
+    purpose="tensor: ranks hold parts of each weight and compute parts of each layer",
+)

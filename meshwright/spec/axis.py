@@ -1,0 +1,50 @@
+"""The contract of a mesh axis: it states facts, and every group that training needs follows from them.
+
+A file of `spec/axes/` exports one `AXIS`; where the axis changes modules, a file of `parallel/` has the mechanics. What
+its ranks read, what they hold, and its order in the mesh is all that `spec.groups` needs to derive which rank loads
+which rows, which ranks sum a gradient or a norm, and which rank writes a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reads(Enum):
+    """What the ranks along an axis read, compared with each other."""
+
+    SAME = "same"
+    """The same rows and tokens (tensor, pipeline)."""
+    ROWS = "rows"
+    """Other rows of the global batch (replicate, shard)."""
+    TOKENS = "tokens"
+    """Other tokens of the same rows (context)."""
+
+
+class Holds(Enum):
+    """What the ranks along an axis hold of a weight that the axis applies to, between steps."""
+
+    COPY = "copy"
+    """A full copy."""
+    SHARD = "shard"
+    """A part of each weight."""
+    STAGE = "stage"
+    """Some of the layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """Facts of one mesh axis.
+
+    ``order`` is the axis's place on the wire, outermost first: the nearest ranks are neighbours along the last axis.
+    ``carves`` names the axes whose ranks this one factorises a second time (expert over shard, context and tensor); an
+    axis that carves multiplies nothing into the world size.
+    """
+
+    name: str
+    reads: Reads
+    holds: Holds
+    order: int
+    purpose: str
+    carves: tuple[str, ...] = ()

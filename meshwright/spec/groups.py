@@ -1,0 +1,186 @@
+"""Who does what with whom, derived from the facts of the axes: loading, loss, gradient sum, norm, checkpoint writing.
+
+Everything here is a pure function of degrees and facts; nothing names an axis. Ranks are laid out row-major over the
+axes in their order, so the last axis has the nearest neighbours. Source: the derivations follow from linearity of the
+loss in rows and tokens: a rank that reads other data owes its part of every sum over data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Axis, Holds, Reads
+
+
+def mesh_shape(degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> dict[str, int]:
+    """Returns the mesh's axes and sizes, outermost first; axes that carve others are left out.
+
+    Args:
+        degrees: axis name to degree; absent means 1.
+        axes: the known axes, by default all that have a file.
+    """
+    axes = known_axes() if axes is None else axes
+    return {name: degrees.get(name, 1) for name, axis in axes.items() if not axis.carves}
+
+
+def world_size(degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> int:
+    """Returns the number of ranks that the degrees multiply to."""
+    return math.prod(mesh_shape(degrees, axes).values())
+
+
+def coordinates(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> dict[str, int]:
+    """Returns a rank's index along each axis of the mesh (row-major, the last axis fastest)."""
+    shape = mesh_shape(degrees, axes)
+    indices: dict[str, int] = {}
+    for name in reversed(shape):
+        rank, indices[name] = divmod(rank, shape[name])
+    return {name: indices[name] for name in shape}
+
+
+def describe_rank(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> str:
+    """Returns ``rank 37: replicate 1, shard 5``, naming the axes whose degree is more than one."""
+    shape = mesh_shape(degrees, axes)
+    places = [f"{name} {index}" for name, index in coordinates(rank, degrees, axes).items() if shape[name] > 1]
+    return f"rank {rank}" + (": " + ", ".join(places) if places else "")
+
+
+def members(rank: int, names: Sequence[str], degrees: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the ranks that differ from one along some axes of the mesh alone, itself among them, in order."""
+    shape, place = mesh_shape(degrees), coordinates(rank, degrees)
+    strides, step = dict[str, int](), 1
+    for name in reversed(shape):
+        strides[name] = step
+        step *= shape[name]
+    first = rank - sum(place[name] * strides[name] for name in names)
+    found = [first]
+    for name in names:
+        found = [base + index * strides[name] for base in found for index in range(shape[name])]
+    return tuple(sorted(found))
+
+
+def reader(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> tuple[int, int]:
+    """Returns (index, count) of a rank among those that read other rows: what the loader is asked for."""
+    axes = known_axes() if axes is None else axes
+    shape, place = mesh_shape(degrees, axes), coordinates(rank, degrees, axes)
+    index, count = 0, 1
+    for name in (name for name in shape if axes[name].reads is Reads.ROWS):
+        index, count = index * shape[name] + place[name], count * shape[name]
+    return index, count
+
+
+def loss_axes(axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes over which loss sums and token counts are summed: those whose ranks read other data."""
+    axes = known_axes() if axes is None else axes
+    return tuple(name for name, axis in axes.items() if axis.reads is not Reads.SAME and not axis.carves)
+
+
+def gradient_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes over which a weight's gradient is summed between ranks that hold the same part of it.
+
+    Args:
+        sharded_on: axes that shard this weight (their reduction scatters instead of copying).
+        axes: the known axes.
+    """
+    return tuple(name for name in loss_axes(axes) if name not in sharded_on)
+
+
+def state_axes(zero: int, axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes over whose product ZeRO shards the state of a weight: the one list that all rooms read.
+
+    These are the axis that holds shards and reads other rows, and the axes inside of it whose ranks read other data:
+    their gradients are summed anyway, so the sum can leave each rank its part. Source: torchtitan's ``dp_shard_cp``.
+
+    Args:
+        zero: the ZeRO level; 0 shards nothing.
+        axes: the known axes.
+    """
+    axes = known_axes() if axes is None else axes
+    names = loss_axes(axes)
+    shards = [at for at, name in enumerate(names) if axes[name].holds is Holds.SHARD]
+    return names[shards[0] :] if zero and shards else ()
+
+
+def state_shards(degrees: Mapping[str, Any], zero: int, axes: Mapping[str, Axis] | None = None) -> Any:
+    """Returns the number of ranks that share the state of a weight.
+
+    Args:
+        degrees: axis name to degree, absent means 1; arrays where many layouts are asked for.
+        zero: the ZeRO level of them all.
+        axes: the known axes.
+    """
+    return math.prod(degrees.get(name, 1) for name in state_axes(zero, axes))
+
+
+def state_index(rank: int, degrees: Mapping[str, int], zero: int) -> int:
+    """Returns a rank's index among those that share the state of a weight (row-major, the last axis fastest)."""
+    place, index = coordinates(rank, degrees), 0
+    for name in state_axes(zero):
+        index = index * degrees.get(name, 1) + place[name]
+    return index
+
+
+def carved_shards(name: str, degrees: Mapping[str, Any], zero: int, axes: Mapping[str, Axis] | None = None) -> Any:
+    """Returns the number of ranks that share the state of what an axis splits which carves others.
+
+    Args:
+        name: the axis; its degree divides the ranks of those that it carves.
+        degrees: axis name to degree, absent means 1; arrays where many layouts are asked for.
+        zero: the ZeRO level of them all.
+        axes: the known axes.
+    """
+    axes = known_axes() if axes is None else axes
+    block = math.prod(degrees.get(other, 1) for other in axes[name].carves)
+    return block // degrees.get(name, 1) if zero else 1
+
+
+def norm_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes over which a weight's squared norm is summed: those that split it or hold stages."""
+    axes = known_axes() if axes is None else axes
+    stages = tuple(name for name, axis in axes.items() if axis.holds is Holds.STAGE)
+    return tuple(name for name in axes if name in sharded_on or name in stages)
+
+
+def writes(rank: int, sharded_on: Sequence[str], degrees: Mapping[str, int]) -> bool:
+    """Returns whether this rank writes its part of a weight: the first among those that hold the same part."""
+    axes = known_axes()
+    place = coordinates(rank, degrees, axes)
+    return all(
+        place[name] == 0 or name in sharded_on or axes[name].holds is Holds.STAGE for name in mesh_shape(degrees, axes)
+    )
+
+
+def carved_groups(
+    name: str, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Returns who does what with whom along an axis that factorises the ranks of others a second time.
+
+    The ranks that differ along the carved axes alone form a block, in row-major order; the axis is its fastest part.
+
+    Args:
+        name: an axis that carves.
+        degrees: axis name to degree; absent means 1.
+        axes: the known axes.
+
+    Returns:
+        Three partitions of the world: the axis's own groups; the ranks of one block that hold the same part; and all
+        ranks that hold the same part, in whichever block, of those that read other data.
+    """
+    axes = known_axes() if axes is None else axes
+    carved, degree = axes[name].carves, degrees.get(name, 1)
+    outside = [other for other in loss_axes(axes) if other not in carved]
+    keyed = [key for key in mesh_shape(degrees, axes) if key not in carved]
+    blocks: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world_size(degrees, axes)):
+        place = coordinates(rank, degrees, axes)
+        blocks.setdefault(tuple(place[key] for key in keyed), []).append(rank)
+    own = [block[at : at + degree] for block in blocks.values() for at in range(0, len(block), degree)]
+    rest = [block[at::degree] for block in blocks.values() for at in range(degree)]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for key, block in blocks.items():
+        fixed = tuple(index for other, index in zip(keyed, key) if other not in outside)
+        for at in range(degree):
+            holders.setdefault((*fixed, at), []).extend(block[at::degree])
+    return own, rest, [sorted(group) for group in holders.values()]

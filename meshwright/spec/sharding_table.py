@@ -1,0 +1,223 @@
+"""The sharding table: what splits each layer, independent of the degree; runtime applies it, planner prices it.
+
+A layer's `ShardingGroup` is a set of matrices that read the same replicated input (columns split), what lies between
+them, and the matrix that brings the result back (rows split). Its work divides into ``units`` that don't meet before
+that last matrix: heads of attention, groups of heads that share a key head, single channels of a feed-forward part. A
+`Block` says which indices of a weight belong to which unit, so every degree follows from one description.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Self
+
+from meshwright.spec.placement import Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """``count`` runs of ``size`` indices from ``start`` on; unit u of n uses run ``u * count // n``."""
+
+    start: int
+    size: int
+    count: int
+
+    def span(self, first: int, last: int, units: int) -> Span:
+        """Returns the indices that units [first, last) of ``units`` use."""
+        low, high = first * self.count // units, -(-last * self.count // units)
+        return self.start + low * self.size, self.start + max(high, low) * self.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSplit:
+    """One parameter that a group splits."""
+
+    name: str
+    """Dotted name, from the layer on."""
+    dim: int
+    """The dim that is split."""
+    blocks: tuple[Block, ...]
+    """What of it belongs to which unit, in order; together they cover the dim."""
+
+    def spans(self, first: int, last: int, units: int) -> tuple[Span, ...]:
+        """Returns the runs of the dim that units [first, last) use."""
+        return tuple(block.span(first, last, units) for block in self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeAttribute:
+    """An integer that the code between the matrices reads, and that is another on a rank which holds a part."""
+
+    module: str
+    """Dotted name of the module that has it, from the layer on; "" is the layer."""
+    attribute: str
+    """Its attribute; ``config.<name>`` for one that the module reads off its config."""
+    scales_with: str
+    """What it counts: the name of a `ParameterSplit` whose local share scales it; ``a/b``, the ratio of two shares;
+    ``=a``, the local indices of one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cutting:
+    """A tensor that is whole where it comes from, and of which each rank takes what its units use."""
+
+    kind: str
+    """``output``: of a module that is computed whole; ``meeting``: of a module that looks at all units at once, such as
+    a norm over all heads, whose inputs are put together first; ``argument``: what the group's module is called with;
+    ``buffer``: a tensor that a module holds and doesn't train."""
+    module: str
+    """Dotted name of the module, from the layer on."""
+    key: str = ""
+    """Position or name of an argument, attribute of a buffer."""
+    dim: int
+    """The dim that is cut; it may hold the blocks several times over, one after the other."""
+    blocks: tuple[Block, ...]
+    """What of it belongs to which unit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingGroup:
+    """One unit of tensor parallelism inside a layer."""
+
+    module: str
+    """The smallest module that holds all of it but the row, from the layer on."""
+    column_linears: tuple[str, ...]
+    """Modules whose outputs are split."""
+    column_inputs: tuple[str, ...]
+    """Those columns whose input is equal on all ranks and enters the group there; for experts the module itself."""
+    replicated_inputs: tuple[str, ...]
+    """Modules that are computed whole and whose output enters the group: a key that all heads share."""
+    row_linear: str
+    """Module whose input is split; its output is a sum over the ranks. For experts, the module itself."""
+    units: int
+    """Parts that can't be divided further."""
+    splits: tuple[ParameterSplit, ...]
+    """Every parameter that is split: weights and biases of columns, the row's weight, and what lies between."""
+    shared: tuple[str, ...] = ()
+    """Parameters between columns and row that every unit uses: held whole, gradients summed over the ranks."""
+    numbers: tuple[ShapeAttribute, ...] = ()
+    """Integers to adapt."""
+    inner_row_linears: tuple[str, ...] = ()
+    """Matrices between columns and row whose input is split and whose sum over the ranks goes back into the group."""
+    cuttings: tuple[Cutting, ...] = ()
+    """What lies between columns and row, isn't trained by units, and is cut as it passes."""
+    heads: bool = False
+    """Whether tokens meet between columns and row (attention, scans), so that it needs all tokens of a row."""
+
+    def shares(self, degree: int) -> tuple[tuple[int, int], ...] | None:
+        """Returns the units of each index, (first, last); None where the degree doesn't fit.
+
+        Runs that several indices use must be used by equally many, whole: key heads fewer than ranks.
+        """
+        if degree > self.units:
+            return None
+        even = self.units % degree == 0
+        if not even and any(cutting.kind == "meeting" for cutting in self.cuttings):
+            return None
+        parts = [split.blocks for split in self.splits] + [cutting.blocks for cutting in self.cuttings]
+        for block in (block for blocks in parts for block in blocks if block.count != self.units):
+            if not even or (block.count % degree and degree % block.count):
+                return None
+        base, more = divmod(self.units, degree)
+        edges = [index * base + min(index, more) for index in range(degree + 1)]
+        return tuple(pairwise(edges))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRows:
+    """What is known of one kind of layer."""
+
+    groups: tuple[ShardingGroup, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Matrices that stay whole on every rank, and why."""
+    faults: tuple[str, ...] = ()
+    """Those of them that divide by their structure, but whose trial gave something else."""
+    sequence: bool = True
+    """Whether everything outside of the groups works token by token."""
+    sequence_refused: str = ""
+    """Why not, if not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingTable:
+    """What to do with every weight of a model."""
+
+    layers: Mapping[str, LayerRows]
+    """By layer name; layers of one kind share the object."""
+    vocabulary: tuple[str, ...] = ()
+    """Modules whose weight's dim 0 is the vocabulary: embedding and head."""
+    vocab: int = 0
+    """Rows of these."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """What outside of the layers stays whole, and why."""
+    faults: tuple[str, ...] = ()
+    """Those of them that divide by their structure, but whose trial gave something else."""
+    headless: bool = False
+    """Whether the head, unlike the embedding, stays whole."""
+
+    def splits(self, degree: int) -> Iterator[tuple[str, ParameterSplit, tuple[tuple[int, int], ...], ShardingGroup]]:
+        """Yields (layer, split, units of each index, group) of every parameter in the layers that a degree splits."""
+        for layer, rows in self.layers.items():
+            for group in rows.groups:
+                shares = group.shares(degree)
+                if shares is not None:
+                    for split in group.splits:
+                        yield layer, split, shares, group
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values that `from_json` takes back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Builds the table from `to_json`'s values."""
+        layers = {name: _layer(rows) for name, rows in values["layers"].items()}
+        lists = {key: tuple(values.get(key, ())) for key in ("vocabulary", "faults")}
+        kept = dict(values) | {"layers": layers} | lists
+        return cls(**kept)
+
+
+def _layer(rows: Mapping[str, Any]) -> LayerRows:
+    groups = []
+    for group in rows["groups"]:
+        splits = tuple(
+            ParameterSplit(**{**split, "blocks": tuple(Block(**block) for block in split["blocks"])})
+            for split in group["splits"]
+        )
+        numbers = tuple(ShapeAttribute(**number) for number in group["numbers"])
+        cuttings = tuple(
+            Cutting(**{**cutting, "blocks": tuple(Block(**block) for block in cutting["blocks"])})
+            for cutting in group["cuttings"]
+        )
+        names = ("column_linears", "column_inputs", "replicated_inputs", "shared", "inner_row_linears")
+        lists: dict[str, Any] = {key: tuple(group[key]) for key in names}
+        lists |= {"splits": splits, "numbers": numbers, "cuttings": cuttings}
+        groups.append(ShardingGroup(**{**group, **lists}))
+    return LayerRows(**{**rows, "groups": tuple(groups), "faults": tuple(rows.get("faults", ()))})
+
+
+def vocabulary_span(vocab: int, degree: int, index: int) -> Span:
+    """Returns the run of the vocabulary that an index holds; where it doesn't divide the first ones hold one more."""
+    base, more = divmod(vocab, degree)
+    start = index * base + min(index, more)
+    return start, start + base + (index < more)
+
+
+def local_group(group: ShardingGroup, index: int, degree: int) -> ShardingGroup:
+    """Returns a group as a rank of ``tp`` has it: its units alone."""
+    shares = group.shares(degree) if degree > 1 else None
+    if shares is None:
+        return group
+    first, last = shares[index]
+    splits = []
+    for split in group.splits:
+        blocks, at = [], 0
+        for block in split.blocks:
+            start, stop = block.span(first, last, group.units)
+            blocks.append(Block(start=at, size=block.size, count=(stop - start) // block.size))
+            at += stop - start
+        splits.append(ParameterSplit(name=split.name, dim=split.dim, blocks=tuple(blocks)))
+    return dataclasses.replace(group, units=last - first, splits=tuple(splits))
