@@ -37,7 +37,7 @@ from meshwright.planner.measured_price import Measure, informed, priced, recoste
 from meshwright.planner.predict import prediction
 from meshwright.planner.run_history import learn
 from meshwright.proof.layouts import all_layouts
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model, check_shapes
 
 MODELS = {

@@ -44,7 +44,8 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.verify import made_up_batches
 from meshwright.resilience.disk import DiskWriter
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.faults import FOLDER
 from meshwright.train.feed import MicroBatch

@@ -32,7 +32,7 @@ from meshwright.parallel.step_timer import StepTimer
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.memory import ModelParts, position_memory, rest_bytes
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.units import format_bytes, format_count
 

@@ -39,7 +39,7 @@ from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import informed, priced, recosted
 from meshwright.planner.predict import prediction
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model, check_shapes
 
 MODELS = {

@@ -29,7 +29,7 @@ from typing import Any
 from lost_time import account, read_lines, tell
 from processes import ForeignLoad, kill_descendants
 
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.faults import Fault, ask
 
 KINDS = ("kill", "kill", "kill", "stop", "hang", "gil", "exit")

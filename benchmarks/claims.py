@@ -19,7 +19,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Question, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.units import format_count
 
 FAMILY = (

@@ -194,7 +194,7 @@ def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
     from meshwright.models.experts import find_experts
     from meshwright.proof.reference import OptimizerRecipe
     from meshwright.proof.verify import Case, made_up_batches, verify
-    from meshwright.spec.plan import Layout
+    from meshwright.spec.layout import Layout
 
     def tell(**facts: Any) -> None:
         out.write(json.dumps(facts) + "\n")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshwright.parallel.float64_ops import Float64Ops
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from tests.plain_model import PlainModel
 
 VOCAB, STEPS, CLIP = 53, 3, 0.3

@@ -15,8 +15,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.models.config import ModelConfig
+from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork, Operator
-from meshwright.spec.plan import Layout
 
 TINY = ModelConfig(name="llama", layers=2, width=32, heads=2, ffn=64, vocab=64, context=8)
 FEW, MANY = 2, 10

@@ -15,7 +15,8 @@ from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis

@@ -13,7 +13,7 @@ from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.names import plain_name
 from meshwright.records import parse_json
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

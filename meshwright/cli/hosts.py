@@ -10,7 +10,7 @@ from types import FrameType
 from meshwright.cli.arguments import answer
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.hostfile import HostfileLauncher, read_hostfile
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
 
 

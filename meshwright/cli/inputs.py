@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from meshwright.models.build import BuiltModel
     from meshwright.models.config import ModelConfig
     from meshwright.planner.measured_price import Measure
+    from meshwright.spec.layout import Layout
     from meshwright.spec.model_shape import ModelWork
-    from meshwright.spec.plan import Layout
     from meshwright.spec.sharding_table import ShardingTable
     from meshwright.train.model_analysis import ModelAnalysis
 

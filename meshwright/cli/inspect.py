@@ -13,7 +13,7 @@ from meshwright.cli.inspect_output import told
 from meshwright.config import Config
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.config import ModelConfig
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 if TYPE_CHECKING:
     from meshwright.models.build import BuiltModel

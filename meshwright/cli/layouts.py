@@ -18,7 +18,9 @@ from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import informed, recosted
 from meshwright.planner.run_history import learn
-from meshwright.spec.plan import Layout, Plan
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import BatchShares
+from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_seconds
 
@@ -179,10 +181,10 @@ def _like(whole: Layout, ranks: int, rows: int) -> list[Layout]:
     return found
 
 
-def uneven(rows: int, readers: int) -> str:
-    """Returns shares of readers as even as whole rows allow, as `Layout.rows` has them; empty where they are even."""
+def uneven(rows: int, readers: int) -> BatchShares:
+    """Returns shares of readers as even as whole rows allow; without any where they are even."""
     least, more = divmod(rows, readers)
-    return f"{least + 1}x{more}-{least}x{readers - more}" if more else ""
+    return BatchShares.of([least + 1] * more + [least] * (readers - more))
 
 
 def _automatic(

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.config import ModelConfig
 from meshwright.schedules.spec import find_schedule
 from meshwright.spec.axes import known_axes
-from meshwright.spec.plan import OFFLOADS, Layout
+from meshwright.spec.layout import OFFLOADS, Layout
 
 if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster

@@ -16,7 +16,7 @@ from meshwright.planner.choose import Question
 from meshwright.planner.measured_price import informed, priced
 from meshwright.planner.predict import prediction
 from meshwright.planner.run_history import record
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.units import format_seconds
 
 MODEL = ModelConfig(name="llama", layers=4, width=384, heads=6, ffn=1024, vocab=8000, context=128)

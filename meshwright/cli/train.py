@@ -39,7 +39,8 @@ from meshwright.planner.run_history import record
 from meshwright.resilience.keeper import await_keeper
 from meshwright.resilience.run_lock import FOLDER as OWNER
 from meshwright.resilience.run_lock import RunLock
-from meshwright.spec.plan import Layout, Plan
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
 from meshwright.train.hooks import Hook
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count
@@ -232,8 +233,7 @@ def _ranks_result(
         except OSError as error:
             # The run goes on without: the same command plans it again.
             say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
-        rows = _layout_rows(changed.plan, devices.kind)
-        return dataclasses.replace(changed, header=job.header | rows)
+        return dataclasses.replace(changed, header=job.header | _layout_rows(changed.plan, devices.kind))
 
     supervisor = Supervisor(job, devices, plans, announce)
     try:

@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.devices import found_devices
 from meshwright.launch.preload import prepare_environment
 from meshwright.models.config import ModelConfig
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 if TYPE_CHECKING:
     from meshwright.models.build import BuiltModel

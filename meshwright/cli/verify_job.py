@@ -13,7 +13,8 @@ from meshwright.cli.arguments import answer, read_config, say, take_flag, take_v
 from meshwright.cli.inputs import CONFIG, PLAN, prepared, refuse_code, run_config, text_config
 from meshwright.errors import ConfigError
 from meshwright.launch.preload import prepare_environment
-from meshwright.spec.plan import Layout, Plan
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
 
 if TYPE_CHECKING:

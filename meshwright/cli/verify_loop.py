@@ -12,7 +12,7 @@ from meshwright.cli.verify import FAILED, PASSED, REFUSED
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.launch.preload import prepare_environment
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 if TYPE_CHECKING:
     from meshwright.strategy.loop_proof import LoopVerdict

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.errors import PlanError
 from meshwright.monitor.charts import legend, svg
 from meshwright.monitor.rundir import RunFiles
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 _MOST_RANKS = 256
 _MOST_COLUMNS = 16

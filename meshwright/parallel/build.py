@@ -16,7 +16,7 @@ from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.program import Program, StageModule
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import TransformContext, transforms
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 
 def check(layout: Layout, device_type: str, layers: int) -> None:

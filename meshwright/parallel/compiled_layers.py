@@ -7,7 +7,7 @@ import torch
 from meshwright.errors import PlanError
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.transform import Transform, TransformContext
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 
 def check(layout: Layout, layers: int) -> None:

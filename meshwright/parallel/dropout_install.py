@@ -15,7 +15,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.program import StageModule
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.experts import ExpertRows
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import ShardingGroup, ShardingTable
 
 ROUTED = "its tokens are those that a router chose, in an order that depends on the layout"

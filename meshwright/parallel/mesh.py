@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.spec.axes import known_axes
 from meshwright.spec.groups import carved_groups, loss_axes
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 WORLD = "world"
 """Name under which collectives over all ranks are booked."""

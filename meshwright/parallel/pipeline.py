@@ -19,7 +19,7 @@ from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axes.pp import AXIS
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 

@@ -15,8 +15,8 @@ from meshwright.parallel.program import StageModule
 from meshwright.parallel.stage import Stage, copied
 from meshwright.schedules.action import Schedule
 from meshwright.spec.layer_graph import LayerGraph, check_split, divide, held_names
+from meshwright.spec.layout import Layout
 from meshwright.spec.placement import LocalShard
-from meshwright.spec.plan import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.errors import PlanError
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.transform import Transform, TransformContext
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import Recompute
 
 KEPT = tuple(
     getattr(namespace, name)
@@ -36,35 +36,22 @@ KEPT = tuple(
 """Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""
 
 
-def chosen(layers: int, mode: str) -> frozenset[int]:
-    """Returns which of a model's layers recompute, evenly spaced: none, all, or the K of ``full:K``.
-
-    Raises:
-        PlanError: when K is more than the layers there are, or there are none to recompute.
-    """
-    name, _, count = mode.partition(":")
-    if name == "none":
-        return frozenset()
-    number = int(count) if count else layers
-    if not layers or number > layers:
-        raise PlanError(f"recompute={mode}: the model has {layers} layers; K is at most that")
-    return frozenset(place * layers // number for place in range(number))
-
-
-def apply(layers: Sequence[nn.Module], mode: str, again: Callable[[Forward], Forward] | None) -> None:
-    """Makes layers recompute: their forward is replaced by one that drops what ``mode`` doesn't keep.
+def apply(layers: Sequence[nn.Module], recompute: Recompute, again: Callable[[Forward], Forward] | None) -> None:
+    """Makes layers recompute: their forward is replaced by one that drops what the mode doesn't keep.
 
     Args:
-        layers: those that `chosen` names.
-        mode: ``full`` or ``selective``, with or without ``:K``.
+        layers: those that recompute.
+        recompute: ``full`` or ``selective``; how many is decided by ``layers``.
         again: where layers change buffers: a forward, at each call, to one that starts from the same values whenever it
             is called once more, and moves none. Random numbers are `parallel.model_checkpointing`' to bring back.
     """
     contexts: dict[str, Any] = {}
-    if mode.startswith("selective"):
+    if recompute.mode == "selective":
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers:
-        wrap_forward(layer, ForwardLayer.RECOMPUTE, f"recompute={mode}", partial(_recomputing, again, contexts))
+        wrap_forward(
+            layer, ForwardLayer.RECOMPUTE, f"recompute={recompute.mode}", partial(_recomputing, again, contexts)
+        )
 
 
 def _recomputing(again: Callable[[Forward], Forward] | None, contexts: dict[str, Any], plain: Forward) -> Forward:
@@ -85,24 +72,22 @@ def check(layout: Layout, layers: int) -> None:
     Raises:
         PlanError: with the number that there are.
     """
-    mode, _, count = layout.recompute.partition(":")
-    if mode != "none" and (layers == 0 or int(count or 0) > layers):
-        raise PlanError(f"recompute={layout.recompute}: the model has {layers} repeated layers; K is at most that")
+    layout.recompute.layers(layers)
 
 
 def _apply(work: TransformContext) -> None:
-    names, mode = work.source.layers, work.layout.recompute
-    recomputed = {names[number] for number in chosen(len(names), mode)}
+    names, recompute = work.source.layers, work.layout.recompute
+    recomputed = {names[number] for number in recompute.layers(len(names))}
     for stage in work.stages:
         for name, layer in [(name, child) for name, child in stage.module.named_modules() if name in recomputed]:
             if layer in stage.layers:
                 moving = MovingBuffers([layer], work.source.moving, name)
-                apply([layer], mode, moving.again if moving else None)
+                apply([layer], recompute, moving.again if moving else None)
 
 
 TRANSFORM = Transform(
     layer=ForwardLayer.RECOMPUTE,
-    applies=lambda layout, _source: layout.recompute != "none",
+    applies=lambda layout, _source: bool(layout.recompute),
     apply=_apply,
     check=check,
 )

@@ -14,8 +14,8 @@ from meshwright.parallel.program import StageModule
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.vocab_cross_entropy import VocabShard
 from meshwright.spec.axes.tp import AXIS
+from meshwright.spec.layout import Layout
 from meshwright.spec.placement import LocalShard
-from meshwright.spec.plan import Layout
 from meshwright.spec.sharding_table import ShardingTable, vocabulary_span
 
 

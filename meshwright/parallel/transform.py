@@ -21,7 +21,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.program import LossView, Program, StageModule
 from meshwright.parallel.step_timer import StepTimer
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 DTYPES = {
     "float32": torch.float32,

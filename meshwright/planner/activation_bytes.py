@@ -19,8 +19,9 @@ from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob
 from meshwright.planner.cost.prices import Price, Prices
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import Recompute
 from meshwright.spec.model_shape import ModelWork
-from meshwright.spec.plan import Layout
 
 MODES = ("none", "selective", "full")
 """Recomputes that are told apart."""
@@ -61,7 +62,7 @@ def read_kept(job: PricedJob, machine: Machine, engine: FrameworkProfile, work: 
         work: of one or more rows, on one device.
     """
     small = dataclasses.replace(job, rows=work.rows)
-    layouts = [Layout(recompute=mode, precision=job.precision) for mode in MODES]
+    layouts = [Layout(recompute=Recompute(mode), precision=job.precision) for mode in MODES]
     model = PricedModel(small, LayoutBatch.from_layouts(layouts, len(job.shape.blocks)), machine, engine)
     known: dict[int, Any] = {}
     closed = np.zeros(len(MODES))
@@ -102,8 +103,8 @@ def adjusted_one(
     """Returns one layout's price with the activations that the modules keep, on every stage."""
     if kept is None:
         return price
-    mode, _, some = layout.recompute.partition(":")
-    ratio = float(kept.ratio(RECOMPUTES.index(mode), int(some) / layers if some else 1.0))
+    recompute = layout.recompute
+    ratio = float(kept.ratio(RECOMPUTES.index(recompute.mode), recompute.share(layers)))
     stages = []
     for stage in price.stages:
         more = (ratio - 1.0) * stage.memory["activations"]

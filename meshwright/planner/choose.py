@@ -25,7 +25,8 @@ from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s
 from meshwright.schedules.spec import known_schedules
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import Recompute
 from meshwright.units import format_bytes
 
 USABLE = 0.94
@@ -247,7 +248,7 @@ def arranged(found: Sequence[Candidate], same: float) -> tuple[tuple[Candidate, 
 def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns how much a layout asks for: axes besides the data axes and choices, ZeRO level, micro-batches."""
     axes = sum(layout.degree(axis) > 1 for axis in ("pp", "tp", "cp", "ep"))
-    choices = (layout.recompute != "none") + (layout.stages > 1) + (layout.offload != "none")
+    choices = bool(layout.recompute) + (layout.stages > 1) + (layout.offload != "none")
     return axes + choices, layout.zero, layout.microbatches
 
 
@@ -295,7 +296,7 @@ def _unlike(question: Question, degrees: LayoutBatch, prices: Prices, show: int)
     seen: set[str] = set()
     for at in order:
         layout = layout_of(degrees, int(at), question.base, layers)
-        kind = dataclasses.replace(layout, zero=min(layout.zero, 1), recompute=layout.recompute.partition(":")[0])
+        kind = dataclasses.replace(layout, zero=min(layout.zero, 1), recompute=Recompute(layout.recompute.mode))
         if str(kind) not in seen:
             seen.add(str(kind))
             chosen.append(layout)

@@ -13,7 +13,7 @@ from meshwright.planner.model_parts import ModelParts, Places
 from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_elements
 from meshwright.spec.axes import known_axes
 from meshwright.spec.groups import carved_groups, coordinates, gradient_axes, members, state_index
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 ACTIVE_STAGES = 3
 """Stages of a rank that stay gathered in a pipeline. Source: torch 2.13, pipelining, `_add_unshard_reshard`."""

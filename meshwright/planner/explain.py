@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question
-from meshwright.spec.plan import DEFAULT_SCHEDULE, OFFLOADS, Layout
+from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
+from meshwright.spec.layout_choices import Recompute
 from meshwright.units import format_bytes, format_seconds
 
 NAMES = {
@@ -121,8 +122,8 @@ def why(question: Question, one: Candidate, choice: Choice, price: Callable[[Lay
 def _leaner(layout: Layout) -> list[Layout]:
     """The layout with one choice changed that holds less."""
     found = []
-    if layout.recompute.startswith("none"):
-        found += [dataclasses.replace(layout, recompute=mode) for mode in ("selective", "full")]
+    if not layout.recompute:
+        found += [dataclasses.replace(layout, recompute=Recompute(mode)) for mode in ("selective", "full")]
     if layout.degree("shard") > 1:
         found += [dataclasses.replace(layout, zero=level) for level in range(layout.zero + 1, 4)]
     replicas = layout.degree("replicate")

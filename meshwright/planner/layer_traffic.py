@@ -10,7 +10,7 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.model_parts import ModelParts, stage_bounds
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import coordinates
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import LayerRows, ParameterSplit, ShardingGroup, local_group
 
 INDEX = 8
@@ -80,10 +80,7 @@ class LayerTraffic:
             yield from self._sends(first, stop, number, stages)
 
     def _recomputed(self) -> frozenset[int]:
-        mode, _, some = self._layout.recompute.partition(":")
-        layers = len(self._model.layers)
-        count = 0 if mode == "none" else int(some) if some else layers
-        return frozenset(at * layers // count for at in range(count))
+        return self._layout.recompute.layers(len(self._model.layers))
 
     def _sends(self, first: int, stop: int, number: int, stages: int) -> Iterator[LayerCollective]:
         """Activations to the next stage and gradients to the one before, where these are on other ranks."""

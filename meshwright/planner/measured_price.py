@@ -15,8 +15,8 @@ from meshwright.planner.choose import Candidate, Choice, Question, arranged, can
 from meshwright.planner.cost.operators import pieces
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.rates import MeasuredTimes
+from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork
-from meshwright.spec.plan import Layout
 
 Measure = Callable[[Layout, int], ModelWork | None]
 """(layout, rows of a micro-batch) to the operators of a rank; None where the model can't be run on fake tensors."""

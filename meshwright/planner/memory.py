@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from meshwright.planner.model_parts import ModelParts, StateSizes
 from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeights, elements, shard_elements
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 __all__ = ["ModelParts", "Position", "StateSizes", "paper_memory", "position_memory", "rest_bytes", "state_memory"]
 

@@ -12,7 +12,7 @@ from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeig
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import carved_shards, coordinates, state_index
 from meshwright.spec.layer_graph import LayerGraph, divide, held_names
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import ShardingTable, vocabulary_span
 
 Shape = tuple[int, ...]

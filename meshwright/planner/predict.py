@@ -8,7 +8,8 @@ from meshwright.planner.measured_price import Measure, priced
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.planner.state_rule import named, predict
 from meshwright.planner.traffic import step_collectives
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 
 
 def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelParts) -> Prediction:

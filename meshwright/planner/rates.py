@@ -98,8 +98,7 @@ class MeasuredTimes:
         if self._layout.degree("cp") > 1:
             crossed = self._cp_s() / self._layers
             ahead["cp"], back["cp"] = crossed / 3, 2 * crossed / 3
-        mode, _, count = self._layout.recompute.partition(":")
-        share = int(count) / self._layers if count else 1.0
+        mode, share = self._layout.recompute.mode, self._layout.recompute.share(self._layers)
         seen = layer.operators * calibration.host_s("selective_operator")
         if mode == "full":
             # It ends with the last tensor that backward needs: the last product isn't made again.
@@ -193,7 +192,7 @@ class MeasuredTimes:
         """
         question, layout, calibration = self._question, self._layout, self._calibration
         schedule = layout.pipeline()
-        split = [float(part) for part in layout.split.split("-")] if layout.split else None
+        split = [float(size) for size in layout.split.layers] or None
         forward, backward, weight = [], [], []
         bounds = divide(question.job.shape, schedule.stages, question.runtime.split, split)
         action = calibration.host_s("action")

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.records import parse_json
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 NAME = "runs.jsonl"
 """Of the file, beside the calibrations."""

@@ -17,7 +17,8 @@ import numpy as np
 from meshwright.errors import PlanError
 from meshwright.planner.cost.layout_batch import RECOMPUTES, Array, LayoutBatch, PricedJob, schedule_names
 from meshwright.schedules.spec import known_schedules, searched_schedules
-from meshwright.spec.plan import OFFLOADS, Layout
+from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout_choices import Recompute
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
 """Columns of a core."""
@@ -307,7 +308,7 @@ def layout_of(degrees: LayoutBatch, at: int, base: Layout, layers: int) -> Layou
     names = ("pp", "replicate", "shard", "cp", "tp", "ep")
     sizes = {name: int(getattr(degrees, name)[at]) for name in names}
     mode, share = RECOMPUTES[int(degrees.recompute[at])], float(degrees.recompute_share[at])
-    some = f":{round(share * layers)}" if share < 1.0 and mode != "none" else ""
+    count = round(share * layers) if share < 1.0 and mode != "none" else 0
     spec = degrees.schedules[int(degrees.schedule[at])]
     chunks = int(degrees.stages[at])
     piped = sizes["pp"] > 1
@@ -316,7 +317,7 @@ def layout_of(degrees: LayoutBatch, at: int, base: Layout, layers: int) -> Layou
         degrees=sizes,
         zero=int(degrees.zero[at]),
         microbatches=int(degrees.microbatches[at]),
-        recompute=mode + some,
+        recompute=Recompute(mode, count),
         schedule=spec.name if piped else "",
         stages=chunks if piped and chunks != spec.least_stages else 0,
         sequence=bool(degrees.sequence[at]) and sizes["tp"] > 1,
@@ -334,7 +335,7 @@ def contains(job: PricedJob, space: Space, every: np.ndarray, base: Layout, layo
         base: what every layout shares.
         layout: any; how many of its layers recompute is free.
     """
-    piped, mode = layout.degree("pp") > 1, layout.recompute.partition(":")[0]
+    piped, mode = layout.degree("pp") > 1, layout.recompute.mode
     name = (layout.schedule or schedule_names()[0]) if piped else schedule_names()[0]
     if name not in schedule_names() or mode not in space.recomputes or layout.offload not in space.offloads:
         return False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from meshwright.errors import PlanError
 from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, state_memory
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.units import format_bytes
 
 STATE_SHARE = 0.6

@@ -14,7 +14,7 @@ from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
 from meshwright.schedules.simulate import Simulation, simulate
 from meshwright.schedules.spec import known_schedules
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 
 def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Simulation | None:
@@ -64,7 +64,7 @@ def stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: Framew
     engine = engine.for_layout(layout)
     degrees = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
     model = PricedModel(job, degrees, machine, engine)
-    split = [float(part) for part in layout.split.split("-")] if layout.split else None
+    split = [float(size) for size in layout.split.layers] or None
     known: dict[int, LayerCost] = {}
     forward, backward, weight = [], [], []
     for number, (start, stop) in enumerate(divide(job.shape, stages, engine.split, split)):

@@ -6,7 +6,7 @@ from meshwright.planner.collectives import CollectiveGroup, Collectives, StateTr
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.model_parts import ModelParts
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 
 def step_collectives(job: PricedJob, layout: Layout, model: ModelParts, rank: int = 0) -> Collectives:

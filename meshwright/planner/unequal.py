@@ -25,7 +25,8 @@ from meshwright.planner.device_kinds import Kind, describe_kinds, kinds_of, plac
 from meshwright.planner.device_limits import check_host, job_for
 from meshwright.planner.explain import against
 from meshwright.planner.uneven_split import pipelines, shared
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import BatchShares
 from meshwright.units import format_seconds
 
 ROUNDED = 1e-9
@@ -233,7 +234,7 @@ def _pipeline_price(question: Question, kinds: Sequence[Kind], layout: Layout) -
 
 def _shared_price(question: Question, kinds: Sequence[Kind], layout: Layout) -> Price | None:
     found: list[Price] = []
-    plain = dataclasses.replace(layout, rows="")
+    plain = dataclasses.replace(layout, rows=BatchShares())
     for rows, place in _readers(question, kinds, layout):
         job: PricedJob = dataclasses.replace(question.job, rows=rows)
         one = price(job, plain, kinds[place][1], question.runtime)

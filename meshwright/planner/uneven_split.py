@@ -6,7 +6,6 @@ Layouts with equally many stages are dealt out together, as arrays.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ from meshwright.planner.cost.stages import kinds as block_kinds
 from meshwright.planner.device_kinds import Kind, places_of
 from meshwright.planner.space import divisors
 from meshwright.spec.balanced_cuts import Cuts
-from meshwright.spec.plan import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
 
 ROUNDS = 4
 """How often layers are dealt out again after a stage turned out too full."""
@@ -59,7 +59,7 @@ def _inner(question: Question, pp: int) -> Iterator[Layout]:
                         degrees={"pp": pp, "tp": tp, "shard": shard, "replicate": data // shard},
                         zero=zero,
                         microbatches=micro,
-                        recompute=recompute,
+                        recompute=Recompute(recompute),
                         schedule=DEFAULT_SCHEDULE,
                         sequence=tp > 1 and space.sequence,
                     )
@@ -74,7 +74,7 @@ def _dealt(question: Question, kinds: Sequence[Kind], places: Sequence[int], lay
     seconds = _seconds(question, kinds, degrees)
     rooms = np.array([question.usable * kinds[place][0].memory_bytes for place in places])
     limits = np.full((len(layouts), stages), count)
-    splits: dict[int, str] = {}
+    splits: dict[int, StageSplit] = {}
     left = np.arange(len(layouts))
     for _ in range(ROUNDS):
         sizes = _sizes(seconds[left], places, limits[left])
@@ -86,7 +86,7 @@ def _dealt(question: Question, kinds: Sequence[Kind], places: Sequence[int], lay
         # Bytes are those of the layout, whatever it runs on.
         peak = RankTimes(LayerCosts.of(job, some, kinds[0][1], question.runtime, timed=False)).memory()["peak"]
         full = peak > rooms
-        splits |= {int(left[at]): "-".join(map(str, sizes[at])) for at in np.flatnonzero(~full.any(axis=1))}
+        splits |= {int(left[at]): StageSplit(tuple(map(int, sizes[at]))) for at in np.flatnonzero(~full.any(axis=1))}
         allowed = np.minimum(sizes - 1, np.floor(sizes * rooms / peak).astype(int))
         limits[left] = np.where(full, np.minimum(limits[left], allowed), limits[left])
         left = left[full.any(axis=1) & (limits[left].min(axis=1) >= 1)]
@@ -134,7 +134,7 @@ def shared(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
             shares = _shares([speeds[place] for place in places], job.rows // micro)
             if shares is None:
                 continue
-            rows = _text(shares)
+            rows = BatchShares.of(shares)
             for recompute in space.recomputes:
                 for shard, zero in ((1, 0), *((readers, level) for level in (1, 2, 3) if readers > 1)):
                     yield dataclasses.replace(
@@ -142,7 +142,7 @@ def shared(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
                         degrees={"tp": tp, "shard": shard, "replicate": readers // shard},
                         zero=zero,
                         microbatches=micro,
-                        recompute=recompute,
+                        recompute=Recompute(recompute),
                         sequence=tp > 1 and space.sequence,
                         rows=rows,
                     )
@@ -170,10 +170,3 @@ def _shares(speeds: Sequence[float], rows: int) -> list[int] | None:
     for at in order[: max(0, rows - sum(shares))]:
         shares[at] += 1
     return shares if sum(shares) == rows else None
-
-
-def _text(shares: Sequence[int]) -> str:
-    runs = [(share, len(list(same))) for share, same in itertools.groupby(shares)]
-    if len({share for share, _ in runs}) == 1:
-        return ""
-    return "-".join(str(share) if times == 1 else f"{share}x{times}" for share, times in runs)

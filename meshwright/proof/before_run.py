@@ -29,7 +29,8 @@ from meshwright.proof.layouts import layers_needed
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.spec.groups import world_size
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
 
 FEW, MANY = 4, 8
 """Ranks over which a layout is proven on a machine of few cores, and at most on any."""
@@ -266,12 +267,12 @@ def _in_use(degrees: Mapping[str, int]) -> int:
 
 def _choices(layout: Layout, degrees: Mapping[str, int]) -> Iterator[Layout]:
     """Yields the layout with fewer micro-batches, and then with less and less of what may not fit fewer ranks."""
-    pipeline, mode = degrees.get("pp", 1), layout.recompute.partition(":")[0]
+    pipeline, mode = degrees.get("pp", 1), layout.recompute.mode
     counts = [min(layout.microbatches, 2 * pipeline)] + [layout.microbatches, 4 * pipeline] * (pipeline > 1)
     tried = itertools.product(
-        (layout.recompute, mode if mode == "none" else f"{mode}:1"),
-        (layout.rows, ""),
-        (layout.split, ""),
+        (layout.recompute, Recompute(mode, 1 if layout.recompute else 0)),
+        (layout.rows, BatchShares()),
+        (layout.split, StageSplit()),
         ((layout.schedule, layout.stages), ("", 0)),
         counts,
     )

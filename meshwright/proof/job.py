@@ -34,7 +34,8 @@ from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.proof.compare import part_error, relative, scales
 from meshwright.proof.masks import Masks
 from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainRows, PlainSchedule, train_job
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.hooks import Request, StepInfo
 from meshwright.train.model_analysis import analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig

@@ -11,7 +11,8 @@ from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Reads
 from meshwright.spec.groups import mesh_shape
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import BatchShares, Recompute
 
 
 def layers_needed(layouts: Sequence[Layout]) -> int:
@@ -34,10 +35,12 @@ def data_layouts(ranks: int, base: Layout | None = None) -> list[Layout]:
         for zero in (1, 2, 3) if shard > 1 else (0,):
             for micro, recompute in ((1, "none"), (2, "none"), (1, "full"), (2, "selective")):
                 degrees = {"replicate": ranks // shard, "shard": shard}
-                layout = dataclasses.replace(base, degrees=degrees, zero=zero, microbatches=micro, recompute=recompute)
+                layout = dataclasses.replace(
+                    base, degrees=degrees, zero=zero, microbatches=micro, recompute=Recompute(recompute)
+                )
                 found.append(layout)
     if ranks > 1:
-        shares = "-".join(map(str, (3, *[2] * (ranks - 2), 1)))
+        shares = BatchShares.of((3, *[2] * (ranks - 2), 1))
         found.append(dataclasses.replace(base, degrees={"shard": ranks}, zero=2, rows=shares))
     return found
 
@@ -78,7 +81,7 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
             degrees=degrees,
             zero=next(levels) if degrees["shard"] > 1 else 0,
             microbatches=2 * degrees["pp"] if degrees["pp"] > 1 else 1,
-            recompute=next(recomputes),
+            recompute=Recompute(next(recomputes)),
             sequence=degrees["tp"] > 1 and next(splits),
             attention=next(attentions) if degrees["cp"] > 1 else "",
         )

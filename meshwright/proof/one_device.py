@@ -26,7 +26,7 @@ from meshwright.proof.compare import EXACT
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import Forward, Trace, drawing, spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.feed import MicroBatch
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """A whole training job as anyone would write it for one device: rows, schedule, clipping, AdamW, evaluation.
 
-The other side of `proof.job`. It shares no code with data/, train/ or parallel/: the order of rows and the learning rate
-are written down here a second time, from their documentation, one row and one number at a time.
+The other side of `proof.job`. It shares no code with data/, train/ or parallel/: the order of rows and the learning
+rate are written down here a second time, from their documentation, one row and one number at a time.
 """
 
 from __future__ import annotations

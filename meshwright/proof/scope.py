@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.models.build import BuiltModel
 from meshwright.models.experts import find_experts
 from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis
 

@@ -31,7 +31,8 @@ from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import SEED, References, moved
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.scope import expert_use, read_scope, split_shares
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.resilience.host_memory_budget import COPIES, NODE_COPIES, held_for_others
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 _SUPERVISOR = 7
 """What a supervisor has open beside memory, pipes and lines: its store's socket, a selector, a planner's pipe, those of

@@ -18,7 +18,7 @@ from meshwright.checkpoint.snapshot import Segment, State, peek, read_snapshots,
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
 from meshwright.forking import die_with_parent
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.faults import WRITER, Fault, Faults
 from meshwright.train.memory import Control
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.spec.balanced_cuts import Cuts
+from meshwright.spec.layout_choices import StageSplit
 
 Path = tuple[Any, ...]
 """Keys that lead from ``(args, kwargs)`` of a call to one of its tensors: ``(0, 0)``, ``(1, "hidden_states")``."""
@@ -78,7 +79,7 @@ def held_names(
 
 
 def divide(
-    layer_graph: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]], stages: int, split: str
+    layer_graph: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]], stages: int, split: StageSplit
 ) -> tuple[int, ...]:
     """Returns the bounds of the stages, every layer in exactly one: its first layer, and at last the number of layers.
 
@@ -89,7 +90,7 @@ def divide(
         sizes: elements of each weight, a tied one under each of its names.
         ties: names of one weight.
         stages: how many.
-        split: layers of each stage as ``5-7-6-6``; empty makes the dearest stage as cheap as can be.
+        split: layers of each stage; without any, bounds make the dearest stage as cheap as can be.
 
     Raises:
         PlanError: the split doesn't fit, or the model can't be cut there.
@@ -97,13 +98,10 @@ def divide(
     count = len(layer_graph.layers)
     check_split(split, stages, count)
     if split:
-        bounds = [0]
-        for size in split.split("-"):
-            bounds.append(bounds[-1] + int(size))
-        for bound in bounds[1:-1]:
+        for bound in split.bounds[1:-1]:
             if bound in layer_graph.blocked:
                 raise PlanError(f"split={split} cuts in front of layer {bound}, but {layer_graph.blocked[bound]}")
-        return tuple(bounds)
+        return split.bounds
     costs = _costs(layer_graph, sizes, ties)
     costs[-1] += sum(sizes[name] for name in layer_graph.output_weights[-1])
     cut, possible = Cuts([[costs]], blocked=layer_graph.blocked).bounds(stages)
@@ -139,7 +137,7 @@ def _owners(layer_graph: LayerGraph, names: Iterable[str]) -> dict[str, int]:
     return owners
 
 
-def check_split(split: str, stages: int, layers: int) -> None:
+def check_split(split: StageSplit, stages: int, layers: int) -> None:
     """Refuses stages that the number of layers doesn't allow.
 
     Raises:
@@ -151,7 +149,7 @@ def check_split(split: str, stages: int, layers: int) -> None:
         raise PlanError(f"{stages} stages need a layer each, but the model has {layers}{shared}; {cure}")
     if not split:
         return
-    sizes = [int(size) for size in split.split("-")]
+    sizes = split.layers
     even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     cure = f"split={'-'.join(map(str, even))}"
     if len(sizes) != stages:

@@ -23,7 +23,7 @@ from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.materialise import Fill
 from meshwright.parallel.model_source import ModelSource
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]

@@ -22,7 +22,7 @@ from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.program import Program
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.weights import Weight
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync

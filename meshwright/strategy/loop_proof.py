@@ -22,7 +22,7 @@ from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
 from meshwright.parallel import float64_ops
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.strategy.hybrid import HybridParallelStrategy
 from meshwright.strategy.one_device import OneDevice
 

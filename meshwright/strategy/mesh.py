@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.errors import ConfigError, PlanError, nearest
 from meshwright.spec.axes import known_axes
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 Dim: TypeAlias = int | str | DeviceMesh | None
 """Ranks of one axis: how many; a dim of a mesh by name; or that dim itself, ``mesh["tp"]``."""

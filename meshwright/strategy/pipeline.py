@@ -18,7 +18,7 @@ from meshwright.parallel.build import build, check
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.program import Compute, LossView, Program
 from meshwright.parallel.step_timer import StepTimer
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.mesh import compute_device, ranks_of
 from meshwright.strategy.module_state import named_before

@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.dcp_shards import LocalBoxes
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.strategy.agreement import AgreementCheck
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_parts

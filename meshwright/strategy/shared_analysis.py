@@ -17,7 +17,7 @@ from meshwright.parallel.byte_collectives import broadcast_bytes
 from meshwright.records import RecordCodec, RecordError
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import (
     Block,
     Cutting,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.errors import ConfigError, PlanError
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.strategy.mesh import layout_of_mesh
 
 

@@ -16,7 +16,7 @@ from meshwright.models.table import sharding_table
 from meshwright.parallel import tensor_stages
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, divide
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_override import overridden
 from meshwright.spec.sharding_table import ShardingTable
 

@@ -17,7 +17,7 @@ from meshwright.events import Event, StepRecord
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
 from meshwright.parallel.program import Program, Stamp
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.faults import Faults
 from meshwright.train.feed import Feed
 from meshwright.train.health import Health, Limits

@@ -16,7 +16,7 @@ from meshwright.parallel.vocab_cross_entropy import VocabShard
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from tests.tiers import cases
 
 SEQUENCE, VOCAB = 16, 61

@@ -14,11 +14,11 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.experts import find_experts
-from meshwright.parallel import build, expert, token_dispatch
+from meshwright.parallel import data_parallel, expert, token_dispatch
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from tests.ranks.group import run_ranks
 
 SEQUENCE, VOCAB = 8, 61
@@ -98,13 +98,13 @@ def _unweighted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _forgotten_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of experts aren't summed over the copies of their shards."""
-    apart = build._apart
+    apart = data_parallel._apart
 
     def alone(part: Any, mesh: Any) -> Any:
         found = apart(part, mesh)
         return None if found is None else dataclasses.replace(found, axis_groups=found.axis_groups[:1])
 
-    monkeypatch.setattr(build, "_apart", alone)
+    monkeypatch.setattr(data_parallel, "_apart", alone)
 
 
 def _forgotten_holders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 from meshwright.errors import PlanError
 from meshwright.planner.memory import StateSizes, paper_memory, state_memory
 from meshwright.planner.state_rule import choose, named_plan
-from meshwright.spec.plan import Layout, Plan
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
 
 SIZES = StateSizes(total=1_000_000, layers=(200_000,) * 4)
 DEGREES = [{}, {"replicate": 4}, {"shard": 3}, {"replicate": 2, "shard": 8}]
@@ -156,7 +157,7 @@ def test_uneven_shares_cover_the_batch_once() -> None:
     assert [even.span(rank, 8) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     with pytest.raises(PlanError, match=r"shares of 3-2-1 x 2 micro-batches; nearest that works: 12 or 24 rows"):
         layout.check_batch(16)
-    assert layout.with_degrees({"replicate": 4}).rows == ""
+    assert not layout.with_degrees({"replicate": 4}).rows
     many = Layout.parse("replicate=2,shard=3,rows=5x4-2x2")
     assert many.shares() == [5, 5, 5, 5, 2, 2] and many.batch_unit == 24 and many.span(5, 48) == (44, 48)
 

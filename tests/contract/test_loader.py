@@ -13,7 +13,7 @@ import torch
 from meshwright.data.loader import IGNORED, Loader, evaluation_batches, evaluation_steps
 from meshwright.data.tokens import TokenStream
 from meshwright.errors import DataError
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.feed import TokenFeed
 
 

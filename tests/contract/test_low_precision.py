@@ -19,7 +19,7 @@ from meshwright.parallel.program import Program
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train import step
 from meshwright.train.optimizer import LocalAdamW
 from tests.odd_models import ChunkModel

@@ -17,7 +17,7 @@ from meshwright.planner.choose import Question, candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.measured_price import corrected
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 MODEL = ModelConfig(name="llama", layers=4, width=64, heads=4, ffn=128, vocab=256, context=32)
 RATE, ELEMENTS = 1e10, 1e9

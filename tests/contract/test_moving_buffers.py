@@ -16,7 +16,8 @@ from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.feed import MicroBatch
 from meshwright.train.session import build_program
 from tests.ranks.group import run_ranks

@@ -20,7 +20,7 @@ from meshwright.parallel.weights import Weight
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.schedules.spec import known_schedules
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from tests.plain_model import Block
 

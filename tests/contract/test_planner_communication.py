@@ -17,7 +17,7 @@ from meshwright.planner.cost.groups import Machine, span
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.space import cores, expand
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 DENSE = shape_from_sizes(TableSizes(name="dense", layers=8, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(

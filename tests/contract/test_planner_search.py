@@ -21,7 +21,7 @@ from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
 from meshwright.planner.state_rule import named
 from meshwright.planner.timeline import timeline
-from meshwright.spec.plan import OFFLOADS, Layout
+from meshwright.spec.layout import OFFLOADS, Layout
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(

@@ -16,7 +16,7 @@ from meshwright.planner.cost.price import price
 from meshwright.planner.device_kinds import kinds_of, places_of
 from meshwright.planner.unequal import _candidate, _timed, choose_unequal, why_unequal
 from meshwright.planner.uneven_split import pipelines
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 SHAPE = shape_from_sizes(TableSizes(name="llama", layers=16, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 
@@ -64,7 +64,7 @@ def test_layers_are_dealt_within_memory() -> None:
     kinds = kinds_of(small.cluster)
     rooms = [small.usable * device.memory_bytes for device, _, _ in kinds]
     dealt = [layout for some in pipelines(small, kinds) for layout in some]
-    assert dealt and all(sum(map(int, layout.split.split("-"))) == 16 for layout in dealt)
+    assert dealt and all(sum(layout.split.layers) == 16 for layout in dealt)
     for layout in dealt[:: max(1, len(dealt) // 20)]:
         places = places_of(kinds, 8 // layout.degree("pp"))
         stages = price(small.job, layout, small.machine, small.runtime).stages

@@ -15,7 +15,7 @@ from meshwright.cli import train_proof
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.proof import before_run
 from meshwright.proof.before_run import few_ranks
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
 from tests.runs import call, events, rows, words, write_corpus
 

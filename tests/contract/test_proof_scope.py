@@ -19,7 +19,7 @@ from meshwright.models.context import trial_tokens
 from meshwright.models.rescale import rescale_group
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, ShardingGroup
 from meshwright.train.model_analysis import analyse_model
 from tests.odd_models import VOCAB

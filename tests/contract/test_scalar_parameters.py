@@ -10,7 +10,8 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.session import build_program
 from tests.odd_models import VOCAB
 from tests.ranks.group import run_ranks

@@ -23,7 +23,7 @@ from meshwright.schedules.closed_form import PassSums, held_microbatches, step_s
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 SIZES = TableSizes(name="small", layers=16, width=2048, heads=16, vocab=32000, ffn=5632)
 ORIGINALS = tuple(known_schedules())

@@ -15,7 +15,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.table import sharding_table
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, ShardingTable
 from meshwright.train.model_analysis import analyse_model
 

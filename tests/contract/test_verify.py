@@ -21,7 +21,7 @@ from meshwright.proof.compare import Verdict
 from meshwright.proof.layouts import data_layouts
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train import step
 from meshwright.train.step import Stepper
 from tests.plain_model import PlainModel

@@ -18,7 +18,7 @@ from meshwright.data import loader
 from meshwright.errors import PlanError
 from meshwright.proof import job as job_proof
 from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainSchedule, train_job
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train import feed, session, trainer
 from meshwright.train.config import TrainConfig
 from meshwright.train.feed import TokenFeed

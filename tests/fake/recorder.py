@@ -24,7 +24,8 @@ from meshwright.parallel.stage import copied
 from meshwright.parallel.token_dispatch import Dispatch
 from meshwright.parallel.transform import DTYPES
 from meshwright.proof.verify import made_up_batches
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.session import build_program

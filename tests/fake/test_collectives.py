@@ -35,7 +35,7 @@ from meshwright.planner.cost.price import price
 from meshwright.planner.memory import position_memory, rest_bytes
 from meshwright.planner.space import cores, expand, layout_of
 from meshwright.planner.traffic import step_collectives
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from tests.fake.recorder import build_rank, fake_rank, step_of
 from tests.ranks.group import run_contexts

@@ -18,7 +18,7 @@ from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.planner.memory import StateSizes, state_memory
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from tests.ranks.group import run_contexts
 
 Box = tuple[tuple[int, int], ...]

@@ -56,7 +56,7 @@ def test_a_small_flip_in_one_of_two_replicas_is_seen_named_and_undone(of: str, r
 
 
 def test_of_three_copies_most_decide(root: Path) -> None:
-    layout = "replicate=3,rows=3x2-2x1"
+    layout = "replicate=3,rows=3x2-2"
     fault = "flip:rank=2,step=9,phase=forward,bit=22,seed=1"
     run = trained(root, "three", "--recovery.faults", fault, *OFTEN, layout=layout, devices=3)
     (damaged,) = events(run, "damaged")

@@ -101,7 +101,7 @@ def test_the_writer_of_checkpoints_is_killed_in_every_phase(root: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks", "more"),
     [
-        ("replicate=3,rows=3x2-2x1", 3, ()),
+        ("replicate=3,rows=3x2-2", 3, ()),
         ("shard=2,tp=2,zero=3", 4, ()),
         ("pp=2,tp=2,schedule=1f1b,microbatches=2", 4, ()),
     ],
@@ -123,7 +123,7 @@ def test_a_lost_device_means_another_layout_and_the_same_curve(
 def test_a_device_that_comes_back_is_used_again(root: Path) -> None:
     options = ("--recovery.on-death", "shrink", "--recovery.back-s", "2", "--recovery.snapshot-every", "1")
     faults = "kill:rank=2,step=4,phase=forward;slow:rank=0,step=5,seconds=0.3"
-    run = faulty(root, "back", faults, "replicate=3,rows=3x2-2x1,precision=float64", 3, *options)
+    run = faulty(root, "back", faults, "replicate=3,rows=3x2-2,precision=float64", 3, *options)
     (grown,) = events(run, "growing")
     assert grown["devices"] == [2]
     assert [row["ranks"] for row in events(run, "planned")] == [2, 3]

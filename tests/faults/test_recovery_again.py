@@ -15,7 +15,7 @@ from tests.runs import Running, call, curve, events, words, write_corpus
 pytestmark = pytest.mark.slow
 PLACES = ("start", "restore", "data", "forward", "collective", "backward", "optimizer", "snapshot", "checkpoint")
 RANKS, DEATHS = 3, len(PLACES)
-LAYOUT = "replicate=3,rows=3x2-2x1"
+LAYOUT = "replicate=3,rows=3x2-2"
 
 
 @pytest.fixture(scope="module")

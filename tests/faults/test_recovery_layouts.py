@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from tests.runs import call, curve, events, words, write_corpus
 from tests.tiers import cases
 

@@ -28,7 +28,7 @@ HELD = "hang:rank=0,step=7,phase=forward,generation=0"
 """Holds the first ranks until their node is lost, or the others know that one is."""
 AGAIN = "slow:rank=0,step=10,seconds=3,generation=1"
 """Gives a node that comes back 45 s to join those after them."""
-THREE = "shard=3,zero=2,rows=3x2-2x1,precision=float64"
+THREE = "shard=3,zero=2,rows=3x2-2,precision=float64"
 
 
 @pytest.fixture(scope="module")

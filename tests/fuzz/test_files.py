@@ -46,7 +46,8 @@ from meshwright.planner.run_history import learn, record
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.schedules.file import build_schedule
 from meshwright.schedules.spec import find_schedule
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.run_config import RunConfig
 from meshwright.transport.key import run_key
 from tests.fuzz.mutations import changed, mutations

@@ -21,7 +21,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from tests.generated import oddities
 from tests.generated.models import draw_spec
 

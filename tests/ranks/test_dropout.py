@@ -27,7 +27,8 @@ from meshwright.proof.compare import Verdict
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.session import build_program

@@ -19,7 +19,8 @@ from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward
 from meshwright.parallel.program import Program
 from meshwright.proof.verify import made_up_batches
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import cross_entropy_sums

@@ -16,7 +16,7 @@ from meshwright.monitor.drift import compare
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.traffic import step_collectives
 from meshwright.proof.verify import made_up_batches
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.launch.machine import calibration_folder
 from meshwright.planner.run_history import NAME
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from tests.runs import call, curve, words, write_corpus
 
 pytestmark = pytest.mark.slow

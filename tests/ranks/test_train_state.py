@@ -18,7 +18,8 @@ from meshwright.parallel.fsdp_collectives import DeferredReductions
 from meshwright.parallel.program import Program
 from meshwright.planner.memory import StateSizes, paper_memory, state_memory
 from meshwright.proof.verify import made_up_batches
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model

@@ -12,7 +12,7 @@ from meshwright.checkpoint.contract import FileRecord, TensorRecord, find_backen
 from meshwright.checkpoint.files import SummedWriter, damage, measure
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 
 def small_manifest(name="step-00000007"):

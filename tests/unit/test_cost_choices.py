@@ -17,7 +17,7 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MOST_SCORES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 LLAMA = TableSizes(name="llama", layers=16, width=2048, heads=16, kv_heads=4, vocab=32000, ffn=8192)
 GPT = TableSizes(name="gpt", layers=12, width=2048, heads=16, vocab=50304, gated=False, positions=1024)

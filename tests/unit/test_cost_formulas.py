@@ -21,8 +21,8 @@ from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import find_schedule
 from meshwright.spec import layer_graph
+from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelShape
-from meshwright.spec.plan import Layout
 
 TRUTH = Path(__file__).parents[2] / "benchmarks" / "truth"
 GPT3 = TableSizes(

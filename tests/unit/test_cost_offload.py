@@ -18,7 +18,7 @@ from meshwright.planner.cost.offload import ADAM_PASSES, HOST_USABLE, PINNED
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.explain import why
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=32, width=4096, heads=32, kv_heads=8, vocab=128256, ffn=14336))
 N = LLAMA.parameters

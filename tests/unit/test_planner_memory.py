@@ -10,7 +10,7 @@ from meshwright.planner.model_parts import stage_bounds
 from meshwright.planner.rank_weights import elements, shard_elements
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 
 VOCAB, WIDTH, CHANNELS, LAYERS, EXPERTS = 10, 4, 6, 4, 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner.run_history import learn, record
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 
 def test_runs_teach_a_factor(tmp_path: Path) -> None:

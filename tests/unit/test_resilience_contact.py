@@ -16,7 +16,7 @@ from meshwright.resilience.agent import Agent, Seat
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.resilience.contact import CAP_S, FIRST_S, Contact
 from meshwright.resilience.peers import Hub
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 from meshwright.train.config import RecoveryConfig
 from meshwright.transport.key import RunKey
 from tests.runs import events

@@ -11,7 +11,7 @@ from meshwright.resilience import descriptors
 from meshwright.resilience.agent import Agent
 from meshwright.resilience.descriptors import ensure, needed
 from meshwright.resilience.supervisor import Supervisor
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ from meshwright.resilience.messages import End, Reconfigure
 from meshwright.resilience.orders import choose, compose, copies, shortage
 from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection, until
 from meshwright.resilience.spare_copies import ranks_to_copy
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig
 from meshwright.transport.key import RunKey
 

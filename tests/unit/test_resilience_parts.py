@@ -28,7 +28,8 @@ from meshwright.resilience.hang_watch import LEAST_S, UNKNOWN_S, HangError, Hang
 from meshwright.resilience.host_memory_budget import room_for, state_bytes
 from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.slow_ranks import SAMPLES, SlowWatch
-from meshwright.spec.plan import Layout, Plan, Prediction
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig
 from meshwright.train.faults import Fault, Faults, ask, parse_faults
 from meshwright.train.health import LEAST, Health
@@ -233,10 +234,10 @@ def test_snapshots_are_as_frequent_as_a_hundredth_of_a_step_allows() -> None:
 @pytest.mark.parametrize(
     ("whole", "ranks", "rows", "found"),
     [
-        ("replicate=8", 7, 8, "replicate=7,rows=2x1-1x6"),
-        ("pp=2,shard=2,tp=2", 6, 8, "pp=2,shard=3,rows=3x2-2x1"),
+        ("replicate=8", 7, 8, "replicate=7,rows=2-1x6"),
+        ("pp=2,shard=2,tp=2", 6, 8, "pp=2,shard=3,rows=3x2-2"),
         ("pp=2,tp=2", 2, 8, "pp=2"),
-        ("shard=2,tp=2", 3, 8, "shard=3,rows=3x2-2x1"),
+        ("shard=2,tp=2", 3, 8, "shard=3,rows=3x2-2"),
         ("shard=4,zero=2", 3, 9, "shard=3,zero=2"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 GIB = 1024.0**3
 SPLITS = ("balanced", "even", "compute", "slots")

@@ -15,8 +15,8 @@ from meshwright.schedules.file import find_choice
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.groups import carved_shards, state_shards
+from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.spec.model_shape import ModelShape
-from meshwright.spec.plan import DEFAULT_SCHEDULE, OFFLOADS, Layout
 
 Array = NDArray[Any]
 """Of float64, unless it is an index."""
@@ -190,9 +190,7 @@ class LayoutBatch:
         codes = {name: code for code, name in enumerate((*schedule_names(), *files))}
         rows = [_row(layout, layers) | {"schedule": codes[name]} for layout, name in zip(layouts, names)]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        splits = [
-            tuple(float(part) for part in layout.split.split("-")) if layout.split else None for layout in layouts
-        ]
+        splits = [tuple(map(float, layout.split.layers)) or None for layout in layouts]
         return cls.of(columns | {"inside_scale": scales[0], "outside_scale": scales[1]}, splits, files)
 
 
@@ -202,13 +200,12 @@ def array_fields() -> list[str]:
 
 
 def _row(layout: Layout, layers: int) -> dict[str, float]:
-    mode, _, some = layout.recompute.partition(":")
     row: dict[str, float] = {axis: layout.degree(axis) for axis in ("pp", "replicate", "shard", "cp", "tp", "ep")}
     return row | {
         "zero": layout.zero,
         "microbatches": layout.microbatches,
-        "recompute": RECOMPUTES.index(mode),
-        "recompute_share": min(1.0, int(some) / layers) if some else 1.0,
+        "recompute": RECOMPUTES.index(layout.recompute.mode),
+        "recompute_share": layout.recompute.share(layers),
         "sequence": layout.sequence,
         "offload": OFFLOADS.index(layout.offload),
         "stages": layout.stages_per_rank,

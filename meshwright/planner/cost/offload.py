@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.cluster.host import HostShare
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
-from meshwright.spec.plan import OFFLOADS
+from meshwright.spec.layout import OFFLOADS
 
 OPTIMIZER, PARAMETERS = OFFLOADS.index("optimizer"), OFFLOADS.index("parameters")
 PINNED = 1.44

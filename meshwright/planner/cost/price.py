@@ -15,7 +15,7 @@ from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
 from meshwright.planner.cost.ranks import LayerCosts, RankTimes
-from meshwright.spec.plan import Layout
+from meshwright.spec.layout import Layout
 
 Holds = Callable[[LayoutBatch, Mapping[str, Array]], Array]
 """(layouts, bytes of their fullest ranks by part, as `Prices` names them) to which of them may be: (N,) bool."""

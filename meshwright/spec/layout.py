@@ -1,0 +1,334 @@
+"""A layout: the degree of every axis and the choices that go with them, which planner and runtime agree on.
+
+Its text form is what a user types and what every log line carries:
+``replicate=2,shard=2,zero=3,microbatches=4,recompute=full``. Keys that stand at their default are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from meshwright.errors import PlanError, nearest
+from meshwright.schedules.action import Schedule
+from meshwright.schedules.file import build_schedule, find_choice
+from meshwright.spec.axes import known_axes
+from meshwright.spec.groups import describe_rank, mesh_shape, reader, state_axes, state_shards, world_size
+from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+
+PRECISIONS = ("float32", "float64", "bf16", "fp16")
+OFFLOADS = ("none", "optimizer", "parameters")
+ATTENTIONS = ("heads", "gather")
+DEFAULT_SCHEDULE = "1f1b"
+"""Where there is a pipeline and the layout names no schedule."""
+_GRAMMARS: Mapping[str, type[Recompute] | type[StageSplit] | type[BatchShares]] = {
+    "recompute": Recompute,
+    "split": StageSplit,
+    "rows": BatchShares,
+}
+"""Choices that have a text form of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The degrees of every axis and the choices that go with them; all that the runtime needs to build a program."""
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Axis name to degree; axes of degree 1 are left out."""
+    zero: int = 0
+    """ZeRO level over ``shard``: 0 copies everything, 1 shards optimizer state, 2 gradients too, 3 parameters too."""
+    microbatches: int = 1
+    """Micro-batches that every rank runs before one optimizer step."""
+    recompute: Recompute = Recompute()  # noqa: RUF009 - frozen
+    """``none``; ``full``: keep a layer's input alone; ``selective``: keep products of matrices, recompute the rest.
+    ``full:3`` and ``selective:3`` do so in 3 of the layers, evenly spaced."""
+    precision: str = "float32"
+    """``float32``, ``float64``; ``bf16`` or ``fp16``: compute in it over float32 master weights and reductions."""
+    offload: str = "none"
+    """``optimizer``: optimizer state and update in host memory; ``parameters``: parameters and gradients as well."""
+    compile: bool = False
+    """Run each layer through torch.compile."""
+    schedule: str = ""
+    """Order of work along ``pp``: ``gpipe``, ``1f1b``, ``interleaved``, ``loopedbfs``, ``zerobubble``, ``zbv``,
+    ``dualpipev`` or ``file:PATH``; empty is ``1f1b`` where there is a pipeline."""
+    stages: int = 0
+    """Stages that each rank of ``pp`` runs; 0 is what the schedule asks for."""
+    split: StageSplit = StageSplit()  # noqa: RUF009 - frozen
+    """Layers of each stage in order, as ``5-7-6-6``; empty balances by cost."""
+    sequence: bool = False
+    """Between the parts that ``tp`` shards, split the tokens over its ranks (sequence parallel)."""
+    attention: str = ""
+    """How ``cp`` computes attention: ``heads`` exchanges tokens for heads, ``gather`` collects keys and values; empty
+    takes heads where they divide, else gather."""
+    rows: BatchShares = BatchShares()  # noqa: RUF009 - frozen
+    """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed, ``5x4-3x2`` for
+    six; empty shares them evenly. Losses and gradients are weighted by tokens, so the training is the same."""
+
+    def __post_init__(self) -> None:
+        """Refuses values that no run could have; choices with a grammar may be given as text."""
+        for name, kind in _GRAMMARS.items():
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, kind.parse(value))
+        axes = known_axes()
+        for name, degree in self.degrees.items():
+            if name not in axes:
+                raise PlanError(f"unknown axis '{name}'{nearest(name, axes)}")
+            if not isinstance(degree, int) or degree < 1:
+                raise PlanError(f"{name}={degree}: a degree is a whole number of at least 1")
+        kept = {name: self.degrees[name] for name in axes if self.degrees.get(name, 1) > 1}
+        object.__setattr__(self, "degrees", kept)
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise PlanError(f"zero={self.zero}: the ZeRO level is 0, 1, 2 or 3")
+        shard = self.degrees.get("shard", 1)
+        if self.zero and shard == 1:
+            ranks = self.degrees.get("replicate", 1)
+            cure = f"shard={ranks},zero={self.zero}" if ranks > 1 else "zero=0"
+            raise PlanError(f"zero={self.zero} shards over the axis 'shard', whose degree is 1; write {cure}")
+        if shard > 1 and not self.zero:
+            raise PlanError(f"shard={shard} with zero=0 shards nothing; write replicate={shard}, or zero=1, 2 or 3")
+        if self.microbatches < 1:
+            raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
+        for name, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("offload", self.offload, OFFLOADS),
+        ):
+            if value not in known:
+                raise PlanError(f"{name}={value} is unknown{nearest(value, known)}")
+        self._check_axes()
+
+    def _check_axes(self) -> None:
+        """Refuses choices of an axis that isn't used, and expert degrees that the other axes can't carry."""
+        needs = {"schedule": "pp", "stages": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}
+        for name, axis in needs.items():
+            if getattr(self, name) and self.degree(axis) == 1:
+                value = str(getattr(self, name)).lower()
+                raise PlanError(f"{name}={value} has no effect without {axis}; write {axis}=2 or more, or drop it")
+        if self.attention not in ("", *ATTENTIONS):
+            raise PlanError(f"attention={self.attention} is unknown{nearest(self.attention, ATTENTIONS)}")
+        if self.rows:
+            self._check_shares()
+        if self.stages < 0:
+            raise PlanError(f"stages={self.stages}: each rank runs 1 stage or more")
+        for name, fact in known_axes().items():
+            held = math.prod(self.degree(other) for other in fact.carves)
+            if fact.carves and held % self.degree(name):
+                among = " x ".join(fact.carves)
+                raise PlanError(
+                    f"{name}={self.degree(name)} divides the ranks of {among} a second time, and those are {held}; "
+                    f"nearest that works: {name}={math.gcd(held, self.degree(name))}"
+                )
+
+    def _check_shares(self) -> None:
+        readers = reader(0, self.degrees)[1]
+        parts = self.rows.shares
+        if len(parts) != readers:
+            even = "-".join(["1"] * readers)
+            raise PlanError(f"rows={self.rows} has {len(parts)} shares, but {readers} readers; for one, rows={even}")
+        if len(set(parts)) == 1:
+            raise PlanError(f"rows={self.rows} shares the rows evenly, which has no effect; drop it")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the text form.
+
+        Raises:
+            PlanError: for an unknown key (naming the nearest), a repeated key, or a value that can't be.
+        """
+        choices = {item.name: item for item in dataclasses.fields(cls) if item.name != "degrees"}
+        degrees: dict[str, int] = {}
+        values: dict[str, Any] = {}
+        for part in (part.strip() for part in text.split(",")):
+            if not part:
+                continue
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or not value:
+                raise PlanError(f"layout: '{part}' has no value; write key=value,key=value")
+            if key in degrees or key in values:
+                raise PlanError(f"layout: '{key}' is given twice")
+            if key in known_axes():
+                degrees[key] = _whole(key, value)
+            elif key in choices:
+                values[key] = _choice(key, value, str(choices[key].type))
+            else:
+                raise PlanError(f"layout: unknown key '{key}'{nearest(key, [*known_axes(), *choices])}")
+        if degrees.get("shard", 1) > 1 and "zero" not in values:
+            values["zero"] = 3
+        return cls(degrees=degrees, **values)
+
+    def __str__(self) -> str:
+        """Returns the text form; ``replicate=1`` for a single rank with every choice at its default."""
+        parts = [f"{name}={degree}" for name, degree in self.degrees.items()]
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name != "degrees" and value != item.default:
+                parts.append(f"{item.name}={str(value).lower() if isinstance(value, bool) else value}")
+        return ",".join(parts) or "replicate=1"
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return world_size(self.degrees)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether compute runs in a lower precision than the master weights."""
+        return self.precision in ("bf16", "fp16")
+
+    def degree(self, axis: str) -> int:
+        """Returns the size of an axis, 1 when it isn't used."""
+        return self.degrees.get(axis, 1)
+
+    def pipeline(self) -> Schedule:
+        """Builds the schedule; of one rank and stage without ``pp``.
+
+        Where layers recompute, no backward is split: each group of weights of its second half would run the layer's
+        forward again, about ten times in all, which selective recompute refuses.
+
+        Raises:
+            PlanError: there is no such schedule, or it doesn't fit.
+        """
+        name = self.schedule or DEFAULT_SCHEDULE
+        found = build_schedule(name, self.degree("pp"), self.stages, self.microbatches)
+        return found.unsplit() if self.recompute else found
+
+    @property
+    def unsplit(self) -> str:
+        """Why the schedule's backward isn't split though it could be, in a clause; empty where that isn't so."""
+        splits = self.degree("pp") > 1 and find_choice(self.schedule or DEFAULT_SCHEDULE).splits_backward
+        if not splits or not self.recompute:
+            return ""
+        return (
+            f"schedule={self.schedule} runs each backward whole under recompute={self.recompute}, since a half would "
+            "run the layers' forward again for each group of weights, so it fills no bubble with weight gradients"
+        )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that each rank of ``pp`` runs, 1 without a pipeline.
+
+        Raises:
+            PlanError: there is no such schedule.
+        """
+        return self.stages or find_choice(self.schedule or DEFAULT_SCHEDULE).least_stages
+
+    def shape(self) -> dict[str, int]:
+        """Returns the mesh's axes and sizes, outermost first."""
+        return mesh_shape(self.degrees)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """Axes over whose product the state of a weight is sharded; none at ``zero=0``."""
+        return state_axes(self.zero)
+
+    @property
+    def state_shards(self) -> int:
+        """Number of ranks that share the state of a weight."""
+        return int(state_shards(self.degrees, self.zero))
+
+    def reader(self, rank: int) -> tuple[int, int]:
+        """Returns (index, count): which part of each global batch a rank reads."""
+        return reader(rank, self.degrees)
+
+    def shares(self) -> list[int]:
+        """Returns the share of each reader in the rows of every micro-batch."""
+        return list(self.rows.shares) or [1] * reader(0, self.degrees)[1]
+
+    def span(self, rank: int, rows: int) -> tuple[int, int]:
+        """Returns (first row, row after the last) of a global batch of ``rows`` that a rank reads."""
+        index, shares = self.reader(rank)[0], self.shares()
+        unit = rows // sum(shares)
+        return unit * sum(shares[:index]), unit * sum(shares[: index + 1])
+
+    @property
+    def batch_unit(self) -> int:
+        """The rows of a global batch must be a multiple of this."""
+        return sum(self.shares()) * self.microbatches
+
+    def describe_rank(self, rank: int) -> str:
+        """Returns ``rank 3: replicate 1, shard 1``."""
+        return describe_rank(rank, self.degrees)
+
+    def place(self, rank: int) -> str:
+        """Returns ``replicate 1, shard 1``; empty when there is one rank."""
+        return self.describe_rank(rank).partition(": ")[2]
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuses degrees that don't multiply to the ranks.
+
+        Raises:
+            PlanError: names the product and the nearest layout that works.
+        """
+        if self.world == ranks:
+            return
+        product = " x ".join(f"{name} {degree}" for name, degree in self.degrees.items()) or "1"
+        raise PlanError(
+            f"layout {self}: its degrees multiply to {self.world} ({product}), but there are {ranks} ranks; "
+            f"nearest that works: --layout {self._fitted(ranks)}, or --devices {self.world}"
+        )
+
+    def check_batch(self, rows: int) -> None:
+        """Refuses a global batch of ``rows`` that readers and micro-batches don't divide.
+
+        Raises:
+            PlanError: names the numbers and the nearest batches that work.
+        """
+        unit = self.batch_unit
+        if rows % unit:
+            near = [size for size in (rows // unit * unit, (rows // unit + 1) * unit) if size]
+            whom = f"shares of {self.rows}" if self.rows else f"{unit // self.microbatches} readers"
+            raise PlanError(
+                f"batch of {rows} rows doesn't divide over {whom} x {self.microbatches} micro-batches; "
+                f"nearest that works: {' or '.join(str(size) for size in near)} rows"
+            )
+
+    def _fitted(self, ranks: int) -> Layout:
+        """Returns the layout with the fewest changed degrees that has this many ranks."""
+        for name in reversed([name for name in mesh_shape({}) if self.degree(name) > 1] or ["replicate"]):
+            rest = math.prod(degree for other, degree in self.degrees.items() if other != name)
+            if ranks % rest == 0:
+                return self.with_degrees({**self.degrees, name: ranks // rest})
+        return self.with_degrees({"shard": ranks} if self.zero else {"replicate": ranks})
+
+    def with_degrees(self, degrees: Mapping[str, int]) -> Layout:
+        """Returns the same choices over other degrees; the ZeRO level drops to 0 when nothing is left to shard over."""
+        changes: dict[str, Any] = {"zero": (self.zero or 3) if degrees.get("shard", 1) > 1 else 0}
+        if degrees.get("pp", 1) == 1:
+            changes |= {"schedule": "", "stages": 0, "split": StageSplit()}
+        changes |= {} if degrees.get("tp", 1) > 1 else {"sequence": False}
+        changes |= {} if reader(0, degrees)[1] == reader(0, self.degrees)[1] else {"rows": BatchShares()}
+        changes |= {} if degrees.get("cp", 1) > 1 else {"attention": ""}
+        return dataclasses.replace(self, degrees=dict(degrees), **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values that `from_json` takes back."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        texts = {name: str(values[name]) for name in _GRAMMARS}
+        return {"text": str(self)} | values | {"degrees": dict(self.degrees)} | texts
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Builds the layout from `to_json`'s values."""
+        return cls(**{key: value for key, value in values.items() if key != "text"})
+
+
+def _whole(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise PlanError(f"layout: {key}={value} is not a whole number") from None
+
+
+def _choice(key: str, value: str, kind: str) -> Any:
+    if kind == "int":
+        return _whole(key, value)
+    if kind == "bool":
+        if value not in ("true", "false"):
+            raise PlanError(f"layout: {key}={value}: write {key}=true or {key}=false")
+        return value == "true"
+    return value

@@ -1,0 +1,136 @@
+"""The choices of a layout that have a grammar of their own, parsed once: recompute, stage split and batch shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Self
+
+from meshwright.errors import PlanError, nearest
+
+RECOMPUTES = ("none", "full", "selective")
+"""What a recomputed layer keeps: everything; its input alone; its input and the outputs of matrix products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Activation recompute: ``none``, ``full``, ``selective``, or of K evenly spaced layers as ``full:3``.
+
+    Source: Chen et al., Sublinear Memory Cost (2016); Korthikanti et al. (2022), section 5, for ``selective``.
+    """
+
+    mode: str = "none"
+    """One of `RECOMPUTES`."""
+    count: int = 0
+    """Number of layers that recompute; 0 for all of them."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the text form.
+
+        Raises:
+            PlanError: for an unknown mode, or a count that is no whole number of at least 1.
+        """
+        mode, colon, count = text.partition(":")
+        if mode not in RECOMPUTES:
+            raise PlanError(f"recompute={mode} is unknown{nearest(mode, RECOMPUTES)}")
+        if colon and (mode == "none" or not count.isdigit() or int(count) < 1):
+            raise PlanError(f"recompute={text}: write full:K or selective:K with K layers of at least 1")
+        return cls(mode, int(count or 0))
+
+    def __str__(self) -> str:
+        """Returns the text form."""
+        return f"{self.mode}:{self.count}" if self.count else self.mode
+
+    def __bool__(self) -> bool:
+        """Whether any layer recomputes."""
+        return self.mode != "none"
+
+    def layers(self, layers: int) -> frozenset[int]:
+        """Returns the numbers of the layers that recompute, of a model that has ``layers`` of them.
+
+        Raises:
+            PlanError: when K is more than the layers there are, or there are none to recompute.
+        """
+        if not self:
+            return frozenset()
+        count = self.count or layers
+        if not layers or count > layers:
+            raise PlanError(f"recompute={self}: the model has {layers} repeated layers; K is at most that")
+        return frozenset(number * layers // count for number in range(count))
+
+    def share(self, layers: int) -> float:
+        """Returns the share of a model's layers that the count names, at most 1; 1 where it names none."""
+        return min(1.0, self.count / layers) if self.count else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """Layers of each pipeline stage in order, as ``5-7-6-6``; without any, stages are balanced by cost."""
+
+    layers: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the text form.
+
+        Raises:
+            PlanError: for a stage that is no whole number of at least 1.
+        """
+        sizes = text.split("-") if text else []
+        if not all(size.isdigit() and int(size) for size in sizes):
+            raise PlanError(f"split={text}: write the layers of each stage, each at least 1, as split=5-7-6-6")
+        return cls(tuple(map(int, sizes)))
+
+    def __str__(self) -> str:
+        """Returns the text form; empty for balanced stages."""
+        return "-".join(map(str, self.layers))
+
+    def __bool__(self) -> bool:
+        """Whether the stages are given."""
+        return bool(self.layers)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """First layer of each stage, and the number of layers."""
+        bounds = [0]
+        for size in self.layers:
+            bounds.append(bounds[-1] + size)
+        return tuple(bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShares:
+    """Share of each reader in every micro-batch's rows, as ``5-3`` or ``5x4-3x2``; without any, all are equal."""
+
+    shares: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the text form.
+
+        Raises:
+            PlanError: for a share or a count that is no whole number of at least 1.
+        """
+        shares: list[int] = []
+        for run in text.split("-") if text else []:
+            share, times, count = run.partition("x")
+            if not all(number.isdigit() and int(number) for number in (share, *([count] if times else []))):
+                raise PlanError(f"rows={text}: write the share of each reader, at least 1, as rows=5-3 or 5x4-3x2")
+            shares += [int(share)] * int(count or 1)
+        return cls(tuple(shares))
+
+    @classmethod
+    def of(cls, shares: Sequence[int]) -> Self:
+        """Returns the shares of readers in order; without any where all are equal."""
+        return cls(tuple(shares) if len(set(shares)) > 1 else ())
+
+    def __str__(self) -> str:
+        """Returns the text form, equal neighbours as ``share x count``; empty for equal shares."""
+        runs = [(share, len(list(run))) for share, run in groupby(self.shares)]
+        return "-".join(f"{share}x{count}" if count > 1 else str(share) for share, count in runs)
+
+    def __bool__(self) -> bool:
+        """Whether the shares differ."""
+        return bool(self.shares)
