@@ -84,8 +84,8 @@ class TrafficLog:
                 total[2] += start.elapsed_time(end) / 1e3
                 total[3] += wait.elapsed_time(end) / 1e3
         rows = tuple(
-            CommTotals(axis=axis, op=op, calls=int(calls), bytes=int(size), seconds=spent, exposed_s=exposed)
-            for (axis, op), (calls, size, spent, exposed) in self._totals.items()
+            CommTotals(axis=axis, op=op, calls=int(calls), bytes=int(byte_count), seconds=seconds, exposed_s=exposed)
+            for (axis, op), (calls, byte_count, seconds, exposed) in self._totals.items()
         )
         self._totals.clear()
         self._events.clear()
@@ -106,13 +106,25 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
     """
 
     def __init__(
-        self, works: list[Any], done: Callable[[], None], axis_group: AxisGroup, op: str, sent_bytes: int, of: str = ""
+        self,
+        works: list[Any],
+        done: Callable[[], None],
+        axis_group: AxisGroup,
+        op: str,
+        sent_bytes: int,
+        subject: str = "",
     ) -> None:
         super().__init__()
-        self._name = f"{op} over {axis_group.axis} of {of}" if of else f"{op} over {axis_group.axis}"
-        self._works, self._done, self._axis_group, self._op, self._bytes = works, done, axis_group, op, sent_bytes
+        self._name = f"{op} over {axis_group.axis} of {subject}" if subject else f"{op} over {axis_group.axis}"
+        self._pending_works, self._finish_transfer, self._axis_group, self._op, self._bytes = (
+            works,
+            done,
+            axis_group,
+            op,
+            sent_bytes,
+        )
         self._started, self._finished = time.perf_counter(), False
-        self._event = _recorded_event() if axis_group.on_cuda else None
+        self._event = _record_event() if axis_group.on_cuda else None
         self._number = axis_group.log.begin()
 
     def wait(self, timeout: Any = None) -> bool:
@@ -120,23 +132,23 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         if self._finished:
             return True
         log = self._axis_group.log
-        begun = time.perf_counter()
+        wait_began = time.perf_counter()
         # On CUDA the host doesn't wait, the computing stream does: its events say for how long.
-        event = _recorded_event() if self._event is not None else None
+        wait_event = _record_event() if self._event is not None else None
         if log.on_wait:
             log.on_wait(self._name, self._number, self._bytes)
-        for work in self._works:
-            work.wait()
-        self._done()
+        for pending in self._pending_works:
+            pending.wait()
+        self._finish_transfer()
         self._finished = True
         if log.on_wait:
             log.on_wait("", self._number, 0)
         now = time.perf_counter()
         if self._event is None:
-            log.add(self._axis_group.axis, self._op, self._bytes, now - self._started, now - begun)
+            log.add(self._axis_group.axis, self._op, self._bytes, now - self._started, now - wait_began)
         else:
             log.add(self._axis_group.axis, self._op, self._bytes, 0.0, 0.0)
-            log.add_events(self._axis_group.axis, self._op, self._event, event, _recorded_event())
+            log.add_events(self._axis_group.axis, self._op, self._event, wait_event, _record_event())
         return True
 
 
@@ -145,7 +157,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _recorded_event() -> Any:
+def _record_event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -155,7 +167,7 @@ class DifferentiableCollectives:
     """Runs differentiable collectives: the part of a wire that what stands for one shares with it."""
 
     def __init__(self) -> None:
-        self._call: Callable[..., Any] = _applied
+        self._call: Callable[..., Any] = _apply_function
 
     def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Returns what an autograd function gives; its forward and backward send over this wire."""
@@ -163,10 +175,10 @@ class DifferentiableCollectives:
 
     def hide_from_compiler(self) -> None:
         """Keeps these functions out of what torch.compile traces: events and messages' sizes aren't tensors."""
-        self._call = torch.compiler.disable(_applied)
+        self._call = torch.compiler.disable(_apply_function)
 
 
-def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+def _apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
@@ -196,8 +208,10 @@ class AxisGroup(DifferentiableCollectives):
     def all_reduce_max(self, tensor: torch.Tensor) -> PendingCollective:
         """Starts an element-wise maximum of ``tensor`` (any shape, contiguous, in place) over the group."""
         sent = 2 * tensor.nbytes * (self.size - 1) // self.size
-        most = dist.ReduceOp.MAX
-        return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, most, group=self.group, async_op=True))
+        maximum = dist.ReduceOp.MAX
+        return self._native(
+            "all_reduce", sent, lambda: dist.all_reduce(tensor, maximum, group=self.group, async_op=True)
+        )
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, of: str = "") -> PendingCollective:
         """Starts a gather of every rank's ``part: (n,)`` into ``output: (size * n,)``, in rank order.
@@ -210,9 +224,9 @@ class AxisGroup(DifferentiableCollectives):
         if not self._direct:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             return self._native("all_gather", sent, lambda: gather(output, part, group=self.group, async_op=True), of)
-        parts = output.view(self.size, -1)
-        works = self._receive(lambda peer: parts[peer]) + self._send(lambda peer: part)
-        return PendingCollective(works, lambda: _copy(parts[self.index], part), self, "all_gather", sent, of)
+        chunks = output.view(self.size, -1)
+        works = self._receive(lambda peer: chunks[peer]) + self._send(lambda peer: part)
+        return PendingCollective(works, lambda: _copy(chunks[self.index], part), self, "all_gather", sent, of)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, of: str = "") -> PendingCollective:
         """Starts a sum over the group whose part ``index`` of ``tensor: (size * n,)`` lands in ``output: (n,)``."""
@@ -224,15 +238,15 @@ class AxisGroup(DifferentiableCollectives):
             return self._native(
                 "reduce_scatter", sent, lambda: scatter(output, tensor, group=self.group, async_op=True), of
             )
-        parts = tensor.view(self.size, -1)
-        received = {peer: torch.empty_like(output) for peer in range(self.size) if peer != self.index}
-        works = self._receive(received.__getitem__) + self._send(lambda peer: parts[peer])
-        received[self.index] = parts[self.index]
+        chunks = tensor.view(self.size, -1)
+        received_chunks = {peer: torch.empty_like(output) for peer in range(self.size) if peer != self.index}
+        works = self._receive(received_chunks.__getitem__) + self._send(lambda peer: chunks[peer])
+        received_chunks[self.index] = chunks[self.index]
 
         def add_up() -> None:
-            torch.add(received[0], received[1], out=output)
+            torch.add(received_chunks[0], received_chunks[1], out=output)
             for peer in range(2, self.size):
-                output.add_(received[peer])
+                output.add_(received_chunks[peer])
 
         return PendingCollective(works, add_up, self, "reduce_scatter", sent, of)
 
@@ -240,9 +254,9 @@ class AxisGroup(DifferentiableCollectives):
         """Starts sending ``parts[p]`` to rank p of the group and receiving ``outputs[p]`` from it; all contiguous."""
         sent = sum(part.nbytes for peer, part in enumerate(parts) if peer != self.index)
         if not self._direct:
-            received, given = list(outputs), list(parts)
+            output_list, inputs = list(outputs), list(parts)
             return self._native(
-                "all_to_all", sent, lambda: dist.all_to_all(received, given, group=self.group, async_op=True)
+                "all_to_all", sent, lambda: dist.all_to_all(output_list, inputs, group=self.group, async_op=True)
             )
         works = self._receive(outputs.__getitem__) + self._send(parts.__getitem__)
         return PendingCollective(works, lambda: _copy(outputs[self.index], parts[self.index]), self, "all_to_all", sent)
@@ -251,11 +265,11 @@ class AxisGroup(DifferentiableCollectives):
         """Peers in an order that spreads the load: each rank starts with its right-hand neighbour."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
-    def _receive(self, place: Callable[[int], torch.Tensor]) -> list[Any]:
-        return [dist.irecv(place(peer), self._global[peer], group=self.group) for peer in self._peers()]
+    def _receive(self, buffer_of_peer: Callable[[int], torch.Tensor]) -> list[Any]:
+        return [dist.irecv(buffer_of_peer(peer), self._global[peer], group=self.group) for peer in self._peers()]
 
-    def _send(self, part: Callable[[int], torch.Tensor]) -> list[Any]:
-        return [dist.isend(part(peer), self._global[peer], group=self.group) for peer in self._peers()]
+    def _send(self, chunk_for_peer: Callable[[int], torch.Tensor]) -> list[Any]:
+        return [dist.isend(chunk_for_peer(peer), self._global[peer], group=self.group) for peer in self._peers()]
 
     def _native(self, op: str, sent_bytes: int, start: Callable[[], Any], of: str = "") -> PendingCollective:
         return PendingCollective([start()], lambda: None, self, op, sent_bytes, of)

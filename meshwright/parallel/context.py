@@ -144,7 +144,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         )
     by_name = {split.name: split for split in group.splits}
     root = layer.get_submodule(group.module)
-    _show_whole_rows(root, axis_group)
+    _present_full_rows(root, axis_group)
 
     def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
         return [parameter_slices.spans_of(split, units, group, size) for units in shares]
@@ -153,7 +153,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         column, split = layer.get_submodule(name), by_name[f"{name}.weight"]
         held = spans(split, layer.get_parameter(split.name).shape[split.dim])
         if name in group.column_inputs:
-            tensor_hooks.on_output(column, _exchanging(to_units, axis_group, held))
+            tensor_hooks.on_output(column, _with_spans(to_units, axis_group, held))
         else:
             tensor_hooks.on_output(column, partial(parameter_slices.select, dim=-1, spans=held[axis_group.index]))
     for name in group.replicated_inputs:
@@ -167,75 +167,75 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
     matrices = {f"{name}.{kind}" for name in (*group.column_linears, group.row_linear) for kind in ("weight", "bias")}
     loose = [split for split in group.splits if split.name not in matrices]
     if loose:
-        _slice_loose(root, layer, loose, {split.name: shares[axis_group.index] for split in loose}, group)
+        _slice_loose_parameters(root, layer, loose, {split.name: shares[axis_group.index] for split in loose}, group)
     parameter_slices.adapt(layer, group, shares[axis_group.index])
 
 
-def _exchanging(
-    move: Callable[..., torch.Tensor], axis_group: AxisGroup, held: Any
+def _with_spans(
+    exchange: Callable[..., torch.Tensor], axis_group: AxisGroup, spans_of_rank: Any
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: move(x, axis_group, held)
+    return lambda x: exchange(x, axis_group, spans_of_rank)
 
 
-def _show_whole_rows(root: Any, axis_group: AxisGroup) -> None:
+def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
     """Calls a module with a stand-in of the whole row; what it hands the stand-in to gets this rank's tokens."""
-    real: list[torch.Tensor] = []
-    shown: list[torch.Tensor] = []
+    local_states: list[torch.Tensor] = []
+    stand_ins: list[torch.Tensor] = []
 
     def enter(x: torch.Tensor) -> torch.Tensor:
-        real.append(x)
+        local_states.append(x)
         # Not a number: code that computes with it, instead of reading its shape, is found out.
-        whole = (
+        stand_in = (
             x.detach().new_full((1, 1, 1), float("nan")).expand(x.shape[0], x.shape[1] * axis_group.size, x.shape[2])
         )
-        shown.append(whole)
-        return whole
+        stand_ins.append(stand_in)
+        return stand_in
 
     def closing(plain: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 return plain(*args, **kwargs)
             finally:
-                if real:
-                    real.pop()
-                    shown.pop()
+                if local_states:
+                    local_states.pop()
+                    stand_ins.pop()
 
         return forward
 
     def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not shown:
+        if not stand_ins:
             return None
-        args = tuple(real[-1] if item is shown[-1] else item for item in args)
-        return args, {key: real[-1] if item is shown[-1] else item for key, item in kwargs.items()}
+        args = tuple(local_states[-1] if value is stand_ins[-1] else value for value in args)
+        return args, {key: local_states[-1] if value is stand_ins[-1] else value for key, value in kwargs.items()}
 
     wrap_forward(root, ForwardLayer.CONTEXT, "sees a stand-in of the whole row", closing)
-    for name, part in root.named_modules():
+    for name, submodule in root.named_modules():
         if name:
-            part.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
+            submodule.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
     tensor_hooks.on_hidden(root, enter)
 
 
-def _slice_loose(
-    root: Any, layer: nn.Module, loose: list[ParameterSplit], units: dict[str, Span], group: ShardingGroup
+def _slice_loose_parameters(
+    root: Any, layer: nn.Module, loose_splits: list[ParameterSplit], units: dict[str, Span], group: ShardingGroup
 ) -> None:
     """Shows the module this rank's part of parameters that lie between the matrices, while it runs."""
 
     def sliced(plain: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            undo = []
+            replaced = []
             try:
-                for split in loose:
+                for split in loose_splits:
                     path, _, attribute = split.name.rpartition(".")
                     owner: Any = layer.get_submodule(path)
-                    whole = owner._parameters.pop(attribute)
-                    undo.append((owner, attribute, whole))
-                    spans = parameter_slices.spans_of(split, units[split.name], group, whole.shape[split.dim])
-                    owner.__dict__[attribute] = parameter_slices.select(whole, split.dim, spans)
+                    full_parameter = owner._parameters.pop(attribute)
+                    replaced.append((owner, attribute, full_parameter))
+                    spans = parameter_slices.spans_of(split, units[split.name], group, full_parameter.shape[split.dim])
+                    owner.__dict__[attribute] = parameter_slices.select(full_parameter, split.dim, spans)
                 return plain(*args, **kwargs)
             finally:
-                for owner, attribute, whole in undo:
+                for owner, attribute, full_parameter in replaced:
                     owner.__dict__.pop(attribute, None)
-                    owner._parameters[attribute] = whole
+                    owner._parameters[attribute] = full_parameter
 
         return forward
 

@@ -25,48 +25,52 @@ from meshwright.spec.groups import gradient_axes
 def _apply(work: TransformContext) -> None:
     """Data axes: sharded state where the layout shards, or computes in another type than it keeps, else copies."""
     layout, mesh = work.layout, work.mesh
-    for part in work.stages:
+    for stage in work.stages:
         if layout.zero or layout.mixed or layout.offload == "parameters":
             assert mesh is not None
             options = fsdp.ShardOptions(
                 zero=layout.zero,
                 compute=DTYPES[layout.precision] if layout.mixed else None,
                 offload=layout.offload == "parameters",
-                first=part.first,
+                first=stage.first,
             )
             # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
-            shards = mesh.across(layout.state_axes or (shard_axis.AXIS.name,))
-            axis_groups = _used(shards, mesh.across(gradient_axes(layout.state_axes)))
-            apart = _apart(part, mesh)
-            part.sync.insert(0, fsdp.wrap(part.module, part.layers, mesh.line(shards), options, axis_groups, apart))
+            shard_group = mesh.across(layout.state_axes or (shard_axis.AXIS.name,))
+            axis_groups = _groups_in_use(shard_group, mesh.across(gradient_axes(layout.state_axes)))
+            expert_group = _apart(stage, mesh)
+            stage.sync.insert(
+                0, fsdp.wrap(stage.module, stage.layers, mesh.line(shard_group), options, axis_groups, expert_group)
+            )
         elif mesh is not None:
-            experts = {name for name, place in part.places.items() if ep_axis.AXIS.name in place.axes}
-            names = [name for name, _ in part.module.named_parameters()]
-            for axis_group, own in (
-                (mesh.across(gradient_axes(())), [name for name in names if name not in experts]),
-                (mesh.axis_groups.get("ep_copies"), [name for name in names if name in experts]),
+            expert_names = {name for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes}
+            parameter_names = [name for name, _ in stage.module.named_parameters()]
+            for axis_group, group_names in (
+                (mesh.across(gradient_axes(())), [name for name in parameter_names if name not in expert_names]),
+                (mesh.axis_groups.get("ep_copies"), [name for name in parameter_names if name in expert_names]),
             ):
-                if own and axis_group is not None and axis_group.size > 1:
-                    part.sync.insert(0, LateGradientReducer(part.module, own, axis_group, work.source.layers))
+                if group_names and axis_group is not None and axis_group.size > 1:
+                    stage.sync.insert(0, LateGradientReducer(stage.module, group_names, axis_group, work.source.layers))
 
 
-def _used(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
+def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
     """The groups of a unit: over the ranks that share its state and, where these have copies, over the copies."""
     return [shards, copies] if copies.size > 1 else [shards]
 
 
-def _apart(part: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
+def _apart(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
     """The experts modules of a part, whose shards lie on the ranks that hold the same experts."""
-    owners = {name.rpartition(".")[0]: None for name, place in part.places.items() if ep_axis.AXIS.name in place.axes}
-    if not owners:
+    expert_modules = {
+        name.rpartition(".")[0]: None for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes
+    }
+    if not expert_modules:
         return None
     axis_groups = [mesh.across((shard_axis.AXIS.name,)), mesh.axis_groups["ep_copies"]]
     if mesh.layout.zero:
         axis_groups = [mesh.axis_groups["ep_shard"], mesh.across(gradient_axes(ep_axis.AXIS.carves))]
     return fsdp.ExpertFsdpGroup(
-        modules=[part.module.get_submodule(name) for name in owners],
+        modules=[stage.module.get_submodule(name) for name in expert_modules],
         mesh=mesh.line(axis_groups[0]),
-        axis_groups=_used(*axis_groups),
+        axis_groups=_groups_in_use(*axis_groups),
     )
 
 

@@ -66,8 +66,8 @@ def wrap(
         places[name] = LocalShard(name=name, shape=tuple(whole.shape), spans=spans, copies=copies, axes=(AXIS.name,))
     for attribute in rows.counts:
         setattr(module, attribute, stop - start)
-    dispatch = Dispatch(module, rows, axis_group, same)
-    wrap_forward(module, ForwardLayer.EXPERT, "tokens go to the ranks of their experts", lambda _plain: dispatch)
+    purpose = "tokens go to the ranks of their experts"
+    wrap_forward(module, ForwardLayer.EXPERT, purpose, lambda plain: Dispatch(module, rows, axis_group, same, plain))
     return places
 
 

@@ -62,39 +62,41 @@ class FsdpSync:
         late: DeferredReductions,
         on_cpu: bool,
     ) -> None:
-        self._module, self._zero, self._copies = module, options.zero, copies
-        self._late, self._on_cpu = late, on_cpu
-        self._fresh = False
+        self._module, self._zero, self._replica_all_reduces = module, options.zero, copies
+        self._deferred, self._on_cpu = late, on_cpu
+        self._no_accumulated_grad = False
 
     def begin(self, last: bool, fresh: bool = False) -> None:
         """Announces a micro-batch of the step; ``fresh`` where no shard holds a gradient yet."""
-        self._late.finish()
-        summed = last or self._zero >= 2
-        self._fresh = self._fresh or fresh
+        self._deferred.finish()
+        reduces = last or self._zero >= 2
+        self._no_accumulated_grad = self._no_accumulated_grad or fresh
         # A sum that is added to gradients of earlier micro-batches is read where it starts.
-        self._late.enabled = self._on_cpu and summed and self._fresh and (last or not self._copies)
-        if summed:
-            self._fresh = False
+        self._deferred.enabled = (
+            self._on_cpu and reduces and self._no_accumulated_grad and (last or not self._replica_all_reduces)
+        )
+        if reduces:
+            self._no_accumulated_grad = False
         self._module.set_is_last_backward(last)
-        self._module.set_requires_gradient_sync(summed)
-        for copy in self._copies:
-            copy.last = last
+        self._module.set_requires_gradient_sync(reduces)
+        for replica_all_reduce in self._replica_all_reduces:
+            replica_all_reduce.last = last
         if self._zero < 3:
             self._module.set_reshard_after_backward(last)
 
     def finish(self) -> None:
         """Waits for the reductions that the last backward left under way."""
-        self._late.finish()
+        self._deferred.finish()
 
     def forget(self) -> None:
         """Drops sums over micro-batches that no gradient shows yet, as zero_grad() has dropped those that do."""
-        for copy in self._copies:
-            copy.forget()
+        for replica_all_reduce in self._replica_all_reduces:
+            replica_all_reduce.forget()
         # ZeRO 1 keeps them in the gathered weights, which FSDP2 has no public way to clear.
-        for held in fsdp_parameters(self._module):
-            held.unsharded_accumulated_grad = None
-            if hasattr(held, "_unsharded_param"):
-                held._unsharded_param.grad = None
+        for fsdp_param in fsdp_parameters(self._module):
+            fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):
+                fsdp_param._unsharded_param.grad = None
 
 
 class ReplicaAllReduce:
@@ -105,29 +107,29 @@ class ReplicaAllReduce:
 
     def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
         self.last = True
-        self._axis_group, self._late, self._of = axis_group, late, of
-        self._kept: torch.Tensor | None = None
+        self._axis_group, self._deferred, self._unit_name = axis_group, late, of
+        self._accumulated: torch.Tensor | None = None
 
-    def __call__(self, part: torch.Tensor) -> None:
+    def __call__(self, grad_shard: torch.Tensor) -> None:
         """Turns ``part: (n,)``, this micro-batch's sum over the shard axis, into what the step still owes.
 
         That is nothing yet, or at last everything, summed over the copies.
         """
         if not self.last:
-            self._kept = part.clone() if self._kept is None else self._kept.add_(part)
-            part.zero_()
+            self._accumulated = grad_shard.clone() if self._accumulated is None else self._accumulated.add_(grad_shard)
+            grad_shard.zero_()
             return
-        self._late.sum(lambda: self._whole(part))
+        self._deferred.sum(lambda: self._all_reduce_accumulated(grad_shard))
 
     def forget(self) -> None:
         """Drops what was kept."""
-        self._kept = None
+        self._accumulated = None
 
-    def _whole(self, part: torch.Tensor) -> PendingCollective:
-        if self._kept is not None:
-            part.add_(self._kept)
-            self._kept = None
-        return self._axis_group.all_reduce(part, self._of)
+    def _all_reduce_accumulated(self, grad_shard: torch.Tensor) -> PendingCollective:
+        if self._accumulated is not None:
+            grad_shard.add_(self._accumulated)
+            self._accumulated = None
+        return self._axis_group.all_reduce(grad_shard, self._unit_name)
 
 
 def wrap(
@@ -152,34 +154,36 @@ def wrap(
     Returns:
         The state that the step steers.
     """
-    mixed = MixedPrecisionPolicy(
+    mp_policy = MixedPrecisionPolicy(
         param_dtype=options.compute, reduce_dtype=torch.float32 if options.compute else None, cast_forward_inputs=False
     )
     settings: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": mixed,
+        "mp_policy": mp_policy,
         "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
         "reshard_after_forward": options.zero == 3,
     }
     hold_as_rows(module)
-    others: Sequence[Any] = apart.modules if apart else ()
-    for inner in others:
+    expert_modules: Sequence[Any] = apart.modules if apart else ()
+    for expert_module in expert_modules:
         assert apart is not None
-        fully_shard(inner, **{**settings, "mesh": apart.mesh})
+        fully_shard(expert_module, **{**settings, "mesh": apart.mesh})
     for layer in layers:
         fully_shard(layer, **settings)
     root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
-        _gather_ahead(layers, others, options.prefetch)
-    late, names = (
+        _set_prefetch_order(layers, expert_modules, options.prefetch)
+    deferred, layer_names = (
         DeferredReductions(),
         [spell([number]) for number in range(options.first, options.first + len(layers))],
     )
-    copies = _connect((root, *layers), axis_groups, late, (spell([REST]), *names))
+    replica_all_reduces = _attach_collectives((root, *layers), axis_groups, deferred, (spell([REST]), *layer_names))
     if apart is not None:
-        experts = [f"the experts of {name}" for name in _around(others, layers, names)]
-        copies += _connect(others, apart.axis_groups, late, experts)
-    return FsdpSync(root, options, copies, late, mesh.device_type == "cpu")
+        expert_names = [
+            f"the experts of {name}" for name in _enclosing_layer_names(expert_modules, layers, layer_names)
+        ]
+        replica_all_reduces += _attach_collectives(expert_modules, apart.axis_groups, deferred, expert_names)
+    return FsdpSync(root, options, replica_all_reduces, deferred, mesh.device_type == "cpu")
 
 
 def accumulate_gradients(module: nn.Module) -> None:
@@ -188,17 +192,17 @@ def accumulate_gradients(module: nn.Module) -> None:
     FSDP2 does so as a backward reaches a unit's inputs. A backward in halves has no weights' gradients yet then, and
     those of consecutive second halves would add up in the type of compute, bf16.
     """
-    for held in fsdp_parameters(module):
-        if hasattr(held, "_unsharded_param"):  # as `FSDPParamGroup.post_backward` does; there is no public way
-            held.accumulate_unsharded_grad_if_needed()
-            held.to_accumulated_grad_if_needed()
+    for fsdp_param in fsdp_parameters(module):
+        if hasattr(fsdp_param, "_unsharded_param"):  # as `FSDPParamGroup.post_backward` does; there is no public way
+            fsdp_param.accumulate_unsharded_grad_if_needed()
+            fsdp_param.to_accumulated_grad_if_needed()
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
     """Yields FSDP2's own objects (`FSDPParam`) of all parameters that it shards in a module."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            for group in fsdp_groups(part):
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            for group in fsdp_groups(submodule):
                 yield from group.fsdp_params
 
 
@@ -209,48 +213,52 @@ def fsdp_groups(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _around(inner: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
+def _enclosing_layer_names(modules: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
     """Returns the name of the layer that each of some modules is in."""
-    found = {part: name for layer, name in zip(layers, names) for part in layer.modules()}
-    return [found.get(part, spell([REST])) for part in inner]
+    name_of_submodule = {submodule: name for layer, name in zip(layers, names) for submodule in layer.modules()}
+    return [name_of_submodule.get(submodule, spell([REST])) for submodule in modules]
 
 
-def _connect(
-    units: Sequence[Any], axis_groups: Sequence[AxisGroup], late: DeferredReductions, names: Sequence[str]
+def _attach_collectives(
+    units: Sequence[Any], axis_groups: Sequence[AxisGroup], deferred: DeferredReductions, names: Sequence[str]
 ) -> list[ReplicaAllReduce]:
     """Makes units communicate through ``axis_groups``; returns what sums over the second, one a unit."""
-    copies = []
+    replica_all_reduces = []
     for unit, name in zip(units, names, strict=True):
-        _use_wire(unit, axis_groups[0], late, name)
+        _use_axis_group(unit, axis_groups[0], deferred, name)
         for axis_group in axis_groups[1:]:
-            copies.append(ReplicaAllReduce(axis_group, late, name))
-            unit.set_all_reduce_hook(copies[-1])
-    return copies
+            replica_all_reduces.append(ReplicaAllReduce(axis_group, deferred, name))
+            unit.set_all_reduce_hook(replica_all_reduces[-1])
+    return replica_all_reduces
 
 
-def _gather_ahead(layers: Sequence[Any], others: Sequence[Any], prefetch: int) -> None:
+def _set_prefetch_order(layers: Sequence[Any], expert_modules: Sequence[Any], prefetch: int) -> None:
     """Gathers ahead of compute, forward in order and backward in reverse, by asynchronous collectives.
 
     A layer is needed before what is inside it, either way. On CUDA FSDP2 does so by itself, with streams of its own;
     the CPU has none.
     """
-    inside = [[part for part in others if part in set(layer.modules())] for layer in layers]
-    units = [[layer, *parts] for layer, parts in zip(layers, inside)]
+    experts_of_layer = [
+        [expert_module for expert_module in expert_modules if expert_module in set(layer.modules())] for layer in layers
+    ]
+    units = [[layer, *experts] for layer, experts in zip(layers, experts_of_layer)]
     forward = [unit for group in units for unit in group]
     backward = [unit for group in reversed(units) for unit in group]
     for unit in forward:
         unit._set_unshard_async_op(True)
-    for place, group in enumerate(units):
+    for unit_index, group in enumerate(units):
         # Not from what is inside: where a layer recomputes, its inner units would gather the next layer for nothing.
-        ahead = [unit for later in units[place + 1 : place + 1 + prefetch] for unit in later[:1]]
-        group[0].set_modules_to_forward_prefetch([*group[1:], *ahead])
-    for place, unit in enumerate(backward):
-        unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + prefetch])
+        next_layers = [
+            unit for next_group in units[unit_index + 1 : unit_index + 1 + prefetch] for unit in next_group[:1]
+        ]
+        group[0].set_modules_to_forward_prefetch([*group[1:], *next_layers])
+    for unit_index, unit in enumerate(backward):
+        unit.set_modules_to_backward_prefetch(backward[unit_index + 1 : unit_index + 1 + prefetch])
 
 
-def _use_wire(unit: Any, axis_group: AxisGroup, late: DeferredReductions, name: str) -> None:
+def _use_axis_group(unit: Any, axis_group: AxisGroup, deferred: DeferredReductions, name: str) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_custom_all_gather(BookedAllGather(axis_group, name))
-    unit.set_custom_reduce_scatter(BookedReduceScatter(axis_group, late, name))
+    unit.set_custom_reduce_scatter(BookedReduceScatter(axis_group, deferred, name))

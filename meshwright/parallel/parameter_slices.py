@@ -38,43 +38,45 @@ def copied_runs(
     split: ParameterSplit, units: Span, group: ShardingGroup, degree: int
 ) -> tuple[tuple[int, int, int], ...]:
     """Returns (start, stop, ranks) of local indices that several indices of the axis hold."""
-    found, at = [], 0
+    runs, local_start = [], 0
     for block in split.blocks:
         start, stop = block.span(*units, group.units)
         if block.count < degree:
-            found.append((at, at + stop - start, degree // block.count))
-        at += stop - start
-    return tuple(found)
+            runs.append((local_start, local_start + stop - start, degree // block.count))
+        local_start += stop - start
+    return tuple(runs)
 
 
 def place_of(
-    name: str, whole: torch.Size, split: ParameterSplit, spans: tuple[Span, ...], copies: int, axis: str
+    name: str, full_shape: torch.Size, split: ParameterSplit, spans: tuple[Span, ...], copies: int, axis: str
 ) -> LocalShard:
     """Returns the place of a parameter of which ``spans`` of one dim are held."""
-    by_dim = tuple(spans if dim == split.dim else ((0, size),) for dim, size in enumerate(whole))
-    return LocalShard(name=name, shape=tuple(whole), spans=by_dim, copies=copies, axes=(axis,))
+    spans_by_dim = tuple(spans if dim == split.dim else ((0, size),) for dim, size in enumerate(full_shape))
+    return LocalShard(name=name, shape=tuple(full_shape), spans=spans_by_dim, copies=copies, axes=(axis,))
 
 
 def select(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> torch.Tensor:
     """Returns the runs of a dim, one after the other; a view when they are one."""
-    parts = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+    slices = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=dim)
 
 
 def cut_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ...]) -> nn.Parameter:
     """Replaces a parameter of the layer by its runs, on meta or with values, and returns it."""
     path, _, attribute = split.name.rpartition(".")
     owner = layer.get_submodule(path)
-    whole = owner._parameters[attribute]
-    assert whole is not None
+    full_weight = owner._parameters[attribute]
+    assert full_weight is not None
     with torch.no_grad():
-        made = nn.Parameter(select(whole, split.dim, spans).clone(), requires_grad=whole.requires_grad)
-    owner._parameters[attribute] = made
-    before, after = whole.shape[split.dim], made.shape[split.dim]
+        local_weight = nn.Parameter(
+            select(full_weight, split.dim, spans).clone(), requires_grad=full_weight.requires_grad
+        )
+    owner._parameters[attribute] = local_weight
+    full_size, local_size = full_weight.shape[split.dim], local_weight.shape[split.dim]
     for name in _SIZES:
-        if vars(owner).get(name) == before and before != after:
-            setattr(owner, name, after)
-    return made
+        if vars(owner).get(name) == full_size and full_size != local_size:
+            setattr(owner, name, local_size)
+    return local_weight
 
 
 def adapt(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
@@ -93,11 +95,15 @@ def adapt(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
 
 def adapted(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tuple[nn.Module, str, int]]:
     """Yields (module, attribute, local value) for each number of the group."""
-    counts = {split.name: split for split in group.splits}
-    for number in group.numbers:
-        module = layer.get_submodule(number.module)
-        whole = read_number(module, number.attribute)
-        yield module, number.attribute, scaled(whole, number.scales_with, counts, group, units)
+    splits_by_name = {split.name: split for split in group.splits}
+    for shape_attribute in group.numbers:
+        module = layer.get_submodule(shape_attribute.module)
+        full_value = read_number(module, shape_attribute.attribute)
+        yield (
+            module,
+            shape_attribute.attribute,
+            scaled(full_value, shape_attribute.scales_with, splits_by_name, group, units),
+        )
 
 
 def read_number(module: Any, attribute: str) -> int:
@@ -106,28 +112,30 @@ def read_number(module: Any, attribute: str) -> int:
     return int(getattr(module.config if dot else module, name))
 
 
-def scaled(whole: int, over: str, splits: Mapping[str, ParameterSplit], group: ShardingGroup, units: Span) -> int:
+def scaled(
+    full_value: int, scales_with: str, splits: Mapping[str, ParameterSplit], group: ShardingGroup, units: Span
+) -> int:
     """Returns an integer's local value.
 
     Raises:
         ValueError: when it doesn't come out whole.
     """
-    if over.startswith("="):
-        return sum(stop - start for start, stop in splits[over[1:]].spans(*units, group.units))
-    top, _, bottom = over.partition("/")
-    share = [_share(splits, name, group, units) for name in (top, bottom) if name]
-    number, of = share[0]
-    if bottom:
-        number, of = number * share[1][1], of * share[1][0]
-    value, rest = divmod(whole * number, of)
-    if rest or not value:
-        raise ValueError(f"{whole} x {number}/{of} is no whole number")
+    if scales_with.startswith("="):
+        return sum(stop - start for start, stop in splits[scales_with[1:]].spans(*units, group.units))
+    numerator, _, denominator = scales_with.partition("/")
+    ratios = [_block_ratio(splits, name, group, units) for name in (numerator, denominator) if name]
+    local_count, full_count = ratios[0]
+    if denominator:
+        local_count, full_count = local_count * ratios[1][1], full_count * ratios[1][0]
+    value, remainder = divmod(full_value * local_count, full_count)
+    if remainder or not value:
+        raise ValueError(f"{full_value} x {local_count}/{full_count} is no whole number")
     return value
 
 
-def _share(splits: Mapping[str, ParameterSplit], name: str, group: ShardingGroup, units: Span) -> tuple[int, int]:
+def _block_ratio(splits: Mapping[str, ParameterSplit], name: str, group: ShardingGroup, units: Span) -> tuple[int, int]:
     """(local, whole) number of runs of one block, ``name`` being ``<split>`` or ``<split>#<block>``."""
-    split, _, number = name.partition("#")
-    block = splits[split].blocks[int(number or 0)]
+    split, _, block_index = name.partition("#")
+    block = splits[split].blocks[int(block_index or 0)]
     start, stop = block.span(*units, group.units)
     return (stop - start) // block.size, block.count

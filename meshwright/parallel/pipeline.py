@@ -24,12 +24,12 @@ from meshwright.spec.layout import Layout
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 
 
-class _Shared:
+class _SharedWeight:
     """A weight that several stages hold, and the sum of its gradient over them."""
 
-    def __init__(self, weights: list[Weight], axis_group: AxisGroup | None) -> None:
-        self._first, *self.twins = weights
-        self._axis_group, self._of = axis_group, weights[0].name
+    def __init__(self, copies: list[Weight], axis_group: AxisGroup | None) -> None:
+        self._first, *self.twins = copies
+        self._axis_group, self._of = axis_group, copies[0].name
 
     def spread(self) -> None:
         """Gives the rank's other stages the values that the optimizer wrote."""
@@ -39,14 +39,14 @@ class _Shared:
     def start(self) -> Callable[[], object]:
         """Starts the sum; what is returned waits for it."""
         parameter = self._first.parameter
-        total = self._first.gradient
-        total = torch.zeros_like(self._first.local) if total is None else total.contiguous()
+        grad_sum = self._first.gradient
+        grad_sum = torch.zeros_like(self._first.local) if grad_sum is None else grad_sum.contiguous()
         for twin in self.twins:
             if twin.gradient is not None:
-                total.add_(twin.gradient)
+                grad_sum.add_(twin.gradient)
             twin.parameter.grad = None
-        parameter.grad = self._first.like(total)  # type: ignore[assignment]
-        return self._axis_group.all_reduce(total, self._of).wait if self._axis_group else lambda: None
+        parameter.grad = self._first.like(grad_sum)  # type: ignore[assignment]
+        return self._axis_group.all_reduce(grad_sum, self._of).wait if self._axis_group else lambda: None
 
 
 class PipelineProgram(Program):
@@ -71,18 +71,22 @@ class PipelineProgram(Program):
         layout: Layout,
     ) -> None:
         super().__init__(parts, compute, view, mesh, clock)
-        self._stages: list[PipelineStageModule] = [part for part in parts if isinstance(part, PipelineStageModule)]
-        division = self._stages[0].division
+        self._pipeline_stages: list[PipelineStageModule] = [
+            stage for stage in parts if isinstance(stage, PipelineStageModule)
+        ]
+        division = self._pipeline_stages[0].division
         assert division is not None
         cpu = mesh.device_type == "cpu"
         device = torch.device("cpu") if cpu else torch.device(mesh.device_type, torch.cuda.current_device())
-        self._line = PipelineGroup(axis_group=mesh.axis_groups["pp"], schedule=division.schedule, device=device)
-        self._shared = self._share(division, mesh)
-        for part in self._stages:
-            assert part.cut is not None
-            part.cut.arm(_COMPUTE.get(layout.precision, torch.float32), device)
-            _keep_gathered(part.module)
-        self._run: tuple[Any, ScheduleRun] | None = None
+        self._pipeline_group = PipelineGroup(
+            axis_group=mesh.axis_groups["pp"], schedule=division.schedule, device=device
+        )
+        self._shared = self._find_shared_weights(division, mesh)
+        for stage in self._pipeline_stages:
+            assert stage.cut is not None
+            stage.cut.arm(_COMPUTE.get(layout.precision, torch.float32), device)
+            _disable_reshard(stage.module)
+        self._current_run: tuple[Any, ScheduleRun] | None = None
         self._batches: Sequence[Any] = ()
         self._scale = 1.0
         self._key = (0, 0)
@@ -99,42 +103,42 @@ class PipelineProgram(Program):
         self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:
         """Runs a step's micro-batches; see `Program.forward_backward`. Ranks without the last stage give zeros."""
-        self._spread()
+        self._copy_to_twins()
         self._batches, self._scale, self._key, self._stamp = batches, scale, key, stamp
-        run = self._ready()
+        run = self._schedule_run()
         self._sums.clear()
         run.step()
         self.progress_hooks.outside()
         self.clock.lap("pipeline")
         if self.meter is not None:
             self.meter.sample()
-        for part in self.parts:
-            for sync in part.sync:
+        for stage in self.parts:
+            for sync in stage.sync:
                 # Only now: a backward in halves doesn't call the hooks by which a sum would start earlier.
                 sync.begin(True)
                 sync.finish()
-        for wait in [shared.start() for shared in self._shared]:
-            wait()
+        for wait_for_sum in [shared.start() for shared in self._shared]:
+            wait_for_sum()
         self.clock.lap("reduce")
         self._batches = ()
-        return self._total()
+        return self._loss_sums()
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""
-        self._spread()
+        self._copy_to_twins()
         training = self.module.training
-        for part in self.parts:
-            part.module.eval()
+        for stage in self.parts:
+            stage.module.eval()
         self._sums.clear()
         self._batches, self._scale = [batch], 1.0
         try:
-            chain(self.parts, self._line, lambda part, taken: self._compute_stage(part, 0, taken))
+            chain(self.parts, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received))
         finally:
-            for part in self.parts:
-                part.module.train(training)
-                _release(part.module)
-        return self._total()
+            for stage in self.parts:
+                stage.module.train(training)
+                _reshard_all(stage.module)
+        return self._loss_sums()
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""
@@ -143,70 +147,75 @@ class PipelineProgram(Program):
             for twin in shared.twins:
                 twin.parameter.grad = None
 
-    def _spread(self) -> None:
+    def _copy_to_twins(self) -> None:
         with torch.no_grad():
             for shared in self._shared:
                 shared.spread()
 
-    def _total(self) -> torch.Tensor:
+    def _loss_sums(self) -> torch.Tensor:
         if self._sums:
             return torch.stack(self._sums).sum(dim=0)
-        return torch.zeros(3 + 2 * len(self.terms), dtype=torch.float64, device=self._line.device)
+        return torch.zeros(3 + 2 * len(self.terms), dtype=torch.float64, device=self._pipeline_group.device)
 
-    def _ready(self) -> ScheduleRun:
+    def _schedule_run(self) -> ScheduleRun:
         """The schedule for micro-batches of the present shape; a new shape is tried out by one forward."""
         shape = tuple(self._batches[0].tokens.shape)
-        if self._run is None or self._run[0] != shape:
+        if self._current_run is None or self._current_run[0] != shape:
             with torch.no_grad():
-                kinds = chain(self.parts, self._line, lambda part, taken: self._compute_stage(part, 0, taken))
-            for part in self.parts:
-                _release(part.module)
-            self._run = shape, ScheduleRun(self.parts, self._line, kinds, self._forward, self._before_backward)
-        return self._run[1]
+                tensor_kinds = chain(
+                    self.parts, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received)
+                )
+            for stage in self.parts:
+                _reshard_all(stage.module)
+            self._current_run = (
+                shape,
+                ScheduleRun(self.parts, self._pipeline_group, tensor_kinds, self._forward, self._before_backward),
+            )
+        return self._current_run[1]
 
-    def _forward(self, part: StageModule, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
+    def _forward(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> Any:
         if self._stamp:
-            self._stamp.phase("forward", number)
-        reported = len(self._sums)
+            self._stamp.phase("forward", microbatch)
+        reported_sums = len(self._sums)
 
         def forward() -> Any:
-            del self._sums[reported:]
-            return self._compute_stage(part, number, taken)
+            del self._sums[reported_sums:]
+            return self._compute_stage(stage, microbatch, received)
 
-        given = self.drawn(forward, self._batches, number, self._key)
+        output = self.drawn(forward, self._batches, microbatch, self._key)
         if self.meter is not None:
             self.meter.sample()
-        return given
+        return output
 
-    def _compute_stage(self, part: StageModule, number: int, taken: tuple[torch.Tensor, ...]) -> Any:
-        assert isinstance(part, PipelineStageModule) and part.cut is not None
-        batch, cut = self._batches[number], part.cut
-        given = cut.run(lambda: self._compute(part.module, batch, self._scale, self.view), taken)
+    def _compute_stage(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> Any:
+        assert isinstance(stage, PipelineStageModule) and stage.cut is not None
+        batch, cut = self._batches[microbatch], stage.cut
+        output = cut.run(lambda: self._compute(stage.module, batch, self._scale, self.view), received)
         if not cut.is_last:
-            return given
-        loss, sums = given
+            return output
+        loss, sums = output
         self._sums.append(sums)
         return loss
 
-    def _before_backward(self, number: int) -> None:
+    def _before_backward(self, microbatch: int) -> None:
         if self._stamp:
-            self._stamp.phase("backward", number)
+            self._stamp.phase("backward", microbatch)
         if self.meter is not None:
             self.meter.sample()  # an early stage has whole gradients only after its last forward
 
-    def _share(self, division: Division, mesh: Mesh) -> list[_Shared]:
+    def _find_shared_weights(self, division: Division, mesh: Mesh) -> list[_SharedWeight]:
         """Finds the weights that several stages hold; of those of one rank, the first alone is trained."""
         axis_groups = _holder_groups(division, mesh)
-        by_name: dict[str, list[Weight]] = {}
+        weights_by_name: dict[str, list[Weight]] = {}
         for weight in (*self.weights, *self.frozen):
-            by_name.setdefault(weight.name, []).append(weight)
+            weights_by_name.setdefault(weight.name, []).append(weight)
         shared = []
-        for name, weights in sorted(by_name.items()):
+        for name, weights in sorted(weights_by_name.items()):
             axis_group = axis_groups.get(division.holders[name])
             if len(weights) > 1 or (axis_group and weights[0].parameter.requires_grad):
-                shared.append(_Shared(weights, axis_group if weights[0].parameter.requires_grad else None))
-            for listed in (self.weights, self.frozen):
-                listed[:] = [weight for weight in listed if weight not in weights[1:]]
+                shared.append(_SharedWeight(weights, axis_group if weights[0].parameter.requires_grad else None))
+            for weight_list in (self.weights, self.frozen):
+                weight_list[:] = [weight for weight in weight_list if weight not in weights[1:]]
         return shared
 
 
@@ -214,31 +223,33 @@ def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], Axis
     """A wire for each set of indices along ``pp`` that shares weights; every rank makes all groups, in one order."""
     names = mesh.device_mesh.mesh_dim_names or ()
     size = mesh.device_mesh["pp"].size()
-    lines = mesh.device_mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, size).tolist()
+    pipeline_ranks = mesh.device_mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, size).tolist()
     axis_groups = {}
     for holders in sorted(set(division.holders.values())):
         if len(holders) == size:
             axis_groups[holders] = mesh.axis_groups["pp"]
         elif len(holders) > 1:
-            group, _ = dist.new_subgroups_by_enumeration([[line[index] for index in holders] for line in lines])
+            group, _ = dist.new_subgroups_by_enumeration(
+                [[pipeline[index] for index in holders] for pipeline in pipeline_ranks]
+            )
             if mesh.device_mesh.get_local_rank("pp") in holders:
                 axis_groups[holders] = AxisGroup("pp", group, mesh.log)
     return axis_groups
 
 
-def _units(module: Any) -> list[Any]:
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+def _fsdp_units(module: Any) -> list[Any]:
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
-def _keep_gathered(module: Any) -> None:
+def _disable_reshard(module: Any) -> None:
     """Lets the schedule say when a sharded stage is gathered and freed: as a whole, around its actions."""
-    for unit in _units(module):
+    for unit in _fsdp_units(module):
         unit.set_reshard_after_forward(False, recurse=False)
 
 
-def _release(module: Any) -> None:
+def _reshard_all(module: Any) -> None:
     """Frees what a forward without a backward gathered."""
-    for unit in _units(module):
+    for unit in _fsdp_units(module):
         unit.reshard()
 
 

@@ -112,8 +112,8 @@ class Program:
         """Every trained weight that this rank holds a part of, once."""
         self.frozen: list[Weight] = []
         """Those that aren't trained."""
-        for part in self.parts:
-            for weight in named_weights(part.module, part.places, copies, frozen=True):
+        for stage in self.parts:
+            for weight in named_weights(stage.module, stage.places, copies, frozen=True):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
         self.progress_hooks = LayerProgressHooks()
         """Tells which layer runs, to whom sets its ``tell``."""
@@ -125,9 +125,9 @@ class Program:
         """What a micro-batch counts for in each term of the model's own loss, (1 + terms,) float64."""
         self.terms: tuple[str, ...] = ()
         """Names of the terms that the sums have beside the cross-entropy."""
-        self.moving = MovingBuffers([part.module for part in self.parts], ())
+        self.moving = MovingBuffers([stage.module for stage in self.parts], ())
         """Buffers that forward changes."""
-        self.meter: StateMeter | None = StateMeter([part.module for part in self.parts], self.weights)
+        self.meter: StateMeter | None = StateMeter([stage.module for stage in self.parts], self.weights)
         """Looks at the state's bytes while set; the trainer unsets it after the first steps."""
 
     @property
@@ -150,13 +150,13 @@ class Program:
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, buffer) of the buffers that the model itself saves, and of those that forward changes."""
-        for part in self.parts:
-            for prefix, child in part.module.named_modules():
+        for stage in self.parts:
+            for prefix, child in stage.module.named_modules():
                 for name, buffer in child._buffers.items():
-                    path = f"{prefix}.{name}" if prefix else name
-                    kept = name not in child._non_persistent_buffers_set or path in self.moving.names
-                    if buffer is not None and kept:
-                        yield path, buffer
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    is_saved = name not in child._non_persistent_buffers_set or full_name in self.moving.names
+                    if buffer is not None and is_saved:
+                        yield full_name, buffer
 
     def forward_backward(
         self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
@@ -173,22 +173,22 @@ class Program:
             This rank's (loss sum, target tokens, right predictions), float64, not yet summed over ranks.
         """
         total: torch.Tensor | None = None
-        fresh = all(weight.parameter.grad is None for weight in self.weights)
-        before = self.moving.copy() if len(batches) > 1 else None
-        for number, batch in enumerate(batches):
-            if number and before:
-                self.moving.put(before)  # a step is one call of the model, in however many micro-batches
+        no_gradients = all(weight.parameter.grad is None for weight in self.weights)
+        buffers_before = self.moving.copy() if len(batches) > 1 else None
+        for microbatch, batch in enumerate(batches):
+            if microbatch and buffers_before:
+                self.moving.put(buffers_before)  # a step is one call of the model, in however many micro-batches
             for sync in self.parts[0].sync:
-                sync.begin(number == len(batches) - 1, fresh and number == 0)
+                sync.begin(microbatch == len(batches) - 1, no_gradients and microbatch == 0)
             if stamp:
-                stamp.phase("forward", number)
+                stamp.phase("forward", microbatch)
             forward = functools.partial(self._compute, self.module, batch, scale, self.view)
-            loss, sums = self.drawn(forward, batches, number, key)
+            loss, sums = self.drawn(forward, batches, microbatch, key)
             self.clock.lap("forward")
             if self.meter is not None:
                 self.meter.sample()
             if stamp:
-                stamp.phase("backward", number)
+                stamp.phase("backward", microbatch)
             loss.backward()
             self.progress_hooks.outside()
             total = sums if total is None else total + sums
@@ -202,32 +202,32 @@ class Program:
         assert total is not None
         return total
 
-    def drawn(self, forward: Callable[[], Any], batches: Sequence[Any], number: int, key: tuple[int, int]) -> Any:
+    def drawn(self, forward: Callable[[], Any], batches: Sequence[Any], microbatch: int, key: tuple[int, int]) -> Any:
         """Runs the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
         rows = [len(batch.tokens) for batch in batches]
-        first = 0
+        first_row = 0
         if self.mesh is not None:
             layout, shares = self.mesh.layout, self.mesh.layout.shares()
             share = shares[layout.reader(self.mesh.rank)[0]]
-            first = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
-        first += sum(rows[:number])
+            first_row = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
+        first_row += sum(rows[:microbatch])
         # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
-        seed_all(hash((*key, first)) % 2**63)
+        seed_all(hash((*key, first_row)) % 2**63)
         if self.chance is None:
             return forward()
         undo = functools.partial(self.moving.put, self.moving.copy())
-        return self.chance.run(key, first, batches[number].tokens.shape, forward, undo)
+        return self.chance.run(key, first_row, batches[microbatch].tokens.shape, forward, undo)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch, without gradients."""
-        training, before = self.module.training, self.moving.copy()
+        training, buffers_before = self.module.training, self.moving.copy()
         self.module.eval()
         try:
             return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
             self.module.train(training)
-            self.moving.put(before)
+            self.moving.put(buffers_before)
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""

@@ -51,14 +51,14 @@ class Stage:
         self.layers: list[Any] = [module.get_submodule(name) for name in layer_graph.layers[first:stop]]
         self._received: tuple[torch.Tensor, ...] = ()
         self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
-        self._drop(kept)
+        self._drop_other_stages(kept)
         for number, name in enumerate(layer_graph.layers):
             if number < first:
-                self._stub(name, functools.partial(_pass, layer_graph, number))
+                self._install_stub(name, functools.partial(_skip_layer, layer_graph, number))
             elif number == stop:
-                self._stub(name, functools.partial(_leave, layer_graph.boundary_tensors[stop]))
+                self._install_stub(name, functools.partial(_leave_stage, layer_graph.boundary_tensors[stop]))
         if not self.is_last:
-            wrap_forward(module, ForwardLayer.STAGE, "ends at the stage's boundary", _caught)
+            wrap_forward(module, ForwardLayer.STAGE, "ends at the stage's boundary", _catch_boundary)
 
     @property
     def is_first(self) -> bool:
@@ -77,17 +77,17 @@ class Stage:
             dtype: of compute; what stands for the weights of other stages gets it.
             device: likewise.
         """
-        zero: dict[torch.dtype, torch.Tensor] = {}
-        for part, key, shape, kind in self._dropped:
-            kind = dtype if kind.is_floating_point else kind
-            if kind not in zero:
-                zero[kind] = torch.zeros((), dtype=kind, device=device)
-            part.__dict__[key] = zero[kind].expand(shape)
+        zero_by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        for owner, key, shape, fill_dtype in self._dropped:
+            fill_dtype = dtype if fill_dtype.is_floating_point else fill_dtype
+            if fill_dtype not in zero_by_dtype:
+                zero_by_dtype[fill_dtype] = torch.zeros((), dtype=fill_dtype, device=device)
+            owner.__dict__[key] = zero_by_dtype[fill_dtype].expand(shape)
         if not self.is_first:
             # Before the hooks of the data axes, which look for the tensors that gradients will flow back through.
             self.layers[0].register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
         if not self.is_last:
-            self.module.register_forward_hook(_hand_over)
+            self.module.register_forward_hook(_leave_with_output)
 
     def run(self, call: Callable[[], Any], received: tuple[torch.Tensor, ...]) -> Any:
         """Runs ``call``, which calls the module, with what the stage before sent.
@@ -99,8 +99,8 @@ class Stage:
         try:
             with repeated(self._snapshot, fed=not self.is_first):
                 return call()
-        except _Boundary as left:
-            return left.payload
+        except _Boundary as boundary:
+            return boundary.payload
         finally:
             self._received = ()
 
@@ -109,64 +109,68 @@ class Stage:
         received = self._received
 
         @contextlib.contextmanager
-        def again() -> Iterator[None]:
-            held, self._received = self._received, received
+        def restore_input() -> Iterator[None]:
+            current, self._received = self._received, received
             try:
                 yield
             finally:
-                self._received = held
+                self._received = current
 
-        return again
+        return restore_input
 
     def _receive(self, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
         call = (args, kwargs)
         for path, tensor in zip(self.layer_graph.boundary_tensors[self.first], self._received, strict=True):
-            call = _placed(call, path, tensor.clone() if self.layer_graph.writes else tensor)
+            call = _replace_at_path(call, path, tensor.clone() if self.layer_graph.writes else tensor)
         return call
 
-    def _stub(self, name: str, forward: Callable[..., Any]) -> None:
+    def _install_stub(self, name: str, forward: Callable[..., Any]) -> None:
         layer = self.module.get_submodule(name)
         wrap_forward(layer, ForwardLayer.STAGE, "a stub: another stage computes it", lambda _plain: forward)
 
-    def _drop(self, kept: Collection[str]) -> None:
+    def _drop_other_stages(self, kept: Collection[str]) -> None:
         """Takes away the weights that other stages hold, and the buffers of their layers."""
-        places: dict[tuple[int, str], tuple[nn.Module, str]] = {}
-        holds: set[tuple[int, str]] = set()
-        own = {id(part) for layer in self.layers for part in layer.modules()}
-        others: dict[int, nn.Module] = {}
+        owners: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        kept_keys: set[tuple[int, str]] = set()
+        own_modules = {id(submodule) for layer in self.layers for submodule in layer.modules()}
+        other_modules: dict[int, nn.Module] = {}
         for name in (*self.layer_graph.layers[: self.first], *self.layer_graph.layers[self.stop :]):
-            others |= {id(part): part for part in self.module.get_submodule(name).modules() if id(part) not in own}
-        for path, part in self.module.named_modules(remove_duplicate=False):
-            for key, parameter in part._parameters.items():
+            other_modules |= {
+                id(submodule): submodule
+                for submodule in self.module.get_submodule(name).modules()
+                if id(submodule) not in own_modules
+            }
+        for path, submodule in self.module.named_modules(remove_duplicate=False):
+            for key, parameter in submodule._parameters.items():
                 if parameter is not None:
-                    places[id(part), key] = part, key
+                    owners[id(submodule), key] = submodule, key
                     if (f"{path}.{key}" if path else key) in kept:
-                        holds.add((id(part), key))
-        for place, (part, key) in places.items():
-            if place not in holds:
-                self._dropped.append((part, key, *_kind(part._parameters.pop(key))))
-        for part in others.values():
-            plain = {key: item for key, item in vars(part).items() if isinstance(item, torch.Tensor)}
-            for key, item in [*part._buffers.items(), *plain.items()]:
-                if item is not None:
-                    self._dropped.append((part, key, *_kind(item)))
-                    part._buffers.pop(key, None)
-                    part.__dict__.pop(key, None)
+                        kept_keys.add((id(submodule), key))
+        for owner_key, (submodule, key) in owners.items():
+            if owner_key not in kept_keys:
+                self._dropped.append((submodule, key, *_shape_and_dtype(submodule._parameters.pop(key))))
+        for submodule in other_modules.values():
+            plain_tensors = {key: tensor for key, tensor in vars(submodule).items() if isinstance(tensor, torch.Tensor)}
+            for key, tensor in [*submodule._buffers.items(), *plain_tensors.items()]:
+                if tensor is not None:
+                    self._dropped.append((submodule, key, *_shape_and_dtype(tensor)))
+                    submodule._buffers.pop(key, None)
+                    submodule.__dict__.pop(key, None)
 
 
 def held_layer(module: nn.Module, name: str) -> nn.Module | None:
     """Returns a layer by its name in the model; None where another stage has its weights, or all of it."""
-    held: Any = module
+    submodule: Any = module
     for key in name.split("."):
-        held = getattr(held, "_modules", {}).get(key)
-    return held if held is not None and any(True for _ in held.parameters()) else None
+        submodule = getattr(submodule, "_modules", {}).get(key)
+    return submodule if submodule is not None and any(True for _ in submodule.parameters()) else None
 
 
 def copied(module: nn.Module, share: bool = False) -> nn.Module:
     """Returns a copy of a module; with ``share`` its weights are the same tensors."""
-    memo: dict[int, Any] = {id(item): item for item in module.parameters()} if share else {}
-    made: nn.Module = copy.deepcopy(module, memo)
-    return made
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()} if share else {}
+    duplicate: nn.Module = copy.deepcopy(module, memo)
+    return duplicate
 
 
 def taken(call: Any, path: Path) -> Any:
@@ -174,70 +178,70 @@ def taken(call: Any, path: Path) -> Any:
     return functools.reduce(operator.getitem, path, call)
 
 
-def _kind(tensor: Any) -> tuple[torch.Size, torch.dtype]:
+def _shape_and_dtype(tensor: Any) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _placed(call: Any, path: Path, tensor: torch.Tensor) -> Any:
+def _replace_at_path(call: Any, path: Path, tensor: torch.Tensor) -> Any:
     """Returns the call with another tensor at a path; containers on the way are new."""
     if not path:
         return tensor
     if isinstance(call, dict):
-        return {**call, path[0]: _placed(call[path[0]], path[1:], tensor)}
+        return {**call, path[0]: _replace_at_path(call[path[0]], path[1:], tensor)}
     items = list(call)
-    items[path[0]] = _placed(items[path[0]], path[1:], tensor)
+    items[path[0]] = _replace_at_path(items[path[0]], path[1:], tensor)
     return items if isinstance(call, list) else tuple(items)
 
 
-def _pass(layer_graph: LayerGraph, number: int, *args: Any, **kwargs: Any) -> Any:
+def _skip_layer(layer_graph: LayerGraph, number: int, *args: Any, **kwargs: Any) -> Any:
     """Stands for a layer of a stage before: gives its own arguments back, nested as the layer would."""
     returned = layer_graph.returns[number]
     leaves: list[Any] = []
-    spare = _first_tensor(args, kwargs)
+    stand_in = _first_tensor(args, kwargs)
     for path, is_tensor in zip(returned.leaves, returned.tensors):
-        leaves.append(_taken_or(spare, (args, kwargs), path) if is_tensor else None)
+        leaves.append(_tensor_or_stand_in(stand_in, (args, kwargs), path) if is_tensor else None)
     return tree_unflatten(leaves, returned.nest)
 
 
-def _taken_or(spare: torch.Tensor, call: Any, path: Path | None) -> torch.Tensor:
+def _tensor_or_stand_in(stand_in: torch.Tensor, call: Any, path: Path | None) -> torch.Tensor:
     if path is None:
-        return spare
+        return stand_in
     try:
-        found = taken(call, path)
+        tensor = taken(call, path)
     except (LookupError, TypeError):
-        return spare
-    return found if isinstance(found, torch.Tensor) else spare
+        return stand_in
+    return tensor if isinstance(tensor, torch.Tensor) else stand_in
 
 
 def _first_tensor(args: Any, kwargs: Any) -> torch.Tensor:
-    return next(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
-def _leave(paths: tuple[Path, ...], *args: Any, **kwargs: Any) -> Any:
+def _leave_stage(paths: tuple[Path, ...], *args: Any, **kwargs: Any) -> Any:
     """Stands for the first layer of the next stage."""
-    raise _Boundary(tuple(_outgoing(taken((args, kwargs), path)) for path in paths))
+    raise _Boundary(tuple(_sendable(taken((args, kwargs), path)) for path in paths))
 
 
-def _outgoing(tensor: torch.Tensor) -> torch.Tensor:
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that can be sent, and detached in place by a backward in two halves, which a view can't."""
     if tensor._is_view() or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 
 
-def _caught(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _catch_boundary(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Ends the exception inside the module's forward, so that hooks which follow a forward run."""
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return plain(*args, **kwargs)
-        except _Boundary as left:
-            return left.payload
+        except _Boundary as boundary:
+            return boundary.payload
 
     return forward
 
 
-def _hand_over(_module: nn.Module, _args: Any, output: Any) -> None:
+def _leave_with_output(_module: nn.Module, _args: Any, output: Any) -> None:
     """After all other hooks: leaves whatever called the module, which waits for the model's own output."""
     raise _Boundary(output)

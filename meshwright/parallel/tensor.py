@@ -65,95 +65,101 @@ def wrap_layer(
     Returns:
         What became of its parameters, by their names in the model.
     """
-    done = ShardedLayer()
-    unsplit = {name for name, item in layer.named_parameters() if item.requires_grad}
+    sharded = ShardedLayer()
+    unsplit = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
     for group in rows.groups:
         shares = group.shares(axis_group.size)
         if shares is None:
             continue
         unsplit -= {split.name for split in group.splits}
-        _cut(layer, prefix, group, shares[axis_group.index], axis_group, copies, done)
-        late = _connect(layer, group, axis_group, sequence)
+        _slice_group_parameters(layer, prefix, group, shares[axis_group.index], axis_group, copies, sharded)
+        partial_names = _attach_group_collectives(layer, group, axis_group, sequence)
         unit_slices.attach(layer, group, shares, axis_group, sequence)
         if not sequence:
-            done.owed += [PartialGrad(f"{prefix}.{name}") for name in (*group.shared, *late)]
+            sharded.owed += [PartialGrad(f"{prefix}.{name}") for name in (*group.shared, *partial_names)]
     if sequence:
-        done.owed += [PartialGrad(f"{prefix}.{name}") for name in sorted(unsplit)]
-    return done
+        sharded.owed += [PartialGrad(f"{prefix}.{name}") for name in sorted(unsplit)]
+    return sharded
 
 
-def _cut(
+def _slice_group_parameters(
     layer: nn.Module,
     prefix: str,
     group: ShardingGroup,
     units: Span,
     axis_group: AxisGroup,
     copies: int,
-    done: ShardedLayer,
+    sharded: ShardedLayer,
 ) -> None:
     """Gives the layer its parts of a group's parameters."""
     parameter_slices.adapt(layer, group, units)
     for split in group.splits:
-        whole = layer.get_parameter(split.name)
-        spans = parameter_slices.spans_of(split, units, group, whole.shape[split.dim])
-        copied = parameter_slices.copied_runs(split, units, group, axis_group.size)
+        full_weight = layer.get_parameter(split.name)
+        spans = parameter_slices.spans_of(split, units, group, full_weight.shape[split.dim])
+        replicated_runs = parameter_slices.copied_runs(split, units, group, axis_group.size)
         name = f"{prefix}.{split.name}"
-        place = parameter_slices.place_of(name, whole.shape, split, spans, copies // axis_group.size, "tp")
-        if copied:
-            held = tuple((start, stop, place.copies * ranks) for start, stop, ranks in copied)
-            place = dataclasses.replace(place, copied=held, copied_dim=split.dim)
-        for ranks in sorted({ranks for _, _, ranks in copied}):
-            runs = tuple((start, stop) for start, stop, number in copied if number == ranks)
-            done.owed.append(PartialGrad(name, runs, split.dim, ranks))
-        done.places[name] = place
+        shard = parameter_slices.place_of(name, full_weight.shape, split, spans, copies // axis_group.size, "tp")
+        if replicated_runs:
+            copied_runs = tuple((start, stop, shard.copies * ranks) for start, stop, ranks in replicated_runs)
+            shard = dataclasses.replace(shard, copied=copied_runs, copied_dim=split.dim)
+        for ranks in sorted({ranks for _, _, ranks in replicated_runs}):
+            runs = tuple((start, stop) for start, stop, sharing_ranks in replicated_runs if sharing_ranks == ranks)
+            sharded.owed.append(PartialGrad(name, runs, split.dim, ranks))
+        sharded.places[name] = shard
         parameter_slices.cut_parameter(layer, split, spans)
 
 
-def _connect(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup, sequence: bool) -> list[str]:
+def _attach_group_collectives(
+    layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup, sequence: bool
+) -> list[str]:
     """Attaches a group's movements; returns parameters of the row that this rank's sum owes (not under sequence)."""
-    split_here = {split.name for split in group.splits}
-    row = layer.get_submodule(group.row_linear)
+    split_names = {split.name for split in group.splits}
+    row_linear = layer.get_submodule(group.row_linear)
     prefix = f"{group.row_linear}." if group.row_linear else ""
-    whole = tuple(name for name, _ in row.named_parameters() if f"{prefix}{name}" not in split_here)
+    unsplit_names = tuple(name for name, _ in row_linear.named_parameters() if f"{prefix}{name}" not in split_names)
     if not sequence:
-        let_in = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
+        enter_group = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
         for name in group.replicated_inputs:
-            tensor_hooks.on_output(layer.get_submodule(name), let_in)
+            tensor_hooks.on_output(layer.get_submodule(name), enter_group)
     else:
-        let_in = tensor_hooks.Once(lambda x: collectives.all_gather_tokens(x, axis_group, token_dim(x.dim()), True))
+        enter_group = tensor_hooks.Once(
+            lambda x: collectives.all_gather_tokens(x, axis_group, token_dim(x.dim()), True)
+        )
     if sequence and group.heads:
-        tensor_hooks.on_hidden(layer.get_submodule(group.module), let_in)
+        tensor_hooks.on_hidden(layer.get_submodule(group.module), enter_group)
     elif group.column_inputs == (group.row_linear,):
         # Experts: tokens, and the weights of their choices, whose gradients are summands too.
         tensor_hooks.on_input(
-            row, _one_by_one(axis_group, sequence), tensor_hooks.anything if sequence else tensor_hooks.differentiable
+            row_linear,
+            _enter_each_tensor(axis_group, sequence),
+            tensor_hooks.anything if sequence else tensor_hooks.differentiable,
         )
     else:
         for name in group.column_inputs:
-            tensor_hooks.on_input(layer.get_submodule(name), let_in)
+            tensor_hooks.on_input(layer.get_submodule(name), enter_group)
 
-    def out(y: torch.Tensor) -> torch.Tensor:
+    def leave_group(y: torch.Tensor) -> torch.Tensor:
         return (
             collectives.reduce_scatter_tokens(y, axis_group, token_dim(y.dim()), True)
             if sequence
             else collectives.reduce_from_group(y, axis_group)
         )
 
-    tensor_hooks.sum_output(row, out, axis_group.index == 0, whole)
-    late = [] if tensor_hooks.is_plain_product(row) else [f"{prefix}{name}" for name in whole]
+    tensor_hooks.sum_output(row_linear, leave_group, axis_group.index == 0, unsplit_names)
+    partial_names = [] if tensor_hooks.is_plain_product(row_linear) else [f"{prefix}{name}" for name in unsplit_names]
     for name in group.inner_row_linears:
-        inner = layer.get_submodule(name)
+        inner_linear = layer.get_submodule(name)
         tensor_hooks.sum_output(
-            inner,
+            inner_linear,
             lambda y: collectives.copy_to_group(collectives.reduce_from_group(y, axis_group), axis_group),
             axis_group.index == 0,
             (),
         )
-        late += [f"{name}.bias"] if getattr(inner, "bias", None) is not None else []
-    return late
+        partial_names += [f"{name}.bias"] if getattr(inner_linear, "bias", None) is not None else []
+    return partial_names
 
 
-def _one_by_one(axis_group: AxisGroup, sequence: bool) -> Any:
+def _enter_each_tensor(axis_group: AxisGroup, sequence: bool) -> Any:
     if sequence:
         return lambda x: collectives.all_gather_tokens(x, axis_group, 0, True)
     return lambda x: collectives.copy_to_group(x, axis_group)
@@ -180,51 +186,61 @@ def wrap_vocabulary(
         What became of the parameters.
     """
     start, stop = vocabulary_span(vocab, axis_group.size, axis_group.index)
-    done, made = ShardedLayer(), dict[nn.Parameter, nn.Parameter]()
-    parts = [module.get_submodule(name) for name in names]
-    for part in parts:
-        for whole in (item for item in part._parameters.values() if item is not None and item.shape[0] == vocab):
+    sharded, sliced_parameters = ShardedLayer(), dict[nn.Parameter, nn.Parameter]()
+    vocab_modules = [module.get_submodule(name) for name in names]
+    for vocab_module in vocab_modules:
+        for full_weight in (
+            parameter
+            for parameter in vocab_module._parameters.values()
+            if parameter is not None and parameter.shape[0] == vocab
+        ):
             with torch.no_grad():
-                made[whole] = nn.Parameter(whole[start:stop].clone(), requires_grad=whole.requires_grad)
-    for name, whole in module.named_parameters():
-        if whole in made:
-            spans = (((start, stop),), *(((0, size),) for size in whole.shape[1:]))
-            done.places[name] = LocalShard(
-                name=name, shape=tuple(whole.shape), spans=spans, copies=copies // axis_group.size, axes=(AXIS.name,)
+                sliced_parameters[full_weight] = nn.Parameter(
+                    full_weight[start:stop].clone(), requires_grad=full_weight.requires_grad
+                )
+    for name, full_weight in module.named_parameters():
+        if full_weight in sliced_parameters:
+            spans = (((start, stop),), *(((0, size),) for size in full_weight.shape[1:]))
+            sharded.places[name] = LocalShard(
+                name=name,
+                shape=tuple(full_weight.shape),
+                spans=spans,
+                copies=copies // axis_group.size,
+                axes=(AXIS.name,),
             )
     for owner in module.modules():
         for attribute, parameter in list(owner._parameters.items()):
-            if parameter in made:
-                owner._parameters[attribute] = made[parameter]
-    for part in parts:
-        if any(item is not None for item in part._parameters.values()):
-            _connect_vocabulary(part, start, stop, axis_group)
-    return done
+            if parameter in sliced_parameters:
+                owner._parameters[attribute] = sliced_parameters[parameter]
+    for vocab_module in vocab_modules:
+        if any(parameter is not None for parameter in vocab_module._parameters.values()):
+            _attach_vocabulary_lookup(vocab_module, start, stop, axis_group)
+    return sharded
 
 
-def _connect_vocabulary(part: Any, start: int, stop: int, axis_group: AxisGroup) -> None:
+def _attach_vocabulary_lookup(module: Any, start: int, stop: int, axis_group: AxisGroup) -> None:
     """Lets a split embedding look up its rows alone."""
-    if isinstance(part, nn.Linear):
-        part.out_features = stop - start
-        tensor_hooks.on_input(part, lambda x: collectives.copy_to_group(x, axis_group))
+    if isinstance(module, nn.Linear):
+        module.out_features = stop - start
+        tensor_hooks.on_input(module, lambda x: collectives.copy_to_group(x, axis_group))
         return
-    outside: list[torch.Tensor] = []
+    out_of_range_masks: list[torch.Tensor] = []
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def look_up_local_ids(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ids = args[0] if args else kwargs.pop("input_ids" if "input_ids" in kwargs else "input")
-        beyond = (ids < start) | (ids >= stop)
-        outside.append(beyond)
-        return (torch.where(beyond, 0, ids - start), *args[1:]), kwargs
+        out_of_range = (ids < start) | (ids >= stop)
+        out_of_range_masks.append(out_of_range)
+        return (torch.where(out_of_range, 0, ids - start), *args[1:]), kwargs
 
-    def after(_: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
-        return collectives.reduce_from_group(out.masked_fill(outside.pop().unsqueeze(-1), 0.0), axis_group)
+    def zero_and_reduce(_: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+        return collectives.reduce_from_group(out.masked_fill(out_of_range_masks.pop().unsqueeze(-1), 0.0), axis_group)
 
-    part.register_forward_pre_hook(before, with_kwargs=True)
-    part.register_forward_hook(after)
-    part.num_embeddings = stop - start
-    pad = getattr(part, "padding_idx", None)
-    if pad is not None:
-        part.padding_idx = pad - start if start <= pad < stop else None
+    module.register_forward_pre_hook(look_up_local_ids, with_kwargs=True)
+    module.register_forward_hook(zero_and_reduce)
+    module.num_embeddings = stop - start
+    padding_index = getattr(module, "padding_idx", None)
+    if padding_index is not None:
+        module.padding_idx = padding_index - start if start <= padding_index < stop else None
 
 
 def wrap_model(
@@ -242,15 +258,15 @@ def wrap_model(
     Returns:
         What became of the parameters.
     """
-    done = ShardedLayer()
+    sharded = ShardedLayer()
     for name, rows in table.layers.items():
         layer = held_layer(module, name)
         if layer is not None:
-            part = wrap_layer(layer, name, rows, axis_group, copies, sequence)
-            done.places |= part.places
-            done.owed += part.owed
+            sharded_layer = wrap_layer(layer, name, rows, axis_group, copies, sequence)
+            sharded.places |= sharded_layer.places
+            sharded.owed += sharded_layer.owed
     if table.vocabulary:
-        done.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).places
+        sharded.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).places
     if sequence:
         names = list(table.layers)
         first, last = (held_layer(module, name) for name in (names[0], names[-1]))
@@ -258,7 +274,7 @@ def wrap_model(
             tensor_hooks.on_hidden(first, lambda x: collectives.reduce_scatter_tokens(x, axis_group, 1, False))
         if last is not None:
             tensor_hooks.on_output(last, lambda x: collectives.all_gather_tokens(x, axis_group, 1, False))
-    return done
+    return sharded
 
 
 class PartialGradReducer:
@@ -274,7 +290,7 @@ class PartialGradReducer:
     def __init__(
         self, module: nn.Module, owed: Sequence[PartialGrad], axis_group: AxisGroup, neighbours: Mapping[int, AxisGroup]
     ) -> None:
-        self._module, self._owed = module, tuple(owed)
+        self._module, self._partial_grads = module, tuple(owed)
         self._axis_group, self._neighbours = axis_group, neighbours
 
     def begin(self, last: bool, fresh: bool = False) -> None:
@@ -282,36 +298,38 @@ class PartialGradReducer:
 
     def finish(self) -> None:
         """Sums what is owed, packed by group and type."""
-        named = dict(self._module.named_parameters())
-        packs: dict[tuple[int, Any], list[torch.Tensor]] = {}
-        for owed in self._owed:
-            parameter = named.get(owed.name)
+        parameters_by_name = dict(self._module.named_parameters())
+        buckets: dict[tuple[int, Any], list[torch.Tensor]] = {}
+        for partial in self._partial_grads:
+            parameter = parameters_by_name.get(partial.name)
             if parameter is None or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
-            packs.setdefault((owed.ranks, grad.dtype), []).extend(_owed_parts(parameter, grad, owed))
-        for (ranks, _), parts in packs.items():
-            if not parts:
+            buckets.setdefault((partial.ranks, grad.dtype), []).extend(_partial_grad_views(parameter, grad, partial))
+        for (ranks, _), grad_views in buckets.items():
+            if not grad_views:
                 continue
             axis_group = self._neighbours[ranks] if ranks else self._axis_group
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            axis_group.all_reduce(flat, "shared gradients").wait()
-            for part, total in zip(parts, flat.split([part.numel() for part in parts])):
-                part.copy_(total.view(part.shape))
+            bucket = torch.cat([grad_view.reshape(-1) for grad_view in grad_views])
+            axis_group.all_reduce(bucket, "shared gradients").wait()
+            for grad_view, reduced_grad in zip(
+                grad_views, bucket.split([grad_view.numel() for grad_view in grad_views])
+            ):
+                grad_view.copy_(reduced_grad.view(grad_view.shape))
 
 
-def _owed_parts(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
+def _partial_grad_views(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
     """Returns the views of a local gradient that are summed."""
     if not owed.runs:
         return [grad] if grad.numel() else []
-    offset, size = _local_rows(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
-    runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in owed.runs]
-    return [grad.narrow(owed.dim, start, stop - start) for start, stop in runs if start < stop]
+    offset, size = _local_row_range(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
+    local_runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in owed.runs]
+    return [grad.narrow(owed.dim, start, stop - start) for start, stop in local_runs if start < stop]
 
 
-def _local_rows(parameter: Any) -> tuple[int, int]:
+def _local_row_range(parameter: Any) -> tuple[int, int]:
     """(first row, rows) of the local part of a parameter."""
     if not hasattr(parameter, "_local_tensor"):
         return 0, parameter.shape[0]

@@ -29,93 +29,97 @@ def attach(
         axis_group: the ranks.
         sequence: whether the group's module has gathered its tokens, so that gradients are summed there.
     """
-    mine = shares[axis_group.index]
+    local_units = shares[axis_group.index]
     for cutting in group.cuttings:
         module = layer.get_submodule(cutting.module)
-        cut = cut_to(cutting, mine, group.units)
+        slice_tensor = cut_to(cutting, local_units, group.units)
         if cutting.kind == "meeting":
-            _gather_inputs(module, _order(cutting, shares, group.units), axis_group)
-            tensor_hooks.on_output(module, cut)
+            _gather_inputs(module, _feature_order(cutting, shares, group.units), axis_group)
+            tensor_hooks.on_output(module, slice_tensor)
         elif cutting.kind == "output":
-            whole = sequence or cutting.module in group.inner_row_linears
-            tensor_hooks.on_output(module, cut if whole else _entering(cut, axis_group))
+            grad_reduced_inside = sequence or cutting.module in group.inner_row_linears
+            tensor_hooks.on_output(
+                module, slice_tensor if grad_reduced_inside else _slice_replicated(slice_tensor, axis_group)
+            )
         elif cutting.kind == "argument":
-            _on_argument(module, cutting.key, _entering(cut, axis_group))
+            _on_argument(module, cutting.key, _slice_replicated(slice_tensor, axis_group))
         else:
-            _on_buffer(layer.get_submodule(group.module), module, cutting.key, cut)
+            _on_buffer(layer.get_submodule(group.module), module, cutting.key, slice_tensor)
 
 
-def cut_to(cutting: Cutting, units: Span, of: int) -> Cut:
+def cut_to(cutting: Cutting, units: Span, total_units: int) -> Cut:
     """Returns what takes the part that units [first, last) use of a tensor."""
     total = sum(block.size * block.count for block in cutting.blocks)
-    spans = [block.span(*units, of) for block in cutting.blocks]
+    spans = [block.span(*units, total_units) for block in cutting.blocks]
 
-    def cut(x: torch.Tensor) -> torch.Tensor:
+    def slice_rows(x: torch.Tensor) -> torch.Tensor:
         dim = cutting.dim % x.dim()
         if x.shape[dim] % total:
             raise ValueError(f"{x.shape[dim]} indices of {cutting.module} aren't {total} for each of some rows")
         rows = x.unflatten(dim, (-1, total))
-        parts = [rows.narrow(dim + 1, start, stop - start) for start, stop in spans]
-        held = parts[0] if len(parts) == 1 else torch.cat(parts, dim + 1)
-        return held.flatten(dim, dim + 1)
+        slices = [rows.narrow(dim + 1, start, stop - start) for start, stop in spans]
+        local_rows = slices[0] if len(slices) == 1 else torch.cat(slices, dim + 1)
+        return local_rows.flatten(dim, dim + 1)
 
-    return cut
+    return slice_rows
 
 
-def _entering(cut: Cut, axis_group: AxisGroup) -> Cut:
+def _slice_replicated(slice_tensor: Cut, axis_group: AxisGroup) -> Cut:
     """Cuts a tensor that all ranks hold equal; its gradient is summed over them."""
-    return lambda x: cut(collectives.copy_to_group(x, axis_group) if x.requires_grad else x)
+    return lambda x: slice_tensor(collectives.copy_to_group(x, axis_group) if x.requires_grad else x)
 
 
 def _gather_inputs(module: nn.Module, order: list[int], axis_group: AxisGroup) -> None:
     """Puts the ranks' features of a module's inputs together, with and without a gradient."""
-    part = len(order) // axis_group.size
+    local_features = len(order) // axis_group.size
 
-    def is_part(x: torch.Tensor) -> bool:
-        return x.is_floating_point() and x.dim() > 1 and x.shape[-1] == part
+    def is_local_slice(x: torch.Tensor) -> bool:
+        return x.is_floating_point() and x.dim() > 1 and x.shape[-1] == local_features
 
-    tensor_hooks.on_input(module, lambda x: _together(x, axis_group, order), is_part)
+    tensor_hooks.on_input(module, lambda x: _gather_features(x, axis_group, order), is_local_slice)
 
 
-def _order(cutting: Cutting, shares: Sequence[Span], of: int) -> list[int]:
+def _feature_order(cutting: Cutting, shares: Sequence[Span], total_units: int) -> list[int]:
     """Where each feature of the whole lies among the ranks' parts, one after the other."""
-    held = [index for units in shares for block in cutting.blocks for index in range(*block.span(*units, of))]
-    places = [0] * len(held)
-    for place, index in enumerate(held):
-        places[index] = place
-    return places
+    gathered_indices = [
+        index for units in shares for block in cutting.blocks for index in range(*block.span(*units, total_units))
+    ]
+    positions = [0] * len(gathered_indices)
+    for position, index in enumerate(gathered_indices):
+        positions[index] = position
+    return positions
 
 
-def _together(x: torch.Tensor, axis_group: AxisGroup, order: list[int]) -> torch.Tensor:
+def _gather_features(x: torch.Tensor, axis_group: AxisGroup, order: list[int]) -> torch.Tensor:
     """Puts the ranks' features together; their gradients are summands."""
-    whole = collectives.all_gather_tokens(x, axis_group, x.dim() - 1, True)
+    gathered = collectives.all_gather_tokens(x, axis_group, x.dim() - 1, True)
     if order == list(range(len(order))):
-        return whole
-    return whole.index_select(-1, torch.tensor(order, device=x.device))
+        return gathered
+    return gathered.index_select(-1, torch.tensor(order, device=x.device))
 
 
 def _on_argument(module: nn.Module, key: str, move: Cut) -> None:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if key.isdigit():
-            place = int(key)
-            return (*args[:place], move(args[place]), *args[place + 1 :]), kwargs
+            argument_index = int(key)
+            return (*args[:argument_index], move(args[argument_index]), *args[argument_index + 1 :]), kwargs
         return args, kwargs | {key: move(kwargs[key])}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _on_buffer(root: Any, owner: Any, attribute: str, cut: Cut) -> None:
+def _on_buffer(root: Any, owner: Any, attribute: str, slice_tensor: Cut) -> None:
     """Shows the group's module its part of a tensor while it runs; the tensor itself stays whole."""
-    home = owner._buffers if attribute in owner._buffers else owner.__dict__
+    namespace = owner._buffers if attribute in owner._buffers else owner.__dict__
 
     def sliced(plain: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            whole = home[attribute]
-            home[attribute] = cut(whole)
+            full_buffer = namespace[attribute]
+            namespace[attribute] = slice_tensor(full_buffer)
             try:
                 return plain(*args, **kwargs)
             finally:
-                home[attribute] = whole
+                namespace[attribute] = full_buffer
 
         return forward
 

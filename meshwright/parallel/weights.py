@@ -43,14 +43,14 @@ class Weight:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part, sharing storage with the parameter."""
-        held = self.parameter.detach()
-        return held._local_tensor if isinstance(held, DTensor) else held
+        parameter = self.parameter.detach()
+        return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
     @property
     def address(self) -> int:
         """Where `local` lies in memory."""
-        held = self.parameter
-        return held._local_tensor.data_ptr() if isinstance(held, DTensor) else held.data_ptr()
+        parameter = self.parameter
+        return parameter._local_tensor.data_ptr() if isinstance(parameter, DTensor) else parameter.data_ptr()
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -64,8 +64,10 @@ class Weight:
         if not isinstance(self.parameter, DTensor):
             return self.place.axes
         names = self.parameter.device_mesh.mesh_dim_names or ()
-        data = [name for name, placed in zip(names, self.parameter.placements) if isinstance(placed, Shard)]
-        return (*self.place.axes, *(axis for name in data for axis in name.split("+")))
+        sharding_dims = [
+            name for name, placement in zip(names, self.parameter.placements) if isinstance(placement, Shard)
+        ]
+        return (*self.place.axes, *(axis for name in sharding_dims for axis in name.split("+")))
 
     @property
     def shards(self) -> int:
@@ -74,25 +76,25 @@ class Weight:
             return 1
         mesh = self.parameter.device_mesh
         return math.prod(
-            mesh.size(dim) for dim, kind in enumerate(self.parameter.placements) if isinstance(kind, Shard)
+            mesh.size(dim) for dim, placement in enumerate(self.parameter.placements) if isinstance(placement, Shard)
         )
 
     @cached_property
     def pieces(self) -> tuple[ShardBox, ...]:
         """Boxes that the local part is made of; ``copies`` counts the ranks of the world that hold each."""
-        rows = None
+        row_range = None
         if isinstance(self.parameter, DTensor):
             shape, offset = compute_local_shape_and_global_offset(
                 self.parameter.shape, self.parameter.device_mesh, self.parameter.placements
             )
-            rows = (offset[0], offset[0] + shape[0])
+            row_range = (offset[0], offset[0] + shape[0])
         shards = self.shards
-        if rows is not None and not self.shape:  # a number, which one of the shards holds as its row
+        if row_range is not None and not self.shape:  # a number, which one of the shards holds as its row
             copies = max(1, self.place.copies // shards)
-            return tuple(ShardBox(local=((0, 1),), whole=(), copies=copies) for _ in range(*rows))
+            return tuple(ShardBox(local=((0, 1),), whole=(), copies=copies) for _ in range(*row_range))
         return tuple(
             ShardBox(local=piece.local, whole=piece.whole, copies=max(1, piece.copies // shards))
-            for piece in self.place.pieces(rows)
+            for piece in self.place.pieces(row_range)
         )
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -111,10 +113,10 @@ class Weight:
         as_row = not self.shape and local.dim() > 0
         if self.place.is_whole and not as_row:
             return self.like(local)
-        parts = [(piece.whole, cut(local, piece.local)) for piece in self.pieces]
+        boxes = [(piece.whole, cut(local, piece.local)) for piece in self.pieces]
         if as_row:
-            parts = [(box, view.reshape(())) for box, view in parts]
-        return LocalBoxes(self.shape, parts, local.dtype)
+            boxes = [(box, view.reshape(())) for box, view in boxes]
+        return LocalBoxes(self.shape, boxes, local.dtype)
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -145,13 +147,15 @@ def named_weights(
         copies: ranks of the world that hold a weight which has no entry there.
         frozen: parameters that aren't trained as well.
     """
-    found = []
-    for name, item, ((owner, key), *_) in owners(module):
-        if item.requires_grad or frozen:
-            found.append(
-                Weight(item, places.get(name) or LocalShard.whole(name, whole_shape(owner, key, item), copies))
+    weights = []
+    for name, parameter, ((owner, key), *_) in owners(module):
+        if parameter.requires_grad or frozen:
+            weights.append(
+                Weight(
+                    parameter, places.get(name) or LocalShard.whole(name, whole_shape(owner, key, parameter), copies)
+                )
             )
-    return found
+    return weights
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
