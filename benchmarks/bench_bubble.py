@@ -182,7 +182,7 @@ def run_rank(
         program.clear_gradients()
         if step == 0:
             # The stages are there from the first step on.
-            for stage in program._run[1]._stages:
+            for stage in program._current_run[1]._stages:
                 _watch(stage, taken)
         elif step >= WARM_UP:
             found.append(list(taken))

@@ -36,13 +36,15 @@ class TokenSplit:
 
     def places(self, tokens: int) -> dict[int, Places]:
         """Returns the places of the tokens that an activation of a row can have here, by their number."""
-        own = whole = np.arange(tokens)
+        cp_positions = all_positions = np.arange(tokens)
         if self.ranks > 1 and self.balanced:
-            own = np.concatenate([whole[slice(*span)] for span in balanced_spans(tokens, self.index, self.ranks)])
+            cp_positions = np.concatenate(
+                [all_positions[slice(*span)] for span in balanced_spans(tokens, self.index, self.ranks)]
+            )
         elif self.ranks > 1:
-            own = np.array_split(whole, self.ranks)[self.index]
-        least = np.array_split(own, self.parts)[self.part]
-        return {len(held): held for held in (whole, own, least)}
+            cp_positions = np.array_split(all_positions, self.ranks)[self.index]
+        tp_positions = np.array_split(cp_positions, self.parts)[self.part]
+        return {len(positions): positions for positions in (all_positions, cp_positions, tp_positions)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,10 @@ class Units:
 
     def places(self, size: int) -> tuple[Places, int]:
         """Returns the places in the whole dim of which ``size`` indices are here, and the size of that."""
-        each, rest = divmod(size, self.last - self.first)
-        if rest:
+        indices_per_unit, remainder = divmod(size, self.last - self.first)
+        if remainder:
             raise Unplaced(f"{size} indices aren't of {self.last - self.first} units")
-        return np.arange(self.first * each, self.last * each), self.count * each
+        return np.arange(self.first * indices_per_unit, self.last * indices_per_unit), self.count * indices_per_unit
 
 
 def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units: Units | None) -> Box:
@@ -75,39 +77,39 @@ def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units:
     Raises:
         Unplaced: when shape and splits don't tell.
     """
-    dims = _dims_of_a_row(shape, rows, tokens)
-    places, sizes = [np.arange(size) for size in dims], list(dims)
+    dims = _row_dims(shape, rows, tokens)
+    positions, sizes = [np.arange(size) for size in dims], list(dims)
     if math.prod(dims) > 1 and (len(tokens) > 1 or units is not None):
         token_dim = _token_dim(dims, tokens, required=len(tokens) > 1)
         if len(tokens) > 1:
-            places[token_dim], sizes[token_dim] = tokens[dims[token_dim]], max(tokens)
+            positions[token_dim], sizes[token_dim] = tokens[dims[token_dim]], max(tokens)
         if units is not None:
             if len(dims) < 2:
                 raise Unplaced("it has one dim beside the rows, and units and tokens need two")
             unit_dim = 0 if token_dim == 1 else 1
-            places[unit_dim], sizes[unit_dim] = units.places(dims[unit_dim])
+            positions[unit_dim], sizes[unit_dim] = units.places(dims[unit_dim])
     if not dims:
         return Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    return Box(lines_of(places[:-1], sizes[:-1]), places[-1])
+    return Box(lines_of(positions[:-1], sizes[:-1]), positions[-1])
 
 
-def lines_of(places: Sequence[Places], sizes: Sequence[int]) -> Places:
+def lines_of(positions: Sequence[Places], sizes: Sequence[int]) -> Places:
     """Returns the numbers of lines at all combinations of places in dims of the given whole sizes."""
     lines = np.zeros(1, dtype=np.int64)
-    for held, size in zip(places, sizes):
-        lines = (lines[:, None] * size + held[None]).reshape(-1)
+    for dim_positions, size in zip(positions, sizes):
+        lines = (lines[:, None] * size + dim_positions[None]).reshape(-1)
     return lines
 
 
-def _dims_of_a_row(shape: Sequence[int], rows: int, tokens: Mapping[int, Places]) -> tuple[int, ...]:
-    first, *rest = shape
-    if first == rows:
-        return tuple(rest)
-    each, odd = divmod(first, rows)
-    if not odd and len(shape) == 2 and each in tokens:
-        return each, *rest
-    if not odd and len(shape) == 3 and rest[0] in tokens and rest[1] == max(tokens):
-        return each, *rest
+def _row_dims(shape: Sequence[int], rows: int, tokens: Mapping[int, Places]) -> tuple[int, ...]:
+    leading, *trailing = shape
+    if leading == rows:
+        return tuple(trailing)
+    per_row, remainder = divmod(leading, rows)
+    if not remainder and len(shape) == 2 and per_row in tokens:
+        return per_row, *trailing
+    if not remainder and len(shape) == 3 and trailing[0] in tokens and trailing[1] == max(tokens):
+        return per_row, *trailing
     raise Unplaced(f"its first dim must count the {rows} rows of the micro-batch")
 
 

@@ -57,13 +57,13 @@ def wrap_model(
         for group in rows.groups:
             if group.heads:
                 wrap_group(layer, local_group(group, *tensor), axis_group)
-    first = held_layer(module, next(iter(table.layers)))
-    if first is not None:
-        take = partial(own_tokens, index=axis_group.index, size=axis_group.size, balanced=attention == "gather")
-        tensor_hooks.on_hidden(first, _once_a_row(module, axis_group.size, take), before=True)
+    first_layer = held_layer(module, next(iter(table.layers)))
+    if first_layer is not None:
+        take_tokens = partial(own_tokens, index=axis_group.index, size=axis_group.size, balanced=attention == "gather")
+        tensor_hooks.on_hidden(first_layer, _take_from_full_rows(module, axis_group.size, take_tokens), before=True)
 
 
-def _once_a_row(module: nn.Module, size: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _take_from_full_rows(module: nn.Module, size: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Returns ``take`` for hidden states (B, S, D) of whole rows alone: a shared layer meets parts of them later on.
 
     Args:
@@ -71,14 +71,14 @@ def _once_a_row(module: nn.Module, size: int, take: Callable[[torch.Tensor], tor
         size: into so many parts ``take`` cuts a row.
         take: a rank's tokens of a hidden state.
     """
-    rows = [0]
+    row_length = [0]
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point") and x.dim() > 1]
-        rows[0] = next((x.shape[1] for x in given if not x.is_floating_point()), 0)
+    def note_row_length(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point") and x.dim() > 1]
+        row_length[0] = next((x.shape[1] for x in tensors if not x.is_floating_point()), 0)
 
-    module.register_forward_pre_hook(note, with_kwargs=True)
-    return lambda x: x if x.shape[1] * size == rows[0] else take(x)
+    module.register_forward_pre_hook(note_row_length, with_kwargs=True)
+    return lambda x: x if x.shape[1] * size == row_length[0] else take(x)
 
 
 def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:
@@ -93,16 +93,18 @@ def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -
 def refusal(rows: LayerRows, size: int, degree: int) -> str:
     """Returns why the heads of a layer can't be exchanged over ``size`` ranks under ``tp=degree``; "" when they can."""
     for group in (group for group in rows.groups if group.heads):
-        if why := _whole_between(group):
-            return why
+        if reason := _unexchangeable_reason(group):
+            return reason
         for index in range(degree):
-            local = local_group(group, index, degree)
-            if local.shares(size) is None:
-                return f"{group.row_linear} reads {local.units} heads on each rank, which {size} ranks can't share out"
+            local_units = local_group(group, index, degree)
+            if local_units.shares(size) is None:
+                return (
+                    f"{group.row_linear} reads {local_units.units} heads on each rank, which {size} ranks can't divide"
+                )
     return ""
 
 
-def _whole_between(group: ShardingGroup) -> str:
+def _unexchangeable_reason(group: ShardingGroup) -> str:
     """Why what lies between a group's matrices can't be exchanged: `wrap_group` moves their outputs alone."""
     if group.inner_row_linears:
         return (
@@ -111,13 +113,13 @@ def _whole_between(group: ShardingGroup) -> str:
             "the nearest is attention=gather"
         )
     for cutting in group.cuttings:
-        what = f"argument '{cutting.key}' of {cutting.module or 'the layer'}"
+        description = f"argument '{cutting.key}' of {cutting.module or 'the layer'}"
         if cutting.kind == "buffer":
-            what = ".".join(part for part in (cutting.module, cutting.key) if part)
+            description = ".".join(name for name in (cutting.module, cutting.key) if name)
         elif cutting.kind != "argument":
-            what = cutting.module
+            description = cutting.module
         return (
-            f"only what enters and leaves attention is exchanged, but {what} holds all heads at once, of which "
+            f"only what enters and leaves attention is exchanged, but {description} holds all heads at once, of which "
             f"{group.row_linear} reads some on each rank; the nearest is attention=gather"
         )
     return ""
@@ -142,32 +144,36 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
             f"the attention that {group.row_linear} reads is code of the layer itself, and only a module of its own "
             "can be shown whole rows; the nearest is attention=gather"
         )
-    by_name = {split.name: split for split in group.splits}
-    root = layer.get_submodule(group.module)
-    _present_full_rows(root, axis_group)
+    splits_by_name = {split.name: split for split in group.splits}
+    attention = layer.get_submodule(group.module)
+    _present_full_rows(attention, axis_group)
 
     def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
         return [parameter_slices.spans_of(split, units, group, size) for units in shares]
 
     for name in group.column_linears:
-        column, split = layer.get_submodule(name), by_name[f"{name}.weight"]
-        held = spans(split, layer.get_parameter(split.name).shape[split.dim])
+        column, split = layer.get_submodule(name), splits_by_name[f"{name}.weight"]
+        rank_spans = spans(split, layer.get_parameter(split.name).shape[split.dim])
         if name in group.column_inputs:
-            tensor_hooks.on_output(column, _with_spans(to_units, axis_group, held))
+            tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans))
         else:
-            tensor_hooks.on_output(column, partial(parameter_slices.select, dim=-1, spans=held[axis_group.index]))
+            tensor_hooks.on_output(column, partial(parameter_slices.select, dim=-1, spans=rank_spans[axis_group.index]))
     for name in group.replicated_inputs:
         tensor_hooks.on_output(
             layer.get_submodule(name), lambda x: collectives.all_gather_tokens(x, axis_group, 1, True)
         )
-    row = by_name[f"{group.row_linear}.weight"]
-    features = layer.get_parameter(row.name).shape[row.dim]
-    held = spans(row, features)
-    tensor_hooks.on_input(layer.get_submodule(group.row_linear), lambda x: to_tokens(x, axis_group, held, features))
+    row_split = splits_by_name[f"{group.row_linear}.weight"]
+    features = layer.get_parameter(row_split.name).shape[row_split.dim]
+    rank_spans = spans(row_split, features)
+    tensor_hooks.on_input(
+        layer.get_submodule(group.row_linear), lambda x: to_tokens(x, axis_group, rank_spans, features)
+    )
     matrices = {f"{name}.{kind}" for name in (*group.column_linears, group.row_linear) for kind in ("weight", "bias")}
-    loose = [split for split in group.splits if split.name not in matrices]
-    if loose:
-        _slice_loose_parameters(root, layer, loose, {split.name: shares[axis_group.index] for split in loose}, group)
+    loose_splits = [split for split in group.splits if split.name not in matrices]
+    if loose_splits:
+        _slice_loose_parameters(
+            attention, layer, loose_splits, {split.name: shares[axis_group.index] for split in loose_splits}, group
+        )
     parameter_slices.adapt(layer, group, shares[axis_group.index])
 
 

@@ -65,7 +65,7 @@ class DropoutRng:
     def __init__(self, split: TokenSplit) -> None:
         self._split = split
         self.moment: RngContext | None = None
-        self._on = False
+        self._mode_is_on = False
         self._drawn: bool | None = None
         """Whether some forward drew a number; None before the first."""
         self._boxes: dict[Any, Box] = {}
@@ -101,11 +101,11 @@ class DropoutRng:
             undo: puts back what a forward changes in the model.
         """
         if self._drawn is False:
-            before = generator_states()
-            given = forward()
-            if all(map(torch.equal, before, generator_states())):
-                return given
-            del given
+            states_before = generator_states()
+            output = forward()
+            if all(map(torch.equal, states_before, generator_states())):
+                return output
+            del output
             undo()
         self.begin(key, first, shape)
         try:
@@ -119,7 +119,7 @@ class DropoutRng:
         def owning(plain: Forward) -> Forward:
             @functools.wraps(plain)
             def forward(*args: Any, **kwargs: Any) -> Any:
-                return plain(*args, **kwargs) if self.moment is None else self._inside(name, plain, args, kwargs)
+                return plain(*args, **kwargs) if self.moment is None else self._run_as_owner(name, plain, args, kwargs)
 
             return forward
 
@@ -139,7 +139,7 @@ class DropoutRng:
         first.register_forward_pre_hook(enter, prepend=True)
         last.register_forward_hook(leave)
 
-    def forbid(self, module: Any, why: str) -> None:
+    def forbid(self, module: Any, reason: str) -> None:
         """States that inside a module nobody can tell which rows its tensors belong to."""
 
         def forbidding(plain: Forward) -> Forward:
@@ -147,7 +147,7 @@ class DropoutRng:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if self.moment is None:
                     return plain(*args, **kwargs)
-                self.moment.lost = why
+                self.moment.lost = reason
                 try:
                     return plain(*args, **kwargs)
                 finally:
@@ -159,33 +159,36 @@ class DropoutRng:
 
     def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
         """Returns what brings back the present place in the forward, for what is computed again."""
-        moment, on = self.moment, self._on
-        if moment is None:
+        context, mode_is_on = self.moment, self._mode_is_on
+        if context is None:
             return contextlib.nullcontext
-        then = dataclasses.replace(moment, calls=dict(moment.calls))
+        context_copy = dataclasses.replace(context, calls=dict(context.calls))
 
         @contextlib.contextmanager
-        def again() -> Iterator[None]:
-            held = self.moment, self._on
-            self.moment, self._on = dataclasses.replace(then, calls=dict(then.calls)), on
+        def restore() -> Iterator[None]:
+            current = self.moment, self._mode_is_on
+            self.moment, self._mode_is_on = (
+                dataclasses.replace(context_copy, calls=dict(context_copy.calls)),
+                mode_is_on,
+            )
             try:
                 yield
             finally:
-                self.moment, self._on = held
+                self.moment, self._mode_is_on = current
 
-        return again
+        return restore
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns what dropout keeps of a tensor, bool."""
-        return kept(*self._next(shape), p, device).view(tuple(shape))
+        return kept(*self._next_draw(shape), p, device).view(tuple(shape))
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns numbers between 0 and 1, float64; one without dims is the same for all rows."""
         if not shape:
-            moment = self._asked()
-            key = row_keys(self._name(moment), np.array([-1]))
+            context = self._drawing_context()
+            key = row_keys(self._draw_name(context), np.array([-1]))
             return uniform(key, Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)), device).view(())
-        return uniform(*self._next(shape), device).view(tuple(shape))
+        return uniform(*self._next_draw(shape), device).view(tuple(shape))
 
     def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns what dropout keeps of attention's weights (B, H, queries, keys), bool.
@@ -195,79 +198,89 @@ class DropoutRng:
             keys: first tokens of the row that are looked at; all of them unless ``asks`` is there.
             p: probability.
         """
-        moment = self._asked()
+        context = self._drawing_context()
         rows, heads, queries = query.shape[:3]
-        run: tuple[int, bool] | None = getattr(query, "asks", None)
-        moment.number -= bool(run and not run[1])  # the second run of the same draw
-        tokens = self._split.places(moment.tokens)
-        if rows != moment.rows or (run is None and (queries not in tokens or keys != moment.tokens)):
-            raise self._unplaced(moment, (rows, heads, queries, keys), "attention over other tokens than the batch's")
-        key = ("scores", heads, queries, keys, run, moment.tokens, moment.units)
+        query_run: tuple[int, bool] | None = getattr(query, "asks", None)
+        context.number -= bool(query_run and not query_run[1])  # the second run of the same draw
+        positions_by_count = self._split.places(context.tokens)
+        if rows != context.rows or (
+            query_run is None and (queries not in positions_by_count or keys != context.tokens)
+        ):
+            raise self._placement_error(
+                context, (rows, heads, queries, keys), "attention over other tokens than the batch's"
+            )
+        key = ("scores", heads, queries, keys, query_run, context.tokens, context.units)
         box = self._boxes.get(key)
         if box is None:
             try:
-                places, whole = moment.units.places(heads) if moment.units is not None else (np.arange(heads), heads)
-            except Unplaced as why:
-                raise self._unplaced(moment, query.shape, str(why)) from None
-            asked = tokens[queries] if run is None else np.arange(run[0], run[0] + queries)
-            box = self._remembered(key, Box(lines_of([places, asked], [whole, moment.tokens]), np.arange(keys)))
-        words = row_keys(self._name(moment), np.arange(moment.first, moment.first + rows))
+                head_indices, head_count = (
+                    context.units.places(heads) if context.units is not None else (np.arange(heads), heads)
+                )
+            except Unplaced as error:
+                raise self._placement_error(context, query.shape, str(error)) from None
+            query_positions = (
+                positions_by_count[queries] if query_run is None else np.arange(query_run[0], query_run[0] + queries)
+            )
+            box = self._remember_box(
+                key, Box(lines_of([head_indices, query_positions], [head_count, context.tokens]), np.arange(keys))
+            )
+        words = row_keys(self._draw_name(context), np.arange(context.first, context.first + rows))
         return kept(words, box, p, query.device).view(rows, heads, queries, keys)
 
-    def _next(self, shape: Sequence[int]) -> tuple[Words, Box]:
+    def _next_draw(self, shape: Sequence[int]) -> tuple[Words, Box]:
         """Keys and box of the next draw, of a tensor of some shape."""
-        moment = self._asked()
-        key = (tuple(shape), moment.rows, moment.tokens, moment.units)
+        context = self._drawing_context()
+        key = (tuple(shape), context.rows, context.tokens, context.units)
         box = self._boxes.get(key)
         if box is None:
             try:
-                box = box_of(shape, moment.rows, self._split.places(moment.tokens), moment.units)
-            except Unplaced as why:
-                raise self._unplaced(moment, shape, str(why)) from None
-            self._remembered(key, box)
-        return row_keys(self._name(moment), np.arange(moment.first, moment.first + moment.rows)), box
+                box = box_of(shape, context.rows, self._split.places(context.tokens), context.units)
+            except Unplaced as error:
+                raise self._placement_error(context, shape, str(error)) from None
+            self._remember_box(key, box)
+        return row_keys(self._draw_name(context), np.arange(context.first, context.first + context.rows)), box
 
-    def _remembered(self, key: Any, box: Box) -> Box:
+    def _remember_box(self, key: Any, box: Box) -> Box:
         if len(self._boxes) >= BOXES:
             self._boxes.clear()
         self._boxes[key] = box
         return box
 
-    def _asked(self) -> RngContext:
+    def _drawing_context(self) -> RngContext:
         assert self.moment is not None
         self._drawn = True
         if self.moment.lost:
-            raise self._unplaced(self.moment, (), self.moment.lost)
+            raise self._placement_error(self.moment, (), self.moment.lost)
         return self.moment
 
-    def _name(self, moment: RngContext) -> str:
-        moment.number += 1
-        return f"{moment.key},{moment.owner},{moment.number - 1}"
+    def _draw_name(self, context: RngContext) -> str:
+        context.number += 1
+        return f"{context.key},{context.owner},{context.number - 1}"
 
-    def _inside(self, name: str, plain: Call, args: Any, kwargs: Any) -> Any:
-        moment = self.moment
-        assert moment is not None
-        held = moment.owner, moment.number, moment.units
-        call = moment.calls.get(name, 0)
-        moment.calls[name] = call + 1
-        moment.owner, moment.number, moment.units = f"{name}:{call}", 0, None
+    def _run_as_owner(self, name: str, plain: Call, args: Any, kwargs: Any) -> Any:
+        context = self.moment
+        assert context is not None
+        outer = context.owner, context.number, context.units
+        call_index = context.calls.get(name, 0)
+        context.calls[name] = call_index + 1
+        context.owner, context.number, context.units = f"{name}:{call_index}", 0, None
         try:
-            return plain(*args, **kwargs) if self._on else self._drawing(plain, args, kwargs)
+            return plain(*args, **kwargs) if self._mode_is_on else self._run_under_mode(plain, args, kwargs)
         finally:
-            moment.owner, moment.number, moment.units = held
+            context.owner, context.number, context.units = outer
 
-    def _drawing(self, plain: Call, args: Any, kwargs: Any) -> Any:
-        self._on = True
+    def _run_under_mode(self, plain: Call, args: Any, kwargs: Any) -> Any:
+        self._mode_is_on = True
         try:
             with RandomOpsMode(self):
                 return plain(*args, **kwargs)
         finally:
-            self._on = False
+            self._mode_is_on = False
 
     @staticmethod
-    def _unplaced(moment: RngContext, shape: Sequence[int], why: str) -> PlanError:
-        what = f" a tensor {tuple(shape)}" if shape else ""
+    def _placement_error(context: RngContext, shape: Sequence[int], reason: str) -> PlanError:
+        described = f" a tensor {tuple(shape)}" if shape else ""
         return PlanError(
-            f"random numbers of {moment.owner.rpartition(':')[0] or 'the model'}: it draws{what}, but {why}, and "
-            "numbers must not depend on the layout; what works: tensors (B, ...), (B S, D) and (B H, S, S), or none"
+            f"random numbers of {context.owner.rpartition(':')[0] or 'the model'}: it draws{described}, but {reason}, "
+            "and numbers must not depend on the layout; what works: tensors (B, ...), (B S, D) and (B H, S, S), or none"
         )

@@ -52,44 +52,44 @@ class GradientReducer:
     ) -> None:
         self._axis_group = axis_group
         self._active = False
-        self._next = 0
+        self._next_bucket = 0
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         open_buckets: dict[torch.dtype, _Bucket] = {}
-        trained = [item for item in parameters if item.requires_grad]
-        every = sum(item.numel() * item.element_size() for item in trained)
-        self._alone = min(ALONE_BYTES, max(1, every // ALONE_SHARE))
-        for parameter in reversed(trained):
-            self._place(parameter, open_buckets)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+        self._alone_bytes = min(ALONE_BYTES, max(1, total_bytes // ALONE_SHARE))
+        for parameter in reversed(trainable):
+            self._assign_bucket(parameter, open_buckets)
             parameter.register_post_accumulate_grad_hook(self._ready)
         for bucket in self._buckets:
             bucket.of = spell(layers[parameter] for parameter in bucket.parameters) if layers else ""
 
-    def _place(self, parameter: nn.Parameter, open_buckets: dict[torch.dtype, _Bucket]) -> None:
+    def _assign_bucket(self, parameter: nn.Parameter, open_buckets: dict[torch.dtype, _Bucket]) -> None:
         """Puts a parameter alone or into the bucket of its dtype that is being filled."""
         size = parameter.numel() * parameter.element_size()
-        bucket = None if size >= self._alone else open_buckets.get(parameter.dtype)
+        bucket = None if size >= self._alone_bytes else open_buckets.get(parameter.dtype)
         if bucket is None:
             bucket = _Bucket()
             self._buckets.append(bucket)
-            if size < self._alone:
+            if size < self._alone_bytes:
                 open_buckets[parameter.dtype] = bucket
         bucket.parameters.append(parameter)
         bucket.bytes += size
-        if bucket.bytes >= self._alone:
+        if bucket.bytes >= self._alone_bytes:
             open_buckets.pop(parameter.dtype, None)
         self._bucket_of[parameter] = bucket
 
     def begin(self, last: bool, fresh: bool = False) -> None:
         """Announces a micro-batch; gradients are communicated in the ``last`` one of a step alone."""
         self._active = last
-        self._next = 0
+        self._next_bucket = 0
         for bucket in self._buckets:
             bucket.missing, bucket.transfer, bucket.flat = len(bucket.parameters), None, None
 
     def finish(self) -> None:
         """Starts what backward did not reach, waits for all sums and puts packed gradients back."""
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._buckets[self._next_bucket :]:
             self._start(bucket)
         for bucket in self._buckets:
             if bucket.transfer is not None:
@@ -108,9 +108,9 @@ class GradientReducer:
                 "checkpoint share: write checkpoint(..., use_reentrant=False), or recompute=full in the layout"
             )
         bucket.missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
-            self._start(self._buckets[self._next])
-            self._next += 1
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].missing <= 0:
+            self._start(self._buckets[self._next_bucket])
+            self._next_bucket += 1
 
     def _start(self, bucket: _Bucket) -> None:
         grads = [self._gradient(parameter) for parameter in bucket.parameters]

@@ -16,52 +16,52 @@ from meshwright.spec.placement import Span
 Spans = tuple[Span, ...]
 
 
-def _picked(x: torch.Tensor, spans: Spans) -> torch.Tensor:
+def _select_runs(x: torch.Tensor, spans: Spans) -> torch.Tensor:
     """Returns runs of the last dim, contiguous."""
-    parts = [x[..., start:stop] for start, stop in spans]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).contiguous()
+    runs = [x[..., start:stop] for start, stop in spans]
+    return (runs[0] if len(runs) == 1 else torch.cat(runs, dim=-1)).contiguous()
 
 
 def _width(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def _in_order(spans: Sequence[Spans], features: int) -> bool:
+def _covers_in_order(spans: Sequence[Spans], features: int) -> bool:
     """Whether the ranks' runs, one after the other, are all features once."""
-    at = 0
-    for start, stop in (run for held in spans for run in held):
-        if start != at:
+    offset = 0
+    for start, stop in (run for rank_spans in spans for run in rank_spans):
+        if start != offset:
             return False
-        at = stop
-    return at == features
+        offset = stop
+    return offset == features
 
 
 def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """(B, S/c, F) to (B, S, F'): F' features of this rank's units."""
-    own = _width(spans[axis_group.index])
-    parts = [_picked(x, held) for held in spans]
-    outputs = [x.new_empty(*x.shape[:2], own) for _ in spans]
-    axis_group.all_to_all(outputs, parts).wait()
+    local_features = _width(spans[axis_group.index])
+    chunks = [_select_runs(x, rank_spans) for rank_spans in spans]
+    outputs = [x.new_empty(*x.shape[:2], local_features) for _ in spans]
+    axis_group.all_to_all(outputs, chunks).wait()
     return torch.cat(outputs, dim=1)
 
 
 def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """(B, S, F') to (B, S/c, F): what several ranks hold is summed."""
-    parts = [part.contiguous() for part in x.chunk(axis_group.size, dim=1)]
-    outputs = [x.new_empty(*parts[0].shape[:2], _width(held)) for held in spans]
-    axis_group.all_to_all(outputs, parts).wait()
-    if _in_order(spans, features):
+    chunks = [features_of_rank.contiguous() for features_of_rank in x.chunk(axis_group.size, dim=1)]
+    outputs = [x.new_empty(*chunks[0].shape[:2], _width(rank_spans)) for rank_spans in spans]
+    axis_group.all_to_all(outputs, chunks).wait()
+    if _covers_in_order(spans, features):
         return torch.cat(outputs, dim=-1)
-    out = x.new_zeros(*parts[0].shape[:2], features)
-    for held, part in zip(spans, outputs):
-        at = 0
-        for start, stop in held:
-            out[..., start:stop] += part[..., at : at + stop - start]
-            at += stop - start
+    out = x.new_zeros(*chunks[0].shape[:2], features)
+    for rank_spans, features_of_rank in zip(spans, outputs):
+        offset = 0
+        for start, stop in rank_spans:
+            out[..., start:stop] += features_of_rank[..., offset : offset + stop - start]
+            offset += stop - start
     return out
 
 
-class _Units(torch.autograd.Function):
+class _ToUnits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
         ctx.axis_group, ctx.spans, ctx.features = axis_group, spans, x.shape[-1]
@@ -72,7 +72,7 @@ class _Units(torch.autograd.Function):
         return _to_tokens(upstream[0], ctx.axis_group, ctx.spans, ctx.features), None, None
 
 
-class _Tokens(torch.autograd.Function):
+class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int
@@ -93,7 +93,7 @@ def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> 
         axis_group: the axis.
         spans: for each rank, the runs of F that its units need; what several need goes to each.
     """
-    return axis_group.apply(_Units, x, axis_group, spans)
+    return axis_group.apply(_ToUnits, x, axis_group, spans)
 
 
 def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
@@ -105,4 +105,4 @@ def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], fe
         spans: for each rank, the runs of F that it has.
         features: F.
     """
-    return axis_group.apply(_Tokens, x, axis_group, spans, features)
+    return axis_group.apply(_ToTokens, x, axis_group, spans, features)

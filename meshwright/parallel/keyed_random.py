@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_STEP = 0x9E3779B97F4A7C15
-_LINE, _OTHER, _FIRST, _SECOND = 0x9E3779B9, 0x85EBCA6B, 0x7FEB352D, 0x846CA68B
-_RUN = 1 << 15
+_SPLITMIX_STEP = 0x9E3779B97F4A7C15
+_GOLDEN, _MURMUR, _FACTOR_1, _FACTOR_2 = 0x9E3779B9, 0x85EBCA6B, 0x7FEB352D, 0x846CA68B
+_ELEMENTS_AT_ONCE = 1 << 15
 """Elements that are hashed at once: 128 KiB of integers and as much of their shifts stay in a core's cache."""
 Words = NDArray[np.uint32]
 
@@ -62,14 +62,14 @@ class Box:
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns lines and places on a device."""
         if device not in self.moved:
-            self.moved[device] = _moved(self.lines, device), _moved(self.last, device)
+            self.moved[device] = _on_device(self.lines, device), _on_device(self.last, device)
         return self.moved[device]
 
 
 def row_keys(text: str, rows: NDArray[np.int64]) -> Words:
     """Returns (B, 2): the two keys of each row of a draw."""
     base = np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
-    z = (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP) + base
+    z = (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPLITMIX_STEP) + base
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
@@ -83,10 +83,10 @@ def kept(keys: Words, box: Box, p: float, device: torch.device) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bool, device=device)
     if device.type != "cpu":
         return _bits_on(keys, box, device) >= bound - 2**31
-    out = np.empty((shape[0] * shape[1], shape[2]), dtype=np.bool_)
-    least = np.uint32(bound)
-    _hash(keys, box, lambda rows, bits: np.greater_equal(bits, least, out=out[rows]))
-    return torch.from_numpy(out.reshape(shape))
+    mask = np.empty((shape[0] * shape[1], shape[2]), dtype=np.bool_)
+    threshold = np.uint32(bound)
+    _hash(keys, box, lambda rows, bits: np.greater_equal(bits, threshold, out=mask[rows]))
+    return torch.from_numpy(mask.reshape(shape))
 
 
 def uniform(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
@@ -101,32 +101,32 @@ def uniform(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
 
 def _mix(x: Words) -> Words:
     x ^= x >> np.uint32(16)
-    x *= np.uint32(_FIRST)
+    x *= np.uint32(_FACTOR_1)
     x ^= x >> np.uint32(15)
-    x *= np.uint32(_SECOND)
+    x *= np.uint32(_FACTOR_2)
     x ^= x >> np.uint32(16)
     return x
 
 
-def _hash(keys: Words, box: Box, take: Callable[[slice, Words], Any]) -> None:
+def _hash(keys: Words, box: Box, consume: Callable[[slice, Words], Any]) -> None:
     """Hands over the bits of all elements, some of the (B x L) lines at a time."""
-    lines, places = box.lines.astype(np.uint32), box.last.astype(np.uint32) * np.uint32(_LINE)
-    u = _mix(lines * np.uint32(_LINE) + keys[:, :1]).reshape(-1, 1)
-    v = _mix(lines * np.uint32(_OTHER) + keys[:, 1:]).reshape(-1, 1)
-    many = max(1, _RUN // max(1, len(places)))
-    for start in range(0, len(u), many):
-        rows = slice(start, start + many)
-        x = places + u[rows]
+    lines, columns = box.lines.astype(np.uint32), box.last.astype(np.uint32) * np.uint32(_GOLDEN)
+    u = _mix(lines * np.uint32(_GOLDEN) + keys[:, :1]).reshape(-1, 1)
+    v = _mix(lines * np.uint32(_MURMUR) + keys[:, 1:]).reshape(-1, 1)
+    lines_at_once = max(1, _ELEMENTS_AT_ONCE // max(1, len(columns)))
+    for start in range(0, len(u), lines_at_once):
+        rows = slice(start, start + lines_at_once)
+        x = columns + u[rows]
         shifted = x >> np.uint32(16)
         x ^= shifted
-        x *= np.uint32(_FIRST)
+        x *= np.uint32(_FACTOR_1)
         np.right_shift(x, np.uint32(15), out=shifted)
         x ^= shifted
         x += v[rows]
-        x *= np.uint32(_SECOND)
+        x *= np.uint32(_FACTOR_2)
         np.right_shift(x, np.uint32(16), out=shifted)
         x ^= shifted
-        take(rows, x)
+        consume(rows, x)
 
 
 def _bits_on(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
@@ -138,16 +138,16 @@ def _bits_on(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
     def fold(x: torch.Tensor, by: int) -> torch.Tensor:
         return x.bitwise_xor_((x >> by).bitwise_and_((1 << (32 - by)) - 1))
 
-    def mixed(x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
-        x = fold(fold(x, 16).mul_(_FIRST), 15)
-        return fold((x if more is None else x.add_(more)).mul_(signed(_SECOND)), 16)
+    def mix(x: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+        x = fold(fold(x, 16).mul_(_FACTOR_1), 15)
+        return fold((x if addend is None else x.add_(addend)).mul_(signed(_FACTOR_2)), 16)
 
-    both, (lines, places) = _moved(keys, device), box.on(device)
-    u = mixed(lines * signed(_LINE) + both[:, :1]).unsqueeze(-1)
-    v = mixed(lines * signed(_OTHER) + both[:, 1:]).unsqueeze(-1)
-    bits = mixed(places * signed(_LINE) + u, v)
+    row_keys, (lines, columns) = _on_device(keys, device), box.on(device)
+    u = mix(lines * signed(_GOLDEN) + row_keys[:, :1]).unsqueeze(-1)
+    v = mix(lines * signed(_MURMUR) + row_keys[:, 1:]).unsqueeze(-1)
+    bits = mix(columns * signed(_GOLDEN) + u, v)
     return bits.bitwise_xor_(-(2**31))
 
 
-def _moved(words: NDArray[Any], device: torch.device) -> torch.Tensor:
+def _on_device(words: NDArray[Any], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device, non_blocking=True)

@@ -45,18 +45,18 @@ _LOCAL = _Local()
 
 
 @contextlib.contextmanager
-def _under(policy: _Policy) -> Iterator[None]:
+def _under_policy(policy: _Policy) -> Iterator[None]:
     _install()
-    before, _LOCAL.policy = _LOCAL.policy, policy
+    outer, _LOCAL.policy = _LOCAL.policy, policy
     try:
         yield
     finally:
-        _LOCAL.policy = before
+        _LOCAL.policy = outer
 
 
 def inlined() -> AbstractContextManager[None]:
     """Inside it, checkpoints keep what they compute; nothing is computed again in backward."""
-    return _under(_Policy(inline=True))
+    return _under_policy(_Policy(inline=True))
 
 
 def repeated(*snapshots: Snapshot, fed: bool = False) -> AbstractContextManager[None]:
@@ -67,7 +67,7 @@ def repeated(*snapshots: Snapshot, fed: bool = False) -> AbstractContextManager[
         fed: whether a checkpoint's input may get its gradient inside of it, as in a stage after the first.
     """
     outer = _LOCAL.policy or _Policy()
-    return _under(_Policy(outer.inline, outer.fed or fed, (*outer.snapshots, *snapshots)))
+    return _under_policy(_Policy(outer.inline, outer.fed or fed, (*outer.snapshots, *snapshots)))
 
 
 def repeat_in(module: Any, *snapshots: Snapshot) -> None:
@@ -86,30 +86,30 @@ def repeat_in(module: Any, *snapshots: Snapshot) -> None:
     )
 
 
-def _again(function: Function, policy: _Policy) -> Function:
+def _in_saved_state(function: Function, policy: _Policy) -> Function:
     """Returns a function that computes the same, in the present state whenever it is called."""
-    states = [take() for take in policy.snapshots]
+    restorers = [snapshot() for snapshot in policy.snapshots]
     modes = _get_current_function_mode_stack()
 
-    def again(*args: Any, **kwargs: Any) -> Any:
+    def recompute(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_under(policy))
-            for state in states:
-                stack.enter_context(state())
+            stack.enter_context(_under_policy(policy))
+            for restore in restorers:
+                stack.enter_context(restore())
             for mode in modes[len(_get_current_function_mode_stack()) :]:
                 stack.enter_context(mode)
             return function(*args, **kwargs)
 
-    return again
+    return recompute
 
 
-def _nothing_again() -> Generator[None, None, None]:
+def _empty_generator() -> Generator[None, None, None]:
     """Stands for torch's generator around a checkpoint's first forward."""
     yield
 
 
-def _reentrant(policy: _Policy, function: Function, preserve: bool, *args: Any) -> Any:
-    if not policy.fed and not any(isinstance(item, torch.Tensor) and item.requires_grad for item in args):
+def _run_reentrant(policy: _Policy, function: Function, preserve: bool, *args: Any) -> Any:
+    if not policy.fed and not any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args):
         with torch.no_grad():
             return function(*args)
     if policy.inline:
@@ -127,15 +127,17 @@ def _install() -> None:
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
     apply = torch_checkpoint.CheckpointFunction.apply
 
-    def around(function: Function, *rest: Any, **kwargs: Any) -> Any:
+    def generator_under_policy(function: Function, *arguments: Any, **kwargs: Any) -> Any:
         policy = _LOCAL.policy
         if policy is None:
-            return generator(function, *rest, **kwargs)
-        return _nothing_again() if policy.inline else generator(_again(function, policy), *rest, **kwargs)
+            return generator(function, *arguments, **kwargs)
+        return (
+            _empty_generator() if policy.inline else generator(_in_saved_state(function, policy), *arguments, **kwargs)
+        )
 
-    def applied(function: Function, preserve: bool, *args: Any) -> Any:
+    def apply_under_policy(function: Function, preserve: bool, *args: Any) -> Any:
         policy = _LOCAL.policy
-        return apply(function, preserve, *args) if policy is None else _reentrant(policy, function, preserve, *args)
+        return apply(function, preserve, *args) if policy is None else _run_reentrant(policy, function, preserve, *args)
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = around
-    torch_checkpoint.CheckpointFunction.apply = staticmethod(applied)
+    torch_checkpoint._checkpoint_without_reentrant_generator = generator_under_policy
+    torch_checkpoint.CheckpointFunction.apply = staticmethod(apply_under_policy)

@@ -26,64 +26,64 @@ class MovingBuffers:
 
     def __init__(self, modules: Sequence[nn.Module], names: Collection[str], path: str = "") -> None:
         self.names = frozenset(names)
-        self._places: list[tuple[str, nn.Module, str]] = []
+        self._owners: list[tuple[str, nn.Module, str]] = []
         for module in modules if names else ():
-            for prefix, part in module.named_modules(prefix=path):
-                keys = ((f"{prefix}.{key}" if prefix else key, key) for key in part._buffers)
-                self._places += [(name, part, key) for name, key in keys if name in self.names]
+            for prefix, submodule in module.named_modules(prefix=path):
+                keys = ((f"{prefix}.{key}" if prefix else key, key) for key in submodule._buffers)
+                self._owners += [(name, submodule, key) for name, key in keys if name in self.names]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._places)
+        return bool(self._owners)
 
     def copy(self) -> Values:
         """Returns copies of their values."""
-        return {name: _value(part, key).detach().clone() for name, part, key in self._places}
+        return {name: _buffer_of(owner, key).detach().clone() for name, owner, key in self._owners}
 
     def put(self, values: Values) -> None:
         """Gives them other values, in their own memory."""
         with torch.no_grad():
-            for name, part, key in self._places:
-                _value(part, key).copy_(values[name])
+            for name, owner, key in self._owners:
+                _buffer_of(owner, key).copy_(values[name])
 
     def widen(self) -> None:
         """Makes floating ones float64, as what they are statistics of."""
-        for _, part, key in self._places:
-            if (item := _value(part, key)).is_floating_point():
-                part._buffers[key] = item.double()
+        for _, owner, key in self._owners:
+            if (buffer := _buffer_of(owner, key)).is_floating_point():
+                owner._buffers[key] = buffer.double()
 
     @contextlib.contextmanager
     def standing_in(self, values: Values) -> Iterator[None]:
         """Shows the modules copies of ``values``, which forward may change; the buffers themselves aren't touched."""
-        now = [(part, key, part._buffers[key]) for _, part, key in self._places]
-        for name, part, key in self._places:
-            part._buffers[key] = values[name].clone()
+        current = [(owner, key, owner._buffers[key]) for _, owner, key in self._owners]
+        for name, owner, key in self._owners:
+            owner._buffers[key] = values[name].clone()
         try:
             yield
         finally:
-            for part, key, item in now:
-                part._buffers[key] = item
+            for owner, key, buffer in current:
+                owner._buffers[key] = buffer
 
     def again(self, plain: Forward) -> Forward:
         """Returns a forward for one call that, repeated, starts from the buffers of the first time and moves none."""
-        then, fresh = self.copy(), True
+        first_values, is_first_call = self.copy(), True
 
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal fresh
-            if fresh:
-                fresh = False
+            nonlocal is_first_call
+            if is_first_call:
+                is_first_call = False
                 # Selective recompute wants a repeated forward to run the operators of the first: it copies them too.
-                for item in then.values():
-                    item.clone()
+                for value in first_values.values():
+                    value.clone()
                 return plain(*args, **kwargs)
-            with self.standing_in(then):
+            with self.standing_in(first_values):
                 return plain(*args, **kwargs)
 
         return forward
 
 
-def _value(part: nn.Module, key: str) -> torch.Tensor:
-    item = part._buffers[key]
-    assert item is not None
-    return item
+def _buffer_of(owner: nn.Module, key: str) -> torch.Tensor:
+    buffer = owner._buffers[key]
+    assert buffer is not None
+    return buffer

@@ -41,13 +41,13 @@ class RandomOpsMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Called by torch for each function."""
-        drawn = _DRAWN.get(func)
-        if drawn is None:
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is None:
             return func(*args, **(kwargs or {}))
-        return drawn(self._numbers, func, tuple(args), dict(kwargs or {}))
+        return replacement(self._numbers, func, tuple(args), dict(kwargs or {}))
 
 
-class _Dropped(torch.autograd.Function):
+class _DropoutFunction(torch.autograd.Function):
     """Keeps one byte an element for backward, as dropout's own kernels do."""
 
     @staticmethod
@@ -66,12 +66,12 @@ def dropped(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool = False
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     if inplace:
         return x.mul_(keep).mul_(scale)
-    out: torch.Tensor = _Dropped.apply(x, keep, scale)
+    out: torch.Tensor = _DropoutFunction.apply(x, keep, scale)
     return out
 
 
 def _dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    x, p, training, inplace = _taken(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
+    x, p, training, inplace = _arguments(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
     training = kwargs.get("train", training)
     if not training or not p or x.is_meta:
         out: torch.Tensor = func(*args, **kwargs)
@@ -79,9 +79,9 @@ def _dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.
     return dropped(x, numbers.kept(x.shape, p, x.device), p, inplace or func is torch.dropout_)
 
 
-def _features(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Whole channels (B, C) at once."""
-    x, p, training, inplace = _taken(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
+    x, p, training, inplace = _arguments(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
     training = kwargs.get("train", training)
     if not training or not p or x.is_meta:
         out: torch.Tensor = func(*args, **kwargs)
@@ -93,7 +93,7 @@ def _features(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch
 def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Attention with dropout of its weights, which no fused kernel takes from outside: they are made, then dropped."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    query, key, value, mask, p, causal = _taken(args, kwargs, names, (None, None, None, None, 0.0, False))
+    query, key, value, mask, p, causal = _arguments(args, kwargs, names, (None, None, None, None, 0.0, False))
     if not p or query.is_meta:
         out: torch.Tensor = func(*args, **kwargs)
         return out
@@ -105,14 +105,14 @@ def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torc
     scale = kwargs.get("scale") or 1.0 / math.sqrt(query.shape[-1])
     if causal:
         mask = torch.ones(keep.shape[-2:], dtype=torch.bool, device=keep.device).tril()
-    given = (query * scale, key, value, mask, keep, p)
+    inputs = (query * scale, key, value, mask, keep, p)
     if keep.numel() <= DEAR or not torch.is_grad_enabled():
-        return _attended(*given)
-    light: torch.Tensor = checkpoint(_attended, *given, use_reentrant=False, preserve_rng_state=False)
-    return light
+        return _attention_with_mask(*inputs)
+    output: torch.Tensor = checkpoint(_attention_with_mask, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return output
 
 
-def _attended(
+def _attention_with_mask(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor, p: float
 ) -> torch.Tensor:
     scores = query @ key.transpose(-2, -1)
@@ -121,7 +121,7 @@ def _attended(
     return dropped(torch.softmax(scores, dim=-1), keep, p) @ value
 
 
-def _filled(make: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
+def _drawn_in_place(make: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
     """A function that gives a tensor of numbers: torch makes it, then its elements are drawn anew."""
 
     def drawn(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -137,31 +137,31 @@ def _filled(make: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
 
 
 def _uniform(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    low, high = _taken(args[1:], kwargs, ("from", "to"), (0.0, 1.0))
+    low, high = _arguments(args[1:], kwargs, ("from", "to"), (0.0, 1.0))
     return u * (high - low) + low
 
 
 def _bernoulli(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     """Of `torch.bernoulli`: the tensor holds the probabilities, unless one is given beside it."""
-    given = kwargs.get("p", args[1] if len(args) > 1 else args[0])
-    return (u < given).to(u.dtype)
+    probability = kwargs.get("p", args[1] if len(args) > 1 else args[0])
+    return (u < probability).to(u.dtype)
 
 
 def _bernoulli_in_place(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    (p,) = _taken(args[1:], kwargs, ("p",), (0.5,))
+    (p,) = _arguments(args[1:], kwargs, ("p",), (0.5,))
     return (u < p).to(u.dtype)
 
 
-def _standard(u: torch.Tensor, *_: Any) -> torch.Tensor:
+def _standard_normal(u: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.special.ndtri(u)
 
 
 def _normal_in_place(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    mean, std = _taken(args[1:], kwargs, ("mean", "std"), (0.0, 1.0))
+    mean, std = _arguments(args[1:], kwargs, ("mean", "std"), (0.0, 1.0))
     return torch.special.ndtri(u) * std + mean
 
 
-def _refused(_: RandomSource, func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse(_: RandomSource, func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("training", kwargs.get("train")) is False:
         return func(*args, **kwargs)
     raise PlanError(
@@ -170,27 +170,27 @@ def _refused(_: RandomSource, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _taken(args: Any, kwargs: Any, names: Sequence[str], defaults: Sequence[Any]) -> list[Any]:
+def _arguments(args: Any, kwargs: Any, names: Sequence[str], defaults: Sequence[Any]) -> list[Any]:
     """Values of arguments, positional or named."""
-    given = dict(zip(names, args)) | kwargs
-    return [given.get(name, default) for name, default in zip(names, defaults)]
+    by_name = dict(zip(names, args)) | kwargs
+    return [by_name.get(name, default) for name, default in zip(names, defaults)]
 
 
-_WHOLE = _filled(lambda u, *_: u)
-_DRAWN: dict[Any, Any] = {
+_UNIT_UNIFORM = _drawn_in_place(lambda u, *_: u)
+_REPLACEMENTS: dict[Any, Any] = {
     functional.scaled_dot_product_attention: _attention,
     **dict.fromkeys((functional.dropout, torch.dropout, torch.dropout_), _dropout),
-    **dict.fromkeys((functional.dropout1d, functional.dropout2d, functional.dropout3d), _features),
-    **dict.fromkeys((torch.feature_dropout,), _features),
-    **dict.fromkeys((torch.rand, torch.rand_like), _WHOLE),
-    **dict.fromkeys((torch.randn, torch.randn_like), _filled(_standard)),
-    **dict.fromkeys((torch.bernoulli, torch.Tensor.bernoulli), _filled(_bernoulli)),
-    torch.Tensor.bernoulli_: _filled(_bernoulli_in_place),
-    torch.Tensor.uniform_: _filled(_uniform),
-    torch.Tensor.normal_: _filled(_normal_in_place),
-    **dict.fromkeys((functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu), _refused),
-    **dict.fromkeys((torch.normal, torch.randint, torch.randint_like, torch.randperm, torch.multinomial), _refused),
-    **dict.fromkeys((torch.poisson, torch.Tensor.multinomial, torch.Tensor.exponential_), _refused),
-    **dict.fromkeys((torch.Tensor.random_, torch.Tensor.geometric_, torch.Tensor.cauchy_), _refused),
-    **dict.fromkeys((torch.Tensor.log_normal_, torch.native_dropout), _refused),
+    **dict.fromkeys((functional.dropout1d, functional.dropout2d, functional.dropout3d), _feature_dropout),
+    **dict.fromkeys((torch.feature_dropout,), _feature_dropout),
+    **dict.fromkeys((torch.rand, torch.rand_like), _UNIT_UNIFORM),
+    **dict.fromkeys((torch.randn, torch.randn_like), _drawn_in_place(_standard_normal)),
+    **dict.fromkeys((torch.bernoulli, torch.Tensor.bernoulli), _drawn_in_place(_bernoulli)),
+    torch.Tensor.bernoulli_: _drawn_in_place(_bernoulli_in_place),
+    torch.Tensor.uniform_: _drawn_in_place(_uniform),
+    torch.Tensor.normal_: _drawn_in_place(_normal_in_place),
+    **dict.fromkeys((functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu), _refuse),
+    **dict.fromkeys((torch.normal, torch.randint, torch.randint_like, torch.randperm, torch.multinomial), _refuse),
+    **dict.fromkeys((torch.poisson, torch.Tensor.multinomial, torch.Tensor.exponential_), _refuse),
+    **dict.fromkeys((torch.Tensor.random_, torch.Tensor.geometric_, torch.Tensor.cauchy_), _refuse),
+    **dict.fromkeys((torch.Tensor.log_normal_, torch.native_dropout), _refuse),
 }

@@ -61,30 +61,37 @@ class _TorchStage(PipelineStage):
 
     def __init__(
         self,
-        part: StageModule,
-        line: PipelineGroup,
-        kinds: tuple[Sequence[TensorKind], ...],
+        stage: StageModule,
+        pipeline_group: PipelineGroup,
+        tensor_kinds: tuple[Sequence[TensorKind], ...],
         forward: Forward,
         backward: Backward,
     ) -> None:
-        inputs, outputs = (tuple(kind.example() for kind in side) for side in kinds)
+        inputs, outputs = (tuple(kind.example() for kind in tensors) for tensors in tensor_kinds)
         super().__init__(
-            part.module,
-            part.stage,
-            line.schedule.stages,
-            line.device,
+            stage.module,
+            stage.stage,
+            pipeline_group.schedule.stages,
+            pipeline_group.device,
             input_args=inputs,
             output_args=outputs,
-            group=line.axis_group.group,
+            group=pipeline_group.axis_group.group,
         )
-        self._part, self._line, self._ours, self._told = part, line, forward, backward
+        self._stage_module, self._pipeline_group, self._run_forward, self._before_backward = (
+            stage,
+            pipeline_group,
+            forward,
+            backward,
+        )
         self._microbatch = 0
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Called by torch's runtime for a first exchange with the stages beside this one."""
         # torch 2.11 sends to a stage of the same rank too, which gloo refuses.
         return [
-            item for item in super()._get_init_p2p_neighbors_ops() if item.group_peer != self._line.axis_group.index
+            item
+            for item in super()._get_init_p2p_neighbors_ops()
+            if item.group_peer != self._pipeline_group.axis_group.index
         ]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -95,21 +102,21 @@ class _TorchStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **_kwargs: Any) -> Any:
         """Called by torch's runtime for the forward of a micro-batch."""
-        return self._ours(self._part, self._microbatch, args)
+        return self._run_forward(self._stage_module, self._microbatch, args)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Called by torch's runtime for a backward."""
-        self._told(bwd_chunk_id)
+        self._before_backward(bwd_chunk_id)
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Called by torch's runtime for the second half of a backward, which calls none of FSDP2's hooks."""
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        accumulate_gradients(self._part.module)
+        accumulate_gradients(self._stage_module.module)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         """Called by torch's runtime to send what the next stage gets."""
-        return self._booked(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._book_sends(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         """Called by torch's runtime to send the gradients for the stage before."""
@@ -118,28 +125,28 @@ class _TorchStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = tuple(
                 item.contiguous() if isinstance(item, torch.Tensor) else item for item in gradients
             )
-        return self._booked(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._book_sends(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _booked(self, operations: list[Any]) -> list[Any]:
-        axis_group = self._line.axis_group
-        axis_group.log.add(axis_group.axis, "send", sum(item.tensor.nbytes for item in operations), 0.0, 0.0)
+    def _book_sends(self, operations: list[Any]) -> list[Any]:
+        axis_group = self._pipeline_group.axis_group
+        axis_group.log.add(axis_group.axis, "send", sum(operation.tensor.nbytes for operation in operations), 0.0, 0.0)
         return operations
 
 
-class _Received:
+class _PendingReceive:
     """What a stage is to receive: waiting for it is told as for a collective."""
 
-    def __init__(self, work: Any, axis_group: AxisGroup, what: str) -> None:
-        self._work, self._log, self._what = work, axis_group.log, what
+    def __init__(self, work: Any, axis_group: AxisGroup, description: str) -> None:
+        self._work, self._log, self._description = work, axis_group.log, description
         self._number = axis_group.log.begin()
 
     def wait(self) -> Any:
         """Called by torch's runtime before the stage computes."""
-        with self._log.waiting(self._what, self._number):
+        with self._log.waiting(self._description, self._number):
             return self._work.wait()
 
 
-class _Inbox(dict[tuple[int, int], Any]):
+class _ReceiveBuffers(dict[tuple[int, int], Any]):
     """Where torch's runtime keeps what is to be received, by stage and micro-batch.
 
     Args:
@@ -147,14 +154,16 @@ class _Inbox(dict[tuple[int, int], Any]):
         what: what comes, as `_Received` tells it.
     """
 
-    def __init__(self, axis_group: AxisGroup, what: str) -> None:
+    def __init__(self, axis_group: AxisGroup, content: str) -> None:
         super().__init__()
-        self._axis_group, self._what = axis_group, what
+        self._axis_group, self._description = axis_group, content
 
     def __setitem__(self, key: tuple[int, int], works: Sequence[Any]) -> None:
-        stage, number = key
-        what = f"receive over {self._axis_group.axis} of {self._what} of micro-batch {number} for stage {stage}"
-        super().__setitem__(key, [_Received(work, self._axis_group, what) for work in works])
+        stage, microbatch = key
+        description = (
+            f"receive over {self._axis_group.axis} of {self._description} of micro-batch {microbatch} for stage {stage}"
+        )
+        super().__setitem__(key, [_PendingReceive(work, self._axis_group, description) for work in works])
 
 
 class ScheduleRun:
@@ -170,37 +179,43 @@ class ScheduleRun:
 
     def __init__(
         self,
-        parts: Sequence[StageModule],
-        line: PipelineGroup,
-        kinds: Sequence[tuple[Sequence[TensorKind], ...]],
+        stages: Sequence[StageModule],
+        pipeline_group: PipelineGroup,
+        tensor_kinds: Sequence[tuple[Sequence[TensorKind], ...]],
         forward: Forward,
         backward: Backward,
     ) -> None:
-        self._stages = [_TorchStage(part, line, kind, forward, backward) for part, kind in zip(parts, kinds)]
-        self._count = line.schedule.microbatches
+        self._stages = [
+            _TorchStage(stage, pipeline_group, kinds_of_stage, forward, backward)
+            for stage, kinds_of_stage in zip(stages, tensor_kinds)
+        ]
+        self._count = pipeline_group.schedule.microbatches
         action: Any = getattr(torch_schedules, "_Action", None)
         runtime: Any = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
-        load = next((n for n in ("_prepare_schedule_with_comms", "_load_actions") if hasattr(runtime, n)), None)
-        if action is None or load is None:
+        loader_name = next((n for n in ("_prepare_schedule_with_comms", "_load_actions") if hasattr(runtime, n)), None)
+        if action is None or loader_name is None:
             raise PlanError(f"pp: torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.15 do")
         # What fails is raised; torch would print the whole schedule beside it, from every rank.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-        self._run = runtime(self._stages, n_microbatches=self._count, loss_fn=_identity, scale_grads=False)
-        rows = {rank: [action.from_str(str(item)) for item in row] for rank, row in enumerate(line.schedule.actions)}
-        self._run.pipeline_order = rows
-        getattr(self._run, load)(rows)
-        if not line.axis_group.on_cuda:
-            listed = self._run.pipeline_order_with_comms
-            listed.update({rank: _receiving_first(row) for rank, row in listed.items()})
-        for name, what in (("fwd_recv_ops", "the input"), ("bwd_recv_ops", "the gradient")):
-            setattr(self._run, name, _Inbox(line.axis_group, what))
+        self._runtime = runtime(self._stages, n_microbatches=self._count, loss_fn=_loss_as_is, scale_grads=False)
+        rows = {
+            rank: [action.from_str(str(action_text)) for action_text in row]
+            for rank, row in enumerate(pipeline_group.schedule.actions)
+        }
+        self._runtime.pipeline_order = rows
+        getattr(self._runtime, loader_name)(rows)
+        if not pipeline_group.axis_group.on_cuda:
+            actions_by_rank = self._runtime.pipeline_order_with_comms
+            actions_by_rank.update({rank: _receives_first(row) for rank, row in actions_by_rank.items()})
+        for name, content in (("fwd_recv_ops", "the input"), ("bwd_recv_ops", "the gradient")):
+            setattr(self._runtime, name, _ReceiveBuffers(pipeline_group.axis_group, content))
 
     def step(self) -> None:
         """Runs all micro-batches forward and backward; data axes have been summed by FSDP2, others not."""
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        self._run._step_microbatches(
+        self._runtime._step_microbatches(
             arg_mbs=[()] * self._count,
             kwarg_mbs=[{}] * self._count,
             target_mbs=[None] * self._count,
@@ -208,74 +223,82 @@ class ScheduleRun:
         )
 
 
-def _receiving_first(actions: Sequence[Any]) -> list[Any]:
+def _receives_first(actions: Sequence[Any]) -> list[Any]:
     """Puts the receives of a step before all else, in their order.
 
     Gloo sends nothing until the receiver has said where to: a receive that is posted when the action before its own has
     ended makes the whole transfer wait for that. The buffers are there anyway, one for each micro-batch. On CUDA
     receives stay where they are, since NCCL runs a group's sends and receives one after the other.
     """
-    receives = [action for action in actions if action.computation_type in _RECEIVES]
-    return receives + [action for action in actions if action.computation_type not in _RECEIVES]
+    receive_actions = [action for action in actions if action.computation_type in _RECEIVES]
+    return receive_actions + [action for action in actions if action.computation_type not in _RECEIVES]
 
 
-def _identity(output: torch.Tensor, _target: None) -> torch.Tensor:
+def _loss_as_is(output: torch.Tensor, _target: None) -> torch.Tensor:
     """The last stage's forward gives the loss itself."""
     return output
 
 
 def chain(
-    parts: Sequence[StageModule], line: PipelineGroup, forward: Callable[[StageModule, tuple[torch.Tensor, ...]], Any]
+    stages: Sequence[StageModule],
+    pipeline_group: PipelineGroup,
+    forward: Callable[[StageModule, tuple[torch.Tensor, ...]], Any],
 ) -> list[tuple[Sequence[TensorKind], ...]]:
     """Passes one batch of any shape forward through all stages, one after the other.
 
     Args:
-        parts: stages of this rank, lowest first.
-        line: ranks and schedule.
+        stages: stages of this rank, lowest first.
+        pipeline_group: ranks and schedule.
         forward: (stage, what it received) to what it sends; in the last stage, to the loss.
 
     Returns:
         For each part what it received and what it sent.
     """
-    kinds: list[tuple[Sequence[TensorKind], ...]] = []
-    place, last = line.schedule.placement, line.schedule.stages - 1
-    local: tuple[torch.Tensor, ...] = ()
-    for part in parts:
-        number = part.stage
-        taken: tuple[torch.Tensor, ...] = ()
-        if number:
-            near = place[number - 1] == place[number]
-            taken = local if near else _receive(line, place[number - 1])
-        given = forward(part, taken)
-        if number == last:
-            given = (given,)
-        elif place[number + 1] == place[number]:
-            local = given
+    tensor_kinds: list[tuple[Sequence[TensorKind], ...]] = []
+    rank_of_stage, last_stage = pipeline_group.schedule.placement, pipeline_group.schedule.stages - 1
+    local_output: tuple[torch.Tensor, ...] = ()
+    for stage in stages:
+        stage_index = stage.stage
+        received: tuple[torch.Tensor, ...] = ()
+        if stage_index:
+            is_local = rank_of_stage[stage_index - 1] == rank_of_stage[stage_index]
+            received = local_output if is_local else _receive(pipeline_group, rank_of_stage[stage_index - 1])
+        sent = forward(stage, received)
+        if stage_index == last_stage:
+            sent = (sent,)
+        elif rank_of_stage[stage_index + 1] == rank_of_stage[stage_index]:
+            local_output = sent
         else:
-            _send(line, given, place[number + 1])
-        kinds.append(([TensorKind.of(item) for item in taken], [TensorKind.of(item) for item in given]))
-    return kinds
+            _send(pipeline_group, sent, rank_of_stage[stage_index + 1])
+        tensor_kinds.append(
+            ([TensorKind.of(tensor) for tensor in received], [TensorKind.of(tensor) for tensor in sent])
+        )
+    return tensor_kinds
 
 
-def _send(line: PipelineGroup, tensors: tuple[torch.Tensor, ...], index: int) -> None:
-    peer = dist.get_global_rank(line.axis_group.group, index)
-    dist.send(_header(tensors).to(line.device), peer, group=line.axis_group.group)
+def _send(pipeline_group: PipelineGroup, tensors: tuple[torch.Tensor, ...], index: int) -> None:
+    peer = dist.get_global_rank(pipeline_group.axis_group.group, index)
+    dist.send(_header(tensors).to(pipeline_group.device), peer, group=pipeline_group.axis_group.group)
     for tensor in tensors:
-        dist.send(tensor.contiguous(), peer, group=line.axis_group.group)
-    line.axis_group.log.add(line.axis_group.axis, "send", sum(item.nbytes for item in tensors), 0.0, 0.0)
+        dist.send(tensor.contiguous(), peer, group=pipeline_group.axis_group.group)
+    pipeline_group.axis_group.log.add(
+        pipeline_group.axis_group.axis, "send", sum(tensor.nbytes for tensor in tensors), 0.0, 0.0
+    )
 
 
-def _receive(line: PipelineGroup, index: int) -> tuple[torch.Tensor, ...]:
-    peer = dist.get_global_rank(line.axis_group.group, index)
-    header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=line.device)
-    with line.axis_group.log.waiting(f"receive over {line.axis_group.axis}", line.axis_group.log.begin()):
-        dist.recv(header, peer, group=line.axis_group.group)
-    count, *rest = header.tolist()
+def _receive(pipeline_group: PipelineGroup, index: int) -> tuple[torch.Tensor, ...]:
+    peer = dist.get_global_rank(pipeline_group.axis_group.group, index)
+    header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=pipeline_group.device)
+    with pipeline_group.axis_group.log.waiting(
+        f"receive over {pipeline_group.axis_group.axis}", pipeline_group.axis_group.log.begin()
+    ):
+        dist.recv(header, peer, group=pipeline_group.axis_group.group)
+    count, *fields = header.tolist()
     tensors = []
     for start in range(0, count * (_DIMS + 2), _DIMS + 2):
-        kind, dims, *sizes = rest[start : start + _DIMS + 2]
-        tensor = torch.empty(sizes[:dims], dtype=_DTYPES[kind], device=line.device)
-        dist.recv(tensor, peer, group=line.axis_group.group)
+        dtype_index, dims, *sizes = fields[start : start + _DIMS + 2]
+        tensor = torch.empty(sizes[:dims], dtype=_DTYPES[dtype_index], device=pipeline_group.device)
+        dist.recv(tensor, peer, group=pipeline_group.axis_group.group)
         tensors.append(tensor)
     return tuple(tensors)
 

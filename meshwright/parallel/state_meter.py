@@ -23,21 +23,21 @@ def _storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(sizes.values())
 
 
-def _gathered(units: Iterable[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _gathered_tensors(units: Iterable[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns FSDP2's (gathered parameters, whole gradients kept for later) of its units, on the way or arrived."""
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     for unit in units:
         for group in fsdp_groups(unit):
-            under_way = getattr(group, "_all_gather_result", None)
-            if under_way is not None:
-                parameters.append(under_way.all_gather_output)
-            for item in group.fsdp_params:
-                parameters.extend(getattr(item, "all_gather_outputs", []))
-                whole = getattr(item, "_unsharded_param", None)
-                if whole is not None:
-                    kept = getattr(item, "unsharded_accumulated_grad", None)
-                    gradients.extend(grad for grad in (whole.grad, kept) if grad is not None)
+            pending_gather = getattr(group, "_all_gather_result", None)
+            if pending_gather is not None:
+                parameters.append(pending_gather.all_gather_output)
+            for fsdp_param in group.fsdp_params:
+                parameters.extend(getattr(fsdp_param, "all_gather_outputs", []))
+                unsharded = getattr(fsdp_param, "_unsharded_param", None)
+                if unsharded is not None:
+                    accumulated = getattr(fsdp_param, "unsharded_accumulated_grad", None)
+                    gradients.extend(grad for grad in (unsharded.grad, accumulated) if grad is not None)
     return parameters, gradients
 
 
@@ -50,8 +50,10 @@ class StateMeter:
     """
 
     def __init__(self, modules: Sequence[nn.Module], weights: list[Weight]) -> None:
-        self._weights, self._held = weights, tuple(weights)
-        self._units = [part for module in modules for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+        self._weights, self._all_weights = weights, tuple(weights)
+        self._units = [
+            submodule for module in modules for submodule in module.modules() if hasattr(submodule, "_get_fsdp_state")
+        ]
         # After FSDP2's own: the unit at work is gathered then, and the next one is on its way.
         self._hooks = [unit.register_forward_pre_hook(lambda *_: self.sample()) for unit in self._units]
         self.parameters = self.gradients = 0
@@ -63,10 +65,10 @@ class StateMeter:
 
     def sample(self) -> None:
         """Looks at the tensors now: called before each unit's forward, after forward, and before the optimizer."""
-        gathered, whole = _gathered(self._units)
+        gathered, unsharded_gradients = _gathered_tensors(self._units)
         self.parameters = max(self.parameters, _storage_bytes(gathered))
-        parts = [weight.gradient for weight in self._held]
-        self.gradients = max(self.gradients, _storage_bytes([*parts, *whole]))
+        local_gradients = [weight.gradient for weight in self._all_weights]
+        self.gradients = max(self.gradients, _storage_bytes([*local_gradients, *unsharded_gradients]))
 
     @property
     def master(self) -> int:
@@ -79,11 +81,11 @@ class StateMeter:
         Where compute runs on gathered copies, the master weights belong to the optimizer's state; where it runs on the
         master weights themselves they are the parameters.
         """
-        held = sum(weight.local.nbytes for weight in self._held)
+        weight_bytes = sum(weight.local.nbytes for weight in self._all_weights)
         if self.parameters:
             return {
                 "parameters": self.parameters,
                 "gradients": self.gradients,
-                "optimizer": optimizer_bytes + held,
+                "optimizer": optimizer_bytes + weight_bytes,
             }
-        return {"parameters": held, "gradients": self.gradients, "optimizer": optimizer_bytes}
+        return {"parameters": weight_bytes, "gradients": self.gradients, "optimizer": optimizer_bytes}

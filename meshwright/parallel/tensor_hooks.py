@@ -25,17 +25,17 @@ class Once:
     def __init__(self, move: Move) -> None:
         self._move = move
         self.readers = 0
-        self._left = 0
-        self._seen: torch.Tensor | None = None
-        self._moved: torch.Tensor | None = None
+        self._pending_readers = 0
+        self._latest_input: torch.Tensor | None = None
+        self._latest_output: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x`` moved; the same tensor as before while ``x`` is the one that came last."""
-        moved = self._moved if self._seen is x else None
+        moved = self._latest_output if self._latest_input is x else None
         if moved is None:
-            moved, self._left = self._move(x), self.readers
-        self._left -= 1
-        self._seen, self._moved = (x, moved) if self._left > 0 else (None, None)
+            moved, self._pending_readers = self._move(x), self.readers
+        self._pending_readers -= 1
+        self._latest_input, self._latest_output = (x, moved) if self._pending_readers > 0 else (None, None)
         return moved
 
 
@@ -53,12 +53,14 @@ def on_input(module: nn.Module, move: Move, only: Callable[[torch.Tensor], bool]
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if only is None:
             return (move(args[0]), *args[1:]), kwargs
-        chosen = only
+        wanted_tensor = only
 
-        def moved(value: Any) -> Any:
-            return move(value) if isinstance(value, torch.Tensor) and chosen(value) else value
+        def move_if_wanted(value: Any) -> Any:
+            return move(value) if isinstance(value, torch.Tensor) and wanted_tensor(value) else value
 
-        return tuple(moved(value) for value in args), {key: moved(value) for key, value in kwargs.items()}
+        return tuple(move_if_wanted(value) for value in args), {
+            key: move_if_wanted(value) for key, value in kwargs.items()
+        }
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -82,9 +84,9 @@ def on_hidden(module: nn.Module, move: Move, before: bool = False) -> None:
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for place, value in enumerate(args):
+        for position, value in enumerate(args):
             if is_hidden(value):
-                return (*args[:place], move(value), *args[place + 1 :]), kwargs
+                return (*args[:position], move(value), *args[position + 1 :]), kwargs
         for key, value in kwargs.items():
             if is_hidden(value):
                 return args, kwargs | {key: move(value)}
@@ -104,14 +106,14 @@ def is_plain_product(module: Any) -> bool:
     return conv or type(module).forward is nn.Linear.forward
 
 
-def sum_output(module: Any, move: Move, first: bool, whole: tuple[str, ...]) -> None:
+def sum_output(module: Any, move: Move, is_first_rank: bool, unsplit_names: tuple[str, ...]) -> None:
     """Makes a module's output, of which each rank has a summand, the sum.
 
     Args:
         module: its forward is replaced.
         move: the sum.
-        first: whether this rank is the first: it alone adds what isn't split, where that can't be added afterwards.
-        whole: names of its parameters that aren't split.
+        is_first_rank: whether this rank alone adds what isn't split, where that can't be added afterwards.
+        unsplit_names: names of its parameters that aren't split.
     """
     if is_plain_product(module):
         linear = isinstance(module, nn.Linear)
@@ -124,34 +126,34 @@ def sum_output(module: Any, move: Move, first: bool, whole: tuple[str, ...]) -> 
         wrap_forward(
             module, ForwardLayer.TENSOR, "its product is summed over ranks, then the bias added", lambda _: product
         )
-    elif first or not whole:
-        wrap_forward(module, ForwardLayer.TENSOR, "its output is summed over ranks", partial(_then, move))
+    elif is_first_rank or not unsplit_names:
+        wrap_forward(module, ForwardLayer.TENSOR, "its output is summed over ranks", partial(_apply_after, move))
     else:
         wrap_forward(
             module,
             ForwardLayer.TENSOR,
             "its output is summed over ranks; weights that aren't split count on the first rank alone",
-            partial(_without, module, whole, move),
+            partial(_zero_unsplit_weights, module, unsplit_names, move),
         )
 
 
-def _then(move: Move, plain: Forward) -> Forward:
+def _apply_after(move: Move, plain: Forward) -> Forward:
     return lambda *args, **kwargs: move(plain(*args, **kwargs))
 
 
-def _without(module: nn.Module, whole: tuple[str, ...], move: Move, plain: Forward) -> Forward:
+def _zero_unsplit_weights(module: nn.Module, unsplit_names: tuple[str, ...], move: Move, plain: Forward) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         # Not through the module's call, whose hooks have let the input in already.
-        held = []
+        zeroed = []
         try:
-            for name in whole:
+            for name in unsplit_names:
                 path, _, key = name.rpartition(".")
                 parameters: Any = module.get_submodule(path)._parameters
-                held.append((parameters, key, parameters[key]))
+                zeroed.append((parameters, key, parameters[key]))
                 parameters[key] = parameters[key] * 0.0
             return move(plain(*args, **kwargs))
         finally:
-            for parameters, key, parameter in held:
+            for parameters, key, parameter in zeroed:
                 parameters[key] = parameter
 
     return forward

@@ -62,18 +62,18 @@ def held_names(
         bounds: first layer of each stage, and the number of layers: ``(0, 5, 12)`` are two stages.
         ties: names of one weight.
     """
-    owner = _owners(layer_graph, names)
+    owner = _layer_of_weight(layer_graph, names)
     stages = []
-    for first, stop in pairwise(bounds):
+    for start, stop in pairwise(bounds):
         outside = frozenset().union(
-            *layer_graph.input_weights[first:stop], *layer_graph.output_weights[first + 1 : stop + 1]
+            *layer_graph.input_weights[start:stop], *layer_graph.output_weights[start + 1 : stop + 1]
         )
-        stages.append({name for name in names if (first <= owner[name] < stop) or name in outside})
-    known = set().union(*stages)
-    for name in (name for name in names if name not in known):
+        stages.append({name for name in names if (start <= owner[name] < stop) or name in outside})
+    placed = set().union(*stages)
+    for name in (name for name in names if name not in placed):
         # No gradient reaches it, but its value may matter, to any stage; unless it is another name of one that is held.
-        others = {other for tie in ties if name in tie for other in tie if other != name}
-        for stage in [stage for stage in stages if stage & others] or stages:
+        tied_names = {other for tie in ties if name in tie for other in tie if other != name}
+        for stage in [stage for stage in stages if stage & tied_names] or stages:
             stage.add(name)
     return [frozenset(stage) for stage in stages]
 
@@ -104,36 +104,36 @@ def divide(
         return split.bounds
     costs = _costs(layer_graph, sizes, ties)
     costs[-1] += sum(sizes[name] for name in layer_graph.output_weights[-1])
-    cut, possible = Cuts([[costs]], blocked=layer_graph.blocked).bounds(stages)
+    bounds, possible = Cuts([[costs]], blocked=layer_graph.blocked).bounds(stages)
     if not possible[0]:
-        bound, why = next(iter(layer_graph.blocked.items()))
+        bound, reason = next(iter(layer_graph.blocked.items()))
         raise PlanError(
-            f"the model can't be cut into {stages} stages: in front of layer {bound}, {why}; nearest that works: "
+            f"the model can't be cut into {stages} stages: in front of layer {bound}, {reason}; nearest that works: "
             f"{count - len(layer_graph.blocked)} stages at most"
         )
-    return tuple(int(bound) for bound in cut[0])
+    return tuple(int(bound) for bound in bounds[0])
 
 
 def _costs(layer_graph: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]]) -> list[int]:
     """Weights of each layer, in the order of the layer graph."""
-    first = {name: names[0] for names in ties for name in names}
+    first_tied_name = {name: names[0] for names in ties for name in names}
     costs: list[dict[str, int]] = [{} for _ in layer_graph.layers]
-    numbers = _owners(layer_graph, sizes)
+    layer_of_weight = _layer_of_weight(layer_graph, sizes)
     for name, size in sizes.items():
-        if numbers[name] >= 0:
-            costs[numbers[name]][first.get(name, name)] = size
+        if layer_of_weight[name] >= 0:
+            costs[layer_of_weight[name]][first_tied_name.get(name, name)] = size
     return [sum(layer.values()) for layer in costs]
 
 
-def _owners(layer_graph: LayerGraph, names: Iterable[str]) -> dict[str, int]:
+def _layer_of_weight(layer_graph: LayerGraph, names: Iterable[str]) -> dict[str, int]:
     """For each weight the number of its layer; -1 outside of the layers."""
-    numbers = {layer: number for number, layer in enumerate(layer_graph.layers)}
+    layer_numbers = {layer: number for number, layer in enumerate(layer_graph.layers)}
     owners = {}
     for name in names:
         path = name
-        while path and path not in numbers:
+        while path and path not in layer_numbers:
             path = path.rpartition(".")[0]
-        owners[name] = numbers.get(path, -1)
+        owners[name] = layer_numbers.get(path, -1)
     return owners
 
 

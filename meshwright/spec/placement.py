@@ -71,29 +71,35 @@ class LocalShard:
         """
         if not self.shape:
             return (ShardBox(local=(), whole=(), copies=self.copies),)
-        by_dim = [self._runs(dim, rows if dim == 0 else None) for dim in range(len(self.shape))]
-        found = []
-        for runs in product(*by_dim):
+        runs_by_dim = [self._runs(dim, rows if dim == 0 else None) for dim in range(len(self.shape))]
+        boxes = []
+        for runs in product(*runs_by_dim):
             copies = next((run[2] for dim, run in enumerate(runs) if dim == self.copied_dim), self.copies)
             local = tuple(run[0] for run in runs)
-            found.append(ShardBox(local=local, whole=tuple(run[1] for run in runs), copies=copies))
-        return tuple(found)
+            boxes.append(ShardBox(local=local, whole=tuple(run[1] for run in runs), copies=copies))
+        return tuple(boxes)
 
     def _runs(self, dim: int, rows: Span | None) -> list[tuple[Span, Span, int]]:
         """(span in the local dim, span in the whole dim, copies) of each run, cut where the copies change."""
-        first, last = rows if rows is not None else (0, self.local_shape[dim])
-        cuts = {first, last}
+        first_row, stop_row = rows if rows is not None else (0, self.local_shape[dim])
+        cuts = {first_row, stop_row}
         if dim == self.copied_dim:
-            cuts |= {edge for start, stop, _ in self.copied for edge in (start, stop) if first < edge < last}
-        found, at = [], 0
+            cuts |= {edge for start, stop, _ in self.copied for edge in (start, stop) if first_row < edge < stop_row}
+        runs, local_start = [], 0
         for start, stop in self.spans[dim]:
-            edges = sorted({at, at + stop - start, *(cut for cut in cuts if at < cut < at + stop - start)})
-            for low, high in pairwise(edges):
-                if first <= low and high <= last:
-                    span = (start + low - at, start + high - at)
-                    found.append(((low - first, high - first), span, self._copies(dim, low)))
-            at += stop - start
-        return found
+            edges = sorted(
+                {
+                    local_start,
+                    local_start + stop - start,
+                    *(cut for cut in cuts if local_start < cut < local_start + stop - start),
+                }
+            )
+            for start_edge, stop_edge in pairwise(edges):
+                if first_row <= start_edge and stop_edge <= stop_row:
+                    span = (start + start_edge - local_start, start + stop_edge - local_start)
+                    runs.append(((start_edge - first_row, stop_edge - first_row), span, self._copies(dim, start_edge)))
+            local_start += stop - start
+        return runs
 
     def _copies(self, dim: int, index: int) -> int:
         if dim == self.copied_dim:

@@ -32,20 +32,22 @@ def overridden(table: ShardingTable, rows: Mapping[str, str], names: Iterable[st
         ConfigError: for an unknown kind, a row that matches nothing, rows that contradict each other or within a group,
             and a split that the table hasn't; each with what would work.
     """
-    wanted = _wanted(rows, list(names))
-    layers = {name: _layer(name, found, wanted) for name, found in table.layers.items()}
-    kept = _vocabulary(table, wanted)
-    inside = {weight for name, found in table.layers.items() for weight in wanted if weight.startswith(f"{name}.")}
-    heads = {f"{module}.{part}" for module in table.vocabulary for part in ("weight", "bias")}
-    for weight, (kind, glob) in wanted.items():
-        if kind != "whole" and weight not in inside | heads:
+    row_of_weight = _rows_by_weight(rows, list(names))
+    layers = {name: _overridden_layer(name, layer_rows, row_of_weight) for name, layer_rows in table.layers.items()}
+    with_vocabulary = _overridden_vocabulary(table, row_of_weight)
+    layer_weights = {
+        weight for name, layer_rows in table.layers.items() for weight in row_of_weight if weight.startswith(f"{name}.")
+    }
+    vocabulary_weights = {f"{module}.{attribute}" for module in table.vocabulary for attribute in ("weight", "bias")}
+    for weight, (kind, glob) in row_of_weight.items():
+        if kind != "whole" and weight not in layer_weights | vocabulary_weights:
             raise ConfigError(_refusal(glob, kind, weight, "outside of the layers only the vocabulary is split"))
-    return dataclasses.replace(kept, layers=layers)
+    return dataclasses.replace(with_vocabulary, layers=layers)
 
 
-def _wanted(rows: Mapping[str, str], names: list[str]) -> dict[str, tuple[str, str]]:
+def _rows_by_weight(rows: Mapping[str, str], names: list[str]) -> dict[str, tuple[str, str]]:
     """(kind, glob) by weight."""
-    wanted: dict[str, tuple[str, str]] = {}
+    row_of_weight: dict[str, tuple[str, str]] = {}
     for glob, kind in rows.items():
         if kind not in KINDS:
             raise ConfigError(f"sharding: '{glob}' = '{kind}' is no kind of row{nearest(kind, KINDS)}")
@@ -53,48 +55,55 @@ def _wanted(rows: Mapping[str, str], names: list[str]) -> dict[str, tuple[str, s
         if not matched:
             raise ConfigError(f"sharding: '{glob}' matches no weight of the model{nearest(glob, names)}")
         for name in matched:
-            before = wanted.setdefault(name, (kind, glob))
-            if before[0] != kind:
-                both = f"'{before[0]}' by '{before[1]}' and '{kind}' by '{glob}'"
-                raise ConfigError(f"sharding: {name} is {both}; narrow one of the two")
-    return wanted
+            earlier = row_of_weight.setdefault(name, (kind, glob))
+            if earlier[0] != kind:
+                contradiction = f"'{earlier[0]}' by '{earlier[1]}' and '{kind}' by '{glob}'"
+                raise ConfigError(f"sharding: {name} is {contradiction}; narrow one of the two")
+    return row_of_weight
 
 
-def _layer(layer: str, rows: LayerRows, wanted: Mapping[str, tuple[str, str]]) -> LayerRows:
-    own = {name.removeprefix(f"{layer}."): row for name, row in wanted.items() if name.startswith(f"{layer}.")}
-    if not own:
+def _overridden_layer(layer: str, rows: LayerRows, row_of_weight: Mapping[str, tuple[str, str]]) -> LayerRows:
+    rows_here = {
+        name.removeprefix(f"{layer}."): row for name, row in row_of_weight.items() if name.startswith(f"{layer}.")
+    }
+    if not rows_here:
         return rows
-    groups, refused, split, needs = [], dict(rows.refused), set[str](), ""
+    groups, refused, split, sequence_refusal = [], dict(rows.refused), set[str](), ""
     for group in rows.groups:
         roles = dict(_roles(group))
-        asked = {name: own[name] for name in roles if name in own}
+        group_rows = {name: rows_here[name] for name in roles if name in rows_here}
         split |= roles.keys()
-        for name, (kind, glob) in asked.items():
+        for name, (kind, glob) in group_rows.items():
             if kind not in ("whole", *roles[name]):
                 (role,) = roles[name]
-                why = f"the table splits it by {role}"
-                raise ConfigError(_refusal(glob, kind, f"{layer}.{name}", why, f"'{role}' or 'whole'"))
-        kinds = {kind for kind, _ in asked.values()}
+                reason = f"the table splits it by {role}"
+                raise ConfigError(_refusal(glob, kind, f"{layer}.{name}", reason, f"'{role}' or 'whole'"))
+        kinds = {kind for kind, _ in group_rows.values()}
         if "whole" not in kinds:
             groups.append(group)
             continue
-        held = next((name for name, (kind, _) in asked.items() if kind != "whole"), None)
-        if held is not None:
-            whole = next(name for name, (kind, _) in asked.items() if kind == "whole")
+        split_name = next((name for name, (kind, _) in group_rows.items() if kind != "whole"), None)
+        if split_name is not None:
+            whole_name = next(name for name, (kind, _) in group_rows.items() if kind == "whole")
+            kind_of_split = group_rows[split_name][0]
             raise ConfigError(
-                f"sharding: {layer}.{held} is '{asked[held][0]}' but {layer}.{whole} 'whole', and one can't be split "
-                f"without the other; write 'whole' for both: {', '.join(sorted(roles))}"
+                f"sharding: {layer}.{split_name} is '{group_rows[split_name][0]}' but {layer}.{whole_name} 'whole', and one "
+                f"can't be split without the other; write 'whole' for both: {', '.join(sorted(roles))}"
             )
         refused |= dict.fromkeys((*group.column_linears, group.row_linear), REASON)
         if group.heads:
-            needs = f"{group.row_linear} isn't split and needs all tokens: {REASON}"
-    for name, (kind, glob) in own.items():
+            sequence_refusal = f"{group.row_linear} isn't split and needs all tokens: {REASON}"
+    for name, (kind, glob) in rows_here.items():
         if kind != "whole" and name not in split:
-            known = (text for part, text in rows.refused.items() if name.startswith(f"{part}."))
-            why = next(known, "it is in no group")
-            raise ConfigError(_refusal(glob, kind, f"{layer}.{name}", f"the table keeps it whole: {why}"))
-    kept = dataclasses.replace(rows, groups=tuple(groups), refused=refused)
-    return dataclasses.replace(kept, sequence=False, sequence_refused=needs) if needs and rows.sequence else kept
+            reasons = (reason for module, reason in rows.refused.items() if name.startswith(f"{module}."))
+            reason = next(reasons, "it is in no group")
+            raise ConfigError(_refusal(glob, kind, f"{layer}.{name}", f"the table keeps it whole: {reason}"))
+    overridden_rows = dataclasses.replace(rows, groups=tuple(groups), refused=refused)
+    return (
+        dataclasses.replace(overridden_rows, sequence=False, sequence_refused=sequence_refusal)
+        if sequence_refusal and rows.sequence
+        else overridden_rows
+    )
 
 
 def _roles(group: ShardingGroup) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -107,22 +116,24 @@ def _roles(group: ShardingGroup) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield split.name, ("rows",) if path == group.row_linear else ("columns",)
 
 
-def _vocabulary(table: ShardingTable, wanted: Mapping[str, tuple[str, str]]) -> ShardingTable:
+def _overridden_vocabulary(table: ShardingTable, row_of_weight: Mapping[str, tuple[str, str]]) -> ShardingTable:
     """Embedding and head are split together or not at all, since they may be one weight."""
-    names = {f"{module}.{part}": module for module in table.vocabulary for part in ("weight", "bias")}
-    asked = {module: wanted[name] for name, module in names.items() if name in wanted}
-    for module, (kind, glob) in asked.items():
+    names = {f"{module}.{attribute}": module for module in table.vocabulary for attribute in ("weight", "bias")}
+    row_of_module = {module: row_of_weight[name] for name, module in names.items() if name in row_of_weight}
+    for module, (kind, glob) in row_of_module.items():
         if kind == "rows":
-            why = "its dim 0, the vocabulary, is split"
-            raise ConfigError(_refusal(glob, kind, module, why, "'columns' or 'whole'"))
-    kinds = {kind for kind, _ in asked.values()}
+            reason = "its dim 0, the vocabulary, is split"
+            raise ConfigError(_refusal(glob, kind, module, reason, "'columns' or 'whole'"))
+    kinds = {kind for kind, _ in row_of_module.values()}
     if "whole" not in kinds:
         return table
     if len(kinds) > 1:
-        raise ConfigError(f"sharding: {' and '.join(asked)} hold the vocabulary together; write the same for both")
+        raise ConfigError(
+            f"sharding: {' and '.join(row_of_module)} hold the vocabulary together; write the same for both"
+        )
     refused = dict(table.refused) | dict.fromkeys(table.vocabulary, REASON)
     return dataclasses.replace(table, vocabulary=(), headless=True, refused=refused)
 
 
-def _refusal(glob: str, kind: str, weight: str, why: str, works: str = "'whole', or leave the row out") -> str:
-    return f"sharding: '{glob}' = '{kind}' asks for a split of {weight}, but {why}; what works: {works}"
+def _refusal(glob: str, kind: str, weight: str, reason: str, cure: str = "'whole', or leave the row out") -> str:
+    return f"sharding: '{glob}' = '{kind}' asks for a split of {weight}, but {reason}; what works: {cure}"

@@ -84,15 +84,15 @@ def test_ranks_whose_experts_get_no_token() -> None:
 
 def _detached_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router learns nothing."""
-    routed = token_dispatch.Dispatch._routed
-    monkeypatch.setattr(token_dispatch.Dispatch, "_routed", lambda s, x, index, w: routed(s, x, index, w.detach()))
+    routed = token_dispatch.Dispatch._route
+    monkeypatch.setattr(token_dispatch.Dispatch, "_route", lambda s, x, index, w: routed(s, x, index, w.detach()))
 
 
 def _unweighted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of experts are added up as they are."""
-    routed = token_dispatch.Dispatch._routed
+    routed = token_dispatch.Dispatch._route
     monkeypatch.setattr(
-        token_dispatch.Dispatch, "_routed", lambda s, x, index, w: routed(s, x, index, torch.ones_like(w))
+        token_dispatch.Dispatch, "_route", lambda s, x, index, w: routed(s, x, index, torch.ones_like(w))
     )
 
 
@@ -137,7 +137,7 @@ def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
             None,
         )
 
-    monkeypatch.setattr(token_dispatch._Exchanged, "backward", staticmethod(nothing))
+    monkeypatch.setattr(token_dispatch._ExchangeRows, "backward", staticmethod(nothing))
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_impossible_pipelines_are_refused_before_a_rank_starts(text: str, why: s
 
 
 def _tie_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline._Shared, "start", lambda self: lambda: None)
+    monkeypatch.setattr(pipeline._SharedWeight, "start", lambda self: lambda: None)
 
 
 def _tie_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,13 +134,13 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
 @contextlib.contextmanager
 def even_routing() -> Iterator[None]:
     """Makes routers choose every expert as often, on every rank."""
-    plain = Dispatch._routed
+    plain = Dispatch._route
 
     def even(self: Any, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return plain(self, tokens, torch.arange(index.numel()).view(index.shape) % self._rows.experts, weights)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Dispatch, "_routed", even)
+        patch.setattr(Dispatch, "_route", even)
         yield
 
 

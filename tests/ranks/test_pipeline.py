@@ -157,7 +157,7 @@ def test_receives_are_posted_before_a_step_computes(layout: str) -> None:
     def work(rank: int) -> list[list[str]]:
         program: Any = program_of(layout)
         program.forward_backward(batches(4), 1.0, (0, 0))
-        rows = program._run[1]._run.pipeline_order_with_comms
+        rows = program._current_run[1]._runtime.pipeline_order_with_comms
         return [[action.computation_type.value for action in rows[place]] for place in sorted(rows)]
 
     for kinds in run_ranks(2, work)[0]:

@@ -38,7 +38,7 @@ class _Collective:
 def booked(monkeypatch: pytest.MonkeyPatch, over_ms: float, compute_ms: float) -> tuple[float, float]:
     """Returns milliseconds and exposed ones of a collective beside which the device computes."""
     stream, log = _Stream(), TrafficLog()
-    monkeypatch.setattr(axis_group, "_recorded_event", stream.event)
+    monkeypatch.setattr(axis_group, "_record_event", stream.event)
     group: Any = SimpleNamespace(axis="shard", on_cuda=True, log=log)
     transfer = PendingCollective([_Collective(stream, over_ms)], lambda: None, group, "all_gather", 1000)
     stream.now_ms += compute_ms
