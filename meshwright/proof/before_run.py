@@ -86,7 +86,7 @@ class Proof:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Small:
+class _StandIn:
     """What is proven in a run's place."""
 
     layout: Layout
@@ -124,37 +124,39 @@ def prove_ahead(
     Raises:
         KeyboardInterrupt: at a Ctrl-C or SIGTERM meanwhile.
     """
-    text, began = str(layout), time.monotonic()
-    small: _Small | None = None
+    layout_text, started = str(layout), time.monotonic()
+    stand_in: _StandIn | None = None
     try:
-        small = _smaller(built, layout, vocab, tokens)
+        stand_in = _small_stand_in(built, layout, vocab, tokens)
         with tempfile.TemporaryDirectory(prefix="meshwright-proof-", ignore_cleanup_errors=True) as folder:
-            verdict = _beside(small, documents, limit_s, folder)
+            verdict = _prove_in_child(stand_in, documents, limit_s, folder)
     except Exception as error:  # no reason to keep a run from training
-        seconds = time.monotonic() - began
-        late = seconds >= limit_s
-        why = f"it wasn't finished within {limit_s:g} s (train.prove_s)" if late else one_line(error)
-        proven, instead = (small.text, small.instead) if small else ("", ())
-        outcome = "unfinished" if late else "refused"
-        return Proof(outcome=outcome, layout=text, proven=proven, instead=instead, why=why, seconds=seconds)
+        seconds = time.monotonic() - started
+        timed_out = seconds >= limit_s
+        reason = f"it wasn't finished within {limit_s:g} s (train.prove_s)" if timed_out else one_line(error)
+        proven_layout, differences = (stand_in.text, stand_in.instead) if stand_in else ("", ())
+        outcome = "unfinished" if timed_out else "refused"
+        return Proof(
+            outcome=outcome, layout=layout_text, proven=proven_layout, instead=differences, why=reason, seconds=seconds
+        )
     return Proof(
         outcome=verdict.outcome,
-        layout=text,
-        proven=small.text,
-        instead=small.instead,
-        why=_why(verdict),
-        seconds=time.monotonic() - began,
+        layout=layout_text,
+        proven=stand_in.text,
+        instead=stand_in.instead,
+        why=_failure_reason(verdict),
+        seconds=time.monotonic() - started,
         verdict=verdict.to_json(),
     )
 
 
-def _why(verdict: Verdict) -> str:
+def _failure_reason(verdict: Verdict) -> str:
     if verdict.outcome == "wrong":
         return f"it doesn't compute what one device computes: {verdict.wrong}"
     return verdict.refused or verdict.crashed
 
 
-def _beside(small: _Small, documents: bool, limit_s: float, folder: str) -> Verdict:
+def _prove_in_child(stand_in: _StandIn, documents: bool, limit_s: float, folder: str) -> Verdict:
     """Runs the proof in a forked process, whose ranks and helpers end with it."""
     launcher = ForkLauncher(1, devices=found_devices(1, kind="cpu"))
 
@@ -163,21 +165,23 @@ def _beside(small: _Small, documents: bool, limit_s: float, folder: str) -> Verd
             raise KeyboardInterrupt
 
     try:
-        launcher.start(_proven, small, documents, limit_s, folder)
-        found: Verdict = launcher.wait(limit_s, watch)[0]
+        launcher.start(_prove_in_process, stand_in, documents, limit_s, folder)
+        verdict: Verdict = launcher.wait(limit_s, watch)[0]
     finally:
         launcher.cancel()
-    return found
+    return verdict
 
 
-def _proven(context: RankContext, small: _Small, documents: bool, limit_s: float, folder: str) -> Verdict:
+def _prove_in_process(
+    context: RankContext, stand_in: _StandIn, documents: bool, limit_s: float, folder: str
+) -> Verdict:
     """Proves, in a process that forks ranks of its own; what it leaves lies in a folder that its launcher removes."""
     tempfile.tempdir = folder
-    layout = small.layout
+    layout = stand_in.layout
     rows = layout.batch_unit * (1 if layout.batch_unit > 1 else 2)
     case = Case(
-        build=small.build,
-        batches=made_up_batches(1, rows, small.tokens, small.vocab or VOCABULARY, documents),
+        build=stand_in.build,
+        batches=made_up_batches(1, rows, stand_in.tokens, stand_in.vocab or VOCABULARY, documents),
         recipe=OptimizerRecipe(),
         timeout_s=limit_s,
         allow_whole=True,
@@ -186,97 +190,107 @@ def _proven(context: RankContext, small: _Small, documents: bool, limit_s: float
     return verify(case, [layout])[0]
 
 
-def _smaller(built: BuiltModel, layout: Layout, vocab: int, tokens: int) -> _Small:
+def _small_stand_in(built: BuiltModel, layout: Layout, vocab: int, tokens: int) -> _StandIn:
     """Returns what a machine can prove in seconds.
 
     Raises:
         ConfigError: for a function too large for that, whose sizes are its own.
         PlanError: when no layout of few ranks is like this one.
     """
-    config, instead = built.config, ["float64 on CPU ranks"]
-    most = max(FEW, min(MANY, count_cores()))
+    config, differences = built.config, ["float64 on CPU ranks"]
+    rank_limit = max(FEW, min(MANY, count_cores()))
     if config.kind == "function":
-        elements = sum(item.numel() for item in built.module.parameters())
+        elements = sum(parameter.numel() for parameter in built.module.parameters())
         if elements > SMALL:
             raise ConfigError(
                 f"model '{config.name}' has {elements} parameters, and a function can't be shrunk to what is proven in "
                 "seconds; meshwright verify --full takes the time"
             )
-        few = few_ranks(layout, most, len(built.structure.layers))
-        small = _Small(layout=few, model=config, tokens=tokens, vocab=vocab, instead=())
+        few_rank_layout = few_ranks(layout, rank_limit, len(built.structure.layers))
+        stand_in = _StandIn(layout=few_rank_layout, model=config, tokens=tokens, vocab=vocab, instead=())
     else:
-        few = few_ranks(layout, most, None)
-        parts = few.degree("tp") * few.degree("cp")
-        clone = with_every_kind(built, shrink(config, layers_needed([few]), parts=parts))
-        instead.append("a small clone of the model")
-        taken = tokens
+        few_rank_layout = few_ranks(layout, rank_limit, None)
+        split_degree = few_rank_layout.degree("tp") * few_rank_layout.degree("cp")
+        clone = with_every_kind(built, shrink(config, layers_needed([few_rank_layout]), parts=split_degree))
+        differences.append("a small clone of the model")
+        row_tokens = tokens
         if tokens > TOKENS:
-            unit = 2 * few.degree("cp") * few.degree("tp")
-            taken = TOKENS // unit * unit
-            instead.append(f"{taken} of {tokens} tokens a row")
-        small = _Small(layout=few, model=clone, tokens=taken, vocab=VOCABULARY, instead=())
+            unit = 2 * few_rank_layout.degree("cp") * few_rank_layout.degree("tp")
+            row_tokens = TOKENS // unit * unit
+            differences.append(f"{row_tokens} of {tokens} tokens a row")
+        stand_in = _StandIn(layout=few_rank_layout, model=clone, tokens=row_tokens, vocab=VOCABULARY, instead=())
         try:
-            small.build()
+            stand_in.build()
         except ConfigError:
-            small = dataclasses.replace(small, vocab=None)  # a vocabulary that is the directory's own
-    if few.degrees != layout.degrees:
-        instead.append(f"{few.world} of {layout.world} ranks")
-    return dataclasses.replace(small, instead=tuple(instead))
+            stand_in = dataclasses.replace(stand_in, vocab=None)  # a vocabulary that is the directory's own
+    if few_rank_layout.degrees != layout.degrees:
+        differences.append(f"{few_rank_layout.world} of {layout.world} ranks")
+    return dataclasses.replace(stand_in, instead=tuple(differences))
 
 
-def few_ranks(layout: Layout, most: int, layers: int | None) -> Layout:
+def few_ranks(layout: Layout, rank_limit: int, layers: int | None) -> Layout:
     """Returns a layout like another, in float64 on at most so many CPU ranks.
 
     Degrees become smaller, those of copies first; choices stay where the CPU has them and they fit.
 
     Args:
         layout: of the run.
-        most: ranks.
+        rank_limit: ranks.
         layers: of the model; None for as many as the layout takes.
 
     Raises:
         PlanError: when there is none of two and more ranks.
     """
-    plain = dataclasses.replace(layout, precision="float64", offload="none", compile=False)
-    for degrees in _fewer(layout.degrees, most):
-        for choices in _choices(plain, degrees):
+    base = dataclasses.replace(layout, precision="float64", offload="none", compile=False)
+    for degrees in _smaller_degrees(layout.degrees, rank_limit):
+        for choices in _choices_that_may_fit(base, degrees):
             try:
-                few = choices.with_degrees(degrees)
-                check(few, "cpu", layers_needed([few]) if layers is None else layers)
-                if few.batch_unit <= 32:
-                    return few
+                candidate = choices.with_degrees(degrees)
+                check(candidate, "cpu", layers_needed([candidate]) if layers is None else layers)
+                if candidate.batch_unit <= 32:
+                    return candidate
             except PlanError:
                 continue
-    raise PlanError(f"no layout of at most {most} ranks is like {layout}; meshwright verify proves it on more ranks")
+    raise PlanError(
+        f"no layout of at most {rank_limit} ranks is like {layout}; meshwright verify proves it on more ranks"
+    )
 
 
-def _fewer(degrees: Mapping[str, int], most: int) -> list[dict[str, int]]:
-    """Degrees of two to ``most`` ranks, the most like ``degrees`` first: axes in use, then ranks."""
+def _smaller_degrees(degrees: Mapping[str, int], rank_limit: int) -> list[dict[str, int]]:
+    """Degrees of two to ``rank_limit`` ranks, the most like ``degrees`` first: axes in use, then ranks."""
     options = [
-        sorted({size for size in (1, 2, *range(3, min(degree, most) + 1)) if degree % size == 0 or size == 2})
+        sorted({size for size in (1, 2, *range(3, min(degree, rank_limit) + 1)) if degree % size == 0 or size == 2})
         for degree in degrees.values()
     ]
-    found = [dict(zip(degrees, sizes)) for sizes in itertools.product(*options)]
-    fitting = [one for one in found if 1 < world_size(one) <= most]
-    return sorted(fitting, key=lambda one: (_in_use(one), world_size(one), math.prod(one.values())), reverse=True)
+    combinations = [dict(zip(degrees, sizes)) for sizes in itertools.product(*options)]
+    usable = [degrees_of_one for degrees_of_one in combinations if 1 < world_size(degrees_of_one) <= rank_limit]
+    return sorted(
+        usable,
+        key=lambda degrees_of_one: (
+            _axes_in_use(degrees_of_one),
+            world_size(degrees_of_one),
+            math.prod(degrees_of_one.values()),
+        ),
+        reverse=True,
+    )
 
 
-def _in_use(degrees: Mapping[str, int]) -> int:
+def _axes_in_use(degrees: Mapping[str, int]) -> int:
     return sum(_WEIGHT.get(name, 2) for name, degree in degrees.items() if degree > 1)
 
 
-def _choices(layout: Layout, degrees: Mapping[str, int]) -> Iterator[Layout]:
+def _choices_that_may_fit(layout: Layout, degrees: Mapping[str, int]) -> Iterator[Layout]:
     """Yields the layout with fewer micro-batches, and then with less and less of what may not fit fewer ranks."""
     pipeline, mode = degrees.get("pp", 1), layout.recompute.mode
     counts = [min(layout.microbatches, 2 * pipeline)] + [layout.microbatches, 4 * pipeline] * (pipeline > 1)
-    tried = itertools.product(
+    combinations = itertools.product(
         (layout.recompute, Recompute(mode, 1 if layout.recompute else 0)),
         (layout.rows, BatchShares()),
         (layout.split, StageSplit()),
         ((layout.schedule, layout.stages), ("", 0)),
         counts,
     )
-    for recompute, rows, split, (schedule, stages), count in dict.fromkeys(tried):
+    for recompute, rows, split, (schedule, stages), count in dict.fromkeys(combinations):
         yield dataclasses.replace(
             layout,
             microbatches=count,

@@ -22,9 +22,9 @@ class Difference:
         floor: what AdamW's steps may have moved a weight by: the sum of their learning rates.
     """
 
-    def __init__(self, wanted: Mapping[str, Any], precision: str, floor: float) -> None:
-        self._wanted, self._floor = wanted, floor
-        self._plain: Mapping[Any, tuple[torch.Tensor, float]] = wanted.get("plain", {})
+    def __init__(self, expected: Mapping[str, Any], precision: str, floor: float) -> None:
+        self._expected, self._floor = expected, floor
+        self._plain: Mapping[Any, tuple[torch.Tensor, float]] = expected.get("plain", {})
         self._rounding = None if precision == "float64" else Rounding(unit=UNITS[precision])
         self.loss = self.norm = Deviation(error=0.0, bound=EXACT)
         self.gradients: dict[str, Deviation] = {}
@@ -32,8 +32,8 @@ class Difference:
 
     def outcome(self, step: int, loss: float, norm: float) -> None:
         """Compares a step's loss and gradient norm."""
-        self.loss = worst_of((self.loss, self._scalar("losses", step, loss)))
-        self.norm = worst_of((self.norm, self._scalar("norms", step, norm)))
+        self.loss = worst_of((self.loss, self._compare_scalar("losses", step, loss)))
+        self.norm = worst_of((self.norm, self._compare_scalar("norms", step, norm)))
 
     def gradient(self, step: int, weights: Sequence[Weight], factor: torch.Tensor) -> None:
         """Compares what the weights hold with a step's gradients.
@@ -43,47 +43,55 @@ class Difference:
             weights: of this rank.
             factor: from held to true gradients.
         """
-        gradients = self._wanted["gradients"][step]
-        scale, known = scales(gradients), dict[str, PlainDeviation]()
+        gradients = self._expected["gradients"][step]
+        largest_by_name, plain_by_name = scales(gradients), dict[str, PlainDeviation]()
         if self._rounding is not None:
-            known = plain_deviations({name: self._plain[step, name] for name in gradients}, tensor_scales(gradients))
+            plain_by_name = plain_deviations(
+                {name: self._plain[step, name] for name in gradients}, tensor_scales(gradients)
+            )
         for weight in weights:
             assert weight.gradient is not None
-            found = weight.gradient.cpu().to(torch.float64) * factor.cpu()
-            part = weight.part(gradients[weight.name])
+            measured = weight.gradient.cpu().to(torch.float64) * factor.cpu()
+            expected_shard = weight.part(gradients[weight.name])
             if self._rounding is None:
-                gap = Deviation(error=part_error(found, part, scale[weight.name]), bound=EXACT)
+                deviation = Deviation(
+                    error=part_error(measured, expected_shard, largest_by_name[weight.name]), bound=EXACT
+                )
             else:
                 plain = weight.part(self._plain[step, weight.name][0])
-                gap = self._rounding.gradient(found, part, plain, known[weight.name], step)
-            self.gradients[weight.name] = worst_of((self.gradients.get(weight.name, gap), gap))
+                deviation = self._rounding.gradient(measured, expected_shard, plain, plain_by_name[weight.name], step)
+            self.gradients[weight.name] = worst_of((self.gradients.get(weight.name, deviation), deviation))
 
     def trained(self, weights: Sequence[Weight], steps: int) -> None:
         """Compares weights after the last of some steps; in low precision relative to what these moved them by."""
-        wanted, known = self._wanted["weights"], dict[str, PlainDeviation]()
+        expected, plain_by_name = self._expected["weights"], dict[str, PlainDeviation]()
         if self._rounding is not None:
-            moved = TensorScale(rms=self._floor, largest=self._floor)
-            known = plain_deviations(
-                {name: self._plain["weights", name] for name in wanted}, dict.fromkeys(wanted, moved)
+            update_scale = TensorScale(rms=self._floor, largest=self._floor)
+            plain_by_name = plain_deviations(
+                {name: self._plain["weights", name] for name in expected}, dict.fromkeys(expected, update_scale)
             )
         for weight in weights:
-            whole, found = wanted[weight.name], weight.local.cpu()
-            part = weight.part(whole)
+            full_weight, measured = expected[weight.name], weight.local.cpu()
+            expected_shard = weight.part(full_weight)
             if self._rounding is None:
-                gap = Deviation(error=part_error(found, part, max(largest([whole]), self._floor)), bound=EXACT)
+                deviation = Deviation(
+                    error=part_error(measured, expected_shard, max(largest([full_weight]), self._floor)), bound=EXACT
+                )
             else:
                 plain = weight.part(self._plain["weights", weight.name][0])
-                gap = self._rounding.weight(found, part, plain, known[weight.name], steps - 1)
-            self.weights[weight.name] = gap
+                deviation = self._rounding.weight(
+                    measured, expected_shard, plain, plain_by_name[weight.name], steps - 1
+                )
+            self.weights[weight.name] = deviation
 
     @property
     def found(self) -> dict[str, Any]:
         """What `compare.merged` takes of a rank."""
         return {"loss": self.loss, "norm": self.norm, "gradients": self.gradients, "weights": self.weights}
 
-    def _scalar(self, kind: str, step: int, found: float) -> Deviation:
-        wanted = self._wanted[kind]
+    def _compare_scalar(self, kind: str, step: int, measured: float) -> Deviation:
+        expected = self._expected[kind]
         if self._rounding is None:
-            return Deviation(error=relative(found, wanted[step]), bound=EXACT)
-        plain = max(float(error) / max(abs(value), 1e-300) for error, value in zip(self._plain[kind][0], wanted))
-        return self._rounding.scalar(found, wanted[step], plain, step)
+            return Deviation(error=relative(measured, expected[step]), bound=EXACT)
+        plain = max(float(error) / max(abs(value), 1e-300) for error, value in zip(self._plain[kind][0], expected))
+        return self._rounding.scalar(measured, expected[step], plain, step)

@@ -40,11 +40,11 @@ class Masks(TorchFunctionMode):
         self._stack: list[list[Any]] = [["", 0, 0]]
         self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
-        inside = tuple(f"{layer}." for layer in layers)
-        for path, part in module.named_modules():
-            if not path.startswith(inside):
-                self._hooks.append(part.register_forward_pre_hook(self._entering(path)))
-                self._hooks.append(part.register_forward_hook(self._left))
+        layer_prefixes = tuple(f"{layer}." for layer in layers)
+        for path, submodule in module.named_modules():
+            if not path.startswith(layer_prefixes):
+                self._hooks.append(submodule.register_forward_pre_hook(self._pushes_call(path)))
+                self._hooks.append(submodule.register_forward_hook(self._pop_call))
 
     def __exit__(self, *error: Any) -> None:
         """Leaves the module as it was."""
@@ -56,26 +56,26 @@ class Masks(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Called by torch for each function."""
-        named = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func is functional.scaled_dot_product_attention:
-            return self._attention(func, args, named)
+            return self._attention(func, args, keywords)
         if func in (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d):
-            given = dict(zip(("input", "p", "training", "inplace"), args)) | named
-            x, p = given["input"], given.get("p", 0.5)
-            if not given.get("training", True) or p == 0:
-                return func(*args, **named)
+            arguments = dict(zip(("input", "p", "training", "inplace"), args)) | keywords
+            x, p = arguments["input"], arguments.get("p", 0.5)
+            if not arguments.get("training", True) or p == 0:
+                return func(*args, **keywords)
             shape = x.shape if func is functional.dropout else (*x.shape[:2], *(1 for _ in x.shape[2:]))
             return x * self._noise(shape, p, x)
-        out = func(*args, **named)
+        out = func(*args, **keywords)
         if func in (torch.rand, torch.rand_like):
             return out.copy_(self._numbers(out.shape) / 2**32)
         if func in (torch.randn, torch.randn_like):
             return out.copy_(torch.special.ndtri(self._numbers(out.shape) / 2**32))
         if func is torch.Tensor.bernoulli_:
-            return out.copy_(self._numbers(out.shape) / 2**32 < (args[1] if len(args) > 1 else named.get("p", 0.5)))
+            return out.copy_(self._numbers(out.shape) / 2**32 < (args[1] if len(args) > 1 else keywords.get("p", 0.5)))
         return out
 
-    def _entering(self, path: str) -> Callable[..., None]:
+    def _pushes_call(self, path: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             call = self._calls.get(path, 0)
             self._calls[path] = call + 1
@@ -83,19 +83,19 @@ class Masks(TorchFunctionMode):
 
         return enter
 
-    def _left(self, *_: Any) -> None:
+    def _pop_call(self, *_: Any) -> None:
         self._stack.pop()
 
-    def _attention(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)) | named
-        p = given.get("dropout_p", 0.0)
+    def _attention(self, func: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        arguments = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)) | keywords
+        p = arguments.get("dropout_p", 0.0)
         if not p:
-            return func(*args, **named)
-        query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+            return func(*args, **keywords)
+        query, key, value, mask = arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_mask")
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        scores = query @ key.transpose(-1, -2) * (given.get("scale") or 1 / math.sqrt(query.shape[-1]))
-        if given.get("is_causal"):
+        scores = query @ key.transpose(-1, -2) * (arguments.get("scale") or 1 / math.sqrt(query.shape[-1]))
+        if arguments.get("is_causal"):
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
             if mask.dtype == torch.bool:
@@ -112,17 +112,17 @@ class Masks(TorchFunctionMode):
         path, call, number = self._stack[-1]
         self._stack[-1][2] += 1
         base = hashlib.blake2b(f"{self._name},{path}:{call},{number}".encode(), digest_size=8).digest()
-        each = self._rows if shape else 1
-        size = math.prod(shape) // each
+        rows = self._rows if shape else 1
+        size = math.prod(shape) // rows
         width = shape[-1] if len(shape) > 1 else 1
-        line, last = np.divmod(np.arange(size, dtype=np.uint64), np.uint64(width))
-        found = []
-        for row in range(self._first, self._first + each):
+        line, column = np.divmod(np.arange(size, dtype=np.uint64), np.uint64(width))
+        rows_of_numbers = []
+        for row in range(self._first, self._first + rows):
             key = _splitmix(int.from_bytes(base, "little") + (row + 1 if shape else 0) * 0x9E3779B97F4A7C15)
             u = _mixed(_product(line, 0x9E3779B9) + np.uint64(key % 2**32))
             v = _mixed(_product(line, 0x85EBCA6B) + np.uint64(key >> 32))
-            found.append(_mixed(_product(last, 0x9E3779B9) + u, v))
-        return torch.from_numpy(np.stack(found).astype(np.float64) + 0.5).view(tuple(shape))
+            rows_of_numbers.append(_mixed(_product(column, 0x9E3779B9) + u, v))
+        return torch.from_numpy(np.stack(rows_of_numbers).astype(np.float64) + 0.5).view(tuple(shape))
 
 
 def _splitmix(z: int) -> int:
@@ -136,9 +136,9 @@ def _product(x: Any, factor: int) -> Any:
     return x * np.uint64(factor) & _LOW
 
 
-def _mixed(x: Any, more: Any = _NONE) -> Any:
+def _mixed(x: Any, addend: Any = _NONE) -> Any:
     x = x & _LOW
     x = _product(x ^ (x >> np.uint64(16)), 0x7FEB352D)
     x = x ^ (x >> np.uint64(15))
-    x = _product((x + more) & _LOW, 0x846CA68B)
+    x = _product((x + addend) & _LOW, 0x846CA68B)
     return x ^ (x >> np.uint64(16))

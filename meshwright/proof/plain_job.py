@@ -66,11 +66,11 @@ class PlainRows:
         """Returns a step's global batch."""
         starts = [self._start(step * self._rows + row) for row in range(self._rows)]
         tokens, targets, positions = zip(*(self._row(start) for start in starts))
-        broken = any(row[-1] != self._sequence - 1 for row in positions)
+        has_documents = any(row[-1] != self._sequence - 1 for row in positions)
         return PlainBatch(
             tokens=torch.tensor(tokens),
             targets=torch.tensor(targets),
-            positions=torch.tensor(positions) if broken else None,
+            positions=torch.tensor(positions) if has_documents else None,
         )
 
     def held_out(self, rows: int) -> Iterator[PlainBatch]:
@@ -84,8 +84,8 @@ class PlainRows:
 
     def _start(self, number: int) -> int:
         """Returns where in the text the run's row of this number begins."""
-        epoch, place = divmod(number, self._windows)
-        window = _shuffled(place, self._windows, _mix((epoch + self._order) % _WORD))
+        epoch, position = divmod(number, self._windows)
+        window = _shuffled(position, self._windows, _mix((epoch + self._order) % _WORD))
         return window * self._sequence + _mix((epoch + self._shift) % _WORD) % self._shifts
 
     def _row(self, start: int) -> tuple[list[int], list[int], list[int]]:
@@ -93,12 +93,12 @@ class PlainRows:
         text = self._tokens[start : start + self._sequence + 1].astype(np.int64).tolist()
         tokens, targets, positions = text[:-1], text[1:], list(range(self._sequence))
         if self._documents:
-            begins = {end - start for end in self._ends if start < end <= start + self._sequence}
-            place = 0
+            document_starts = {end - start for end in self._ends if start < end <= start + self._sequence}
+            position = 0
             for index in range(self._sequence):
-                place = 0 if index in begins or index == 0 else place + 1
-                positions[index] = place
-                if index + 1 in begins:
+                position = 0 if index in document_starts or index == 0 else position + 1
+                positions[index] = position
+                if index + 1 in document_starts:
                     targets[index] = IGNORED
         return tokens, targets, positions
 
@@ -115,21 +115,21 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _shuffled(place: int, size: int, key: int) -> int:
+def _shuffled(index: int, size: int, key: int) -> int:
     """Returns where a keyed permutation of 0 to ``size`` - 1 puts a place."""
     width = math.isqrt(size - 1) + 1
     height = -(-size // width)
     while True:
-        left, right = place % width, place // width
-        for number in range(_ROUNDS):
-            salt = _mix((key + number) % _WORD)
-            if number % 2:
+        left, right = index % width, index // width
+        for round_index in range(_ROUNDS):
+            salt = _mix((key + round_index) % _WORD)
+            if round_index % 2:
                 right = (right + _mix(left ^ salt) % height) % height
             else:
                 left = (left + _mix(right ^ salt) % width) % width
-        place = left + right * width
-        if place < size:
-            return place
+        index = left + right * width
+        if index < size:
+            return index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,13 +154,13 @@ class PlainSchedule:
             return self.peak * (step + 1) / (self.warmup + 1)
         if self.shape == "constant":
             return self.peak
-        first, last = self.warmup, max(self.warmup + 1, self.steps - 1)
+        decay_start, last_step = self.warmup, max(self.warmup + 1, self.steps - 1)
         if self.shape == "wsd":
-            first = round(self.steps * (1 - self.decay_share))
-            first = max(self.warmup, min(first, last - 1)) if self.decay_share else first
-        share = min(1.0, max(0.0, (step - first) / max(1, last - first)))
-        left = (1 + math.cos(math.pi * share)) / 2 if self.shape == "cosine" else 1 - share
-        return self.peak * (self.floor + (1 - self.floor) * left)
+            decay_start = round(self.steps * (1 - self.decay_share))
+            decay_start = max(self.warmup, min(decay_start, last_step - 1)) if self.decay_share else decay_start
+        share = min(1.0, max(0.0, (step - decay_start) / max(1, last_step - decay_start)))
+        remaining = (1 + math.cos(math.pi * share)) / 2 if self.shape == "cosine" else 1 - share
+        return self.peak * (self.floor + (1 - self.floor) * remaining)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,45 +210,45 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
         step), ``validation`` (step to ``loss``, ``accuracy`` and ``targets``), and ``state``: name in a checkpoint to
         value.
     """
-    named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     config = job.optimizer
-    decayed = [item for _, item in named if config.decay_all or item.dim() >= 2]
-    others = [item for _, item in named if not (config.decay_all or item.dim() >= 2)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    decayed = [parameter for _, parameter in trained if config.decay_all or parameter.dim() >= 2]
+    undecayed = [parameter for _, parameter in trained if not (config.decay_all or parameter.dim() >= 2)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=1.0, betas=config.betas, eps=config.eps, foreach=False
     )
     lists = ("losses", "norms", "rates", "tokens", "totals", "accuracies")
-    found: dict[str, Any] = {"validation": {}} | {name: [] for name in lists}
+    records: dict[str, Any] = {"validation": {}} | {name: [] for name in lists}
     for step in range(job.steps):
         batch = job.rows.batch(step)
         optimizer.zero_grad(set_to_none=True)
         logits = forward(module, batch, step)
         loss = _mean_loss(logits, batch.targets)
         loss.backward()
-        for _, item in named:
-            item.grad = torch.zeros_like(item) if item.grad is None else item.grad
-        parameters = [item for _, item in named]
+        for _, parameter in trained:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameters = [parameter for _, parameter in trained]
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf, foreach=False)
         for group in optimizer.param_groups:
             group["lr"] = job.schedule.rate(step)
         if not config.largest_norm or float(norm) <= config.largest_norm:
             optimizer.step()
-        found["losses"].append(loss.item())
-        found["norms"].append(float(norm))
-        found["rates"].append(job.schedule.rate(step))
-        found["tokens"].append(int((batch.targets != IGNORED).sum()))
-        found["totals"].append(sum(found["tokens"]))
-        found["accuracies"].append(_hits(logits, batch.targets) / max(1, found["tokens"][-1]))
+        records["losses"].append(loss.item())
+        records["norms"].append(float(norm))
+        records["rates"].append(job.schedule.rate(step))
+        records["tokens"].append(int((batch.targets != IGNORED).sum()))
+        records["totals"].append(sum(records["tokens"]))
+        records["accuracies"].append(_hits(logits, batch.targets) / max(1, records["tokens"][-1]))
         if step + 1 in job.evaluate:
-            found["validation"][step + 1] = _validation(module, forward, job, step + 1)
+            records["validation"][step + 1] = _validation(module, forward, job, step + 1)
     # Weights that aren't trained stand in a checkpoint too.
-    state = {f"weights/{name}": item.detach().clone() for name, item in module.named_parameters()}
-    for name, item in named:
-        moments = optimizer.state[item]  # none where no step was taken
+    state = {f"weights/{name}": parameter.detach().clone() for name, parameter in module.named_parameters()}
+    for name, parameter in trained:
+        moments = optimizer.state[parameter]  # none where no step was taken
         for moment in ("exp_avg", "exp_avg_sq"):
-            state[f"{moment}/{name}"] = moments[moment].clone() if moments else torch.zeros_like(item)
-    return found | {"state": state}
+            state[f"{moment}/{name}"] = moments[moment].clone() if moments else torch.zeros_like(parameter)
+    return records | {"state": state}
 
 
 def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -257,9 +257,9 @@ def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _hits(logits: torch.Tensor, targets: torch.Tensor) -> int:
     """Returns how many targets have the largest logit of their place; ``logits: (B, S, V)``, ``targets: (B, S)``."""
-    counted = targets != IGNORED
-    chosen = logits.detach()[counted].gather(1, targets[counted].unsqueeze(1)).squeeze(1)
-    return int((chosen == logits.detach()[counted].amax(dim=1)).sum())
+    has_target = targets != IGNORED
+    target_logits = logits.detach()[has_target].gather(1, targets[has_target].unsqueeze(1)).squeeze(1)
+    return int((target_logits == logits.detach()[has_target].amax(dim=1)).sum())
 
 
 def _validation(module: nn.Module, forward: Forward, job: PlainJob, step: int) -> dict[str, float]:

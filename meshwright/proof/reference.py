@@ -78,96 +78,107 @@ def train_plainly(
         Losses, norms, gradients of the steps that are compared, and last weights.
     """
     trace = Trace()
-    named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
-    kept = {name: item.detach().clone() if compute else item for name, item in named}
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    masters = {name: parameter.detach().clone() if compute else parameter for name, parameter in trained}
     groups = [
-        {"params": [item for item in kept.values() if item.dim() >= 2], "weight_decay": recipe.weight_decay},
-        {"params": [item for item in kept.values() if item.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in masters.values() if parameter.dim() >= 2],
+            "weight_decay": recipe.weight_decay,
+        },
+        {"params": [parameter for parameter in masters.values() if parameter.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, foreach=False
     )
     if compute:
-        for item in module.parameters():  # buffers keep their type, as under a layout
-            item.data = item.data.to(compute) if item.is_floating_point() else item.data
+        for parameter in module.parameters():  # buffers keep their type, as under a layout
+            parameter.data = parameter.data.to(compute) if parameter.is_floating_point() else parameter.data
     module.train(training)
-    random = torch.Generator().manual_seed(shake[1])
-    for step, parts in enumerate(batches):
+    generator = torch.Generator().manual_seed(shake[1])
+    for step, micro_batches in enumerate(batches):
         if compute:
-            _round_weights(named, kept, shake[0], random)
-        loss = _gradients(module, call, parts, named, kept, scale)
+            _round_weights(trained, masters, shake[0], generator)
+        loss = _accumulate_gradients(module, call, micro_batches, trained, masters, scale)
         if step in compared:
-            trace.gradients[step] = {name: item.grad.clone() for name, item in kept.items() if item.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(list(kept.values()), recipe.clip, foreach=False)
+            trace.gradients[step] = {
+                name: parameter.grad.clone() for name, parameter in masters.items() if parameter.grad is not None
+            }
+        norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), recipe.clip, foreach=False)
         optimizer.step()
         trace.losses.append(loss)
         trace.norms.append(float(norm))
-    trace.weights = {name: item.detach().clone() for name, item in kept.items()}
+    trace.weights = {name: parameter.detach().clone() for name, parameter in masters.items()}
     return trace
 
 
-def _round_weights(named: Named, kept: Mapping[str, torch.Tensor], share: float, random: torch.Generator) -> None:
+def _round_weights(
+    trained: Named, masters: Mapping[str, torch.Tensor], share: float, generator: torch.Generator
+) -> None:
     """Gives the module the weights that are kept, each moved at random by at most a share of itself, and rounded."""
     with torch.no_grad():
-        for name, item in named:
-            moved = kept[name]
+        for name, parameter in trained:
+            shaken = masters[name]
             if share:
-                moved = moved * (1 + share * (2 * torch.rand(moved.shape, generator=random) - 1)).to(moved.device)
-            item.copy_(moved)
+                shaken = shaken * (1 + share * (2 * torch.rand(shaken.shape, generator=generator) - 1)).to(
+                    shaken.device
+                )
+            parameter.copy_(shaken)
 
 
-def _gradients(
+def _accumulate_gradients(
     module: nn.Module,
     call: AuthorCall,
-    parts: Sequence[Any],
-    named: Named,
-    kept: Mapping[str, torch.Tensor],
+    micro_batches: Sequence[Any],
+    trained: Named,
+    masters: Mapping[str, torch.Tensor],
     scale: float,
 ) -> float:
     """Gives the weights that are kept the gradients of a global batch, and returns its loss."""
-    sums = {name: torch.zeros_like(item) for name, item in kept.items()}
+    sums = {name: torch.zeros_like(parameter) for name, parameter in masters.items()}
     total = 0.0
-    for loss in own_losses(module, call, parts):
+    for loss in own_losses(module, call, micro_batches):
         module.zero_grad(set_to_none=True)
         (loss * scale).backward()
-        for name, item in named:
-            if item.grad is not None:
-                sums[name] += item.grad.to(sums[name].dtype) / scale
+        for name, parameter in trained:
+            if parameter.grad is not None:
+                sums[name] += parameter.grad.to(sums[name].dtype) / scale
         total += loss.item()
     module.zero_grad(set_to_none=True)
-    for name, item in kept.items():
-        item.grad = sums[name]
+    for name, parameter in masters.items():
+        parameter.grad = sums[name]
     return total
 
 
-def own_losses(module: nn.Module, call: AuthorCall, parts: Sequence[Any]) -> Iterator[torch.Tensor]:
+def own_losses(module: nn.Module, call: AuthorCall, micro_batches: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yields what each part of a global batch adds to its loss, scalars.
 
     In one part it is what the model returns. In several the cross-entropies are weighted by their targets, and what the
     model adds to them by rows.
     """
-    if len(parts) == 1:
-        logits, loss = call(module, parts[0])
-        yield loss if loss is not None else _entropy(logits, parts[0].targets)
+    if len(micro_batches) == 1:
+        logits, loss = call(module, micro_batches[0])
+        yield loss if loss is not None else _cross_entropy(logits, micro_batches[0].targets)
         return
-    targets, rows = (sum(sizes) for sizes in zip(*(_sizes(part) for part in parts)))
-    for part in parts:
-        logits, loss = call(module, part)
-        entropy = _entropy(logits, part.targets)
-        count, share = _sizes(part)
-        own = entropy * (count / targets)
-        yield own + (loss - entropy) * (share / rows) if loss is not None else own
+    targets, rows = (
+        sum(sizes) for sizes in zip(*(_target_and_row_counts(micro_batch) for micro_batch in micro_batches))
+    )
+    for micro_batch in micro_batches:
+        logits, loss = call(module, micro_batch)
+        entropy = _cross_entropy(logits, micro_batch.targets)
+        count, share = _target_and_row_counts(micro_batch)
+        contribution = entropy * (count / targets)
+        yield contribution + (loss - entropy) * (share / rows) if loss is not None else contribution
 
 
-def _sizes(part: Any) -> tuple[int, int]:
-    return int((part.targets != -100).sum()), len(part.targets)
+def _target_and_row_counts(micro_batch: Any) -> tuple[int, int]:
+    return int((micro_batch.targets != -100).sum()), len(micro_batch.targets)
 
 
-def _entropy(logits: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(logits: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
     if logits is None:
         raise ValueError("a loss without logits can't be taken apart: hand the batch over whole")
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    upcast = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(upcast.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
 def spread(module: nn.Module, forward: Forward, batch: Any, training: bool = True) -> float:
@@ -182,45 +193,49 @@ def spread(module: nn.Module, forward: Forward, batch: Any, training: bool = Tru
         training: whether the module is in training mode.
     """
     module.train(training)
-    buffers = {name: item.clone() for name, item in module.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     device = batch.targets.device
-    first, apart = torch.empty(0), 0.0
+    first_logits, difference = torch.empty(0), 0.0
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         for seed in range(SEEDS):
             torch.manual_seed(seed)
-            before = random_state(device)
+            state_before = random_state(device)
             logits = forward(module, batch)
-            for name, item in module.named_buffers():  # those that forward changes would make runs differ
-                if name in buffers and buffers[name].shape == item.shape:
-                    item.copy_(buffers[name])
-            first = logits if seed == 0 else first
-            apart = max(apart, float((logits - first).abs().max()) / max(float(first.abs().max()), 1e-30))
-            if seed and not apart and torch.equal(before, random_state(device)):
+            for name, buffer in module.named_buffers():  # those that forward changes would make runs differ
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+            first_logits = logits if seed == 0 else first_logits
+            difference = max(
+                difference, float((logits - first_logits).abs().max()) / max(float(first_logits.abs().max()), 1e-30)
+            )
+            if seed and not difference and torch.equal(state_before, random_state(device)):
                 break
-    return apart
+    return difference
 
 
 def drawing(module: nn.Module, forward: Forward, batch: Any) -> str:
     """Returns the name and kind of the first module that draws random numbers; "" where none does."""
-    found: list[str] = []
+    drawing_modules: list[str] = []
     states: list[torch.Tensor] = []
     device = batch.targets.device
 
     def enter(_part: nn.Module, _args: Any) -> None:
         states.append(random_state(device))
 
-    def leave(part: nn.Module, _args: Any, _out: Any) -> None:
+    def leave(submodule: nn.Module, _args: Any, _out: Any) -> None:
         if not torch.equal(states.pop(), random_state(device)):
-            found.append(f"{names[part]} ({type(part).__name__})")  # what is inside leaves before what is around it
+            drawing_modules.append(
+                f"{names[submodule]} ({type(submodule).__name__})"
+            )  # what is inside leaves before what is around it
 
-    names = {part: name or "the model" for name, part in module.named_modules()}
-    hooks = [part.register_forward_pre_hook(enter) for part in names]
-    hooks += [part.register_forward_hook(leave) for part in names]
+    names = {submodule: name or "the model" for name, submodule in module.named_modules()}
+    hooks = [submodule.register_forward_pre_hook(enter) for submodule in names]
+    hooks += [submodule.register_forward_hook(leave) for submodule in names]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         forward(module, batch)
     for hook in hooks:
         hook.remove()
-    return found[0] if found else ""
+    return drawing_modules[0] if drawing_modules else ""
 
 
 def random_state(device: torch.device) -> torch.Tensor:

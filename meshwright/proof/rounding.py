@@ -74,11 +74,14 @@ def rms(tensor: torch.Tensor) -> float:
 
 def tensor_scales(reference: Mapping[str, torch.Tensor]) -> dict[str, TensorScale]:
     """Returns each tensor's sizes, none under `TINY_SHARE` of the model's largest."""
-    found = {name: TensorScale(rms=rms(tensor), largest=largest([tensor])) for name, tensor in reference.items()}
-    spread, most = (max((getattr(size, key) for size in found.values()), default=0.0) for key in ("rms", "largest"))
-    spread, most = max(TINY_SHARE * spread, 1e-300), max(TINY_SHARE * most, 1e-300)
+    scales = {name: TensorScale(rms=rms(tensor), largest=largest([tensor])) for name, tensor in reference.items()}
+    rms_floor, largest_floor = (
+        max((getattr(scale, key) for scale in scales.values()), default=0.0) for key in ("rms", "largest")
+    )
+    rms_floor, largest_floor = max(TINY_SHARE * rms_floor, 1e-300), max(TINY_SHARE * largest_floor, 1e-300)
     return {
-        name: TensorScale(rms=max(size.rms, spread), largest=max(size.largest, most)) for name, size in found.items()
+        name: TensorScale(rms=max(scale.rms, rms_floor), largest=max(scale.largest, largest_floor))
+        for name, scale in scales.items()
     }
 
 
@@ -122,13 +125,13 @@ class ErrorStatistics:
         self._add("norms", torch.tensor(trace.norms), torch.tensor(self._truth.norms))
         pairs: list[tuple[Any, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
         pairs = [("weights", trace.weights, self._truth.weights)]
-        pairs += [(step, trace.gradients[step], wanted) for step, wanted in self._truth.gradients.items()]
-        for of, found, wanted in pairs:
-            for name, item in wanted.items():
-                self._add((of, name), found[name], item)
+        pairs += [(step, trace.gradients[step], expected) for step, expected in self._truth.gradients.items()]
+        for section, trained, expected in pairs:
+            for name, reference in expected.items():
+                self._add((section, name), trained[name], reference)
 
-    def _add(self, key: Any, found: torch.Tensor, wanted: torch.Tensor) -> None:
-        error = found.to(torch.float64) - wanted
+    def _add(self, key: Any, measured: torch.Tensor, expected: torch.Tensor) -> None:
+        error = measured.to(torch.float64) - expected
         self._largest[key] = max(self._largest.get(key, 0.0), largest([error]))
         self._squares[key] = self._squares[key].add_(error.square_()) if key in self._squares else error.square_()
 
@@ -138,7 +141,7 @@ class ErrorStatistics:
 
         Keys are ``losses`` and ``norms`` (an entry a step), (step, weight) for gradients, (``weights``, weight).
         """
-        return {key: ((item / self._draws).sqrt(), self._largest[key]) for key, item in self._squares.items()}
+        return {key: ((squares / self._draws).sqrt(), self._largest[key]) for key, squares in self._squares.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,18 +169,18 @@ def plain_deviations(
     scale_of = {name: relative_to[name].rms for name in errors}
     by_rms = {name: rms(error) / scale_of[name] for name, (error, _) in errors.items()}
     by_median = {name: median_abs(error) / scale_of[name] for name, (error, _) in errors.items()}
-    common = [statistics.median(found.values()) for found in (by_rms, by_median)]
-    made = {}
-    for name, (error, biggest) in errors.items():
-        size = relative_to[name]
-        whole = moderated(by_rms[name], error.numel(), common[0])
-        made[name] = PlainDeviation(
-            size=size,
-            rms=whole,
-            median_abs=moderated(by_median[name], error.numel(), common[1]),
-            largest=max(biggest, whole * size.rms) / size.largest,
+    medians = [statistics.median(errors_by_name.values()) for errors_by_name in (by_rms, by_median)]
+    deviations = {}
+    for name, (error, largest_error) in errors.items():
+        scale = relative_to[name]
+        moderated_rms = moderated(by_rms[name], error.numel(), medians[0])
+        deviations[name] = PlainDeviation(
+            size=scale,
+            rms=moderated_rms,
+            median_abs=moderated(by_median[name], error.numel(), medians[1]),
+            largest=max(largest_error, moderated_rms * scale.rms) / scale.largest,
         )
-    return made
+    return deviations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,72 +200,74 @@ class Rounding:
         """
         return (LATER if step else 1.0) * (factor * plain + self.unit)
 
-    def scalar(self, found: float, wanted: float, plain: float, step: int) -> Deviation:
+    def scalar(self, measured: float, expected: float, plain: float, step: int) -> Deviation:
         """Compares a loss or norm.
 
         Args:
-            found: under the layout.
-            wanted: in float64.
+            measured: under the layout.
+            expected: in float64.
             plain: the plain device's relative error.
             step: steps before this one.
         """
-        return Deviation(error=relative(found, wanted), bound=self.allowed(plain, step))
+        return Deviation(error=relative(measured, expected), bound=self.allowed(plain, step))
 
     def gradient(
-        self, found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, known: PlainDeviation, step: int
+        self, measured: torch.Tensor, expected: torch.Tensor, plain: torch.Tensor, deviation: PlainDeviation, step: int
     ) -> Deviation:
         """Compares a rank's part of a gradient; returns the worse of its root mean square and largest errors.
 
         Args:
-            found: under the layout.
-            wanted: the same part in float64.
+            measured: under the layout.
+            expected: the same part in float64.
             plain: the plain device's errors of that part.
-            known: of the whole gradient.
+            deviation: of the whole gradient.
             step: steps before this one.
         """
-        factor = small_sample_factor(found.numel())
-        bound = self.allowed(known.rms, step, factor)
-        if (error := self._errors(found, wanted, known)) is None:
+        factor = small_sample_factor(measured.numel())
+        bound = self.allowed(deviation.rms, step, factor)
+        if (error := self._errors(measured, expected, deviation)) is None:
             return Deviation(error=math.inf, bound=bound)
-        own = rms(plain) / known.size.rms
-        biggest = part_error(found, wanted, known.size.largest)
+        plain_rms = rms(plain) / deviation.size.rms
+        largest_error = part_error(measured, expected, deviation.size.largest)
         return worst_of(
             (
-                Deviation(error=rms(error), bound=max(bound, self.allowed(own, step, factor))),
-                Deviation(error=biggest, bound=self.allowed(known.largest, step, max(LARGEST, factor))),
+                Deviation(error=rms(error), bound=max(bound, self.allowed(plain_rms, step, factor))),
+                Deviation(error=largest_error, bound=self.allowed(deviation.largest, step, max(LARGEST, factor))),
             )
         )
 
     def weight(
-        self, found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, known: PlainDeviation, step: int
+        self, measured: torch.Tensor, expected: torch.Tensor, plain: torch.Tensor, deviation: PlainDeviation, step: int
     ) -> Deviation:
         """Compares a rank's part of a trained weight; returns the worse of its median and root mean square errors.
 
         Args:
-            found: under the layout.
-            wanted: the same part in float64.
+            measured: under the layout.
+            expected: the same part in float64.
             plain: the plain device's errors of that part.
-            known: of the whole weight.
+            deviation: of the whole weight.
             step: of the last step, the steps before it.
         """
-        own, factor = plain / known.size.rms, small_sample_factor(found.numel())
-        bound = self.allowed(known.median_abs, step, factor)
-        if median_abs(own) > LARGEST * known.median_abs:
+        plain_error, factor = plain / deviation.size.rms, small_sample_factor(measured.numel())
+        bound = self.allowed(deviation.median_abs, step, factor)
+        if median_abs(plain_error) > LARGEST * deviation.median_abs:
             # Rounding alone decides this part, as of a bias the keys', whose gradients are zero in exact arithmetic:
             # the update g / (|g| + eps) of AdamW has the size of the noise, which sums over more ranks make larger.
-            bound = self.allowed(median_abs(own), step, factor * LARGEST / FACTOR)
-        if (error := self._errors(found, wanted, known)) is None:
+            bound = self.allowed(median_abs(plain_error), step, factor * LARGEST / FACTOR)
+        if (error := self._errors(measured, expected, deviation)) is None:
             return Deviation(error=math.inf, bound=bound)
-        jumps = math.sqrt(JUMPS / max(1, found.numel()))
+        jumps = math.sqrt(JUMPS / max(1, measured.numel()))
         return worst_of(
             (
                 Deviation(error=median_abs(error), bound=bound),
-                Deviation(error=rms(error), bound=self.allowed(max(known.rms, rms(own)), step, LARGEST) + jumps),
+                Deviation(
+                    error=rms(error), bound=self.allowed(max(deviation.rms, rms(plain_error)), step, LARGEST) + jumps
+                ),
             )
         )
 
-    def _errors(self, found: torch.Tensor, wanted: torch.Tensor, known: PlainDeviation) -> torch.Tensor | None:
+    def _errors(self, measured: torch.Tensor, expected: torch.Tensor, deviation: PlainDeviation) -> torch.Tensor | None:
         """Relative errors, None where something isn't finite or of another shape."""
-        if not math.isfinite(part_error(found, wanted, 1.0)):
+        if not math.isfinite(part_error(measured, expected, 1.0)):
             return None
-        return (found.to(torch.float64) - wanted) / known.size.rms
+        return (measured.to(torch.float64) - expected) / deviation.size.rms

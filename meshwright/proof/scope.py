@@ -57,71 +57,75 @@ class Scope:
     def summary(self) -> str:
         """One line for people."""
         shares = ", ".join(f"{axis} {share:.0%}" for axis, share in self.split.items())
-        parts = [f"split {shares}" if shares else "no weight split"]
+        phrases = [f"split {shares}" if shares else "no weight split"]
         if "tp" in self.split:
-            grown = " with a table grown from a narrower clone" if self.grown else ""
-            parts.append(f"{self.layer_share:.0%} of the layers by tp{grown}")
-        parts.append("rows of " + " and ".join(map(str, self.lengths)))
-        parts.append("layers " + " + ".join(f"{count} {kind}" for kind, count in self.layers.items()))
+            grown_note = " with a table grown from a narrower clone" if self.grown else ""
+            phrases.append(f"{self.layer_share:.0%} of the layers by tp{grown_note}")
+        phrases.append("rows of " + " and ".join(map(str, self.lengths)))
+        phrases.append("layers " + " + ".join(f"{count} {kind}" for kind, count in self.layers.items()))
         if "heads" in self.sizes:
-            parts.append(f"{self.sizes['heads']} heads, {self.sizes.get('kv_heads', self.sizes['heads'])} of keys")
-        parts += [f"{name} {'bit' if bit else 'never bit'}" for name, bit in self.windows.items()]
+            phrases.append(f"{self.sizes['heads']} heads, {self.sizes.get('kv_heads', self.sizes['heads'])} of keys")
+        phrases += [f"{name} {'bit' if is_reached else 'never bit'}" for name, is_reached in self.windows.items()]
         if self.attention:
-            parts.append(f"tokens split by attention={self.attention}, tried on {self.tried}")
+            phrases.append(f"tokens split by attention={self.attention}, tried on {self.tried}")
         if self.experts_used or self.experts_idle:
-            parts.append(f"experts {self.experts_used} used, {self.experts_idle} idle")
+            phrases.append(f"experts {self.experts_used} used, {self.experts_idle} idle")
         if self.whole:
-            parts.append(f"whole: {', '.join(self.whole)}")
-        return "; ".join(parts)
+            phrases.append(f"whole: {', '.join(self.whole)}")
+        return "; ".join(phrases)
 
 
 def read_scope(
-    built: BuiltModel, layout: Layout, facts: ModelAnalysis, lengths: Sequence[int], grown: bool = False
+    built: BuiltModel, layout: Layout, analysis: ModelAnalysis, lengths: Sequence[int], grown: bool = False
 ) -> Scope:
     """Returns what is known of a proof before its ranks run.
 
     Args:
         built: the model that is proven, on meta.
         layout: to be proven.
-        facts: of the model.
+        analysis: of the model.
         lengths: tokens of its rows.
         grown: whether its sharding table grew from a narrower clone.
     """
     module, config = built.module, built.hf_config
-    plain = config.get_text_config(decoder=True).to_dict() if config is not None else {}
-    kinds = Counter(layer_label(module, name, plain, place) for place, name in enumerate(built.structure.layers))
-    sizes = {key: size for key in SYNONYMS if (size := size_of(plain, key)) is not None}
-    windows = {key: size for key in WINDOWS if isinstance(size := plain.get(key), int) and size > 0}
+    config_values = config.get_text_config(decoder=True).to_dict() if config is not None else {}
+    kinds = Counter(
+        layer_label(module, name, config_values, layer_index) for layer_index, name in enumerate(built.structure.layers)
+    )
+    sizes = {key: size for key in SYNONYMS if (size := size_of(config_values, key)) is not None}
+    windows = {key: size for key in WINDOWS if isinstance(size := config_values.get(key), int) and size > 0}
     scope = Scope(
         lengths=tuple(dict.fromkeys(lengths)),
         layers=dict(kinds),
         sizes=sizes,
         windows={f"{key}={size}": max(lengths) > size for key, size in windows.items()},
-        attention=facts.attention if layout.degree("cp") > 1 else "",
-        tried=facts.tried if layout.degree("cp") > 1 else "",
+        attention=analysis.attention if layout.degree("cp") > 1 else "",
+        tried=analysis.tried if layout.degree("cp") > 1 else "",
         grown=grown and layout.degree("tp") * layout.degree("cp") > 1,
     )
     degree = layout.degree("tp")
-    if degree == 1 or facts.table is None:
+    if degree == 1 or analysis.table is None:
         return scope
-    whole, unsplit = whole_matrices(module, facts.table, degree)
-    return replace(scope, layer_share=layer_share(module, facts.table, degree), whole=whole, unsplit=unsplit)
+    whole_reasons, unsplit_reasons = whole_matrices(module, analysis.table, degree)
+    return replace(
+        scope, layer_share=layer_share(module, analysis.table, degree), whole=whole_reasons, unsplit=unsplit_reasons
+    )
 
 
-def layer_label(module: nn.Module, name: str, plain: Mapping[str, Any], place: int) -> str:
+def layer_label(module: nn.Module, name: str, config_values: Mapping[str, Any], layer_index: int) -> str:
     """Returns a layer's class, with the kind that the config gives the layer at its place."""
-    kinds = plain.get("layer_types")
+    kinds = config_values.get("layer_types")
     label = type(module.get_submodule(name)).__name__
-    return f"{label} ({kinds[place]})" if isinstance(kinds, list) and place < len(kinds) else label
+    return f"{label} ({kinds[layer_index]})" if isinstance(kinds, list) and layer_index < len(kinds) else label
 
 
 def layer_share(module: nn.Module, table: ShardingTable, degree: int) -> float:
     """Returns the share of the called layers' elements that a degree of ``tp`` splits."""
-    sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
-    inside = tuple(f"{name}." for name in _called(table))
-    every = sum(size for name, size in sizes.items() if name.startswith(inside)) if inside else 0
-    split = {f"{layer}.{item.name}" for layer, item, _, _ in table.splits(degree)}
-    return sum(sizes[name] for name in split) / max(1, every)
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters(remove_duplicate=False)}
+    layer_prefixes = tuple(f"{name}." for name in _called(table))
+    total = sum(size for name, size in sizes.items() if name.startswith(layer_prefixes)) if layer_prefixes else 0
+    split_names = {f"{layer}.{split.name}" for layer, split, _, _ in table.splits(degree)}
+    return sum(sizes[name] for name in split_names) / max(1, total)
 
 
 def whole_matrices(module: nn.Module, table: ShardingTable, degree: int) -> tuple[dict[str, str], dict[str, str]]:
@@ -135,26 +139,26 @@ def whole_matrices(module: nn.Module, table: ShardingTable, degree: int) -> tupl
     Returns:
         (name to reason, name to reason); a name stands for all layers of its kind.
     """
-    split: dict[str, set[str]] = {}
+    split_by_layer: dict[str, set[str]] = {}
     for layer, item, _, _ in table.splits(degree):
-        split.setdefault(layer, set()).add(item.name)
-    whole: dict[str, str] = {}
-    unsplit = {name: table.refused[name] for name in table.faults if name in table.refused}
+        split_by_layer.setdefault(layer, set()).add(item.name)
+    whole_reasons: dict[str, str] = {}
+    unsplit_reasons = {name: table.refused[name] for name in table.faults if name in table.refused}
     for layer in _called(table):
         rows = table.layers[layer]
-        held = module.get_submodule(layer)
-        matrices = [name for name, item in held.named_parameters() if item.dim() > 1 and item.requires_grad]
-        for name, why in rows.refused.items():
-            (unsplit if name in rows.faults else whole).setdefault(name or "the layer", why)
+        layer_module = module.get_submodule(layer)
+        matrices = [name for name, item in layer_module.named_parameters() if item.dim() > 1 and item.requires_grad]
+        for name, reason in rows.refused.items():
+            (unsplit_reasons if name in rows.faults else whole_reasons).setdefault(name or "the layer", reason)
         for group in rows.groups:
             if group.shares(degree) is None:
-                unsplit.setdefault(
+                unsplit_reasons.setdefault(
                     group.row_linear, f"its {group.units} heads or channels don't divide over tp={degree}"
                 )
-        if matrices and not split.get(layer):
-            why = next(iter(rows.refused.values()), "no group of its matrices divides")
-            unsplit.setdefault(layer, f"nothing of the layer is split: {why}")
-    return whole, unsplit
+        if matrices and not split_by_layer.get(layer):
+            reason = next(iter(rows.refused.values()), "no group of its matrices divides")
+            unsplit_reasons.setdefault(layer, f"nothing of the layer is split: {reason}")
+    return whole_reasons, unsplit_reasons
 
 
 def _called(table: ShardingTable) -> list[str]:
@@ -171,18 +175,18 @@ def split_shares(ranks: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str
     sizes: dict[str, int] = {}
     axes: dict[str, set[str]] = {}
     for rank in ranks:
-        for name, (size, names) in rank["held"].items():
+        for name, (size, axis_names) in rank["held"].items():
             sizes[name] = size
-            axes.setdefault(name, set()).update(names)
+            axes.setdefault(name, set()).update(axis_names)
     if layout.degree("pp") > 1:
         for name in sizes:
             if not all(name in rank["held"] for rank in ranks):
                 axes[name].add("pp")
-    total = max(1, sum(sizes.values()))
-    asked = ("pp", "shard", "tp", "ep")
+    total_elements = max(1, sum(sizes.values()))
+    splitting_axes = ("pp", "shard", "tp", "ep")
     return {
-        axis: sum(size for name, size in sizes.items() if axis in axes[name]) / total
-        for axis in asked
+        axis: sum(size for name, size in sizes.items() if axis in axes[name]) / total_elements
+        for axis in splitting_axes
         if layout.degree(axis) > 1
     }
 

@@ -92,7 +92,7 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
     """
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
-        trial, unread = ForwardTrial(), ""
+        trial, analysis_error = ForwardTrial(), ""
         try:
             # Imports the model's code, which every rank then finds in memory. Random numbers that can't be placed don't
             # end it: `_draws` says in which part they are drawn, and in evaluation mode there may be none.
@@ -101,13 +101,17 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
             except PlanError:
                 trial = try_forward(case.build(), training=False)
         except MeshwrightError as error:
-            unread = str(error)
+            analysis_error = str(error)
         reference = References(case, Path(folder), layouts[0].precision, trial)
-        known: dict[Any, ModelAnalysis] = {}
+        analyses: dict[Any, ModelAnalysis] = {}
         for layout in layouts:
-            path, why = (Path(), unread) if unread else reference.of(layout)
-            known.setdefault((layout.degree("tp"), layout.degree("cp")), ModelAnalysis(trial=trial))
-            verdicts.append(Verdict.unproven(str(layout), refused=why) if why else _prove(case, layout, path, known))
+            path, refusal = (Path(), analysis_error) if analysis_error else reference.of(layout)
+            analyses.setdefault((layout.degree("tp"), layout.degree("cp")), ModelAnalysis(trial=trial))
+            verdicts.append(
+                Verdict.unproven(str(layout), refused=refusal)
+                if refusal
+                else _prove_layout(case, layout, path, analyses)
+            )
             if done:
                 done(verdicts[-1])
     return verdicts
@@ -117,35 +121,35 @@ def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | 
     return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.place if layout else None)
 
 
-def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, ModelAnalysis]) -> Verdict:
+def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, ModelAnalysis]) -> Verdict:
     """Returns the verdict on one layout; whatever goes wrong under it is its own, and ends no other proof."""
     try:
         device = found_devices(layout.world, case.device).kind
         built = case.build()
         check(layout, device, len(built.structure.layers))
         key = (layout.degree("tp"), layout.degree("cp"))
-        parts = layout.degree("tp") * layout.degree("cp")
-        if case.grown and parts > 1 and known[key].table is None and not built.config.sharding:
-            trial = known[key].trial
-            table = sharding_table(built, parts, trial.objective if trial else None, narrow=NARROW)
-            known[key] = dataclasses.replace(known[key], table=table)
-        facts = analyse_model(built, layout, known.get(key), tokens=max(case.lengths))
-        known[key] = facts
+        split_degree = layout.degree("tp") * layout.degree("cp")
+        if case.grown and split_degree > 1 and analyses[key].table is None and not built.config.sharding:
+            trial = analyses[key].trial
+            table = sharding_table(built, split_degree, trial.objective if trial else None, narrow=NARROW)
+            analyses[key] = dataclasses.replace(analyses[key], table=table)
+        analysis = analyse_model(built, layout, analyses.get(key), tokens=max(case.lengths))
+        analyses[key] = analysis
         for batch in case.batches:
-            check_shapes(facts, layout, *batch.tokens.shape)
+            check_shapes(analysis, layout, *batch.tokens.shape)
     except MeshwrightError as error:
         return Verdict.unproven(str(layout), refused=str(error))
     except Exception as error:
         return Verdict.unproven(str(layout), crashed=one_line(error))
-    scope = read_scope(built, layout, facts, case.lengths, case.grown)
+    scope = read_scope(built, layout, analysis, case.lengths, case.grown)
     try:
         launcher = _launcher(layout.world, layout, case.device)
-        ranks = launcher.run(_candidate, case, layout, path, facts, timeout_s=case.timeout_s)
+        ranks = launcher.run(_train_under_layout, case, layout, path, analysis, timeout_s=case.timeout_s)
         # On the CPU: a launcher in which CUDA is initialised can fork no more ranks.
-        wanted = torch.load(path, map_location="cpu", weights_only=True)
-        used, idle = expert_use(built, list(wanted["gradients"].values()))
-        split = split_shares(ranks, layout)
-        scope = dataclasses.replace(scope, split=split, experts_used=used, experts_idle=idle)
+        reference = torch.load(path, map_location="cpu", weights_only=True)
+        used_experts, idle_experts = expert_use(built, list(reference["gradients"].values()))
+        shares_by_axis = split_shares(ranks, layout)
+        scope = dataclasses.replace(scope, split=shares_by_axis, experts_used=used_experts, experts_idle=idle_experts)
     except (ConfigError, PlanError) as error:
         return Verdict.unproven(str(layout), refused=str(error))
     except Exception as error:  # a rank that raised, died or hung
@@ -153,16 +157,18 @@ def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, ModelAnalysi
     return merged(str(layout), ranks, scope, allow_whole=case.allow_whole)
 
 
-def _candidate(context: RankContext, case: Case, layout: Layout, path: Path, facts: ModelAnalysis) -> dict[str, Any]:
+def _train_under_layout(
+    context: RankContext, case: Case, layout: Layout, path: Path, facts: ModelAnalysis
+) -> dict[str, Any]:
     """Trains under the layout on this rank and compares its parts with the reference."""
     torch.set_num_threads(1)
     init_group(context, timeout_s=case.timeout_s, group_s=GROUP_S)
-    wanted = torch.load(path, map_location="cpu", weights_only=True)
+    reference = torch.load(path, map_location="cpu", weights_only=True)
     device = torch.device(context.device)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven")
     program = build_program(case.build(), plan, device, facts=facts)
-    for part in program.parts:
-        part.module.train(case.training)
+    for stage in program.parts:
+        stage.module.train(case.training)
     recipe = case.recipe
     config = OptimizerConfig(
         lr=recipe.lr,
@@ -174,28 +180,30 @@ def _candidate(context: RankContext, case: Case, layout: Layout, path: Path, fac
     )
     optimizer = LocalAdamW(program.weights, config, on_host=layout.offload == "optimizer")
     scaler = LossScaler(layout.precision == "fp16")
-    scaler.scale = wanted.get("scale", scaler.scale)
+    scaler.scale = reference.get("scale", scaler.scale)
     stepper = Stepper(program, optimizer, scaler, clip=recipe.clip, seed=SEED)
-    held = {weight.name: (math.prod(weight.shape), weight.sharded_on) for weight in program.weights}
-    difference = Difference(wanted, layout.precision, floor=recipe.lr * len(case.batches))
+    held_elements = {weight.name: (math.prod(weight.shape), weight.sharded_on) for weight in program.weights}
+    difference = Difference(reference, layout.precision, floor=recipe.lr * len(case.batches))
     for step, batch in enumerate(case.batches):
-        share, targets = _share(batch, layout, context.rank, device), int((batch.targets != IGNORED).sum())
-        compared = step in wanted["gradients"]
+        share, targets = _rank_micro_batches(batch, layout, context.rank, device), int((batch.targets != IGNORED).sum())
+        compared = step in reference["gradients"]
         stepper.probe = partial(difference.gradient, step, program.weights) if compared else None
         # A plan that miscounts by a power of two changes no bit: gradients are normalised by the true count.
-        planned = 2 * targets if layout.precision == "float64" else targets
-        outcome = stepper.run(step, share, planned, recipe.lr, False).read()
+        planned_targets = 2 * targets if layout.precision == "float64" else targets
+        outcome = stepper.run(step, share, planned_targets, recipe.lr, False).read()
         difference.outcome(step, outcome["loss"], outcome["grad_norm"])
     difference.trained(program.weights, len(case.batches))
-    return difference.found | {"held": held}
+    return difference.found | {"held": held_elements}
 
 
-def _share(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -> list[MicroBatch]:
+def _rank_micro_batches(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -> list[MicroBatch]:
     """Cuts a rank's rows out of a global batch, and those into micro-batches."""
-    mine, micro = slice(*layout.span(rank, len(batch.tokens))), layout.microbatches
-    places = [None] * micro if batch.positions is None else list(batch.positions[mine].chunk(micro))
-    parts = zip(batch.tokens[mine].chunk(micro), batch.targets[mine].chunk(micro), places)
-    return [moved(MicroBatch(tokens, targets, place), device) for tokens, targets, place in parts]
+    own_rows, microbatches = slice(*layout.span(rank, len(batch.tokens))), layout.microbatches
+    positions = (
+        [None] * microbatches if batch.positions is None else list(batch.positions[own_rows].chunk(microbatches))
+    )
+    chunks = zip(batch.tokens[own_rows].chunk(microbatches), batch.targets[own_rows].chunk(microbatches), positions)
+    return [moved(MicroBatch(tokens, targets, position_chunk), device) for tokens, targets, position_chunk in chunks]
 
 
 def made_up_batches(
@@ -215,15 +223,15 @@ def made_up_batches(
 
 
 def _made_up_batch(step: int, rows: int, sequence: int, vocab: int, documents: bool) -> MicroBatch:
-    draw = torch.Generator().manual_seed(1000 + step)
-    stream = torch.randint(0, vocab, (rows, sequence + 1), generator=draw)
+    generator = torch.Generator().manual_seed(1000 + step)
+    stream = torch.randint(0, vocab, (rows, sequence + 1), generator=generator)
     tokens, targets = stream[:, :-1].contiguous(), stream[:, 1:].clone()
-    share = torch.linspace(0.0, 0.5, rows).unsqueeze(1)
-    targets[torch.rand(rows, sequence, generator=draw) < share] = -100
+    ignored_share = torch.linspace(0.0, 0.5, rows).unsqueeze(1)
+    targets[torch.rand(rows, sequence, generator=generator) < ignored_share] = -100
     positions = None
     if documents:
-        begins = torch.rand(rows, sequence, generator=draw) < 2.0 / sequence
-        begins[:, 0] = True
-        places = torch.arange(sequence).expand(rows, sequence)
-        positions = places - torch.where(begins, places, 0).cummax(dim=1).values
+        document_starts = torch.rand(rows, sequence, generator=generator) < 2.0 / sequence
+        document_starts[:, 0] = True
+        indices = torch.arange(sequence).expand(rows, sequence)
+        positions = indices - torch.where(document_starts, indices, 0).cummax(dim=1).values
     return MicroBatch(tokens, targets, positions)

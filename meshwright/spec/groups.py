@@ -43,31 +43,33 @@ def coordinates(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] 
 def describe_rank(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> str:
     """Returns ``rank 37: replicate 1, shard 5``, naming the axes whose degree is more than one."""
     shape = mesh_shape(degrees, axes)
-    places = [f"{name} {index}" for name, index in coordinates(rank, degrees, axes).items() if shape[name] > 1]
-    return f"rank {rank}" + (": " + ", ".join(places) if places else "")
+    coordinates_text = [
+        f"{name} {index}" for name, index in coordinates(rank, degrees, axes).items() if shape[name] > 1
+    ]
+    return f"rank {rank}" + (": " + ", ".join(coordinates_text) if coordinates_text else "")
 
 
 def members(rank: int, names: Sequence[str], degrees: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the ranks that differ from one along some axes of the mesh alone, itself among them, in order."""
-    shape, place = mesh_shape(degrees), coordinates(rank, degrees)
+    shape, coordinate = mesh_shape(degrees), coordinates(rank, degrees)
     strides, step = dict[str, int](), 1
     for name in reversed(shape):
         strides[name] = step
         step *= shape[name]
-    first = rank - sum(place[name] * strides[name] for name in names)
-    found = [first]
+    base_rank = rank - sum(coordinate[name] * strides[name] for name in names)
+    ranks = [base_rank]
     for name in names:
-        found = [base + index * strides[name] for base in found for index in range(shape[name])]
-    return tuple(sorted(found))
+        ranks = [base + index * strides[name] for base in ranks for index in range(shape[name])]
+    return tuple(sorted(ranks))
 
 
 def reader(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> tuple[int, int]:
     """Returns (index, count) of a rank among those that read other rows: what the loader is asked for."""
     axes = known_axes() if axes is None else axes
-    shape, place = mesh_shape(degrees, axes), coordinates(rank, degrees, axes)
+    shape, coordinate = mesh_shape(degrees, axes), coordinates(rank, degrees, axes)
     index, count = 0, 1
     for name in (name for name in shape if axes[name].reads is Reads.ROWS):
-        index, count = index * shape[name] + place[name], count * shape[name]
+        index, count = index * shape[name] + coordinate[name], count * shape[name]
     return index, count
 
 
@@ -99,8 +101,8 @@ def state_axes(zero: int, axes: Mapping[str, Axis] | None = None) -> tuple[str, 
     """
     axes = known_axes() if axes is None else axes
     names = loss_axes(axes)
-    shards = [at for at, name in enumerate(names) if axes[name].holds is Holds.SHARD]
-    return names[shards[0] :] if zero and shards else ()
+    shard_positions = [position for position, name in enumerate(names) if axes[name].holds is Holds.SHARD]
+    return names[shard_positions[0] :] if zero and shard_positions else ()
 
 
 def state_shards(degrees: Mapping[str, Any], zero: int, axes: Mapping[str, Axis] | None = None) -> Any:
@@ -116,9 +118,9 @@ def state_shards(degrees: Mapping[str, Any], zero: int, axes: Mapping[str, Axis]
 
 def state_index(rank: int, degrees: Mapping[str, int], zero: int) -> int:
     """Returns a rank's index among those that share the state of a weight (row-major, the last axis fastest)."""
-    place, index = coordinates(rank, degrees), 0
+    coordinate, index = coordinates(rank, degrees), 0
     for name in state_axes(zero):
-        index = index * degrees.get(name, 1) + place[name]
+        index = index * degrees.get(name, 1) + coordinate[name]
     return index
 
 
@@ -146,9 +148,10 @@ def norm_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None)
 def writes(rank: int, sharded_on: Sequence[str], degrees: Mapping[str, int]) -> bool:
     """Returns whether this rank writes its part of a weight: the first among those that hold the same part."""
     axes = known_axes()
-    place = coordinates(rank, degrees, axes)
+    coordinate = coordinates(rank, degrees, axes)
     return all(
-        place[name] == 0 or name in sharded_on or axes[name].holds is Holds.STAGE for name in mesh_shape(degrees, axes)
+        coordinate[name] == 0 or name in sharded_on or axes[name].holds is Holds.STAGE
+        for name in mesh_shape(degrees, axes)
     )
 
 
@@ -170,17 +173,19 @@ def carved_groups(
     """
     axes = known_axes() if axes is None else axes
     carved, degree = axes[name].carves, degrees.get(name, 1)
-    outside = [other for other in loss_axes(axes) if other not in carved]
-    keyed = [key for key in mesh_shape(degrees, axes) if key not in carved]
+    summed_axes = [other for other in loss_axes(axes) if other not in carved]
+    block_axes = [key for key in mesh_shape(degrees, axes) if key not in carved]
     blocks: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size(degrees, axes)):
-        place = coordinates(rank, degrees, axes)
-        blocks.setdefault(tuple(place[key] for key in keyed), []).append(rank)
-    own = [block[at : at + degree] for block in blocks.values() for at in range(0, len(block), degree)]
-    rest = [block[at::degree] for block in blocks.values() for at in range(degree)]
+        coordinate = coordinates(rank, degrees, axes)
+        blocks.setdefault(tuple(coordinate[key] for key in block_axes), []).append(rank)
+    axis_groups = [
+        block[offset : offset + degree] for block in blocks.values() for offset in range(0, len(block), degree)
+    ]
+    replica_groups = [block[offset::degree] for block in blocks.values() for offset in range(degree)]
     holders: dict[tuple[int, ...], list[int]] = {}
     for key, block in blocks.items():
-        fixed = tuple(index for other, index in zip(keyed, key) if other not in outside)
-        for at in range(degree):
-            holders.setdefault((*fixed, at), []).extend(block[at::degree])
-    return own, rest, [sorted(group) for group in holders.values()]
+        fixed = tuple(index for other, index in zip(block_axes, key) if other not in summed_axes)
+        for offset in range(degree):
+            holders.setdefault((*fixed, offset), []).extend(block[offset::degree])
+    return axis_groups, replica_groups, [sorted(group) for group in holders.values()]

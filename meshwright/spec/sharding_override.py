@@ -85,9 +85,9 @@ def _overridden_layer(layer: str, rows: LayerRows, row_of_weight: Mapping[str, t
         split_name = next((name for name, (kind, _) in group_rows.items() if kind != "whole"), None)
         if split_name is not None:
             whole_name = next(name for name, (kind, _) in group_rows.items() if kind == "whole")
-            kind_of_split = group_rows[split_name][0]
+            split_kind = group_rows[split_name][0]
             raise ConfigError(
-                f"sharding: {layer}.{split_name} is '{group_rows[split_name][0]}' but {layer}.{whole_name} 'whole', and one "
+                f"sharding: {layer}.{split_name} is '{split_kind}' but {layer}.{whole_name} 'whole', and one "
                 f"can't be split without the other; write 'whole' for both: {', '.join(sorted(roles))}"
             )
         refused |= dict.fromkeys((*group.column_linears, group.row_linear), REASON)

@@ -124,7 +124,7 @@ def test_what_goes_wrong_in_the_proof_itself_keeps_no_run_from_training(monkeypa
     def broken(*_args: Any) -> None:
         raise ValueError("no such clone")
 
-    monkeypatch.setattr(before_run, "_smaller", broken)
+    monkeypatch.setattr(before_run, "_small_stand_in", broken)
     layout = Layout.parse("replicate=2")
     proof = before_run.prove_ahead(cast(Any, None), layout, vocab=9, tokens=8, documents=False, limit_s=20.0)
     assert not proof.failed and str(proof) == "not proved: replicate=2: ValueError: no such clone"
