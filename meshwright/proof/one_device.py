@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +22,13 @@ from meshwright.models.objective_trial import ForwardTrial
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import inlined
 from meshwright.parallel.moving_buffers import MovingBuffers
+from meshwright.proof.case import Case
 from meshwright.proof.compare import EXACT
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import Forward, Trace, drawing, spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
 from meshwright.spec.layout import Layout
 from meshwright.train.feed import MicroBatch
-
-if TYPE_CHECKING:
-    from meshwright.proof.verify import Case
 
 Span = tuple[int, int]
 """First row, and one more than the last."""

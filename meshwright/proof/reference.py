@@ -80,16 +80,7 @@ def train_plainly(
     trace = Trace()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     masters = {name: parameter.detach().clone() if compute else parameter for name, parameter in trained}
-    groups = [
-        {
-            "params": [parameter for parameter in masters.values() if parameter.dim() >= 2],
-            "weight_decay": recipe.weight_decay,
-        },
-        {"params": [parameter for parameter in masters.values() if parameter.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, foreach=False
-    )
+    optimizer = _adamw(masters, recipe)
     if compute:
         for parameter in module.parameters():  # buffers keep their type, as under a layout
             parameter.data = parameter.data.to(compute) if parameter.is_floating_point() else parameter.data
@@ -109,6 +100,16 @@ def train_plainly(
         trace.norms.append(float(norm))
     trace.weights = {name: parameter.detach().clone() for name, parameter in masters.items()}
     return trace
+
+
+def _adamw(masters: Mapping[str, torch.Tensor], recipe: OptimizerRecipe) -> torch.optim.AdamW:
+    """Returns the optimizer: matrices decay, vectors and scalars don't."""
+    matrices = [parameter for parameter in masters.values() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in masters.values() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, foreach=False
+    )
 
 
 def _round_weights(

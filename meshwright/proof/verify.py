@@ -10,7 +10,6 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +21,13 @@ from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
-from meshwright.models.build import BuiltModel
 from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.table import sharding_table
 from meshwright.parallel.build import check
+from meshwright.proof.case import Case
 from meshwright.proof.compare import Verdict, merged, one_line
 from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import SEED, References, moved
-from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.scope import expert_use, read_scope, split_shares
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
@@ -45,38 +43,6 @@ from meshwright.train.step import Stepper
 GROUP_S = 60.0
 NARROW = 4
 """Elements of a head of the clone from which a proof's sharding table grows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """What is proven: a model, and the global batches that it trains on."""
-
-    build: Callable[[], BuiltModel]
-    """Makes the model on meta; called once in each process."""
-    batches: Sequence[MicroBatch]
-    """Global batches, one a step, on the CPU."""
-    recipe: OptimizerRecipe
-    """Optimizer."""
-    timeout_s: float = 600.0
-    """Limit for one layout."""
-    training: bool = True
-    """Whether the model is in training mode, on both sides; without it one that draws random numbers can be proven."""
-    allow_whole: bool = False
-    """Whether a layout passes that left whole what it was asked to split."""
-    grown: bool = False
-    """Whether the sharding table is read off a narrower clone and grown, as it is for a model too large to be tried."""
-    device: Literal["cpu", "cuda"] | None = None
-    """What the ranks run on; GPUs when there are any, when None."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of a row, of each batch."""
-        return tuple(batch.tokens.shape[1] for batch in self.batches)
-
-    @property
-    def compared(self) -> tuple[int, ...]:
-        """Steps whose gradients are compared: the first of each length."""
-        return tuple(step for step, length in enumerate(self.lengths) if length not in self.lengths[:step])
 
 
 def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None] | None = None) -> list[Verdict]:

@@ -12,6 +12,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "meshwright"
 FILE_LINES = 400
 FUNCTION_LINES = 60
+EAGER_ROOMS = ("spec", "parallel")
+"""Rooms without imports inside functions; those of optional packages elsewhere have their reason beside them."""
+TORCH_FREE_ROOMS = ("spec", "schedules", "cluster", "planner")
+"""Rooms that a plan from sizes alone reads, which starts without torch."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -100,9 +104,94 @@ def oversized() -> Iterator[str]:
                     yield f"{place(path, node)} {node.name} has {size} lines, over {FUNCTION_LINES}"
 
 
+def forward_assignments() -> Iterator[str]:
+    """Replaced forwards outside of `parallel.forward_stack`: nobody could say in which order they lie."""
+    for path, module in modules().items():
+        # In the planner a layer's cost has a forward too, which is a number.
+        if path.is_relative_to(PACKAGE / "planner") or path.name == "forward_stack.py":
+            continue
+        for node in ast.walk(module):
+            if isinstance(node, ast.Attribute) and node.attr == "forward" and isinstance(node.ctx, ast.Store):
+                yield f"{place(path, node)} replaces {ast.unparse(node)}; use wrap_forward"
+
+
+def inner_imports() -> Iterator[str]:
+    """Imports inside functions and for types alone, in the rooms that need none."""
+    for path, module in modules().items():
+        if path.relative_to(PACKAGE).parts[0] not in EAGER_ROOMS:
+            continue
+        for node in ast.walk(module):
+            if isinstance(node, Function):
+                inner = [item for item in ast.walk(node) if isinstance(item, ast.Import | ast.ImportFrom)]
+                yield from (f"{place(path, item)} imports inside of {node.name}" for item in inner)
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                yield f"{place(path, node)} imports for types alone"
+
+
+def torch_below() -> Iterator[str]:
+    """Imports of torch in the rooms that are read without it."""
+    for path, module in modules().items():
+        if path.relative_to(PACKAGE).parts[0] in TORCH_FREE_ROOMS:
+            for node in ast.walk(module):
+                if any(name.split(".")[0] == "torch" for name in _imported(node)):
+                    yield f"{place(path, node)} imports torch"
+
+
+def import_circles() -> Iterator[str]:
+    """Modules that import each other, whether at the top, inside of functions or for types alone."""
+    names = {
+        path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in modules()
+    }
+    known = set(names.values())
+    graph: dict[str, set[str]] = {}
+    for path, module in modules().items():
+        imported = {name for node in ast.walk(module) for name in _imported(node)}
+        graph[names[path]] = {name for name in imported if name in known} - {names[path]}
+    reached = {name: _reachable(graph, name) for name in graph}
+    seen: set[str] = set()
+    for name in sorted(graph):
+        circle = {other for other in reached[name] if name in reached[other]}
+        if circle and name not in seen:
+            seen |= circle
+            yield f"{' <-> '.join(sorted(circle))} import each other"
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    """Modules that a statement imports; of ``from a import b`` both a.b, which may be one, and a."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        # `from package import module` needs the package itself for nothing else.
+        if not (ROOT / node.module.replace(".", "/")).is_dir():
+            yield node.module
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for name in graph[waiting.pop()] - reached:
+            reached.add(name)
+            waiting.append(name)
+    return reached
+
+
+RULES = (
+    missing_docstrings,
+    prints,
+    environment_reads,
+    oversized,
+    forward_assignments,
+    inner_imports,
+    torch_below,
+    import_circles,
+)
+
+
 def main() -> int:
     """Prints what breaks the style; the exit status is 1 when anything does."""
-    found = [line for rule in (missing_docstrings, prints, environment_reads, oversized) for line in rule()]
+    found = [line for rule in RULES for line in rule()]
     for line in found:
         print(line)
     print(f"house: {len(modules())} modules, {len(found)} findings")

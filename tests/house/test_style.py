@@ -11,10 +11,8 @@ import pytest
 
 from tests.house import language, source
 
-RULES = [source.missing_docstrings, source.prints, source.environment_reads, source.oversized]
 
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", source.RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds(rule):
     assert list(rule()) == []
 
@@ -45,6 +43,25 @@ def test_rules_see_what_breaks_them(monkeypatch, tmp_path):
     ]
     assert len(list(source.prints())) == 1
     assert sorted(line.split()[-1] for line in source.environment_reads()) == ["os.environ", "os.getenv"]
+
+
+def test_the_structure_of_imports_is_seen(monkeypatch, tmp_path):
+    texts = {
+        "spec/one.py": "def f():\n    import meshwright.spec.two\n    import torch\n",
+        "spec/two.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from meshwright.spec import one\n",
+        "parallel/three.py": "def g(module):\n    module.forward = print\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / "meshwright" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "meshwright" / name).write_text(text)
+    monkeypatch.setattr(source, "ROOT", tmp_path)
+    monkeypatch.setattr(source, "PACKAGE", tmp_path / "meshwright")
+    parsed = {tmp_path / "meshwright" / name: ast.parse(text) for name, text in texts.items()}
+    monkeypatch.setattr(source, "modules", lambda: parsed)
+    assert len(list(source.inner_imports())) == 3
+    assert list(source.torch_below()) == ["meshwright/spec/one.py:3 imports torch"]
+    assert list(source.import_circles()) == ["meshwright.spec.one <-> meshwright.spec.two import each other"]
+    assert len(list(source.forward_assignments())) == 1
 
 
 def test_long_files_and_functions_want_a_reason(monkeypatch, tmp_path):
