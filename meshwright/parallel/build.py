@@ -13,7 +13,8 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_checkpointing import repeat_in
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.moving_buffers import MovingBuffers
-from meshwright.parallel.program import Program, StageModule
+from meshwright.parallel.program import Program
+from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import TransformContext, transforms
 from meshwright.spec.layout import Layout

@@ -15,7 +15,7 @@ from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.layer_names import layer_of
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.program import StageModule
+from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import DTYPES, Transform, TransformContext
 from meshwright.spec.axes import ep as ep_axis
 from meshwright.spec.axes import shard as shard_axis

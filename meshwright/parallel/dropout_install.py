@@ -12,7 +12,7 @@ from meshwright.parallel.context import local_group
 from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.program import StageModule
+from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layout import Layout

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.parallel.program import StageModule
+from meshwright.parallel.stage_module import StageModule
 from meshwright.spec.experts import ExpertRows
 
 

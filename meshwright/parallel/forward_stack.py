@@ -14,7 +14,6 @@ from enum import IntEnum
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 Forward = Callable[..., Any]
 """A module's forward: the arguments of a call to what the call returns."""
@@ -113,7 +112,8 @@ def describe(module: nn.Module) -> list[str]:
     plain = stack.plain if stack is not None else module.forward
     lines.append(f"forward     {type(module).__module__}.{getattr(plain, '__qualname__', type(plain).__qualname__)}")
     lines += [f"hook        {_name(hook)}" for hook in module._forward_hooks.values()]
-    if isinstance(module, FSDPModule):
+    # By name: the class comes with torch.distributed.fsdp, which a rank without FSDP2 units needn't import.
+    if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
         lines.insert(0, "FSDP2 unit  its parameters are gathered before the call and released after")
     return lines
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from meshwright.parallel.model_source import Fill
 from meshwright.parallel.scalar_parameters import whole_shape
 from meshwright.parallel.weights import Weight, cut, owners, placed_like
-from meshwright.spec.placement import Box, LocalShard, count
-
-Fill = Callable[[str, Box], torch.Tensor]
-"""Returns the values of one part of a weight: (name, box) to a CPU tensor of the box's shape."""
+from meshwright.spec.placement import LocalShard, count
 
 
 def materialise(

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.parallel.materialise import Fill
-from meshwright.parallel.program import Compute
+from meshwright.parallel.stage_module import Compute
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph
+from meshwright.spec.placement import Box
 from meshwright.spec.sharding_table import ShardingTable
+
+Fill = Callable[[str, Box], torch.Tensor]
+"""Returns the values of one part of a weight: (name, box) to a CPU tensor of the box's shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,9 @@ from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, check, split
-from meshwright.parallel.program import Compute, LossView, Program, StageModule, Stamp
+from meshwright.parallel.program import Program
 from meshwright.parallel.schedule_run import PipelineGroup, ScheduleRun, chain
+from meshwright.parallel.stage_module import Compute, LossView, StageModule, Stamp
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.weights import Weight

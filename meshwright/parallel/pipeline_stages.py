@@ -11,8 +11,8 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
-from meshwright.parallel.program import StageModule
 from meshwright.parallel.stage import Stage, copied
+from meshwright.parallel.stage_module import StageModule
 from meshwright.schedules.action import Schedule
 from meshwright.spec.layer_graph import LayerGraph, check_split, divide, held_names
 from meshwright.spec.layout import Layout

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from meshwright.errors import PlanError
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.fsdp import accumulate_gradients
-from meshwright.parallel.program import StageModule
+from meshwright.parallel.stage_module import StageModule
 from meshwright.schedules.action import Schedule
 
 Forward = Callable[[StageModule, int, tuple[torch.Tensor, ...]], Any]

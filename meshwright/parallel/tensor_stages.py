@@ -10,7 +10,8 @@ from meshwright.parallel import tensor
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.parameter_slices import copied_runs
-from meshwright.parallel.program import StageModule
+from meshwright.parallel.partial_grads import PartialGradReducer
+from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.vocab_cross_entropy import VocabShard
 from meshwright.spec.axes.tp import AXIS
@@ -42,7 +43,7 @@ def split(parts: Sequence[StageModule], table: ShardingTable, mesh: Mesh, apart:
         for name, place in done.places.items():
             part.places[name] = _over(place, part.places.get(name), copies)
         owed = [item for item in done.owed if not item.name.startswith(inside)]
-        part.sync.append(tensor.PartialGradReducer(part.module, owed, axis_group, neighbours))
+        part.sync.append(PartialGradReducer(part.module, owed, axis_group, neighbours))
     if not table.vocabulary or table.headless:
         return None
     return VocabShard(axis_group, *vocabulary_span(table.vocab, axis_group.size, axis_group.index))

@@ -19,7 +19,7 @@ from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
-from meshwright.parallel.program import LossView, Program, StageModule
+from meshwright.parallel.stage_module import LossView, StageModule
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.spec.layout import Layout
 
@@ -46,8 +46,8 @@ class TransformContext:
     """What the loss must know of the layout."""
     dropout_rng: DropoutRng | None = None
     """Random numbers of forward, where it may draw some."""
-    make_program: Callable[[TransformContext, StepTimer], Program] | None = None
-    """Makes the program of a layout that doesn't run its stages one after the other; None for `Program`."""
+    make_program: Callable[[TransformContext, StepTimer], Any] | None = None
+    """Makes the `Program` of a layout whose stages a schedule runs; None where the rank has the whole model."""
 
     @property
     def groups(self) -> Mesh:

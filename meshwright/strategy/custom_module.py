@@ -21,8 +21,7 @@ from meshwright.models.sizes import DROPOUTS
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
-from meshwright.parallel.materialise import Fill
-from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.model_source import Fill, ModelSource
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis
 

@@ -16,9 +16,8 @@ from meshwright.models.build import BuiltModel
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build, check, transformed
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
-from meshwright.parallel.materialise import Fill
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.model_source import Fill, ModelSource
 from meshwright.parallel.program import Program
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.weights import Weight

@@ -16,7 +16,8 @@ from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build, check
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.program import Compute, LossView, Program
+from meshwright.parallel.program import Program
+from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model

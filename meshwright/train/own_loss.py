@@ -8,7 +8,7 @@ from torch import nn
 from meshwright.models.forward import author_output
 from meshwright.models.objective import Objective
 from meshwright.models.structure import ModelStructure
-from meshwright.parallel.program import Compute, LossView
+from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import cross_entropy_sums
 

@@ -37,7 +37,8 @@ from meshwright.parallel.context import own_tokens
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.peak_rate import measure_peak
-from meshwright.parallel.program import Compute, LossView, Program
+from meshwright.parallel.program import Program
+from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import DTYPES
 from meshwright.spec.placement import Box

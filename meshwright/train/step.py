@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.program import Program, Stamp
+from meshwright.parallel.program import Program
+from meshwright.parallel.stage_module import Stamp
 from meshwright.parallel.weights import cut
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler

@@ -16,7 +16,8 @@ from meshwright.errors import RankError
 from meshwright.events import Event, StepRecord
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
-from meshwright.parallel.program import Program, Stamp
+from meshwright.parallel.program import Program
+from meshwright.parallel.stage_module import Stamp
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import Faults
 from meshwright.train.feed import Feed

@@ -10,8 +10,9 @@ import torch
 
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.parallel import collectives, context, gathered_attention, head_exchange, tensor
+from meshwright.parallel import collectives, context, gathered_attention, head_exchange
 from meshwright.parallel.gathered_attention import GatheredAttention
+from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.vocab_cross_entropy import VocabShard
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
@@ -177,7 +178,7 @@ def _no_sum_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _nothing_owed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of norms under split tokens stay each rank's own."""
-    monkeypatch.setattr(tensor.PartialGradReducer, "finish", lambda self: None)
+    monkeypatch.setattr(PartialGradReducer, "finish", lambda self: None)
 
 
 def _own_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from meshwright.cli.main import main
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
-from meshwright.parallel import tensor
+from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.program import Program
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
@@ -125,7 +125,7 @@ def _slow_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _nothing_owed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under split tokens, norms keep the gradient of their own tokens."""
-    monkeypatch.setattr(tensor.PartialGradReducer, "finish", lambda self: None)
+    monkeypatch.setattr(PartialGradReducer, "finish", lambda self: None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Sums, after backward, of gradients of which each rank along ``tp`` has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.tensor import PartialGrad
+
+
+class PartialGradReducer:
+    """Sums, after backward, the gradients of which each rank of the axis has a part.
+
+    Args:
+        module: holds the parameters; they may be DTensors, whose local shards are summed.
+        owed: what is owed, by their names in the module.
+        axis_group: the axis.
+        neighbours: groups over runs of neighbouring ranks, by their number.
+    """
+
+    def __init__(
+        self, module: nn.Module, owed: Sequence[PartialGrad], axis_group: AxisGroup, neighbours: Mapping[int, AxisGroup]
+    ) -> None:
+        self._module, self._partial_grads = module, tuple(owed)
+        self._axis_group, self._neighbours = axis_group, neighbours
+
+    def begin(self, last: bool, fresh: bool = False) -> None:
+        """Nothing is summed before the last backward."""
+
+    def finish(self) -> None:
+        """Sums what is owed, packed by group and type."""
+        parameters_by_name = dict(self._module.named_parameters())
+        buckets: dict[tuple[int, Any], list[torch.Tensor]] = {}
+        for partial in self._partial_grads:
+            parameter = parameters_by_name.get(partial.name)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            buckets.setdefault((partial.ranks, grad.dtype), []).extend(_partial_grad_views(parameter, grad, partial))
+        for (ranks, _), grad_views in buckets.items():
+            if not grad_views:
+                continue
+            axis_group = self._neighbours[ranks] if ranks else self._axis_group
+            bucket = torch.cat([grad_view.reshape(-1) for grad_view in grad_views])
+            axis_group.all_reduce(bucket, "shared gradients").wait()
+            for grad_view, reduced_grad in zip(
+                grad_views, bucket.split([grad_view.numel() for grad_view in grad_views])
+            ):
+                grad_view.copy_(reduced_grad.view(grad_view.shape))
+
+
+def _partial_grad_views(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
+    """Returns the views of a local gradient that are summed."""
+    if not owed.runs:
+        return [grad] if grad.numel() else []
+    offset, size = _local_row_range(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
+    local_runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in owed.runs]
+    return [grad.narrow(owed.dim, start, stop - start) for start, stop in local_runs if start < stop]
+
+
+def _local_row_range(parameter: Any) -> tuple[int, int]:
+    """(first row, rows) of the local part of a parameter."""
+    if not hasattr(parameter, "_local_tensor"):
+        return 0, parameter.shape[0]
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0], shape[0]

@@ -1,0 +1,79 @@
+"""A rank's stages of the model as a layout's transforms build them, and what the loss and the step know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from meshwright.parallel.vocab_cross_entropy import VocabShard
+from meshwright.spec.placement import LocalShard
+
+
+@dataclass(slots=True)
+class LossView:
+    """What the loss of a micro-batch must know of the layout."""
+
+    vocab: VocabShard | None = None
+    """The run of the vocabulary whose logits this rank has; None for all."""
+    tokens: tuple[int, int, bool] = (0, 1, False)
+    """(index, count, balanced): which of each row's tokens this rank has logits of; see `context.own_tokens`."""
+    totals: torch.Tensor | None = None
+    """(1 + terms,) float64: targets of the global batch, and what it counts for in each term of the model's own loss;
+    None where the cross-entropy is all there is."""
+
+
+Compute = Callable[[nn.Module, Any, float, LossView], tuple[torch.Tensor, torch.Tensor]]
+"""(module, micro-batch, scale, view) to (loss to differentiate, sums): the loss is scale x the sum over target tokens,
+the sums are a float64 vector (loss sum, target tokens, right predictions), detached. Each term of a model's own loss
+adds two: the term times what the micro-batch counts for in it, and what it counts for."""
+
+
+class Sync(Protocol):
+    """What an axis that sums gradients gives the step to steer it."""
+
+    def begin(self, last: bool, fresh: bool = False) -> None:
+        """Called before each micro-batch.
+
+        Args:
+            last: the last one before the optimizer.
+            fresh: the first one, and no weight has a gradient.
+        """
+
+    def finish(self) -> None:
+        """Called after the last backward; when it returns, every gradient is the sum over the axis."""
+
+
+class ExpertCounts(Protocol):
+    """What counts the tokens of each expert."""
+
+    def drain(self, device: torch.device) -> torch.Tensor:
+        """Returns this rank's counts since the last call, float64 (X,)."""
+
+
+@dataclass(slots=True)
+class StageModule:
+    """One stage of the model on this rank; without a pipeline axis the whole model is its only part."""
+
+    module: nn.Module
+    """The stage; its names are those of the whole model."""
+    layers: list[nn.Module]
+    """Its repeated blocks, in order."""
+    places: dict[str, LocalShard] = field(default_factory=dict)
+    """Which part of the whole weight a parameter stands for, by name in the module; absent where it is whole."""
+    sync: list[Sync] = field(default_factory=list)
+    """What sums its gradients, in the order in which it finishes."""
+    stage: int = 0
+    """Its number among all stages."""
+    first: int = 0
+    """Number of its first layer in the model."""
+
+
+@dataclass(slots=True)
+class Stamp:
+    """Tells a watcher where this rank is: phase and micro-batch."""
+
+    phase: Callable[[str, int], None]
