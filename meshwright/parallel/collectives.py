@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.torch_compat.tensors import dispatch_mode
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -37,7 +37,7 @@ class _ReduceFromGroup(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
         # In its own memory: what makes it, a product of matrices, doesn't keep it for backward; selective recompute,
         # which looks on as a dispatch mode, does.
-        x = x.contiguous() if _get_current_dispatch_mode() is None else x.clone(memory_format=torch.contiguous_format)
+        x = x.contiguous() if dispatch_mode() is None else x.clone(memory_format=torch.contiguous_format)
         axis_group.all_reduce(x).wait()
         return x.detach()  # not a view: code may write into it
 

@@ -8,19 +8,20 @@ Source: Rajbhandari et al., ZeRO (SC 2020), section 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.fsdp_collectives import BookedAllGather, BookedReduceScatter, DeferredReductions
 from meshwright.parallel.layer_names import REST, spell
 from meshwright.parallel.scalar_parameters import hold_as_rows
+from meshwright.torch_compat.fsdp2 import accumulate_unsharded_gradients, clear_unsharded_gradients, set_async_unshard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +94,7 @@ class FsdpSync:
         for replica_all_reduce in self._replica_all_reduces:
             replica_all_reduce.forget()
         # ZeRO 1 keeps them in the gathered weights, which FSDP2 has no public way to clear.
-        for fsdp_param in fsdp_parameters(self._module):
-            fsdp_param.unsharded_accumulated_grad = None
-            if hasattr(fsdp_param, "_unsharded_param"):
-                fsdp_param._unsharded_param.grad = None
+        clear_unsharded_gradients(self._module)
 
 
 class ReplicaAllReduce:
@@ -192,25 +190,7 @@ def accumulate_gradients(module: nn.Module) -> None:
     FSDP2 does so as a backward reaches a unit's inputs. A backward in halves has no weights' gradients yet then, and
     those of consecutive second halves would add up in the type of compute, bf16.
     """
-    for fsdp_param in fsdp_parameters(module):
-        if hasattr(fsdp_param, "_unsharded_param"):  # as `FSDPParamGroup.post_backward` does; there is no public way
-            fsdp_param.accumulate_unsharded_grad_if_needed()
-            fsdp_param.to_accumulated_grad_if_needed()
-
-
-def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
-    """Yields FSDP2's own objects (`FSDPParam`) of all parameters that it shards in a module."""
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            for group in fsdp_groups(submodule):
-                yield from group.fsdp_params
-
-
-def fsdp_groups(unit: Any) -> list[Any]:
-    """Returns FSDP2's own groups (`FSDPParamGroup`) of one unit: any number since torch 2.12, one or none in 2.11."""
-    state = unit._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    accumulate_unsharded_gradients(module)
 
 
 def _enclosing_layer_names(modules: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
@@ -245,7 +225,7 @@ def _set_prefetch_order(layers: Sequence[Any], expert_modules: Sequence[Any], pr
     forward = [unit for group in units for unit in group]
     backward = [unit for group in reversed(units) for unit in group]
     for unit in forward:
-        unit._set_unshard_async_op(True)
+        set_async_unshard(unit)
     for unit_index, group in enumerate(units):
         # Not from what is inside: where a layer recomputes, its inner units would gather the next layer for nothing.
         next_layers = [

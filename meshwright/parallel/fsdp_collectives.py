@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.torch_compat.fsdp2 import AllGather, ReduceScatter
 
 
 class DeferredReductions:

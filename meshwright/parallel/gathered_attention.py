@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.collectives import all_gather_tokens
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.tensor_hooks import is_hidden
 from meshwright.spec.placement import Span
+from meshwright.torch_compat.tensors import tree_map_only
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

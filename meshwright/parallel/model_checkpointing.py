@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.overrides import _get_current_function_mode_stack
 
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.torch_compat.tensors import function_modes, wrap_checkpoint_generator
 
 Function = Callable[..., Any]
 Snapshot = Callable[[], Callable[[], AbstractContextManager[Any]]]
@@ -89,14 +89,14 @@ def repeat_in(module: Any, *snapshots: Snapshot) -> None:
 def _in_saved_state(function: Function, policy: _Policy) -> Function:
     """Returns a function that computes the same, in the present state whenever it is called."""
     restorers = [snapshot() for snapshot in policy.snapshots]
-    modes = _get_current_function_mode_stack()
+    modes = function_modes()
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_under_policy(policy))
             for restore in restorers:
                 stack.enter_context(restore())
-            for mode in modes[len(_get_current_function_mode_stack()) :]:
+            for mode in modes[len(function_modes()) :]:
                 stack.enter_context(mode)
             return function(*args, **kwargs)
 
@@ -124,20 +124,22 @@ def _install() -> None:
     Both are private to torch 2.11 to 2.15, and users' code holds `torch.utils.checkpoint.checkpoint` itself, which
     looks them up; nothing public lies between.
     """
-    generator = torch_checkpoint._checkpoint_without_reentrant_generator
     apply = torch_checkpoint.CheckpointFunction.apply
 
-    def generator_under_policy(function: Function, *arguments: Any, **kwargs: Any) -> Any:
-        policy = _LOCAL.policy
-        if policy is None:
-            return generator(function, *arguments, **kwargs)
-        return (
-            _empty_generator() if policy.inline else generator(_in_saved_state(function, policy), *arguments, **kwargs)
-        )
+    def under_policy(generator: Function) -> Function:
+        def generate(function: Function, *arguments: Any, **kwargs: Any) -> Any:
+            policy = _LOCAL.policy
+            if policy is None:
+                return generator(function, *arguments, **kwargs)
+            if policy.inline:
+                return _empty_generator()
+            return generator(_in_saved_state(function, policy), *arguments, **kwargs)
+
+        return generate
 
     def apply_under_policy(function: Function, preserve: bool, *args: Any) -> Any:
         policy = _LOCAL.policy
         return apply(function, preserve, *args) if policy is None else _run_reentrant(policy, function, preserve, *args)
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = generator_under_policy
+    wrap_checkpoint_generator(under_policy)
     torch_checkpoint.CheckpointFunction.apply = staticmethod(apply_under_policy)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.tensor import PartialGrad
+from meshwright.torch_compat.dtensors import local_rows
+from meshwright.torch_compat.tensors import local_tensor
 
 
 class PartialGradReducer:
@@ -42,7 +43,7 @@ class PartialGradReducer:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            grad = local_tensor(parameter.grad)
             buckets.setdefault((partial.ranks, grad.dtype), []).extend(_partial_grad_views(parameter, grad, partial))
         for (ranks, _), grad_views in buckets.items():
             if not grad_views:
@@ -60,14 +61,6 @@ def _partial_grad_views(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -
     """Returns the views of a local gradient that are summed."""
     if not owed.runs:
         return [grad] if grad.numel() else []
-    offset, size = _local_row_range(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
+    offset, size = local_rows(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
     local_runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in owed.runs]
     return [grad.narrow(owed.dim, start, stop - start) for start, stop in local_runs if start < stop]
-
-
-def _local_row_range(parameter: Any) -> tuple[int, int]:
-    """(first row, rows) of the local part of a parameter."""
-    if not hasattr(parameter, "_local_tensor"):
-        return 0, parameter.shape[0]
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offset[0], shape[0]

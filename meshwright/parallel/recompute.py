@@ -19,18 +19,16 @@ from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
+from meshwright.torch_compat.tensors import FUSED_ATTENTION
 
 KEPT = tuple(
-    getattr(namespace, name)
-    for namespace, name in (
-        (torch.ops.aten.mm, "default"),
-        (torch.ops.aten.addmm, "default"),
-        (torch.ops.aten.bmm, "default"),
-        (torch.ops.aten.baddbmm, "default"),
-        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, "default"),
-        (torch.ops.aten._scaled_dot_product_flash_attention, "default"),
-        (torch.ops.aten._scaled_dot_product_efficient_attention, "default"),
-        (torch.ops.aten._scaled_dot_product_cudnn_attention, "default"),
+    operator.default
+    for operator in (
+        torch.ops.aten.mm,
+        torch.ops.aten.addmm,
+        torch.ops.aten.bmm,
+        torch.ops.aten.baddbmm,
+        *FUSED_ATTENTION,
     )
 )
 """Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshwright.errors import PlanError
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.fsdp import accumulate_gradients
 from meshwright.parallel.stage_module import StageModule
 from meshwright.schedules.action import Schedule
+from meshwright.torch_compat.pipelining import (
+    actions_with_sends,
+    load_actions,
+    make_runtime,
+    run_microbatches,
+    unsupported,
+)
 
 Forward = Callable[[StageModule, int, tuple[torch.Tensor, ...]], Any]
 """(stage, micro-batch, what it received) to what the next stage gets, or in the last stage the loss."""
@@ -190,22 +195,13 @@ class ScheduleRun:
             for stage, kinds_of_stage in zip(stages, tensor_kinds)
         ]
         self._count = pipeline_group.schedule.microbatches
-        action: Any = getattr(torch_schedules, "_Action", None)
-        runtime: Any = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
-        loader_name = next((n for n in ("_prepare_schedule_with_comms", "_load_actions") if hasattr(runtime, n)), None)
-        if action is None or loader_name is None:
-            raise PlanError(f"pp: torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.15 do")
-        # What fails is raised; torch would print the whole schedule beside it, from every rank.
-        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-        self._runtime = runtime(self._stages, n_microbatches=self._count, loss_fn=_loss_as_is, scale_grads=False)
-        rows = {
-            rank: [action.from_str(str(action_text)) for action_text in row]
-            for rank, row in enumerate(pipeline_group.schedule.actions)
-        }
-        self._runtime.pipeline_order = rows
-        getattr(self._runtime, loader_name)(rows)
+        if reason := unsupported():
+            raise PlanError(f"pp: {reason}")
+        self._runtime = make_runtime(self._stages, self._count, _loss_as_is)
+        schedule = pipeline_group.schedule
+        load_actions(self._runtime, {rank: list(map(str, row)) for rank, row in enumerate(schedule.actions)})
         if not pipeline_group.axis_group.on_cuda:
-            actions_by_rank = self._runtime.pipeline_order_with_comms
+            actions_by_rank = actions_with_sends(self._runtime)
             actions_by_rank.update({rank: _receives_first(row) for rank, row in actions_by_rank.items()})
         for name, content in (("fwd_recv_ops", "the input"), ("bwd_recv_ops", "the gradient")):
             setattr(self._runtime, name, _ReceiveBuffers(pipeline_group.axis_group, content))
@@ -215,12 +211,7 @@ class ScheduleRun:
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        self._runtime._step_microbatches(
-            arg_mbs=[()] * self._count,
-            kwarg_mbs=[{}] * self._count,
-            target_mbs=[None] * self._count,
-            return_outputs=False,
-        )
+        run_microbatches(self._runtime, self._count)
 
 
 def _receives_first(actions: Sequence[Any]) -> list[Any]:

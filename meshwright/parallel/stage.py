@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_unflatten
 
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.model_checkpointing import repeated
 from meshwright.spec.layer_graph import LayerGraph, Path
+from meshwright.torch_compat.tensors import is_view, tree_unflatten
 
 
 class _Boundary(BaseException):
@@ -224,7 +224,7 @@ def _leave_stage(paths: tuple[Path, ...], *args: Any, **kwargs: Any) -> Any:
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that can be sent, and detached in place by a backward in two halves, which a view can't."""
-    if tensor._is_view() or not tensor.is_contiguous():
+    if is_view(tensor) or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from meshwright.parallel.fsdp import fsdp_groups
 from meshwright.parallel.weights import Weight
+from meshwright.torch_compat.fsdp2 import gathered_tensors
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -24,20 +25,13 @@ def _storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def _gathered_tensors(units: Iterable[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns FSDP2's (gathered parameters, whole gradients kept for later) of its units, on the way or arrived."""
+    """Returns FSDP2's (gathered parameters, full gradients kept for later) of its units, under way or arrived."""
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     for unit in units:
-        for group in fsdp_groups(unit):
-            pending_gather = getattr(group, "_all_gather_result", None)
-            if pending_gather is not None:
-                parameters.append(pending_gather.all_gather_output)
-            for fsdp_param in group.fsdp_params:
-                parameters.extend(getattr(fsdp_param, "all_gather_outputs", []))
-                unsharded = getattr(fsdp_param, "_unsharded_param", None)
-                if unsharded is not None:
-                    accumulated = getattr(fsdp_param, "unsharded_accumulated_grad", None)
-                    gradients.extend(grad for grad in (unsharded.grad, accumulated) if grad is not None)
+        unit_parameters, unit_gradients = gathered_tensors(unit)
+        parameters += unit_parameters
+        gradients += unit_gradients
     return parameters, gradients
 
 
@@ -52,7 +46,7 @@ class StateMeter:
     def __init__(self, modules: Sequence[nn.Module], weights: list[Weight]) -> None:
         self._weights, self._all_weights = weights, tuple(weights)
         self._units = [
-            submodule for module in modules for submodule in module.modules() if hasattr(submodule, "_get_fsdp_state")
+            submodule for module in modules for submodule in module.modules() if isinstance(submodule, FSDPModule)
         ]
         # After FSDP2's own: the unit at work is gathered then, and the next one is on its way.
         self._hooks = [unit.register_forward_pre_hook(lambda *_: self.sample()) for unit in self._units]

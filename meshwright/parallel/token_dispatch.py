@@ -18,6 +18,7 @@ from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.collectives import all_gather_tokens, reduce_scatter_tokens
 from meshwright.parallel.forward_stack import Forward
 from meshwright.spec.experts import ExpertRows
+from meshwright.torch_compat.tensors import is_view
 
 
 def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
@@ -91,7 +92,7 @@ def _by_token(slots: torch.Tensor, slot_position: torch.Tensor, k: int) -> torch
 def _as_fresh_tensor(output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Returns ``output`` in a shape, never as a view: what models add to it in place would lose FSDP2's hook."""
     output = output if output.shape == shape else output.view(shape)
-    return output.clone() if output._is_view() else output
+    return output.clone() if is_view(output) else output
 
 
 class Dispatch:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.parallel.dcp_shards import LocalBoxes
 from meshwright.parallel.scalar_parameters import whole_shape
 from meshwright.spec.placement import Box, LocalShard, ShardBox
+from meshwright.torch_compat.dtensors import dtensor_like, local_box
+from meshwright.torch_compat.tensors import local_tensor
 
 
 @dataclass(eq=False)
@@ -43,20 +43,18 @@ class Weight:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part, sharing storage with the parameter."""
-        parameter = self.parameter.detach()
-        return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        return local_tensor(self.parameter.detach())
 
     @property
     def address(self) -> int:
         """Where `local` lies in memory."""
-        parameter = self.parameter
-        return parameter._local_tensor.data_ptr() if isinstance(parameter, DTensor) else parameter.data_ptr()
+        return local_tensor(self.parameter).data_ptr()
 
     @property
     def gradient(self) -> torch.Tensor | None:
         """This rank's part of the gradient, or None."""
         grad = self.parameter.grad
-        return grad._local_tensor if isinstance(grad, DTensor) else grad
+        return None if grad is None else local_tensor(grad)
 
     @property
     def sharded_on(self) -> tuple[str, ...]:
@@ -84,10 +82,7 @@ class Weight:
         """Boxes that the local part is made of; ``copies`` counts the ranks of the world that hold each."""
         row_range = None
         if isinstance(self.parameter, DTensor):
-            shape, offset = compute_local_shape_and_global_offset(
-                self.parameter.shape, self.parameter.device_mesh, self.parameter.placements
-            )
-            row_range = (offset[0], offset[0] + shape[0])
+            row_range = local_box(self.parameter)[0]
         shards = self.shards
         if row_range is not None and not self.shape:  # a number, which one of the shards holds as its row
             copies = max(1, self.place.copies // shards)
@@ -125,15 +120,10 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def placed_like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns ``local`` as this rank's part of a tensor of ``whole``'s shape and placements; itself if that is plain.
-
-    Unlike ``DTensor.from_local`` it leaves the part where it is, in host memory for one.
-    """
+    """Returns ``local`` as this rank's part of a tensor of ``whole``'s shape and placements; itself if plain."""
     if not isinstance(whole, DTensor):
         return local
-    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
-    spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
+    return dtensor_like(whole, local)
 
 
 def named_weights(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.parallel.fsdp import fsdp_groups
+from meshwright.torch_compat.fsdp2 import fsdp_groups
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Private names of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from meshwright.torch_compat import PrivateName
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "actions_with_sends",
+    "load_actions",
+    "make_runtime",
+    "run_microbatches",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "unsupported",
+]
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime",
+        "runs any list of actions; public schedules run their own alone",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_Action.from_str",
+        "actions of that list",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches",
+        "runs them",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining._backward:stage_backward_input", "whether a model's backward can be halved"
+    ),
+    PrivateName(
+        "torch.distributed.pipelining._backward:stage_backward_weight",
+        "the same",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining:PipelineStage._get_init_p2p_neighbors_ops",
+        "torch 2.11 sends to a stage of the same rank too, which gloo refuses",
+    ),
+)
+_LOADERS = ("_prepare_schedule_with_comms", "_load_actions")
+"""The method that takes actions and adds sends and receives: the first since torch 2.12, the second in 2.11."""
+
+
+def _loader() -> str | None:
+    runtime = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
+    return next((name for name in _LOADERS if hasattr(runtime, name)), None)
+
+
+def unsupported() -> str:
+    """Returns why this torch runs no lists of actions; "" where it does."""
+    if hasattr(torch_schedules, "_Action") and _loader() is not None:
+        return ""
+    return f"torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.15 do"
+
+
+def make_runtime(stages: Sequence[Any], microbatches: int, loss: Any) -> Any:
+    """Returns torch's runtime for lists of actions over the stages of this rank."""
+    # What fails is raised; torch would print the whole schedule beside it, from every rank.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+    runtime: Any = torch_schedules._PipelineScheduleRuntime
+    return runtime(list(stages), n_microbatches=microbatches, loss_fn=loss, scale_grads=False)
+
+
+def load_actions(runtime: Any, actions: Mapping[int, Sequence[str]]) -> None:
+    """Gives the runtime the actions of every rank, in torch's text form."""
+    loader = _loader()
+    assert loader is not None
+    rows = {rank: [torch_schedules._Action.from_str(text) for text in row] for rank, row in actions.items()}
+    runtime.pipeline_order = rows
+    getattr(runtime, loader)(rows)
+
+
+def actions_with_sends(runtime: Any) -> dict[int, list[Any]]:
+    """Returns the runtime's own lists, sends and receives among them; changes of it are obeyed."""
+    lists: dict[int, list[Any]] = runtime.pipeline_order_with_comms
+    return lists
+
+
+def run_microbatches(runtime: Any, count: int) -> None:
+    """Runs the actions on ``count`` micro-batches, whose inputs the stages know themselves."""
+    runtime._step_microbatches(
+        arg_mbs=[()] * count, kwarg_mbs=[{}] * count, target_mbs=[None] * count, return_outputs=False
+    )
