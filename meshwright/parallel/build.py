@@ -51,6 +51,11 @@ def transformed(source: ModelSource, layout: Layout, mesh: Mesh | None) -> Trans
     for transform in transforms():
         if transform.applies(layout, source):
             transform.apply(work)
+    # A layer that is computed again draws the numbers of its first time, as a model's own checkpoints do.
+    snapshots = [work.dropout_rng.snapshot] if work.dropout_rng is not None else []
+    for stage in work.stages:
+        repeat_in(stage.module, *snapshots)
+        work.progress_hooks.watch(stage.layers, stage.first)
     return work
 
 
@@ -71,8 +76,6 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
     for part in work.stages:
-        # A layer that is computed again draws the numbers of its first time, as a model's own checkpoints do.
-        repeat_in(part.module, *([work.dropout_rng.snapshot] if work.dropout_rng is not None else []))
         materialise(part.module, part.places, host, master, source.fill)
         source.fill_buffers(part.module, device)
         if layout.precision == "float64":
@@ -88,9 +91,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     program.chance = work.dropout_rng
     program.weigh, program.terms = source.weigh, tuple(source.terms)
     program.moving = MovingBuffers([part.module for part in work.stages], source.moving)
-    for part in work.stages:
-        # Outside of what is compiled or run again for backward, inside of what gathers.
-        program.progress_hooks.watch(part.layers, part.first)
+    program.progress_hooks = work.progress_hooks
     return program
 
 

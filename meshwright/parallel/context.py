@@ -60,7 +60,12 @@ def wrap_model(
     first_layer = held_layer(module, next(iter(table.layers)))
     if first_layer is not None:
         take_tokens = partial(own_tokens, index=axis_group.index, size=axis_group.size, balanced=attention == "gather")
-        tensor_hooks.on_hidden(first_layer, _take_from_full_rows(module, axis_group.size, take_tokens), before=True)
+        tensor_hooks.on_hidden(
+            first_layer,
+            _take_from_full_rows(module, axis_group.size, take_tokens),
+            before=True,
+            purpose="a rank's tokens",
+        )
 
 
 def _take_from_full_rows(module: nn.Module, size: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -155,18 +160,23 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         column, split = layer.get_submodule(name), splits_by_name[f"{name}.weight"]
         rank_spans = spans(split, layer.get_parameter(split.name).shape[split.dim])
         if name in group.column_inputs:
-            tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans))
+            tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans), purpose="tokens for heads")
         else:
-            tensor_hooks.on_output(column, partial(parameter_slices.select, dim=-1, spans=rank_spans[axis_group.index]))
+            select_units = partial(parameter_slices.select, dim=-1, spans=rank_spans[axis_group.index])
+            tensor_hooks.on_output(column, select_units, purpose="a rank's heads")
     for name in group.replicated_inputs:
         tensor_hooks.on_output(
-            layer.get_submodule(name), lambda x: collectives.all_gather_tokens(x, axis_group, 1, True)
+            layer.get_submodule(name),
+            lambda x: collectives.all_gather_tokens(x, axis_group, 1, True),
+            purpose="all-gather of tokens forward, reduce-scatter backward",
         )
     row_split = splits_by_name[f"{group.row_linear}.weight"]
     features = layer.get_parameter(row_split.name).shape[row_split.dim]
     rank_spans = spans(row_split, features)
     tensor_hooks.on_input(
-        layer.get_submodule(group.row_linear), lambda x: to_tokens(x, axis_group, rank_spans, features)
+        layer.get_submodule(group.row_linear),
+        lambda x: to_tokens(x, axis_group, rank_spans, features),
+        purpose="heads for tokens",
     )
     matrices = {f"{name}.{kind}" for name in (*group.column_linears, group.row_linear) for kind in ("weight", "bias")}
     loose_splits = [split for split in group.splits if split.name not in matrices]
@@ -218,7 +228,7 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
     for name, submodule in root.named_modules():
         if name:
             submodule.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
-    tensor_hooks.on_hidden(root, enter)
+    tensor_hooks.on_hidden(root, enter, purpose="a stand-in of the whole row")
 
 
 def _slice_loose_parameters(

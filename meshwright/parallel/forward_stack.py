@@ -94,6 +94,12 @@ def wrap_forward(module: nn.Module, layer: ForwardLayer, purpose: str, wrap: Cal
     module.__dict__[_STACK] = _ForwardStack(plain, tuple(ordered), forward)
 
 
+def described(hook: Any, purpose: str) -> Any:
+    """Returns a hook that `describe` prints by its purpose."""
+    hook.purpose = purpose
+    return hook
+
+
 def wrappers(module: nn.Module) -> tuple[ForwardWrapper, ...]:
     """Returns the wrappers of a module's forward, innermost first."""
     stack: _ForwardStack | None = module.__dict__.get(_STACK)
@@ -109,8 +115,7 @@ def describe(module: nn.Module) -> list[str]:
     for wrapper in reversed(wrappers(module)):
         lines.append(f"wrapper     {wrapper.layer.name.lower()}: {wrapper.purpose}")
     stack: _ForwardStack | None = module.__dict__.get(_STACK)
-    plain = stack.plain if stack is not None else module.forward
-    lines.append(f"forward     {type(module).__module__}.{getattr(plain, '__qualname__', type(plain).__qualname__)}")
+    lines.append(f"forward     {_name(stack.plain if stack is not None else module.forward)}")
     lines += [f"hook        {_name(hook)}" for hook in module._forward_hooks.values()]
     # By name: the class comes with torch.distributed.fsdp, which a rank without FSDP2 units needn't import.
     if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
@@ -119,7 +124,9 @@ def describe(module: nn.Module) -> list[str]:
 
 
 def _name(hook: Any) -> str:
-    """Returns ``module.function`` of a hook, without the package and the ``<locals>`` of closures."""
+    """Returns the purpose of a hook or, where it states none, its ``module.function`` without the package."""
+    if purpose := getattr(hook, "purpose", ""):
+        return str(purpose)
     function = getattr(hook, "__func__", hook)
     module = getattr(function, "__module__", type(hook).__module__).removeprefix("meshwright.")
     name = getattr(function, "__qualname__", type(hook).__qualname__)

@@ -23,6 +23,11 @@ from meshwright.spec.axes.tp import AXIS
 from meshwright.spec.placement import LocalShard, Span
 from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable, vocabulary_span
 
+COPY = "copy to tp: identity forward, all-reduce backward"
+"""Megatron's f. Source: Shoeybi et al. (2019), figure 3."""
+GATHER = "all-gather of tokens forward, reduce-scatter backward"
+"""Megatron's g-bar. Source: Korthikanti et al. (2022), figure 5."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartialGrad:
@@ -116,26 +121,28 @@ def _attach_group_collectives(
     row_linear = layer.get_submodule(group.row_linear)
     prefix = f"{group.row_linear}." if group.row_linear else ""
     unsplit_names = tuple(name for name, _ in row_linear.named_parameters() if f"{prefix}{name}" not in split_names)
+    entering = GATHER if sequence else COPY
     if not sequence:
         enter_group = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
         for name in group.replicated_inputs:
-            tensor_hooks.on_output(layer.get_submodule(name), enter_group)
+            tensor_hooks.on_output(layer.get_submodule(name), enter_group, purpose=entering)
     else:
         enter_group = tensor_hooks.Once(
             lambda x: collectives.all_gather_tokens(x, axis_group, token_dim(x.dim()), True)
         )
     if sequence and group.heads:
-        tensor_hooks.on_hidden(layer.get_submodule(group.module), enter_group)
+        tensor_hooks.on_hidden(layer.get_submodule(group.module), enter_group, purpose=entering)
     elif group.column_inputs == (group.row_linear,):
         # Experts: tokens, and the weights of their choices, whose gradients are summands too.
         tensor_hooks.on_input(
             row_linear,
             _enter_each_tensor(axis_group, sequence),
             tensor_hooks.anything if sequence else tensor_hooks.differentiable,
+            purpose=entering,
         )
     else:
         for name in group.column_inputs:
-            tensor_hooks.on_input(layer.get_submodule(name), enter_group)
+            tensor_hooks.on_input(layer.get_submodule(name), enter_group, purpose=entering)
 
     def leave_group(y: torch.Tensor) -> torch.Tensor:
         return (
@@ -221,7 +228,7 @@ def _attach_vocabulary_lookup(module: Any, start: int, stop: int, axis_group: Ax
     """Lets a split embedding look up its rows alone."""
     if isinstance(module, nn.Linear):
         module.out_features = stop - start
-        tensor_hooks.on_input(module, lambda x: collectives.copy_to_group(x, axis_group))
+        tensor_hooks.on_input(module, lambda x: collectives.copy_to_group(x, axis_group), purpose=COPY)
         return
     out_of_range_masks: list[torch.Tensor] = []
 
@@ -270,7 +277,11 @@ def wrap_model(
         names = list(table.layers)
         first, last = (held_layer(module, name) for name in (names[0], names[-1]))
         if first is not None:
-            tensor_hooks.on_hidden(first, lambda x: collectives.reduce_scatter_tokens(x, axis_group, 1, False))
+            tensor_hooks.on_hidden(
+                first, lambda x: collectives.reduce_scatter_tokens(x, axis_group, 1, False), purpose="a rank's tokens"
+            )
         if last is not None:
-            tensor_hooks.on_output(last, lambda x: collectives.all_gather_tokens(x, axis_group, 1, False))
+            tensor_hooks.on_output(
+                last, lambda x: collectives.all_gather_tokens(x, axis_group, 1, False), purpose="all-gather of tokens"
+            )
     return sharded

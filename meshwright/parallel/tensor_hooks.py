@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, described, wrap_forward
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 """A movement of one tensor, with its gradient."""
@@ -39,13 +39,16 @@ class Once:
         return moved
 
 
-def on_input(module: nn.Module, move: Move, only: Callable[[torch.Tensor], bool] | None = None) -> None:
+def on_input(
+    module: nn.Module, move: Move, only: Callable[[torch.Tensor], bool] | None = None, *, purpose: str
+) -> None:
     """Moves the tensors that a module is called with.
 
     Args:
         module: gets a hook.
         move: what happens to them.
         only: which; the first positional one when not given.
+        purpose: what for, for `forward_stack.describe`.
     """
     if isinstance(move, Once):
         move.readers += 1
@@ -62,25 +65,26 @@ def on_input(module: nn.Module, move: Move, only: Callable[[torch.Tensor], bool]
             key: move_if_wanted(value) for key, value in kwargs.items()
         }
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_pre_hook(described(hook, f"input: {purpose}"), with_kwargs=True)
 
 
-def on_output(module: nn.Module, move: Move) -> None:
-    """Moves the tensor that a module returns, the first where it returns several."""
+def on_output(module: nn.Module, move: Move, *, purpose: str) -> None:
+    """Moves the tensor that a module returns, the first where it returns several; ``purpose`` as in `on_input`."""
 
     def hook(_: nn.Module, _args: Any, out: Any) -> Any:
         return move(out) if isinstance(out, torch.Tensor) else type(out)((move(out[0]), *out[1:]))
 
-    module.register_forward_hook(hook)
+    module.register_forward_hook(described(hook, f"output: {purpose}"))
 
 
-def on_hidden(module: nn.Module, move: Move, before: bool = False) -> None:
+def on_hidden(module: nn.Module, move: Move, before: bool = False, *, purpose: str) -> None:
     """Moves the hidden state that a layer is called with: its first floating (B, S, D) argument.
 
     Args:
         module: gets a hook.
         move: what happens to it.
         before: ahead of hooks that the module already has.
+        purpose: what for, for `forward_stack.describe`.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,7 +96,7 @@ def on_hidden(module: nn.Module, move: Move, before: bool = False) -> None:
                 return args, kwargs | {key: move(value)}
         raise ValueError("a layer is called without a hidden state (B, S, D)")
 
-    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=before)
+    module.register_forward_pre_hook(described(hook, f"hidden state: {purpose}"), with_kwargs=True, prepend=before)
 
 
 def is_hidden(value: Any) -> bool:

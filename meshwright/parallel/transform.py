@@ -19,6 +19,7 @@ from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.progress_hooks import LayerProgressHooks
 from meshwright.parallel.stage_module import LossView, StageModule
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.spec.layout import Layout
@@ -46,6 +47,8 @@ class TransformContext:
     """What the loss must know of the layout."""
     dropout_rng: DropoutRng | None = None
     """Random numbers of forward, where it may draw some."""
+    progress_hooks: LayerProgressHooks = field(default_factory=LayerProgressHooks)
+    """Report which layer runs."""
     make_program: Callable[[TransformContext, StepTimer], Any] | None = None
     """Makes the `Program` of a layout whose stages a schedule runs; None where the rank has the whole model."""
 

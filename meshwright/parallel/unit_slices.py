@@ -35,11 +35,13 @@ def attach(
         slice_tensor = cut_to(cutting, local_units, group.units)
         if cutting.kind == "meeting":
             _gather_inputs(module, _feature_order(cutting, shares, group.units), axis_group)
-            tensor_hooks.on_output(module, slice_tensor)
+            tensor_hooks.on_output(module, slice_tensor, purpose="a rank's units")
         elif cutting.kind == "output":
             grad_reduced_inside = sequence or cutting.module in group.inner_row_linears
             tensor_hooks.on_output(
-                module, slice_tensor if grad_reduced_inside else _slice_replicated(slice_tensor, axis_group)
+                module,
+                slice_tensor if grad_reduced_inside else _slice_replicated(slice_tensor, axis_group),
+                purpose="a rank's units",
             )
         elif cutting.kind == "argument":
             _on_argument(module, cutting.key, _slice_replicated(slice_tensor, axis_group))
@@ -76,7 +78,9 @@ def _gather_inputs(module: nn.Module, order: list[int], axis_group: AxisGroup) -
     def is_local_slice(x: torch.Tensor) -> bool:
         return x.is_floating_point() and x.dim() > 1 and x.shape[-1] == local_features
 
-    tensor_hooks.on_input(module, lambda x: _gather_features(x, axis_group, order), is_local_slice)
+    tensor_hooks.on_input(
+        module, lambda x: _gather_features(x, axis_group, order), is_local_slice, purpose="all-gather of features"
+    )
 
 
 def _feature_order(cutting: Cutting, shares: Sequence[Span], total_units: int) -> list[int]:

@@ -41,6 +41,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import DTYPES
+from meshwright.spec.layout import Layout
 from meshwright.spec.placement import Box
 from meshwright.spec.plan import Plan
 from meshwright.train.faults import Faults, parse_faults
@@ -137,11 +138,24 @@ def build_program(
         filled: give weights their first values, which takes as long as to draw or read them; NaN otherwise.
     """
     layout = plan.layout
-    facts = facts or analyse_model(model, layout)
+    source = source_of(model, layout, facts or analyse_model(model, layout), filled)
+    mesh = Mesh(layout, device.type, TrafficLog())
+    return build(source, layout, mesh, device, StepTimer(device.type))
+
+
+def source_of(model: BuiltModel, layout: Layout, facts: ModelAnalysis, filled: bool = True) -> ModelSource:
+    """Returns a model as `parallel.build` takes it.
+
+    Args:
+        model: on meta.
+        layout: that it will run under.
+        facts: from `analyse_model`, for this layout.
+        filled: give weights their first values; NaN otherwise.
+    """
     trial = facts.trial or ForwardTrial()
     if layout.precision == "float64":
         use_float64(model.module)
-    source = ModelSource(
+    return ModelSource(
         module=model.module,
         layers=model.structure.layers,
         compute=model_compute(model, trial.objective),
@@ -157,8 +171,6 @@ def build_program(
         attention=facts.attention,
         experts=facts.experts,
     )
-    mesh = Mesh(layout, device.type, TrafficLog())
-    return build(source, layout, mesh, device, StepTimer(device.type))
 
 
 def _progress(context: RankContext, job: TrainJob) -> Path:

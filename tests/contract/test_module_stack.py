@@ -1,0 +1,54 @@
+"""A rank's modules are wrapped in the declared order under every kind of layout, and the command shows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.jobs.module_stack import module_stacks
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.parallel.forward_stack import ForwardLayer
+from meshwright.spec.layout import Layout
+
+ORDER = [layer.name.lower() for layer in sorted(ForwardLayer, reverse=True)]
+
+
+def model(name: str = "gpt2") -> BuiltModel:
+    dropout = 0.1 if name == "gpt2" else 0.0
+    return build_meta(ModelConfig(name=name, layers=2, width=32, heads=4, dropout=dropout), vocab=61, context=32)
+
+
+def wrapper_layers(lines: tuple[str, ...]) -> list[str]:
+    return [line.split()[1].rstrip(":") for line in lines if line.startswith("wrapper")]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("layout", "name", "outermost_first"),
+    [
+        ("tp=2,recompute=full", "llama", ["progress", "recompute"]),
+        ("tp=2,recompute=selective,precision=float64", "gpt2", ["progress", "recompute", "dropout", "float64"]),
+        ("cp=2,attention=gather,recompute=full", "gpt2", ["progress", "recompute", "dropout", "context"]),
+        ("shard=2,zero=3,compile=true", "llama", ["progress", "compile"]),
+    ],
+)
+def test_a_layer_is_wrapped_in_the_declared_order(layout: str, name: str, outermost_first: list[str]) -> None:
+    built = model(name)
+    (layer, *_) = module_stacks(built, Layout.parse(layout), built.structure.layers[0])
+    found = wrapper_layers(layer.lines)
+    assert sorted(found) == sorted(outermost_first)
+    assert found == sorted(found, key=ORDER.index), "outermost first, as declared"
+
+
+def test_a_stage_shows_stubs_of_the_layers_that_others_compute() -> None:
+    built = model()
+    second = built.structure.layers[1]
+    stacks = module_stacks(built, Layout.parse("pp=2,microbatches=2"), "", rank=0)
+    (stub,) = [stack for stack in stacks if stack.module == second]
+    assert "wrapper     stage: a stub: another stage computes it" in stub.lines
+
+
+def test_an_unknown_module_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no module 'transformer\.h\.00'.*transformer\.h\.0"):
+        module_stacks(model(), Layout.parse("tp=2"), "transformer.h.00")
