@@ -67,7 +67,8 @@ def paired_bars(
         for series_index, value in enumerate(values):
             y, size = top + 15 * series_index, (value or 0.0) / longest * width
             elements.append(
-                f'<rect class="f{5 if series_index == 0 else 0}" x="{left_edge}" y="{y}" width="{size:.1f}" height="12"/>'
+                f'<rect class="f{5 if series_index == 0 else 0}" x="{left_edge}" y="{y}" '
+                f'width="{size:.1f}" height="12"/>'
             )
             value_text = format_value(value) if value is not None else f"not {names[series_index]}"
             elements.append(

@@ -76,7 +76,7 @@ def unfinished(dump: Mapping[str, Any]) -> Unfinished | None:
 
 
 def _is_complete(entry: Mapping[str, Any]) -> bool:
-    """Returns whether a collective is complete. A retired one of NCCL has timed out instead; gloo marks no completion."""
+    """Returns whether a collective is complete. NCCL retires those that timed out; gloo marks none complete."""
     backend = str(entry.get("profiling_name", "")).partition(":")[0]
     return entry.get("state") == _COMPLETED or (bool(entry.get("retired")) and backend == "gloo")
 

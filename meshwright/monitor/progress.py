@@ -70,7 +70,7 @@ class RankStamp:
 
     @property
     def collective(self) -> str:
-        """The collective that it waits for, with size and number: ``all_reduce over tp, 2.00 MiB (3rd of the step)``."""
+        """The awaited collective, with size and number: ``all_reduce over tp, 2.00 MiB (3rd of the step)``."""
         size = f", {format_bytes(self.size_bytes)}" if self.size_bytes else ""
         return f"{self.waits_for}{size}" + (f" ({ordinal(self.number)} of the step)" if self.number else "")
 
@@ -206,8 +206,8 @@ def _read_rank(view: mmap.mmap, rank: int) -> RankStamp | None:
             _, pid, generation, micro, step, since, phase_code, layer, number, size, encoded, _ = newest
             text = encoded.rstrip(b"\0").decode("utf-8", "replace")
             return RankStamp(
-                rank=rank, pid=pid, generation=generation, step=step, micro=micro, phase=PHASES[phase_code], waits_for=text,
-                since=since, number=number, layer=layer, size_bytes=size,
+                rank=rank, pid=pid, generation=generation, step=step, micro=micro, phase=PHASES[phase_code],
+                waits_for=text, since=since, number=number, layer=layer, size_bytes=size,
             )  # fmt: skip
         # All zeros: the rank has not started. Else both slots were torn by a write just now: read again.
         if not any(view[record_offset : record_offset + _RANK_BYTES]):

@@ -175,4 +175,6 @@ def drift(run: RunFiles, measured: Mapping[str, Any], bound: float) -> str:
         values = (format_value(drift.planned), format_value(drift.measured))
         table_rows.append((drift.part, *values, relative, "beyond" if drift.beyond else "within"))
     note = f'<p class="small">Marked where the difference exceeds {bound:.0%} of the plan. Times are medians.</p>'
-    return note + table(("part", "planned", "measured", "difference", "bound"), table_rows, (1, 2, 3), warning_text="beyond")
+    return note + table(
+        ("part", "planned", "measured", "difference", "bound"), table_rows, (1, 2, 3), warning_text="beyond"
+    )
