@@ -40,6 +40,7 @@ class DeviceTimer:
         single_s = max(self.timed(work, 1), 1e-7)
         # As many repeats as fill a chunk of the window.
         repeats = max(1, min(10_000, round(self.window_s / self.chunks / single_s)))
+        # Longer than a window: a few single runs, of which the fastest counts.
         if single_s > self.window_s:
             return single_s if self.chunks == 1 else min(single_s, *(self.timed(work, 1) for _ in range(LEAST - 1)))
         return min(self.timed(work, repeats) for _ in range(self.chunks))
@@ -47,6 +48,7 @@ class DeviceTimer:
     def timed(self, work: Callable[[], object], repeats: int) -> float:
         """Returns the mean seconds of ``repeats`` runs."""
         self.sync()
+        # Thread time excludes other programs, but also waiting for a GPU: only CPU ranks use it.
         read_clock = time.thread_time if self.sharing else time.perf_counter
         start_s = read_clock()
         for _ in range(repeats):

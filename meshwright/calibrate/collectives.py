@@ -31,6 +31,7 @@ def placements(ranks: int, node_ranks: int) -> list[tuple[int, int, int]]:
         ranks: world size.
         node_ranks: ranks of a node.
     """
+    # An axis' degree, and the product of the faster axes, divide the world.
     divisors = [size for size in range(2, ranks + 1) if ranks % size == 0]
     axis_placements = [
         (rank_stride, degree, span(rank_stride, degree, node_ranks, ranks)[1])
@@ -56,6 +57,7 @@ def collectives(messages: Sequence[int], node_ranks: int, clock: DeviceTimer) ->
         for kind, build in KINDS.items():
             points: list[tuple[int, float]] = []
             for size in messages:
+                # Sizes ascend, so all larger ones would be slower still.
                 if _extrapolate_s(points, size) > SLOWEST_S:
                     break
                 call = build(
@@ -119,6 +121,7 @@ def awaited(size: int, clock: DeviceTimer) -> float:
 def _build_group(rank_stride: int, degree: int) -> dist.ProcessGroup:
     """Creates all groups of ``degree`` members, ``rank_stride`` ranks apart; returns this rank's."""
     world, block = dist.get_world_size(), rank_stride * degree
+    # All groups of the axis exist at once, as in a run: they share links during the measurement.
     groups = [
         [start + offset + rank_stride * index for index in range(degree)]
         for start in range(0, world, block)
@@ -153,6 +156,7 @@ def _slowest_rank_s(call: Callable[[], object], clock: DeviceTimer) -> float:
     # A call far longer than the window needs no repeats; all ranks agree on this by the maximum.
     if single_s > 10 * clock.window_s:
         return single_s
+    # All ranks compute the same number from the agreed time, or collectives wouldn't match.
     repeats = round(clock.window_s / clock.chunks / single_s)
     if repeats < MIN_CHUNK_CALLS:
         return agreed([clock.timed(call, max(2, round(clock.window_s / single_s)))], largest=True)[0]
@@ -196,6 +200,7 @@ def _send(axis_group: AxisGroup, count: int, device: torch.device) -> Callable[[
             dist.P2POp(dist.isend, sent, next_rank, group=axis_group.group),
             dist.P2POp(dist.irecv, received, previous_rank, group=axis_group.group),
         ]
+        # Batched, so that send and receive can't deadlock.
         for request in dist.batch_isend_irecv(operations):
             request.wait()
 

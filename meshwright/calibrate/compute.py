@@ -141,6 +141,7 @@ def attentions(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tup
         def forward(q: Any = q, k: Any = k, v: Any = v) -> torch.Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+        # The backward is timed by itself, over one recorded graph.
         forward_s = clock.seconds(forward)
         yield rows, sequence, size, forward_s, clock.seconds(_backward_of(forward(), (q, k, v)))
 
@@ -184,6 +185,7 @@ def _operand_sets(elements: int, torch_dtype: torch.dtype, device: torch.device)
     """Returns the number of operand sets to cycle through, so that each is cold in cache when its turn comes."""
     if device.type != "cpu":
         return 1
+    # Enough sets to exceed the caches before an operand is used again.
     return max(1, min(MAX_OPERAND_SETS, COLD_BYTES // (elements * torch_dtype.itemsize)))
 
 
@@ -191,6 +193,7 @@ def _cycle(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """Returns a function that runs the next of the calls each time, in a cycle."""
     if len(calls) == 1:
         return calls[0]
+    # Cycling through sets keeps operands cold.
     next_call = itertools.cycle(calls).__next__
     return lambda: next_call()()
 

@@ -44,6 +44,7 @@ def host_times(
     ranks = calibration.ranks // calibration.nodes
     rows = MICROBATCHES * ranks
     work = work_of(TINY, MICROBATCHES)
+    # Operators of one layer by the calibration, to subtract from what a layer costs.
     forward_operators, backward_operators = _count_operators(work, calibration)
     few_layers, many_layers = (
         _fastest_step_parts(devices, FEW, f"replicate={ranks}", rows),
@@ -67,10 +68,12 @@ def host_times(
     # A node's only rank shares its core with a second one here, which processor time doesn't notice.
     test_ranks = 2 if calibration.nodes > 1 and ranks == 1 else ranks
     if test_ranks > 1:
+        # ZeRO-3 beyond plain data parallelism, over all FSDP units: layers and the root.
         sharded = _fastest_step_parts(devices, MANY, f"shard={test_ranks},zero=3", MICROBATCHES * test_ranks)
         host_seconds["shard_unit"] = max(0.0, sharded["forward"] + sharded["backward"] - many_pass_s) / (MANY + 1)
     if test_ranks % 2 == 0:
         layout_text = f"pp=2,replicate={test_ranks // 2},microbatches={MICROBATCHES},schedule=1f1b"
+        # A pipeline of two stages: a micro-batch costs each stage half of the layers and two actions.
         pipelined = _fastest_step_parts(devices, FEW, layout_text, MICROBATCHES * test_ranks)
         # A micro-batch on a stage is one forward and one backward action.
         action_pair_s = pipelined["pipeline"] / MICROBATCHES

@@ -56,6 +56,7 @@ def measure_rank(
         # More ranks than cores: chunks would be shorter than a scheduler's time slice, so the window stays whole.
         ranks_per_core = max(1.0, context.local_world / int(machine["cores"])) if context.device == "cpu" else 1.0
         clock = DeviceTimer(torch.device(context.device), sizes.window_s, 1 if ranks_per_core > 1.0 else CHUNKS)
+        # Before Ampere bf16 is emulated; training uses fp16 there.
         if clock.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             sizes = dataclasses.replace(
                 sizes, dtypes=tuple("fp16" if kind == "bf16" else kind for kind in sizes.dtypes)
@@ -85,6 +86,7 @@ def fastest(tables: dict[str, Any], second_tables: dict[str, Any]) -> dict[str, 
     """Merges two measurements by the smaller time of each row: a disturbance seldom hits the same row twice."""
     merged = dict(tables)
     for name, count in (("matmul", 1), ("attention", 2), ("operations", 1), ("optimizer", 1), ("collectives", 1)):
+        # Rows are matched by all columns but their times.
         second_times = {row[:-count]: row[-count:] for row in second_tables.get(name, ())}
         merged[name] = [
             (*row[:-count], *map(min, row[-count:], second_times.get(row[:-count], row[-count:])))
@@ -134,6 +136,7 @@ def _measure_compute(
         ranks_per_core: at least 1.
         announce: called as each part begins.
     """
+    # With one thread a rank its processor time is the work; more threads would need wall-clock time.
     one_thread_a_rank = wall_timer.device.type == "cpu" and torch.get_num_threads() == 1
     tables: dict[str, Any] = {"matmul": [], "attention": [], "operations": []}
     dtype_loads = [(dtype, True) for dtype in sizes.dtypes]
@@ -146,6 +149,7 @@ def _measure_compute(
             else wall_timer
         )
         load_text = "all ranks at work" if busy else "one rank at work"
+        # The full grid for the main case; every second size for all others.
         load_sizes = sizes if busy and dtype == sizes.dtypes[0] else sizes.thinned()
         announce(f"matrix products, {dtype}, {load_text}")
         for row in _mean_over_ranks(compute.matmuls(load_sizes, dtype, clock), busy):
@@ -189,6 +193,7 @@ def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext,
     long_timer = dataclasses.replace(clock, window_s=2 * clock.window_s)
     rows, placement = [], None
     for row in collectives.collectives(sizes.messages, context.local_world, long_timer):
+        # Announce each placement once, not each size.
         if placement != row[1:4]:
             placement = row[1:4]
             announce(

@@ -32,6 +32,7 @@ class Pace:
         product = torch.empty(TOKENS, OUTER, device=self.device)
         long_vector = torch.ones(4 * TOKENS * OUTER, device=self.device)
         result, short_vector = torch.empty_like(long_vector), torch.ones(16, device=self.device)
+        # (operation, repeats): compute, memory bandwidth and host overhead in turn.
         self._operations = [
             (lambda: torch.mm(left_matrix, right_matrix, out=product), 4),
             (lambda: torch.mul(long_vector, 2.0, out=result), 4),

@@ -144,11 +144,13 @@ def _run_steps(
             read_clock() - start_time
             for read_clock, start_time in zip((time.perf_counter, time.thread_time, time.process_time), start_times)
         )
+        # Warm-up steps run the same code, but aren't recorded.
         if step < WARM_UP:
             continue
         parts = program.clock.drain()
         if pace:
             dist.barrier()
+            # Speed before and after the step: their mean is the speed during it.
             pace_s = (pace_s + pace.seconds()) / 2
         state_bytes = program.meter.read(optimizer.bytes())
         yield _TimedStep(
@@ -163,6 +165,7 @@ def _random_batches(layout: Layout, rank: int, config: ModelConfig, rows: int, d
     token_ids = torch.randint(0, config.vocab or 1000, (rows, int(config.context or 0) + 1), generator=generator).to(
         device
     )
+    # Every rank draws all rows from one seed and keeps its own.
     own_rows = slice(*layout.span(rank, rows))
     micro_batches = zip(
         token_ids[own_rows, :-1].chunk(layout.microbatches), token_ids[own_rows, 1:].chunk(layout.microbatches)

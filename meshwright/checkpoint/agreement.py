@@ -45,6 +45,7 @@ class Agreement:
         Raises:
             CheckpointError: when it isn't gloo: planning over a device's group costs device memory, which may be full.
         """
+        # Only the group's own limit can end a wait for a dead rank, so it must be gloo's.
         if group is not None and (backend := dist.get_backend(group)) != "gloo":
             raise CheckpointError(f"checkpoints agree over a gloo group, not {backend}; give build_group(wait_s)")
         self.group = group
@@ -104,6 +105,7 @@ class Agreement:
 def blame(outcomes: list[RankOutcome]) -> str:
     """Formats the failures as one line; a text that all ranks share appears once, without ranks."""
     failures = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
+    # A full disk fails all ranks with the same text: show it once, and else at most four ranks.
     texts = list(dict.fromkeys(failures.values()))
     if len(texts) == 1 and (len(failures) == len(outcomes) or len(outcomes) == 1):
         return str(texts[0])
@@ -124,6 +126,7 @@ def _text(error: BaseException) -> str:
     """Formats an error as one line; a `CheckpointError` already is."""
     if isinstance(error, CheckpointError):
         return str(error)
+    # The system's own words, as "No space left on device", without errno and class.
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     lines = str(error).strip().splitlines()

@@ -48,6 +48,7 @@ class Copier:
             CheckpointError: when the state's shards aren't those of the constructor.
         """
         local_shards = parts_of(tensors)
+        # The snapshot's table was written for these shards; other ones would be stored under wrong names.
         if [shard for shard, _ in local_shards] != self._local_table:
             raise CheckpointError("the state has other parts than those that snapshots were planned for")
         self._sources = [
@@ -105,6 +106,7 @@ class Copier:
 
         if id(memory) not in self._registered:
             memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
+            # Registered pages let the device write by DMA; registering is slow, so once a segment.
             error = torch.cuda.cudart().cudaHostRegister(memory_tensor.data_ptr(), memory_tensor.numel(), 0)
             self._registered[id(memory)] = int(error) == 0
         return self._registered[id(memory)]

@@ -62,6 +62,7 @@ class DcpBackend:
         for name, item in metadata.state_dict_metadata.items():
             if not isinstance(item, TensorStorageMetadata):
                 raise CheckpointError(f"{folder.name}: '{name}' isn't a tensor")
+            # DCP doesn't check coverage; uncovered elements would keep what the memory held.
             if fault := _uncovered(name, item, metadata.storage_data):
                 raise CheckpointError(f"{folder.name}: '{name}' {fault}")
             table[name] = TensorRecord(tuple(item.size), str(item.properties.dtype).removeprefix("torch."))
@@ -109,6 +110,7 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        # FileSystemWriter has no argument for its file system.
         self.fs = _SummedFiles()
 
     @property
@@ -171,6 +173,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         for item in plan.items:
             filled[item.dest_index.fqn] = filled.get(item.dest_index.fqn, 0) + math.prod(item.lengths)
         for name, tensor in self.state_dict.items():
+            # A DTensor counts the elements of this rank alone.
             local_elements = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
             if filled.get(name, 0) != local_elements:
                 raise CheckpointError(f"'{name}': {filled.get(name, 0)} of {local_elements} elements would be filled")
@@ -211,6 +214,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        # torch's dtypes are attributes of torch; everything else needs an entry of the list.
         if (module, name) not in _METADATA_CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name} doesn't belong into a checkpoint's metadata")
         return _METADATA_CLASSES[module, name]
@@ -228,6 +232,7 @@ def _read_metadata(folder: Path) -> Metadata:
     for storage_info in storage_data.values():
         if not isinstance(storage_info, _StorageInfo):
             raise CheckpointError(f"{folder.name}: {_METADATA} holds no metadata")
+        # A name such as ../../x would make the reader open files outside the checkpoint.
         plain_name(storage_info.relative_path, f"{folder.name}: {_METADATA}", CheckpointError)
     return metadata
 
@@ -242,9 +247,9 @@ def _uncovered(name: str, item: TensorStorageMetadata, stored: Mapping[MetadataI
             start < 0 or start + size > dim_size for start, size, dim_size in zip(chunk.offsets, chunk.sizes, item.size)
         ):
             return f"has a chunk at {tuple(chunk.offsets)} outside its shape {tuple(item.size)}"
-    chunk_elements, dim_size = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(item.size)
-    if chunk_elements != dim_size:
-        return f"has {chunk_elements} of {dim_size} elements"
+    chunk_elements, tensor_elements = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(item.size)
+    if chunk_elements != tensor_elements:
+        return f"has {chunk_elements} of {tensor_elements} elements"
     # Sorted by offset in dim 0: the inner loop ends at the first chunk that starts behind this one's end.
     chunks.sort(key=lambda chunk: tuple(chunk.offsets))
     for index, chunk in enumerate(chunks):
@@ -305,6 +310,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
     for _ in range(8):
         if error is None or isinstance(error, OSError):
             return error
+        # At most eight links, since a chain may be a cycle.
         error = error.__cause__ or error.__context__
     return None
 

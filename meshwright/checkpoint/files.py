@@ -69,6 +69,7 @@ class SummedWriter(io.BufferedWriter):
         if not self.closed:
             try:
                 self.flush()
+                # A close without fsync may lose data in a power cut although every write succeeded.
                 os.fsync(self.fileno())
             finally:
                 super().close()
@@ -140,5 +141,6 @@ def remove(folder: Path) -> None:
         OSError: when it can't be removed.
     """
     doomed = folder.with_name(f".removed-{folder.name.lstrip('.')}-{uuid.uuid4().hex[:8]}")
+    # Rename first: removal of many files isn't atomic, the rename is.
     os.rename(folder, doomed)
     shutil.rmtree(doomed)

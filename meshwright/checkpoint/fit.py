@@ -44,6 +44,7 @@ def merge(tables: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
     union: dict[str, TensorRecord] = {}
     for rank, table in enumerate(tables):
         for name, record in table.items():
+            # Replicas on several ranks must agree on shape and dtype.
             if union.setdefault(name, record) != record:
                 raise CheckpointError(
                     f"rank {rank} has '{name}' as {_format_record(record)}, another as {_format_record(union[name])}"
@@ -54,6 +55,7 @@ def merge(tables: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
 def misfit(targets: Mapping[str, TensorRecord], saved: Mapping[str, TensorRecord]) -> str | None:
     """Returns why a checkpoint doesn't fit the targets, with tensor names, or None when it does."""
     common_names = [name for name in targets if name in saved]
+    # All differences at once: a user who mends one name a run would need many runs.
     findings = {
         "missing in the checkpoint": [name for name in targets if name not in saved],
         "foreign (in the checkpoint, not in the model)": [name for name in saved if name not in targets],

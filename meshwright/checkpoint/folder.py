@@ -81,6 +81,7 @@ class Folder:
         Returns:
             Its name, and its final name: ``step-00000500``, or ``step-00000500-1`` when that exists.
         """
+        # A run that went back to an older step saves the same step again under a new attempt.
         attempts = [entry.attempt for entry in self.entries() if entry.step == step]
         target = f"step-{step:08d}" + (f"-{max(attempts) + 1}" if attempts else "")
         folder = self.root / f".writing-{target}-{uuid.uuid4().hex[:8]}"
@@ -114,10 +115,12 @@ class Folder:
             The removed folders, and those that couldn't be removed with the reason.
         """
         entries = self.entries()
+        # Entries are ordered: those before the new one compete for retention.
         new_index = next(index for index, entry in enumerate(entries) if entry.path == new)
         good_older = [
             entry.path for entry in entries[:new_index] if entry.path not in refused and is_complete(entry.path)
         ]
+        # Damaged checkpoints don't count, or the last good one might be removed for them.
         kept_paths = {new, *(good_older[1 - keep :] if keep > 1 else ())}
         removed, unremovable = [], []
         for path in (entry.path for entry in entries if entry.path not in kept_paths):

@@ -33,6 +33,7 @@ class ImageBackend:
         """Writes this rank's shards; a replicated one is written once, balanced over the ranks that hold it."""
         agreement = Agreement(group)
         local_shards = parts_of(tensors)
+        # Every rank computes the same assignment from all tables; no rank plans for others.
         tables = agreement.gather([shard for shard, _ in local_shards])
         saved_shards = [(shard, local_shards[index]) for index, shard in keepers(tables)[agreement.rank]]
         if not saved_shards:
@@ -43,8 +44,8 @@ class ImageBackend:
             for shard, (source_shard, view) in saved_shards
         ]
         data = [memoryview(value.reshape(-1).view(torch.uint8).numpy()) for value in values]
-        source_shard = digest(shard for table in tables for shard in table)
-        return write_image(folder, agreement.rank, [shard for shard, _ in saved_shards], data, source_shard)
+        fingerprint = digest(shard for table in tables for shard in table)
+        return write_image(folder, agreement.rank, [shard for shard, _ in saved_shards], data, fingerprint)
 
     def describe(self, folder: Path) -> dict[str, TensorRecord]:
         """Reads the tables of all files and checks that their shards cover each tensor exactly once."""
@@ -95,6 +96,7 @@ def write_image(
             stream.write(encode(rank, shards, data, tensors))
             for shard_bytes in data:
                 stream.write(shard_bytes)
+                # Padding as in memory: file and segment have the same offsets.
                 stream.write(bytes(padded(shard_bytes.nbytes) - shard_bytes.nbytes))
     except OSError as error:
         raise CheckpointError(f"{error.strerror or error} ({path})") from None
@@ -128,6 +130,7 @@ def _open_state(folder: Path) -> State:
     if not snapshots:
         raise CheckpointError(f"{folder.name} holds no file of the form rank-00000{_SUFFIX}")
     states = whole_states(snapshots)
+    # One folder is one state; files of two saves, or a missing rank, are refused.
     if len(states) != 1 or len(states[0].snapshots) != len(snapshots):
         raise CheckpointError(f"{folder.name}: its files don't hold every element of each tensor exactly once")
     return states[0]

@@ -87,6 +87,7 @@ class Manifest:
             "origin": self.origin.to_json(),
             "meta": dict(self.meta),
         }
+        # Through JSON and back: tuples become lists now, so that rendering what was read gives the same bytes.
         return _with_checksum(json.loads(json.dumps(body)))
 
     @classmethod
@@ -145,6 +146,7 @@ def _file_record(record: Any) -> FileRecord:
 
 def _with_checksum(body: Mapping[str, Any]) -> bytes:
     """Returns the body as canonical JSON with the sha256 of that JSON as the last entry."""
+    # The checksum covers a compact canonical form; the file itself is indented for people.
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     checksum = hashlib.sha256(canonical.encode()).hexdigest()
     return (json.dumps({"body": body, "checksum": checksum}, sort_keys=True, indent=1) + "\n").encode()
@@ -154,6 +156,7 @@ def _verified_body(raw: bytes) -> dict[str, Any]:
     """Parses a manifest's bytes; rendering the body again must give the same bytes, so that no byte can change."""
     try:
         body = parse_json(raw)["body"]
+        # Rendered again, not just summed: spaces and key order are part of what must not change.
         intact = isinstance(body, dict) and _with_checksum(body) == raw
     except (ValueError, TypeError, KeyError, RecursionError):
         intact = False

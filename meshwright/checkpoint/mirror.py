@@ -118,6 +118,7 @@ class Mirror:
         """
         try:
             names = [name for name in reversed(self._list_complete()) if order_of(name) > newer_than]
+            # Newest first; the first one that verifies is returned.
             names = [name for name in names if step in (None, order_of(name)[0])]
             refused = []
             for name in names:
@@ -156,8 +157,10 @@ class Mirror:
         """Removes surplus older checkpoints, and later ones from before a rewind; of each the manifest first."""
         file_system, names = self._connect(), self._list_complete()
         older = [name for name in names if order_of(name) < order_of(new)]
+        # Later checkpoints than the new one are from before a rewind and would else be resumed from.
         doomed = older[: max(0, len(older) - keep + 1)] + [name for name in names if order_of(name) > order_of(new)]
         for name in doomed:
+            # Without its manifest a half-removed checkpoint is none.
             file_system.rm_file(f"{self._root}/{name}/{MANIFEST}")
             file_system.rm(f"{self._root}/{name}", recursive=True)
 
@@ -190,9 +193,11 @@ class Mirror:
                     file_system.open(f"{self._root}/{name}/{file_name}", "rb") as source,
                     SummedWriter(temporary / file_name, kind) as target,
                 ):
+                    # The writer sums on the way, so that a file is read once.
                     shutil.copyfileobj(source, target, _BLOCK_BYTES)
                 if target.record != record:
                     raise CheckpointError(f"{file_name} is damaged: its checksum is {target.record.checksum}")
+            # A damaged local checkpoint has this name; it makes way only after the copy verified.
             if (root / name).exists():
                 remove(root / name)
             local_folder.rename(temporary, root / name)

@@ -48,6 +48,7 @@ class Shelf:
                 self._connection.limit(_WAIT_S)
             self._connection.send(_REQUEST.pack(*key, offset, size))
             answer_size, snapshot_size = _receive_fields(_ANSWER, self._connection)
+            # A size of -1 means that the node has no such snapshot: receive nothing.
             data = memoryview(bytearray(size if answer_size == size else 0))
             self._connection.receive_parcel(data)
         except OSError as error:
@@ -79,6 +80,7 @@ class RemoteSnapshot(Snapshot):
         header_fields = header(header_data)
         if header_fields is None or not HEADER_BYTES <= header_fields[2] <= snapshot_size:
             raise CheckpointError(f"rank {key[2]}'s snapshot of step {key[1]} is damaged")
+        # Header and tables in one read, up to the data's offset; values follow one by one.
         super().__init__(shelf.read(key, 0, header_fields[2])[0], snapshot_size)
 
     def read(self, offset: int, size: int) -> memoryview:
@@ -105,6 +107,7 @@ def serve(
     snapshots_by_key, gate = dict(snapshots), Gate(listener, key, Channel.SHELF, refused)
     while True:
         for connection in gate.poll(_IDLE_POLL_S if not gate.strangers else 1.0):
+            # A thread a client: one slow reader must not hold up the recovery of others.
             threading.Thread(target=_answer, args=(connection, snapshots_by_key, gate), daemon=True).start()
 
 
@@ -146,6 +149,7 @@ def whole_steps(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """
     ranks_by_step: dict[tuple[int, int], tuple[set[int], int]] = {}
     for generation, step, rank, ranks, *_ in rows:
+        # A step counts once every rank of its generation has a snapshot on some reachable node.
         ranks_by_step.setdefault((step, generation), (set(), ranks))[0].add(rank)
     return sorted(
         (key for key, (present_ranks, ranks) in ranks_by_step.items() if present_ranks >= set(range(max(1, ranks)))),

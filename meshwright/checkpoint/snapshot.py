@@ -62,6 +62,7 @@ class Segment:
             CheckpointError: when there is no memory for it.
         """
         try:
+            # MAP_POPULATE allocates now: a full memory shows here as an error, not later as a bus error in a copy.
             os.ftruncate(self.fd, size)
             return mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         except OSError as error:
@@ -107,8 +108,10 @@ class Snapshot:
         except struct.error as error:
             raise CheckpointError("an empty segment") from error
         magic, self.generation, self.step, table_bytes, shard_count, meta_bytes, data_at, header_crc = fields
+        # Starts of header, table of shards, checksums and the trainer's values.
         section_offsets = [0, _HEADER_BYTES, _HEADER_BYTES + table_bytes, _HEADER_BYTES + table_bytes + 4 * shard_count]
         meta_end = section_offsets[-1] + meta_bytes
+        # Every length is checked before any section is read: a damaged header must not cause a read out of bounds.
         if (
             magic != _MAGIC
             or min(table_bytes, shard_count, meta_bytes) < 0
@@ -132,8 +135,8 @@ class Snapshot:
         self.stored_shards: list[StoredShard] = []
         """Its shards, by ascending offset."""
         offset = data_at
-        for fields, checksum in zip(table_fields["parts"], checksums):
-            shard = TensorShard.from_json(fields)
+        for shard_fields, checksum in zip(table_fields["parts"], checksums):
+            shard = TensorShard.from_json(shard_fields)
             self.stored_shards.append(StoredShard(shard, offset, checksum))
             offset += padded(shard.size_bytes)
         if offset > size:
@@ -166,6 +169,7 @@ class Snapshot:
             CheckpointError: when their checksum doesn't match.
         """
         shard = stored.shard
+        # The checksum is verified at every read: memory may decay between snapshot and recovery.
         data = self.read(stored.offset, shard.size_bytes)
         if zlib.crc32(data) != stored.checksum:
             snapshot_label = f"rank {self.rank}'s snapshot of step {self.step}"
@@ -192,6 +196,7 @@ def read_snapshots(segments: Iterable[Segment]) -> list[Snapshot]:
     snapshots = []
     for segment in segments:
         if segment.size:
+            # A private mapping: whoever reads can't change the snapshot.
             memory = memoryview(mmap.mmap(segment.fd, segment.size, access=mmap.ACCESS_COPY))
             try:
                 snapshots.append(Snapshot(memory))
@@ -265,6 +270,7 @@ def whole_states(snapshots: Iterable[Snapshot]) -> list[State]:
     """Returns the states whose snapshots hold every element exactly once, newest first."""
     by_step: dict[tuple[int, int], list[Snapshot]] = {}
     for snapshot in snapshots:
+        # Ranks of different generations may have snapshots of the same step under different layouts.
         by_step.setdefault((snapshot.step, snapshot.generation), []).append(snapshot)
     states = []
     for (step, _), step_snapshots in sorted(by_step.items(), reverse=True):
@@ -273,6 +279,7 @@ def whole_states(snapshots: Iterable[Snapshot]) -> list[State]:
             check_covered(shards)
         except CheckpointError:
             continue
+        # Covered tensors may still be a subset of the model: the fingerprint shows that none is missing.
         if all(snapshot.tensors == digest(shards) for snapshot in step_snapshots):
             states.append(State(step, tuple(step_snapshots)))
     return states
@@ -309,12 +316,13 @@ class SnapshotWriter:
     ) -> None:
         self._generation = generation
         self._kept = [shard for _, shard in kept]
-        self._table = _table(rank, self._kept, tensors, ranks)
+        self._table = _encode_table(rank, self._kept, tensors, ranks)
         table_end = _HEADER_BYTES + len(self._table) + 4 * len(self._kept) + _META_BYTES
+        # Data starts on a page boundary, behind the room reserved for the trainer's values.
         self._data_at = (table_end + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
         size = self._data_at + sum(padded(shard.size_bytes) for shard in self._kept)
         self._memories = [segment.map(max(size, mmap.PAGESIZE)) for segment in segments]
-        self._views = [self._open(memory) for memory in self._memories]
+        self._views = [self._map_views(memory) for memory in self._memories]
         self.copier = Copier(held, kept, changing)
         """Copies the state; the next update waits for its event."""
         self._next_segment = 0
@@ -322,7 +330,7 @@ class SnapshotWriter:
         self.size_bytes = size
         """Bytes of one snapshot of this rank."""
 
-    def _open(self, memory: mmap.mmap) -> list[Tensor]:
+    def _map_views(self, memory: mmap.mmap) -> list[Tensor]:
         import torch
 
         views, offset = [], self._data_at
@@ -364,6 +372,7 @@ class SnapshotWriter:
         self._next_segment = (self._next_segment + 1) % len(self._memories)
         # A blank header invalidates the older snapshot in this segment before its data is overwritten.
         memory[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
+        # From a GPU this returns while the copy runs; the thread waits for its event.
         self.copier.copy(views, memory)
         self._thread = threading.Thread(
             target=self._commit_snapshot, args=(memory, step, meta_json), name="snapshot", daemon=True
@@ -400,13 +409,14 @@ class SnapshotWriter:
 def encode(rank: int, shards: Sequence[TensorShard], data: Sequence[Any], tensors: str) -> bytes:
     """Encodes the front of an image file, before the shards' data: header, table and checksums, padded."""
     checksums = [zlib.crc32(shard_bytes) for shard_bytes in data]
-    table = _table(rank, shards, tensors)
+    table = _encode_table(rank, shards, tensors)
+    # 2 bytes for the empty JSON object of the trainer's values.
     data_at = padded(_HEADER_BYTES + len(table) + 4 * len(checksums) + 2)
     header_bytes, tables = _pack_header(0, 0, table, checksums, b"{}", data_at)
     return (header_bytes + tables).ljust(data_at, b"\0")
 
 
-def _table(rank: int, shards: Sequence[TensorShard], tensors: str, ranks: int = 0) -> bytes:
+def _encode_table(rank: int, shards: Sequence[TensorShard], tensors: str, ranks: int = 0) -> bytes:
     table_fields = {"rank": rank, "ranks": ranks, "tensors": tensors, "parts": [shard.to_json() for shard in shards]}
     return json.dumps(table_fields, separators=(",", ":")).encode()
 

@@ -71,6 +71,7 @@ class StarAgreement(Agreement):
                 self._accept_all()
             values = [value]
             values += [CODEC.loads(self._connections[rank].receive(_VALUE_BYTES)) for rank in range(1, self.count)]
+            # Encoded once for all receivers.
             encoded_values = CODEC.dumps(values)
             for connection in self._connections.values():
                 connection.send(encoded_values)
@@ -98,6 +99,7 @@ class StarAgreement(Agreement):
             try:
                 connection = connect(self._address, self._run_key, Channel.WRITERS, self._limit_s)
                 break
+            # Process 0's node listens before it runs, so a refusal is temporary.
             except ConnectionError:
                 if time.monotonic() > deadline:
                     raise
@@ -142,5 +144,6 @@ class StarAgreement(Agreement):
                 raise WireError("not a greeting")
         except OSError:
             return 0  # it died before its greeting
+        # A straggler of an earlier step connects with another key and must not be counted.
         *key, rank = _HELLO.unpack(contents)
         return int(rank) if tuple(key) == self._key else 0

@@ -161,12 +161,15 @@ class CheckpointStore:
         """Runs the protocol of a save: open, write, commit, collect; each phase ends with an agreement of all ranks."""
         started, activity = time.monotonic(), f"saving the checkpoint of step {step} failed"
         self._stamp("open")
+        # Phase 1: all ranks check their inputs, so that no rank enters the backend's collectives alone.
         opened_names = self._ranks.everywhere(activity, lambda: self._open_folder(step, check_inputs, meta, origin))
         folder, target = (self.root / name for name in opened_names[0])
         self._stamp("write")
         try:
+            # Phase 2: every rank writes and verifies its files, and reports their records.
             reports = self._ranks.everywhere(activity, lambda: self._write_and_check(folder, write_files))
             files = {name: FileRecord(*record) for report in reports for name, record in report.items()}
+            # Phase 3: rank 0 alone writes the manifest and renames.
             self._ranks.once(activity, lambda: self._commit(folder, target, step, backend, files, meta, origin))
         except CheckpointError as error:
             # Every rank raises the same error; one of them alone cleans up the temporary folder.
@@ -175,6 +178,7 @@ class CheckpointStore:
             raise CheckpointError(f"{error}; the checkpoints before it in {self.root} stand") from error
         # The checkpoint is committed; an error in collecting or copying can no longer lose it.
         self._step = step
+        # Retention runs only now: older checkpoints go once the new one is complete.
         removed, unremovable = self._collect(target) if self._ranks.rank == 0 else ((), ())
         copied = self._copy_to_mirror(target) if self._ranks.rank == 0 and self._config.mirror else {}
         self._stamp("saved")
@@ -266,9 +270,11 @@ class CheckpointStore:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"meta and origin must be plain JSON values: {error}") from None
         self.root.mkdir(parents=True, exist_ok=True)
+        # Once a store, before its first save: a save in progress looks like a leftover.
         if not self._cleaned:
             self.clean()
         entries = self.entries()
+        # A fresh run in an old directory would else shadow or delete the checkpoints of another run.
         if self._step is None and entries and entries[-1].step >= step:
             raise CheckpointError(
                 f"{self.root} already holds {entries[-1].path.name} of a run that wasn't resumed here; "
@@ -282,6 +288,7 @@ class CheckpointStore:
         """Writes this rank's files and reads them back."""
         files = write_files(folder)
         for name, record in files.items():
+            # cold: read from the disk, since the page cache would confirm what was never written.
             if fault := damage(folder / name, record, contents=self._config.verify, cold=True):
                 raise CheckpointError(f"right after writing, {fault}")
         self._stamp("written")
@@ -344,6 +351,7 @@ class CheckpointStore:
 
         After one that doesn't verify, the mirror's newest is fetched if it is newer than the next local one.
         """
+        # Rank 0 lists for all: on a network file system listings of ranks may differ for seconds.
         remaining_names = self._ranks.once(
             f"listing {self.root} failed",
             lambda: [entry.path.name for entry in reversed(self.entries()) if step in (None, entry.step)],
@@ -356,6 +364,7 @@ class CheckpointStore:
                 self._refuse(path, blame(outcomes), search)
             else:
                 yield path, verified[0]
+            # Also reached after a yielded candidate that turned out unreadable in `load`.
             if path in self._refused and self._config.mirror:
                 remaining_names[:0] = self._fetch_from_mirror(
                     order_of(remaining_names[0]) if remaining_names else BEFORE_ALL, step, search
@@ -384,6 +393,7 @@ class CheckpointStore:
         # Largest first to the least loaded rank; every rank computes the same assignment without a message.
         for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
             rank = rank_bytes.index(min(rank_bytes))
+            # + 1: empty files, too, are spread over ranks.
             rank_bytes[rank] += record.size + 1
             if rank == self._ranks.rank and (fault := damage(path / name, record)):
                 raise CheckpointError(fault)
@@ -393,6 +403,7 @@ class CheckpointStore:
 
     def _gather_targets(self, targets: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
         """Returns the table of all ranks' targets; tables are sent only when they differ (pipeline stages)."""
+        # A digest of some bytes first; tables of a large model would be megabytes from every rank.
         digests = self._ranks.everywhere("loading failed", lambda: fit.digest(fit.tabulate(targets)))
         local_table = fit.tabulate(targets)
         return local_table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(local_table))

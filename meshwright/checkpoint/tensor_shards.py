@@ -130,14 +130,15 @@ def keepers(tables: Sequence[Sequence[TensorShard]]) -> list[list[tuple[int, Ten
     # Shards that overlap partly are split into disjoint cells; equal cells of several ranks are replicas.
     cells: dict[TensorShard, list[tuple[int, int]]] = {}
     cells_by_box = {(name, shape): cells_of(shape, tensor_boxes) for (name, shape), tensor_boxes in boxes.items()}
-    for shard, candidate_ranks in shard_holders.items():
+    for shard, holders in shard_holders.items():
         for box in cells_by_box[shard.name, shard.shape][shard.box]:
-            cells.setdefault(replace(shard, box=box), []).extend(candidate_ranks)
+            cells.setdefault(replace(shard, box=box), []).extend(holders)
+    # Greedy balance: bytes assigned so far, by rank.
     rank_bytes = [0] * len(tables)
     kept_by_rank: list[list[tuple[int, TensorShard]]] = [[] for _ in tables]
     # Cells of a single holder leave no choice and come first; replicated ones go, largest first, to the least loaded.
-    for shard, candidate_ranks in sorted(cells.items(), key=lambda item: (len(item[1]) > 1, -item[0].size_bytes)):
-        rank, index = min(candidate_ranks, key=lambda holder: (rank_bytes[holder[0]], holder[0]))
+    for shard, holders in sorted(cells.items(), key=lambda item: (len(item[1]) > 1, -item[0].size_bytes)):
+        rank, index = min(holders, key=lambda holder: (rank_bytes[holder[0]], holder[0]))
         rank_bytes[rank] += shard.size_bytes
         kept_by_rank[rank].append((index, shard))
     return [sorted(kept_shards, key=lambda item: (item[0], item[1].box)) for kept_shards in kept_by_rank]
@@ -159,6 +160,7 @@ def cells_of(shape: Sequence[int], boxes: set[Box]) -> dict[Box, list[Box]]:
     edges = [sorted({edge for box in boxes for edge in box[dim]}) for dim in range(len(shape))]
     cells_by_box = {}
     for box in boxes:
+        # The grid lines inside this box, dim by dim; consecutive pairs of them bound its cells.
         inner_edges = [
             [edge for edge in dim_edges if start <= edge <= stop] for (start, stop), dim_edges in zip(box, edges)
         ]
@@ -174,10 +176,12 @@ def digest(shards: Iterable[TensorShard]) -> str:
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Returns the reason why boxes aren't a partition of a tensor of this shape, or None."""
+    # Empty boxes, of ranks beyond the end of an uneven dim, cover nothing.
     filled_boxes = sorted(box for box in boxes if count(box))
     for box in filled_boxes:
         if len(box) != len(shape) or any(start < 0 or stop > size for (start, stop), size in zip(box, shape)):
             return f"has a part {box} outside its shape {tuple(shape)}"
+    # Right total and no overlap make a partition; the total is the cheaper test.
     box_elements, tensor_elements = sum(map(count, filled_boxes)), math.prod(shape)
     if box_elements != tensor_elements:
         return f"has {box_elements} of {tensor_elements} elements"
@@ -234,6 +238,7 @@ def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], 
     # First plan every copy and count its elements, so that a state that doesn't fit leaves the targets untouched.
     copies_by_source: dict[TensorShard, list[tuple[TensorShard, Tensor, Box]]] = {}
     for target, view in parts_of(targets):
+        # Sources don't overlap each other, so elements written add up.
         written = 0
         for source in by_name.get(target.name, ()):
             if (source.shape, source.dtype) != (target.shape, target.dtype):

@@ -33,6 +33,7 @@ Rows = tuple[tuple[Any, ...], ...]
 
 def machine_key(machine: Mapping[str, Any]) -> str:
     """Hashes a machine's facts to its content key: 16 hex digits."""
+    # Sorted keys: the same facts in any order have one key.
     text = json.dumps({str(key): machine[key] for key in sorted(machine)}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -142,6 +143,7 @@ class Calibration:
         """Returns seconds of one optimizer update by number of weights."""
         if not self.optimizer:
             raise ClusterError("the calibration has no optimizer; run meshwright calibrate")
+        # Elements per second; beyond the largest measured size the last rate holds.
         rates = RateTable("optimizer", {(int(count),): count / seconds for count, seconds in self.optimizer})
         return _scalar_or_array(np.asarray(elements, dtype=float) / rates.rate(elements))
 
@@ -156,6 +158,7 @@ class Calibration:
     @property
     def crowd(self) -> float:
         """Ranks per core; 1 where each has one or more, and on GPUs."""
+        # Machine facts count one node's cores.
         cores = int(self.machine.get("cores", 0)) * self.nodes
         return max(1.0, self.ranks / cores) if cores and self.machine.get("kind") == "cpu" else 1.0
 
@@ -247,6 +250,7 @@ class Calibration:
             ClusterError: for an invalid table.
         """
         for table in (self._matmuls, self._attentions, self._operations, self._collectives):
+            # Reading the cached property builds the table, which checks it.
             assert isinstance(table, dict)
 
     def save(self, folder: Path) -> Path:
@@ -287,6 +291,7 @@ class Calibration:
         """Returns this calibration with the rows of ``newer`` added, which replace rows of the same sizes."""
         changed = {}
         for name, key_columns in _TABLES.items():
+            # Later rows of a dict win: those of the newer calibration.
             rows = {row[:key_columns]: row for row in (*getattr(self, name), *getattr(newer, name))}
             changed[name] = tuple(rows.values())
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
@@ -333,6 +338,7 @@ class Calibration:
                     / (backward_s if backward else forward_s)
                     for rows_count, sequence, head_size, forward_s, backward_s in table_rows
                 }
+                # Forward and backward are tables of their own, of one grid.
                 rate_tables[(*key, backward)] = RateTable("attention", rates)
         return rate_tables
 
@@ -369,6 +375,7 @@ def _render_json(values: Mapping[str, Any]) -> str:
     """Renders JSON with one table row a line."""
     lines = []
     for key, value in values.items():
+        # Tables are long: one row a line keeps the file readable, and its diffs short.
         if isinstance(value, Sequence) and not isinstance(value, str) and value:
             rows = ",\n    ".join(json.dumps(row) for row in value)
             lines.append(f"  {json.dumps(key)}: [\n    {rows}\n  ]")

@@ -104,10 +104,12 @@ def device(name: str) -> Device:
 def entry(name: str) -> CatalogueEntry:
     """Returns a device's entry, with its standard node; see `device` for names."""
     normalised = name.lower().strip()
+    # The catalogue's own names need no parsing.
     if normalised in devices():
         return devices()[normalised]
     family, sizes, forms = _parse_name(normalised)
     family_entries = [item for item in devices().values() if item.family == family]
+    # Memory sizes and form factors of the name must all match; one that the name leaves out may be any.
     fitting = [
         item
         for item in family_entries
@@ -130,6 +132,7 @@ def _matches_form(form: str, device_forms: tuple[str, ...]) -> bool:
 
 def _parse_name(name: str) -> tuple[str, list[int], list[str]]:
     """Parses a name into family, memory sizes and form factors."""
+    # Remarks in parentheses carry no name; "Gaudi 2" is one word in the catalogue.
     text = re.sub(r"\(.*?\)", " ", name).replace("gaudi ", "gaudi")
     sizes: list[int] = []
     forms: list[str] = []
@@ -145,6 +148,7 @@ def _parse_name(name: str) -> tuple[str, list[int], list[str]]:
             sizes.append(int(size[1]))
         else:
             family_words.append(re.sub(r"^rtx(?=\d|a\d)", "", token))
+    # "3080ti" is "3080" with the form factor "ti".
     if family_words and (joined := re.fullmatch(r"(\d{4})(ti)", family_words[0])):
         family_words[0], forms = joined[1], [*forms, joined[2]]
     family = FAMILIES.get("-".join(family_words), "-".join(family_words))

@@ -50,6 +50,7 @@ class NodeGroup:
     @property
     def domain(self) -> int:
         """Devices that share the fast links: a node's, or a rack's where those join its nodes."""
+        # A job that uses fewer nodes than a rack has fills a part of one.
         racked = min(self.node.rack, self.count)
         if racked < self.count:
             even = max(size for size in range(1, racked + 1) if self.count % size == 0)
@@ -75,6 +76,7 @@ class Cluster:
             raise ClusterError("the cluster has 0 devices; name at least one, as 8xh100")
         if self.nodes > 1:
             for group in self.groups:
+                # One fast domain needs no network; more than one does.
                 if group.node.outside is None and group.domain < self.devices:
                     raise ClusterError(
                         f"the cluster has {self.nodes} nodes, but those of {group.node.device.name} have no network: "
@@ -169,6 +171,7 @@ class Cluster:
         Between unequal groups the slower link of each level counts.
         """
         chosen_groups = [self.groups[index] for index in groups] or list(self.groups)
+        # The slowest inside link bounds every ring that crosses it.
         inside = min((group.node.inside for group in chosen_groups), key=lambda link: link.rate)
         domains = [
             (group.domain, group.domain / group.node.count * group.node.outside_count) for group in chosen_groups
@@ -199,6 +202,7 @@ class Cluster:
             rank_stride: product of the degrees of the faster axes.
             degree: of the axis.
         """
+        # Placement of the group: members in a domain, domains, and groups that share the cards.
         inside, nodes, sharing = self.span(rank_stride, degree)
         if self._has_measured(kind, inside * nodes, nodes):
             assert self.calibration is not None
@@ -266,6 +270,7 @@ class Cluster:
         Raises:
             ClusterError: when no node remains, or an index is out of range.
         """
+        # A number means the last nodes; indices are taken as they are.
         lost = set(range(self.nodes - nodes, self.nodes)) if isinstance(nodes, int) else set(nodes)
         if not lost <= set(range(self.nodes)) or len(lost) == self.nodes:
             raise ClusterError(f"a loss of nodes {sorted(lost)} leaves nothing of {self.nodes}, or names none of them")
@@ -292,6 +297,7 @@ class Cluster:
         Raises:
             ClusterError: when it was measured on other devices.
         """
+        # A calibration of one device kind may serve some groups of a mixed cluster.
         fits = [measured_on(calibration, group.node.device) for group in self.groups]
         if not any(fits):
             raise ClusterError(
@@ -382,6 +388,7 @@ class Cluster:
         if kind != "cpu" and not name:
             raise ClusterError("a cluster of GPUs is detected by their driver's name for them; none was given")
         node = cluster_text.with_network(standard_node("cpu" if kind == "cpu" else name, devices), link)
+        # The driver's figure, where known, replaces the catalogue's.
         memory = memory_bytes or node.device.memory_bytes
         # CPU ranks share the cores evenly, so a rank may have a fraction of one.
         factor = cores / devices if kind == "cpu" else 1.0

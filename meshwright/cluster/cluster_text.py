@@ -45,9 +45,11 @@ def parse_part(text: str) -> ClusterTerm:
     leading_number, trailing_number = _LEADING_NUMBER.fullmatch(term_text), _TRAILING_NUMBER.fullmatch(term_text)
     if leading_number:
         leading_count, per_node_text, device = int(leading_number[1]), leading_number[2], leading_number[3]
+        # 2x8xh100 is nodes x devices of a node.
         count, per_node = (
             (leading_count * int(per_node_text), int(per_node_text)) if per_node_text else (leading_count, 0)
         )
+    # Some names end like a count; a known name is a device.
     elif trailing_number and not known(term_text):
         count, per_node, device = int(trailing_number[2]), 0, trailing_number[1]
     elif term_text and term_text[0].isalpha():
@@ -117,6 +119,7 @@ def read_slots(path: Path) -> list[int]:
         raise ClusterError(f"the hostfile {path} can't be read: {error}; give a text file of 'host slots=8'") from None
     slots = []
     for line_number, line in enumerate(lines, start=1):
+        # Comments and blank lines are allowed.
         text = line.partition("#")[0].strip()
         match = _SLOTS.fullmatch(text)
         if text and (match is None or int(match[1] or 1) < 1):

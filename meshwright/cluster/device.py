@@ -86,6 +86,7 @@ class Device:
         for name in ("memory_bytes", "bandwidth_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ClusterError(f"device {self.name}: {name} = {getattr(self, name)} must be above 0")
+        # Users write fp32 or float32; figures are kept under one name.
         peaks = {canonical_dtype(dtype): float(value) for dtype, value in self.peak_flops.items()}
         shares = {canonical_dtype(dtype): float(value) for dtype, value in self.matmul_share.items()}
         if not peaks or min(peaks.values()) <= 0:

@@ -34,6 +34,7 @@ def fitted_node(calibration: Calibration, node: Node, ranks: int) -> Node:
     node = dataclasses.replace(node, device=fitted_device(calibration, node.device))
     if calibration.ranks != ranks or calibration.ranks % calibration.nodes:
         return node
+    # Groups inside a node give the inside link, groups of one rank a node the network.
     local_ranks = calibration.ranks // calibration.nodes
     inside = _fit_link(node.inside, calibration.times("all_reduce", local_ranks, 1, 1), local_ranks, 1.0)
     if node.outside is None or calibration.nodes == 1:
@@ -52,14 +53,17 @@ def fitted_device(calibration: Calibration, device: Device) -> Device:
     for dtype in {str(row[0]) for row in calibration.matmul}:
         best = calibration.best_matmul(dtype)
         if best:
+            # A measured rate above the nominal peak shows that the catalogue is too low.
             peaks[dtype] = max(best, peaks.get(dtype, 0.0))
             shares[dtype] = best / peaks[dtype]
     values: dict[str, Any] = {"peak_flops": peaks, "matmul_share": shares}
     if calibration.launch_s:
         values["launch_s"] = calibration.launch_s
+    # The longest copy has the least share of launch time.
     longest = max((int(row[3]) for row in calibration.operations if row[:2] == ("copy", "float32")), default=0)
     if longest:
         rate = float(calibration.bandwidth_bytes_per_s(4 * longest))
+        # A share can't exceed 1, so the nominal rate rises instead.
         nominal = max(rate, device.bandwidth_bytes_per_s)
         values |= {"bandwidth_bytes_per_s": nominal, "memory_share": rate / nominal}
     return dataclasses.replace(device, source="calibration", **values)

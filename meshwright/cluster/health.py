@@ -28,8 +28,10 @@ def shortfalls(calibration: Calibration, cluster: Cluster) -> Iterator[str]:
     """
     for kind, ranks, nodes, rank_stride in dict.fromkeys(tuple(row[:4]) for row in calibration.collectives):
         size, measured_s = calibration.times(kind, ranks, nodes, rank_stride)[-1]
+        # Only the largest message of each placement is judged.
         if size < LEAST_BYTES or kind not in COLLECTIVES:
             continue
+        # The same placement, priced by the catalogue's links.
         inside, domains, sharing = cluster.span(rank_stride, ranks)
         expected_s = collective_s(kind, size, inside, domains, cluster.fabric(), sharing)
         if measured_s > SICK * expected_s:

@@ -43,6 +43,7 @@ def slowest_host(nodes: list[Node]) -> HostShare | None:
     """Returns the least of each figure over unequal nodes; None where the host of any is unknown."""
     shares = [host_of(node) for node in nodes]
     hosts = [host for host in shares if host is not None]
+    # One unknown host makes the slowest unknown.
     if not hosts or len(hosts) < len(shares):
         return None
     return HostShare(

@@ -65,6 +65,7 @@ class Link:
         protocols = self.protocols or (Protocol(1.0, 0.0, self.latency_s),)
         if any(not 0 < protocol.share <= 1 or protocol.start_s < 0 or protocol.hop_s < 0 for protocol in protocols):
             raise ClusterError(f"link {self.name}: a protocol's share is within 0 and 1, its times not below 0")
+        # The dataclass is frozen; this completes it.
         object.__setattr__(self, "protocols", tuple(protocols))
 
     @property
@@ -76,6 +77,7 @@ class Link:
         """Returns `rate` of a group by its number of members (a number or an array): only wires between them count."""
         if not self.peers:
             return self.rate
+        # Without a switch a group of n uses n - 1 of the wires, each with an equal share.
         return self.rate * np.clip(np.asarray(members) - 1, 1, self.peers) / self.peers
 
     def to_dict(self) -> dict[str, Any]:

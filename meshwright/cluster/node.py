@@ -54,6 +54,7 @@ class Node:
         """Returns the node with another number of devices; fewer ones keep their share of the network cards."""
         cards = self.outside_count
         if self.outside is not None and count < self.count:
+            # At least one card: a rank without a network couldn't join.
             cards = max(1.0, cards * count / self.count)
         return dataclasses.replace(self, count=count, outside_count=cards)
 

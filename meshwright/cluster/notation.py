@@ -61,6 +61,7 @@ def read_nodes(values: Mapping[str, Any]) -> list[tuple[Node, int]]:
     links = {name: _read_link(name, table) for name, table in _read_tables(values, "links").items()}
     devices = {name: _read_device(name, table) for name, table in _read_tables(values, "devices").items()}
     groups = values.get("group", [])
+    # A single [group] table is accepted as a list of one.
     if isinstance(groups, Mapping):
         groups = [groups]
     if not groups:
@@ -80,6 +81,7 @@ def _read_group(
     kind = values.get("kind")
     if kind is not None:
         node = named_node(str(kind), device)
+    # A known device comes in its standard node, with the user's figures for it.
     elif known(name):
         node = dataclasses.replace(standard_node(name), device=device)
     else:
@@ -97,6 +99,7 @@ def _read_group(
 
     node = node.resized(_read_int(values, "count", node.count, key_prefix))
     outside = chosen_link("outside", node.outside)
+    # Without a network there are no cards to count.
     cards = float(values.get("outside_count", node.outside_count or 1)) if outside else 0
     node = dataclasses.replace(
         node,
@@ -140,6 +143,7 @@ def _read_link(name: str, values: Mapping[str, Any]) -> Link:
     fields = dict(values)
     base_name = fields.pop("like", None)
     base_fields = catalogue.link(str(base_name)).to_dict() if base_name is not None else {}
+    # A link named like one of the catalogue changes only the fields that are given.
     base_fields |= catalogue.link(name).to_dict() if not base_fields and name in catalogue.links() else {}
     try:
         return catalogue.read_link({**base_fields, **fields, "name": name})
@@ -204,6 +208,7 @@ def _store_named(table: dict[str, Any], item: Device | Link) -> str:
     """Stores a device or link in its table; returns its name, numbered where another has the same."""
     values = {key: value for key, value in item.to_dict().items() if key != "name"}
     name, number = item.name, 1
+    # Nodes may hold different devices under one name, as one that was calibrated.
     while name in table and table[name] != values:
         number += 1
         name = f"{item.name}-{number}"

@@ -29,6 +29,7 @@ class RateTable:
         """
         sizes = list(points)
         self._axes = [sorted({size[axis] for size in sizes}) for axis in range(len(sizes[0]) if sizes else 0)]
+        # A full grid has every combination of the sizes of its axes.
         if not sizes or len(sizes) != int(np.prod([len(axis) for axis in self._axes])):
             raise ClusterError(f"calibration: the sizes of {name} form no full grid; measure again")
         if min(points.values()) <= 0 or min(min(size) for size in sizes) < 1:
@@ -62,6 +63,7 @@ class RateTable:
             lower = np.clip(np.searchsorted(logs, log_size, side="right") - 1, 0, max(0, len(logs) - 2))
             upper = np.minimum(lower + 1, len(logs) - 1)
             width = np.where(upper > lower, logs[upper] - logs[lower], 1.0)
+            # Position between the neighbours, in logarithms; 0 where the grid has one size.
             fraction = np.where(upper > lower, (log_size - logs[lower]) / width, 0.0)
             corners = [
                 ([*index, neighbour], weight * share)

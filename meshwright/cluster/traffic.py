@@ -48,12 +48,14 @@ class Fabric:
         """
         if self.outside is None:
             return np.inf
+        # With more cards than devices each member drives several.
         member_rate = self.outside.rate * np.maximum(1.0, self.cards / self.devices)
         return np.minimum(inside * member_rate, self.outside.rate * self.cards / sharing)
 
     def ways(self) -> list[tuple[Protocol, Protocol]]:
         """Returns pairs of (inside, outside) protocols that a library may combine."""
         outside_protocols = (self.outside or NOTHING).protocols
+        # Libraries switch both levels together (NCCL: LL, LL128, Simple), so protocols pair up in order.
         if len(outside_protocols) == len(self.inside.protocols):
             return list(zip(self.inside.protocols, outside_protocols))
         return [
@@ -79,13 +81,16 @@ def span(rank_stride: Any, degree: Any, devices: int, world: Any = None) -> tupl
         and domains don't divide, those of a group that a boundary splits.
     """
     rank_stride, degree = np.asarray(rank_stride, dtype=float), np.asarray(degree, dtype=float)
+    # A world at least as large as the block of groups.
     ranks = np.maximum(np.asarray(np.inf if world is None else world, dtype=float), rank_stride * degree)
     block = rank_stride * degree
     # A block of whole groups lies inside a domain if it divides it, or if all ranks fit into one.
     fits_domain = (block <= devices) & ((np.mod(devices, block) == 0) | (ranks <= devices))
+    # Members that fall into one domain at this stride.
     inside = np.minimum(degree, np.maximum(1, devices // rank_stride))
     # Without divisibility, a group small enough for one domain may straddle two: half on each side.
     inside = np.where(fits_domain, degree, np.where(inside < degree, inside, np.ceil(degree / 2)))
+    # A straddling group has half of its members in each of two domains.
     nodes = np.ceil(degree / inside)
     # Every rank of a domain belongs to one group along the axis: ranks / members groups use the cards.
     sharing = np.where(degree > 1, np.maximum(1, np.minimum(devices, ranks) // inside), 1)
@@ -115,6 +120,7 @@ def _start_s(near: Protocol, far: Protocol, nodes: Any) -> Any:
 
 def _ring_rate(fabric: Fabric, near: Protocol, far: Protocol, inside: Any, nodes: Any, sharing: Any) -> Any:
     """Returns bytes per second of a ring through all members: the rate of its slowest link."""
+    # Bandwidth among the members alone, at this protocol's share of it.
     inside_rate = fabric.inside.rate_among(inside) * near.share
     local_rate = np.where(inside > 1, inside_rate, np.inf)
     return np.where(nodes > 1, np.minimum(local_rate, fabric.network(inside, sharing) * far.share), inside_rate)
@@ -143,6 +149,7 @@ def all_reduce_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: An
     def tree(near: Protocol, far: Protocol) -> Any:
         # A tree between nodes, a chain inside each of them.
         hops = (inside - 1) * near.hop_s + np.log2(np.maximum(nodes, 1)) * far.hop_s
+        # A tree sends S up and S down, at a slightly lower rate than a ring.
         rate = TREE_SHARE * _ring_rate(fabric, near, far, inside, nodes, sharing)
         return _start_s(near, far, nodes) + 2 * (hops + size / rate)
 
@@ -180,6 +187,7 @@ def all_to_all_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: An
             inside > 1, size * (ranks - 1) / ranks / (fabric.inside.rate_among(inside) * near.share), 0.0
         )
         network_s = size * inside * (ranks - inside) / ranks / (fabric.network(inside, sharing) * far.share)
+        # One message to each other member, one after another.
         messages = (inside - 1) * near.hop_s + (ranks - inside) * far.hop_s
         return _start_s(near, far, nodes) + np.maximum(local_s, network_s) + messages
 
@@ -203,6 +211,7 @@ def broadcast_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
 
     def seconds_by(near: Protocol, far: Protocol) -> Any:
+        # A binary tree inside, and one between nodes.
         hops = np.ceil(np.log2(inside)) * near.hop_s + np.ceil(np.log2(nodes)) * far.hop_s
         return _start_s(near, far, nodes) + hops + size / _ring_rate(fabric, near, far, inside, nodes, sharing)
 

@@ -63,6 +63,7 @@ class ChunkSums:
         # Number of chunks of each file, rounded up; the checksums of all files lie one after the other.
         counts = [-(-files[name]["bytes"] // chunk_table["bytes"]) for name in chunk_table["files"]]
         path = folder / SUMS
+        # Checksums are themselves covered by the manifest's SHA-256.
         all_sums = np.fromfile(path, dtype="<u4")
         if hashlib.sha256(all_sums.tobytes()).hexdigest() != files[SUMS]["sha256"] or len(all_sums) != sum(counts):
             raise DataError(f"{path} is damaged: its SHA-256 is not the manifest's; delete {folder} and prepare again")
@@ -89,8 +90,10 @@ class ChunkSums:
         size, compared = self._chunk_bytes, []
         # A chunk is verified whole, once a process: later reads of it cost nothing.
         for chunk in range(start // size, -(-min(stop, self._size) // size)):
+            # Verified once a process; the mapped pages may be read again at no cost.
             if self._checked[chunk]:
                 continue
+            # The last chunk may be shorter.
             chunk_start, chunk_stop = chunk * size, min((chunk + 1) * size, self._size)
             if zlib.crc32(data[chunk_start:chunk_stop].tobytes()) != int(self._sums[chunk]):
                 raise DataError(

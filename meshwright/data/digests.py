@@ -48,11 +48,13 @@ def digest_sources(
     begun_ns = time.time_ns()
     states = {source.path: _state(source) for source in sources}
     records = _read_records(folder / DIGESTS)
+    # Look without a lock first: normally every digest is cached.
     if any(_is_outdated(records, path, state) for path, state in states.items()):
         with _exclusive_lock(folder):
             records = _read_records(folder / DIGESTS)  # another process may have read the same files meanwhile
             unread_paths = [path for path, state in states.items() if _is_outdated(records, path, state)]
             records |= (new_records := _digest_files(unread_paths, states, report))
+            # Size and times of a file that still changes may equal those of its next contents.
             unsettled = {path for path in new_records if max(states[path][2:]) > begun_ns - SETTLED_NS}
             _write_records(
                 folder / DIGESTS, {path: record for path, record in records.items() if path not in unsettled}
@@ -79,6 +81,7 @@ def _digest_files(
     total = sum(states[path][0] for path in paths)
     read_bytes, new_records = 0, {}
     with contextlib.ExitStack() as stack:
+        # Threads only for large input: they make a later fork of the process unsafe.
         threaded = total >= THREADED_BYTES
         pool = stack.enter_context(ThreadPoolExecutor(len(os.sched_getaffinity(0)))) if threaded else None
         for path, digest in zip(paths, (pool.map if pool else map)(_digest_file, paths)):
@@ -120,6 +123,7 @@ def _read_records(path: Path) -> DigestRecords:
 
 
 def _write_records(path: Path, records: DigestRecords) -> None:
+    # Entries of deleted files are dropped, so that the cache doesn't grow forever.
     existing = {name: row for name, row in records.items() if os.path.exists(name)}
     with contextlib.suppress(OSError), whole_file(path) as file:
         file.write(json.dumps(existing, sort_keys=True).encode("utf-8"))

@@ -34,6 +34,7 @@ def full_disk(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
+        # Measured now, for the message; the quota may be smaller than the disk.
         free = shutil.disk_usage(directory).free if directory.exists() else 0
         disk_error = DataError(
             f"disk full while writing under {directory} ({format_bytes(free)} free); prepared text takes about three "
@@ -60,6 +61,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             with open(temporary, "wb") as file:
                 yield file
                 file.flush()
+                # Contents before the name: a crash between the two must not leave an empty file under it.
                 os.fsync(file.fileno())
             os.replace(temporary, path)
     except BaseException:
@@ -103,6 +105,7 @@ def lone_writer(path: Path, wait_s: float) -> Iterator[None]:
     with open(path, "wb") as file:
         while True:
             try:
+                # flock belongs to the open file: the kernel drops it when its process dies.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:

@@ -48,6 +48,7 @@ def share(rows: int, index: int, count: int) -> tuple[int, int]:
     if count < 1 or not 0 <= index < count:
         raise DataError(f"reader index {index} of {count}: the index must be 0 to count - 1")
     if rows < 1 or rows % count:
+        # Suggest the nearest batch that divides.
         near = max(count, round(rows / count) * count)
         raise DataError(f"a global batch of {rows} rows doesn't divide among {count} readers; use {near} rows")
     return index * rows // count, (index + 1) * rows // count
@@ -107,6 +108,7 @@ class Loader:
         self._split = split
         # A shifted origin needs S spare tokens: at most the tokens beyond the last full window.
         self._shifts = min(sequence, length - sequence)
+        # Windows that fit behind the largest shift, so that every epoch has the same number of rows.
         self.epoch_rows = (length - self._shifts) // sequence
         # Keys derive from the contents, so that the order is the same on any machine and with any number of readers.
         self._order_key = np.uint64(derive_key("order", split.fingerprint, seed))
@@ -124,6 +126,7 @@ class Loader:
         """
         row_ids, starts = self._window_starts(step, self.row_start, self.row_stop)
         windows = _read_windows(self._split, starts, self.sequence + 1)
+        # Targets are copied since they are masked; tokens stay a view of the windows.
         tokens, targets = windows[:, :-1], windows[:, 1:].copy()
         positions = np.broadcast_to(np.arange(self.sequence), tokens.shape)
         ignored = 0
@@ -153,11 +156,13 @@ class Loader:
         return self.rows * self.sequence - int((crossing[1] - crossing[0]).sum())
 
     def _window_starts(self, step: int, row_start: int, row_stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        # Row numbers run over all epochs: quotient and remainder give epoch and position in it.
         row_ids = np.arange(row_start, row_stop, dtype=np.int64) + step * self.rows
         epochs, epoch_positions = np.divmod(row_ids, self.epoch_rows)
         keys = epochs.astype(np.uint64)
         # The epoch keys the permutation, so that a step is computed without walking through those before it.
         window_indices = permute(epoch_positions, self.epoch_rows, mix(keys + self._order_key))
+        # Each epoch has its own origin, or windows would begin at the same tokens in every epoch.
         shifts = mix(keys + self._shift_key) % np.uint64(self._shifts)
         return row_ids, window_indices * self.sequence + shifts.astype(np.int64)
 
@@ -193,6 +198,7 @@ def _index_ranges(
         start and stop, each (rows,) int64: ranges of entries of ``document_ends``.
     """
     return (
+        # An end equal to the start belongs to the previous document: side="right" skips it.
         np.searchsorted(document_ends, starts, side="right").astype(np.int64),
         np.searchsorted(document_ends, starts + sequence, side="right").astype(np.int64),
     )
@@ -206,12 +212,14 @@ def _mark_document_starts(
     document_starts = np.zeros((len(starts), sequence + 1), dtype=bool)
     # Only rows with a document end inside need Python; most rows of long documents have none.
     for row in np.flatnonzero(stop_entry > first_entry):
+        # Index of the token after each end, relative to the window's start.
         document_starts[row, document_ends[first_entry[row] : stop_entry[row]] - starts[row]] = True
     return document_starts
 
 
 def evaluation_steps(split: TokenStream, rows: int, sequence: int) -> int:
     """Returns the number of global batches that cover a split once."""
+    # Rounded up: the last window is padded.
     windows = -(-max(0, len(split.tokens) - 1) // sequence)
     return -(-windows // rows)
 
@@ -263,6 +271,7 @@ def _evaluation_batch(split: TokenStream, step: int, row_ids: NDArray[np.int64],
     for row, window_index in enumerate(row_ids.tolist()):
         # Rows beyond the last window stay padding: zeros with ignored targets.
         if window_index < windows:
+            # One token more than a row, for the target of its last token.
             window = split.read(window_index * sequence, (window_index + 1) * sequence + 1)
             tokens[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]

@@ -35,6 +35,7 @@ def merge(
         report: called with the bytes of text merged so far.
     """
     final_dir = work_dir / "whole"
+    # A killed merge leaves a partial folder; merging is cheap against encoding, so it starts over.
     shutil.rmtree(final_dir, ignore_errors=True)
     final_dir.mkdir()
     first_unit = merged_bytes = 0
@@ -68,6 +69,7 @@ def _concatenate(work_dir: Path, stem: Path, numbers: range, facts: dict[str, An
     with whole_file(stem.with_suffix(".bin")) as stream, whole_file(stem.with_suffix(".idx")) as index:
         for number in numbers:
             unit_tokens, unit_ends = tasks.read_unit(tasks.unit_file(work_dir, number), facts["dtype"])
+            # A tokenizer with ids beyond its vocabulary would index outside of the model's embedding.
             if len(unit_tokens) and int(unit_tokens.max()) >= facts["vocab_size"]:
                 raise DataError(
                     f"the tokenizer gave token {int(unit_tokens.max())}, its vocabulary has {facts['vocab_size']} "

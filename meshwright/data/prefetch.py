@@ -58,6 +58,7 @@ def tensors(batch: Batch, device: str | torch.device = "cpu") -> TensorBatch:
     target = torch.device(device)
     device_tensors = {}
     for name in ("tokens", "targets", "positions"):
+        # from_numpy shares memory with the batch, whose arrays nobody changes.
         tensor = torch.from_numpy(getattr(batch, name))
         device_tensors[name] = tensor if target.type == "cpu" else tensor.pin_memory().to(target, non_blocking=True)
     return TensorBatch(
@@ -102,6 +103,7 @@ class Prefetcher:
         while not self._stop.is_set():
             try:
                 entry = (step, self._convert(self._loader.batch(step)), None)
+            # The consumer raises it: an exception in a thread would else be lost.
             except BaseException as error:
                 self._put((step, None, error))
                 return
@@ -111,6 +113,7 @@ class Prefetcher:
     def _put(self, entry: tuple[int, Any, BaseException | None]) -> None:
         while not self._stop.is_set():
             try:
+                # A bounded wait, so that `close` ends a thread whose queue nobody reads.
                 return self._ready.put(entry, timeout=_POLL_S)
             except queue.Full:
                 continue
@@ -141,6 +144,7 @@ class Prefetcher:
     def close(self) -> None:
         """Ends the thread and drops the batches in the queue."""
         self._stop.set()
+        # An emptied queue lets a blocked put return.
         while not self._ready.empty():
             try:
                 self._ready.get_nowait()

@@ -67,11 +67,13 @@ def prepare(
     sources = list_sources(config.paths)
     if config.text_field != "text" and not any(source.kind in ("jsonl", "parquet") for source in sources):
         raise ConfigError(f"data.text_field = {config.text_field!r} has no effect: no input is jsonl or parquet")
+    # The key names the inputs: equal inputs find the same set, changed ones never do.
     key = _input_key(config, sources, out_path.parent, progress)
     if out_path.exists():
         return _open_existing(out_path, key)
     worker_count = config.workers if workers is None else workers
     size = sum(source.size for source in sources)
+    # A tiny corpus is prepared in this process, without starting workers.
     run_inline = worker_count <= 1 and size < INLINE_BYTES
     processes = worker_count or min(len(os.sched_getaffinity(0)), 1 + size // INLINE_BYTES)
     with full_disk(out_path.parent), lone_writer(out_path.with_name(out_path.name + ".lock"), LOCK_S):
@@ -84,9 +86,11 @@ def prepare(
                 config=config, sources=sources, key=key, beside=work_dir, pool=pool, report=progress or _ignore_progress
             )
             work(job)
+        # Hash again: files edited during the preparation would give a set that matches no key.
         if _input_key(config, sources, out_path.parent, None) != key:
             shutil.rmtree(work_dir)
             raise DataError("the text changed while it was being prepared; run the same command again")
+        # Renamed only when complete, so that a set under its final name needs no further check.
         settle(work_dir / "whole", out_path)
         shutil.rmtree(work_dir)
     return TokenSet.open(out_path)
@@ -124,6 +128,7 @@ def _open_existing(out_path: Path, key: str) -> TokenSet:
 def _claim_work_dir(work_dir: Path, key: str) -> None:
     """Creates the working directory, or keeps the one of an interrupted call with the same inputs."""
     key_file = work_dir / "key"
+    # Leftovers of other inputs must not be merged into this set.
     if work_dir.exists() and not (key_file.is_file() and key_file.read_text(encoding="utf-8") == key):
         shutil.rmtree(work_dir)
     work_dir.mkdir(exist_ok=True)

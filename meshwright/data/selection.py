@@ -21,6 +21,7 @@ _SEARCH_BYTES = 1 << 16
 def document_row(data: bytes) -> tuple[int, int, int]:
     """Returns a document's `DOCUMENT` row; one half of its hash decides on the split, the other on the order."""
     digest = hashlib.blake2b(data, digest_size=16).digest()
+    # Two independent 64-bit values out of one 128-bit hash.
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"), len(data)
 
 
@@ -57,6 +58,7 @@ def within_limit(documents: NDArray[np.void], candidates: NDArray[np.bool_], lim
     indices = np.flatnonzero(candidates)
     # The order's half of the hash is independent of the split's, so a limit doesn't change the shares.
     indices = indices[np.argsort(documents["order"][indices], kind="stable")]
+    # Prefix sums of bytes: the number of documents that fit.
     fitting_count = int(np.searchsorted(np.cumsum(documents["bytes"][indices]), limit_bytes, side="right"))
     selected = np.zeros(len(documents), dtype=bool)
     selected[indices[: max(1, fitting_count)]] = True
@@ -76,6 +78,7 @@ def held_out(documents: NDArray[np.void], candidates: NDArray[np.bool_], share: 
     Returns:
         (documents,) bool, a subset of ``candidates``.
     """
+    # A threshold on the hash: adding documents moves none of the others between splits.
     validation = candidates & (documents["split"] < np.uint64(min(int(share * 2**64), 2**64 - 1)))
     indices = np.flatnonzero(candidates)
     if share > 0 and len(indices) > 1:
@@ -113,6 +116,7 @@ def split_document(text: mmap.mmap, document: TextSpan, span_bytes: int) -> Iter
     start = document.start
     while document.stop - start > span_bytes:
         boundary, search_start = None, start + span_bytes
+        # No boundary within the window: search on until the document ends.
         while boundary is None and search_start < document.stop:
             boundary = _LONE_NEWLINE.search(text, search_start, min(search_start + _SEARCH_BYTES, document.stop))
             # Search in windows that overlap by two bytes: the pattern is three bytes long.

@@ -80,6 +80,7 @@ def _expand_path(path: str) -> list[str]:
 
 def _walk_files(directory: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
     for folder, folders, files in os.walk(directory):
+        # Hidden folders and byte code hold no text.
         entered = (name for name in folders if name != "__pycache__" and name not in skipped)
         # os.walk descends in the order of this list, which must not depend on the file system.
         folders[:] = sorted(name for name in entered if not name.startswith("."))
@@ -90,6 +91,7 @@ def _walk_files(directory: str, skipped: frozenset[str] = frozenset()) -> Iterat
 
 def _kind_of(path: str) -> Kind | None:
     stem, suffix = os.path.splitext(path.lower())
+    # x.jsonl.gz has the kind of x.jsonl; parquet compresses by itself.
     if suffix in _COMPRESSED:
         kind = _KINDS.get(os.path.splitext(stem)[1])
         return None if kind == "parquet" else kind

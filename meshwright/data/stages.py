@@ -133,6 +133,7 @@ def _run_tasks(job: PrepareJob, stage: str, stage_tasks: Iterable[dict[str, Any]
 
 def _read_sources(job: PrepareJob) -> int:
     """Reads all sources into shards; returns the number of shards."""
+    # Small files are grouped, so that a task is worth its overhead.
     groups: list[list[CorpusFile]] = []
     group_bytes = 0
     for source in job.sources:
@@ -214,6 +215,7 @@ def _document_spans(job: PrepareJob, documents: NDArray[np.void]) -> list[TextSp
 def _split_off_tail(job: PrepareJob, document: TextSpan) -> dict[str, list[TextSpan]]:
     """Splits the end off the only document, at int(characters x (1 - share)) as nanoGPT does."""
     text = tasks.read_span(job.beside, document)
+    # Characters, not bytes, for the same split as nanoGPT's.
     split_at = int(len(text) * (1.0 - job.config.validation_share))
     if not 0 < split_at < len(text):
         raise DataError(
@@ -250,11 +252,13 @@ def _sample_spans(
     documents: NDArray[np.void], train: list[TextSpan], job: PrepareJob
 ) -> tuple[list[tuple[int, int, int, bool]], int]:
     """Samples training documents in the order of their hashes up to `SAMPLE_BYTES`; returns spans and bytes."""
+    # Documents by hash are a random sample, and the same on any machine.
     order_hash = {
         (span.shard, span.start): int(row) for span, row in zip(_document_spans(job, documents), documents["order"])
     }
     sample_spans, sample_bytes = [], 0
     for span in sorted(train, key=lambda span: order_hash[span.shard, span.start]):
+        # The last document of the sample is truncated to the limit.
         stop = min(span.stop, span.start + SAMPLE_BYTES - sample_bytes)
         sample_spans.append((span.shard, span.start, stop, False))
         sample_bytes += stop - span.start
@@ -268,6 +272,7 @@ def _encode_units(
 ) -> dict[str, int]:
     """Encodes all units; returns the number of units of each split, which are numbered training first."""
     tokenizer_text = (job.beside / "tokenizer.json").read_text(encoding="utf-8")
+    # Splitting a document must not change its tokens: true of characters, and of BPE at some newlines.
     may_split = job.config.tokenizer == "chars" or splits_at_newlines(tokenizer_text)
     total_bytes = sum(text_bytes.values())
     unit_bytes = min(max(total_bytes // 256, UNIT_BYTES[0]), UNIT_BYTES[1])
@@ -290,6 +295,7 @@ def _encode_units(
                     "literal": job.config.tokenizer == "bpe",
                 }
                 number += 1
+            # Counted while tasks are drawn, so the count is known once the stage has run.
             units[name] = number - first_unit
 
     _run_tasks(job, "encode", unit_tasks(), total_bytes)

@@ -148,6 +148,7 @@ def _encode_unit(task: dict[str, Any], directory: Path, batched: bool) -> dict[s
         token_count += len(tokens) + (len(end_token) if span.ends_document else 0)
         if span.ends_document:
             document_ends.append(token_count)
+    # Header with both lengths, then ends, then tokens: `read_unit` reads them in this order.
     with whole_file(unit_file(directory, task["unit"])) as file:
         file.write(np.array([(token_count, len(document_ends))], dtype=_HEADER).tobytes())
         file.write(np.array(document_ends, dtype="<u8").tobytes())
@@ -194,4 +195,5 @@ def _encode_characters(directory: Path, spans: Iterable[TextSpan], dtype: str) -
     for character, token in _load_tokenizer(directory).get_vocab(with_added_tokens=False).items():
         token_of_character[ord(character)] = token
     for span in spans:
+        # UTF-32 gives one code point a character: the whole text is one array look-up.
         yield token_of_character[np.frombuffer(read_span(directory, span).encode("utf-32-le"), dtype="<u4")]

@@ -51,6 +51,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFiles:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
+        # Special tokens come first, so end-of-text is id 0.
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -155,6 +156,7 @@ def tokenizer_digest(name: str) -> str:
     if not path.exists():
         return name
     folder, own_name = (path, ()) if path.is_dir() else (path.parent, (path.name,))
+    # Only files that change tokens or go with the tokenizer; weights beside them don't count.
     names = dict.fromkeys((*own_name, *SOURCES, "merges.txt", SETTINGS, *COMPANIONS))
     files = [folder / name for name in names if (folder / name).is_file()]
     file_digests = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
@@ -165,6 +167,7 @@ def _without_padding(tokenizer: Tokenizer, settings: dict[str, Any], companions:
     """Removes truncation and padding, which would cut or fill documents silently."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # Without a declared end token, one of the well-known names in the vocabulary serves.
     if _end_token_of(settings) is None:
         end_tokens = [token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None]
         settings = settings | _default_settings(end_tokens[0] if end_tokens else None)

@@ -69,6 +69,7 @@ class TokenStream:
             for byte_start, byte_stop in self.sums["bin"].check(
                 self.tokens.view(np.uint8), start * token_bytes, stop * token_bytes
             ):
+                # A tokenizer change or a damaged disk could give ids beyond the embedding's rows.
                 self._check_ids(byte_start // token_bytes, -(-byte_stop // token_bytes))
         return self.tokens[start:stop]
 
@@ -88,6 +89,7 @@ class TokenStream:
         if "idx" not in self.sums or not len(self.ends):
             return
         self.sums["idx"].check(self.ends.view(np.uint8), 0, self.ends.nbytes)
+        # Searches in the index are only right if ends ascend.
         if self.ends[0] < 0 or self.ends[-1] > len(self.tokens) or bool((self.ends[1:] < self.ends[:-1]).any()):
             raise DataError(f"the {self.name} split's index isn't one of {len(self.tokens)} tokens; prepare it again")
 
@@ -163,6 +165,7 @@ class TokenSet:
         path = self.path / "validation.txt"
         if not (size := path.stat().st_size):
             return b""
+        # Mapped, so that verifying and reading touch only the first bytes.
         text = np.memmap(path, dtype=np.uint8, mode="r")
         self.sums[path.name].check(text, 0, min(size, limit_bytes))
         return text[:limit_bytes].tobytes()
@@ -207,6 +210,7 @@ def render_manifest(manifest: Mapping[str, Any]) -> bytes:
 
 def fingerprint_of(files: Mapping[str, Mapping[str, Any]], dtype: str) -> str:
     """Hashes a set's contents: token files, indexes, tokenizer and the ids' type."""
+    # Times, paths and settings don't enter: equal contents have equal fingerprints.
     identity = [files[name] for name in ("train.bin", "train.idx", "validation.bin", "validation.idx")]
     return hashlib.sha256(json.dumps([identity, files["tokenizer.json"]["sha256"], dtype]).encode()).hexdigest()
 

@@ -60,6 +60,7 @@ class Worker:
         assert self._process.stdin is not None
         view = memoryview(data)
         while view:
+            # The pipe is unbuffered: a write may take only a prefix.
             view = view[self._process.stdin.write(view) :]
 
     def _read_answer(self) -> bytes:
@@ -72,6 +73,7 @@ class Worker:
                 if line:
                     return line
                 continue
+            # Heartbeats come every second, so silence means a stuck process, not a long task.
             if not select.select([self._process.stdout], [], [], SILENCE_S)[0]:
                 raise DataError(f"a prepare worker said nothing for {SILENCE_S:.0f} s; run again: finished parts stay")
             data = self._process.stdout.read(1 << 16)
@@ -146,6 +148,7 @@ class Pool:
             pending: dict[Any, Worker] = {}
             try:
                 while True:
+                    # One task a worker at a time: drawing all at once would hold all of them in memory.
                     for task in itertools.islice(task_iterator, self._processes - len(pending)):
                         worker = idle.pop()
                         pending[threads.submit(worker.run_task, task)] = worker
@@ -205,4 +208,5 @@ def _send_heartbeats(answer_fd: int, lock: threading.Lock) -> None:
             with lock:
                 os.write(answer_fd, b"\n")
         except OSError:
+            # sys.exit would end this thread alone.
             os._exit(1)

@@ -80,6 +80,7 @@ def tick_text(value: float, step: float) -> str:
     if size < 1e-2:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
+    # Thousands only from 10k on: 1,500 reads better than 1.5k.
     for scale, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= scale:
             divisor = 1e3 if name == "k" else scale
@@ -200,6 +201,7 @@ def _curve(frame: _Frame, curve: Series) -> str:
     if curve.smooth and len(curve.y) >= 30:
         # A spike counts as the frame's edge, or it would lift the mean over its whole window.
         mean = smoothed([min(value, frame.y1) if math.isfinite(value) else math.nan for value in curve.y])
+        # The raw values stay visible behind the mean, thinned by envelope so that spikes show.
         raw = f'<path class="raw {colour}" d="{_path(frame, *envelope(curve.x, curve.y))}"/>'
         return raw + f'<path class="line {colour}" d="{_path(frame, *thinned(curve.x, mean))}"/>'
     path = f'<path class="line {colour}" d="{_path(frame, *envelope(curve.x, curve.y))}"/>'
@@ -227,6 +229,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
     The window shrinks towards both ends to stay centred, so that the ends are not bent.
     """
+    # Half of a fortieth on each side.
     max_half = max(2, len(values) // 80)
     # Prefix sums make each window two look-ups.
     sums, counts = [0.0], [0]
@@ -248,6 +251,7 @@ def thinned(x: Sequence[float], y: Sequence[float], max_points: int = _MAX_POINT
     stride = max(1, math.ceil(len(x) / max_points))
     indices = list(range(0, len(x), stride))
     if indices and indices[-1] != len(x) - 1:
+        # The last point is the current value.
         indices.append(len(x) - 1)
     return [x[index] for index in indices], [y[index] for index in indices]
 

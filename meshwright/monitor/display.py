@@ -176,6 +176,7 @@ class PlainDisplay:
     def _print_line(self, text: str) -> None:
         # One write a line: two writers of a pipe can't mix within it.
         with self._lock:
+            # A terminal of another encoding must not end a run over an arrow or a mu.
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
@@ -199,6 +200,7 @@ class PlainDisplay:
             for stamp in ranks
             if stamp.waits_for and stamp.age_s(now) >= self._wait_s
         }
+        # Each wait once, by rank, step and phase: a hang would else print a line a second.
         new_waits = long_waits - self._reported_waits
         self._reported_waits |= new_waits
         return waiting_sentences(ranks, self._wait_s, self._course.header.describe, now) if new_waits else []

@@ -77,6 +77,7 @@ def measure(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         steps: lines of metrics.jsonl.
     """
+    # At least half of the steps remain where a run has few.
     warm = steps[min(5, len(steps) // 2) :]
     return {
         "step_s": _median_of_known(step.get("step_s") for step in warm),

@@ -64,6 +64,7 @@ def unfinished(dump: Mapping[str, Any]) -> Unfinished | None:
     incomplete = [entry for entry in dump.get("entries", ()) if not _is_complete(entry)]
     if not incomplete:
         return None
+    # Started ones first; among equals the order in which they were enqueued.
     earliest = min(incomplete, key=lambda entry: (entry.get("state") != _STARTED, entry.get("record_id", 0)))
     return Unfinished(
         op=str(earliest["profiling_name"]).partition(":")[2].partition(" ")[0].lstrip("_") or "collective",

@@ -28,6 +28,7 @@ def layout_grid(run: RunFiles) -> str:
     if layout is None:
         return ""
     shape = {name: degree for name, degree in layout.shape().items() if degree > 1} or {"replicate": 1}
+    # The innermost axis has consecutive ranks: it runs along a row.
     *outer_names, inner_name = shape
     columns = shape[inner_name] if shape[inner_name] <= _MAX_COLUMNS else _MAX_COLUMNS
     drawn_ranks = min(layout.world, _MAX_RANKS)

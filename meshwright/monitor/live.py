@@ -62,6 +62,7 @@ class LiveDisplay:
         """Records an event; one of several lines, such as a sample, is printed above the panel."""
         with self._lock:
             text = self._course.event(event)
+        # Events of one line appear among the panel's notes; longer ones are printed above it.
         if text is not None and "\n" in text:
             self._live.console.print(text, markup=False, highlight=False)
 
@@ -214,6 +215,7 @@ def braille(values: Sequence[float], width: int, height: int) -> list[str]:
         low, span = min(finite), (max(finite) - min(finite)) or 1.0
         for column, point in enumerate(points):
             if abs(point) < float("inf"):
+                # Row 0 is at the top, so the largest value has row 0.
                 dot_row = round((4 * height - 1) * (1 - (point - low) / span))
                 # A cell holds 2 x 4 dots: set the bit of this dot in its cell.
                 cells[dot_row // 4][column // 2] |= _DOTS[column % 2][dot_row % 4]

@@ -140,9 +140,11 @@ class ProgressWriter:
         """
         encoded = self._encoded.get(waits_for)
         if encoded is None:
+            # Encoded once for each collective: stamping must not allocate.
             encoded = self._encoded[waits_for] = waits_for.encode()[:_TEXT_BYTES]
         version = self._version = self._version % 0xFFFFFFFF + 1
         phase_code = _CODES[phase]
+        # Kept for `enter`, which stamps a layer of the same phase.
         self._position = (micro, step, phase_code, number)
         _SLOT.pack_into(
             self._map, self._offset + (version & 1) * _SLOT.size, version, self._pid, self._generation, micro, step,
@@ -174,6 +176,7 @@ def reset_progress(path: Path, ranks: int) -> None:
     """Creates an empty progress file for this many ranks, before any of them starts; it replaces an older one."""
     temporary = path.with_name(path.name + ".new")
     temporary.write_bytes(bytes(ranks * _RANK_BYTES))
+    # Replaced, not truncated: readers that map the old file keep valid memory.
     temporary.replace(path)
 
 
@@ -254,6 +257,7 @@ def waiting_sentences(
     others_text = _describe_phases([stamp for stamp in ranks if stamp.rank not in waiting])
     sentences = []
     for (position, collective), group in groups.items():
+        # The rank that waited longest stands for its group.
         longest = max(stamp.age_s(now) for stamp in group)
         verb = "waits" if len(group) == 1 else "wait"
         subject = f"{_rank_names(group, describe)} {verb}"

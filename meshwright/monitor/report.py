@@ -70,6 +70,7 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
     path = run_dir / REPORT
     temporary = path.with_name(f"{REPORT}.{os.getpid()}.new")
     temporary.write_text(page(f"{run.path.name} · meshwright", body), encoding="utf-8")
+    # A browser that reloads never sees half a report.
     temporary.replace(path)
     return path
 
@@ -126,6 +127,7 @@ def _wall_time_text(run: RunFiles) -> str:
 
 def _what_ran(run: RunFiles) -> str:
     rows: list[tuple[str, str]] = []
+    # A resumed run has several; the last one describes the current setup.
     for event in run.of_kind("run_started")[-1:]:
         hidden = ("kind", "rank", "pid", "time")
         rows += [
@@ -180,6 +182,7 @@ def _events(run: RunFiles) -> str:
             table_rows += [_event_row(event, start_time) for event in events]
     hidden_count = len(table_rows) - _MAX_EVENTS
     if hidden_count > 0:
+        # The first hundred and the latest events are kept, with the number of those between.
         table_rows[100 : 100 + hidden_count] = [("", "", f"{hidden_count} more", "", "")]
     return table(("after", "who", "what", "data", "process"), table_rows, (0,))
 

@@ -52,6 +52,7 @@ class RetryingFile:
         Returns:
             Duration in seconds of a disk failure that ended with this call; else None.
         """
+        # A full buffer drops new chunks, not old ones: the file has no gap in the middle.
         if self._pending_bytes + len(data) > LIMIT_BYTES:
             self.dropped += 1
         else:
@@ -90,6 +91,7 @@ class RetryingFile:
         if self._fd < 0:
             self._open()
         while self._pending and self._fd >= 0:
+            # Removed from the queue only after it was written completely.
             chunk = self._pending[0]
             try:
                 self._append(b"\n" + chunk if self._has_torn_line else chunk)

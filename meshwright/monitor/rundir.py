@@ -74,6 +74,7 @@ def read_run(run_dir: Path) -> RunFiles:
         plan = parse_json(_read_text(run_dir / "plan.json") or "{}")
     except ValueError:
         plan = {}
+    # A step retrained after a rewind has several lines: the last one counts.
     steps = {int(line["step"]): line for line in read_lines(run_dir / METRICS) if _is_step_number(line.get("step"))}
     events = [line for line in read_lines(run_dir / EVENTS) if isinstance(line.get("kind"), str)]
     events.sort(key=lambda event: number(event.get("time") or 0.0))

@@ -124,6 +124,7 @@ class EventTail:
                 values = parse_json(line)
             except ValueError:
                 continue
+            # Ranks write to the same file; only the supervisor's events are news here.
             if values.get("rank") == SUPERVISOR:
                 data = {key: value for key, value in values.items() if key not in _EVENT_FIELDS}
                 events.append(Event(kind=str(values.get("kind")), rank=SUPERVISOR, data=data))
@@ -184,6 +185,7 @@ def truncate_metrics(path: Path, step: int) -> int:
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
     kept_count = len(lines)
+    # Backwards from the end: lines after the step, and a torn one.
     while kept_count and not (lines[kept_count - 1].endswith(b"\n") and _step_of(lines[kept_count - 1]) <= step):
         kept_count -= 1
     if kept_count == len(lines):
