@@ -26,8 +26,8 @@ class DeviceTimer:
     chunks: int = CHUNKS
     """Chunks of the window; 1 where ranks outnumber the cores, so that every rank is scheduled within it."""
     sharing: float = 0.0
-    """Ranks per core, where each computes with one thread: the timer then reads the thread's processor time (without that
-    of other programs), times this number. 0 reads wall-clock time."""
+    """Ranks per core, where each computes with one thread: the timer then reads the thread's processor time (without
+    that of other programs), times this number. 0 reads wall-clock time."""
 
     def sync(self) -> None:
         """Waits until the device has finished its queued work."""

@@ -112,18 +112,22 @@ def matmuls(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tuple[
         for m, n, k in itertools.product(rows, sizes.widths, contracted):
             products = []
             for _ in range(_operand_sets(m * k + k * n + m * n, torch_dtype, device)):
-                left = (
+                operand_a = (
                     _random_tensor((k, m), torch_dtype, device).t()
                     if form == "tn"
                     else _random_tensor((m, k), torch_dtype, device)
                 )
-                right = (
+                operand_b = (
                     _random_tensor((n, k), torch_dtype, device).t()
                     if form == "nt"
                     else _random_tensor((k, n), torch_dtype, device)
                 )
                 result = torch.empty(m, n, dtype=torch_dtype, device=device)
-                products.append(lambda left=left, right=right, result=result: torch.mm(left, right, out=result))  # type: ignore[misc]
+                products.append(
+                    lambda operand_a=operand_a, operand_b=operand_b, result=result: torch.mm(
+                        operand_a, operand_b, out=result
+                    )
+                )  # type: ignore[misc]
             yield form, m, n, k, clock.seconds(_cycle(products))
 
 
@@ -255,7 +259,7 @@ def _random_tensor(shape: Any, torch_dtype: torch.dtype, device: torch.device) -
 
 
 def _backward_of(result: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    """Returns a function that runs the backward of ``result`` by the engine: autograd.grad imports sympy for seconds."""
+    """Returns a function that runs the backward of ``result`` by the engine: autograd.grad would import sympy."""
     # retain_graph is true: the same graph is run again and again.
     upstream = torch.ones_like(result)
     return lambda: _engine_run_backward(

@@ -90,6 +90,7 @@ class _Operators:
 
 
 def _count_operators(work: ModelWork, calibration: Calibration) -> tuple[_Operators, _Operators]:
+    """Counts a layer's operators and sums their measured seconds, for forward and backward."""
     from meshwright.planner.cost.operators import operator_s
 
     def summed(items: list[Operator], backward: bool) -> _Operators:

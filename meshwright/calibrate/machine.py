@@ -187,6 +187,7 @@ def _mean_over_ranks(
 
 
 def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext, announce: Report) -> dict[str, Any]:
+    """Measures all collectives, and an all-reduce under and between matrix products."""
     if context.world == 1:
         return {}
     # Collectives vary more than computations: twice the window.

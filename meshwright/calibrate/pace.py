@@ -44,6 +44,7 @@ class Pace:
         return sorted(self._run_once() for _ in range(ROUNDS))[ROUNDS // 2]
 
     def _run_once(self) -> float:
+        """Runs all operations once and returns the seconds."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         start_s = time.perf_counter()

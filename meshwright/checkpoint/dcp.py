@@ -221,6 +221,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
 
 
 def _read_metadata(folder: Path) -> Metadata:
+    """Unpickles ``.metadata`` by the closed list of classes, and checks the file names in it."""
     try:
         with open(folder / _METADATA, "rb") as stream:
             metadata = _Unpickler(stream).load()

@@ -119,6 +119,7 @@ class Manifest:
 
     @classmethod
     def _from_body(cls, body: Mapping[str, Any]) -> Self:
+        """Builds the manifest from parsed JSON; raises for missing or mistyped fields."""
         return cls(
             name=body["name"],
             step=body["step"],

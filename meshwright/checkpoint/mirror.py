@@ -133,6 +133,7 @@ class Mirror:
         return None
 
     def _put(self, folder: Path, keep: int, verify: bool) -> int:
+        """Copies files, then the manifest, then applies retention; returns the bytes copied, 0 when it was there."""
         file_system, manifest = self._connect(), Manifest.read(folder)
         remote_folder, rendered = f"{self._root}/{folder.name}", manifest.render()
         if file_system.exists(f"{remote_folder}/{MANIFEST}"):
@@ -219,6 +220,7 @@ class Mirror:
         return sorted(complete_names, key=order_of)
 
     def _connect(self) -> Any:
+        """Opens the file system at first use."""
         if self._file_system is None:
             from fsspec.core import url_to_fs
 

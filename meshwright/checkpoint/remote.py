@@ -112,6 +112,7 @@ def serve(
 
 
 def _answer(connection: Connection, snapshots_by_key: dict[Key, Snapshot], gate: Gate) -> None:
+    """Answers one client until it disconnects; a range outside a snapshot is refused."""
     with connection:
         try:
             while True:

@@ -331,6 +331,7 @@ class SnapshotWriter:
         """Bytes of one snapshot of this rank."""
 
     def _map_views(self, memory: mmap.mmap) -> list[Tensor]:
+        """Returns a tensor view of each saved shard in a segment: its box's shape and dtype, on the CPU."""
         import torch
 
         views, offset = [], self._data_at

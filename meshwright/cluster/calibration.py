@@ -327,6 +327,7 @@ class Calibration:
 
     @cached_property
     def _attentions(self) -> dict[tuple[Any, ...], RateTable]:
+        """Tables by (dtype, busy, backward) over (rows, sequence, head size)."""
         rate_tables = {}
         for key, table_rows in grouped(self.attention, 2).items():
             for backward in (False, True):

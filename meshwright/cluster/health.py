@@ -38,5 +38,6 @@ def shortfalls(calibration: Calibration, cluster: Cluster) -> Iterator[str]:
             node_text = f" on {nodes} nodes" if nodes > 1 else ""
             yield (
                 f"{kind} over {ranks} ranks{node_text}, {rank_stride} apart: {format_bytes(size / measured_s)}/s "
-                f"where links of this kind give {format_bytes(size / expected_s)}/s; look for a sick link before you train on it"
+                f"where links of this kind give {format_bytes(size / expected_s)}/s; "
+                "look for a sick link before you train on it"
             )

@@ -72,6 +72,7 @@ def read_nodes(values: Mapping[str, Any]) -> list[tuple[Node, int]]:
 def _read_group(
     values: Mapping[str, Any], index: int, devices: Mapping[str, Device], links: Mapping[str, Link]
 ) -> tuple[Node, int]:
+    """Reads one ``[[group]]``: a node, whose fields override those of the device's standard node, and a count."""
     key_prefix = f"group[{index}]."
     _check_keys(values, NODE_KEYS, key_prefix)
     if "device" not in values:
@@ -123,6 +124,7 @@ def _inside_link_of_unknown_device(values: Mapping[str, Any]) -> Link:
 
 
 def _read_device(name: str, values: Mapping[str, Any]) -> Device:
+    """Reads one ``[devices.NAME]``, with the fields of ``like`` or of the catalogue's device of that name."""
     keys = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
     _check_keys(values, (*keys, "like"), f"devices.{name}.")
     fields = dict(values)
@@ -138,6 +140,7 @@ def _read_device(name: str, values: Mapping[str, Any]) -> Device:
 
 
 def _read_link(name: str, values: Mapping[str, Any]) -> Link:
+    """Reads one ``[links.NAME]``, with the fields of ``like`` or of the catalogue's link of that name."""
     keys = [field.name for field in dataclasses.fields(Link) if field.name != "name"]
     _check_keys(values, (*keys, "like"), f"links.{name}.")
     fields = dict(values)

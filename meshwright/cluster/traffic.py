@@ -100,6 +100,7 @@ def span(rank_stride: Any, degree: Any, devices: int, world: Any = None) -> tupl
 
 
 def _fastest_protocol(fabric: Fabric, nodes: Any, seconds_by: Callable[[Protocol, Protocol], Any]) -> Any:
+    """Returns the least seconds over all protocol pairs, at least the latency of the level crossed."""
     best_s: Any = np.inf
     for near, far in fabric.ways():
         best_s = np.minimum(best_s, seconds_by(near, far))
@@ -127,6 +128,7 @@ def _ring_rate(fabric: Fabric, near: Protocol, far: Protocol, inside: Any, nodes
 
 
 def _ring_s(fabric: Fabric, size: Any, inside: Any, nodes: Any, sharing: Any, rounds: int) -> Any:
+    """Returns seconds of ``rounds`` passes of a ring: 1 for all-gather or reduce-scatter, 2 for all-reduce."""
     ranks = inside * nodes
 
     def seconds_by(near: Protocol, far: Protocol) -> Any:

@@ -89,6 +89,7 @@ def _decompress(
 
 
 def _decode(data: bytes, source: CorpusFile, offset: int) -> str:
+    """Decodes UTF-8 strictly; ``offset`` is that of the data in the file, for the message."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -107,6 +108,7 @@ def _read_jsonl(source: CorpusFile, text_field: str) -> Iterator[str]:
 
 
 def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Joins blocks and splits them into lines, each with its newline."""
     line_blocks: list[bytes] = []
     for block in blocks:
         # A line may span blocks: keep its blocks until the newline comes.
@@ -126,6 +128,7 @@ def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _text_of_line(line: str, source: CorpusFile, line_number: int, text_field: str) -> str:
+    """Returns the text field of one JSON line."""
     try:
         record = parse_json(line.removeprefix(_BOM))
     except ValueError as error:
@@ -152,6 +155,7 @@ def _text_of_line(line: str, source: CorpusFile, line_number: int, text_field: s
 
 
 def _read_parquet(source: CorpusFile, text_field: str) -> Iterator[str]:
+    """Yields the values of a text column, in batches of rows."""
     import pyarrow
     import pyarrow.parquet
 

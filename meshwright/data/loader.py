@@ -156,6 +156,11 @@ class Loader:
         return self.rows * self.sequence - int((crossing[1] - crossing[0]).sum())
 
     def _window_starts(self, step: int, row_start: int, row_stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Computes row numbers and window starts of rows [row_start, row_stop) of a step.
+
+        Returns:
+            row numbers over the whole run and first tokens of the windows, each (rows,) int64.
+        """
         # Row numbers run over all epochs: quotient and remainder give epoch and position in it.
         row_ids = np.arange(row_start, row_stop, dtype=np.int64) + step * self.rows
         epochs, epoch_positions = np.divmod(row_ids, self.epoch_rows)
@@ -265,6 +270,15 @@ def evaluation_batches(
 
 
 def _evaluation_batch(split: TokenStream, step: int, row_ids: NDArray[np.int64], windows: int, sequence: int) -> Batch:
+    """Builds an evaluation batch.
+
+    Args:
+        split: the tokens.
+        step: number of the batch.
+        row_ids: (rows,) int64, indices of windows; those from ``windows`` on are padding.
+        windows: number of windows of the split.
+        sequence: tokens a row (S).
+    """
     tokens = np.zeros((len(row_ids), sequence), dtype=np.int64)
     targets = np.full((len(row_ids), sequence), IGNORED, dtype=np.int64)
     counted = 0

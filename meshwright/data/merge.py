@@ -65,6 +65,7 @@ def merge(
 
 
 def _concatenate(work_dir: Path, stem: Path, numbers: range, facts: dict[str, Any]) -> tuple[int, int]:
+    """Writes the units of a split as one token file and index; returns the number of tokens and documents."""
     tokens = documents = 0
     with whole_file(stem.with_suffix(".bin")) as stream, whole_file(stem.with_suffix(".idx")) as index:
         for number in numbers:
@@ -84,6 +85,7 @@ def _concatenate(work_dir: Path, stem: Path, numbers: range, facts: dict[str, An
 
 
 def _write_text(work_dir: Path, path: Path, spans: list[TextSpan]) -> None:
+    """Copies the text of some spans into one file."""
     with whole_file(path) as file:
         for span in spans:
             with open(tasks.shard_text(work_dir, span.shard), "rb") as text:

@@ -100,6 +100,7 @@ class Prefetcher:
         self._thread.start()
 
     def _read(self, step: int) -> None:
+        """Reads batches from a step on until `close`; an error is queued and ends the thread."""
         while not self._stop.is_set():
             try:
                 entry = (step, self._convert(self._loader.batch(step)), None)

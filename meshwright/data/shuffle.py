@@ -64,6 +64,17 @@ def permute(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -
 def _feistel(
     positions: NDArray[np.uint64], keys: NDArray[np.uint64], left_size: np.uint64, right_size: np.uint64
 ) -> NDArray[np.uint64]:
+    """Encrypts positions by a Feistel network over Z_a x Z_b.
+
+    Args:
+        positions: (n,) uint64, each below a * b.
+        keys: (n,) uint64.
+        left_size: a.
+        right_size: b.
+
+    Returns:
+        (n,) uint64, each below a * b.
+    """
     # A position as a pair (left, right) of Z_a x Z_b.
     left, right = positions % left_size, positions // left_size
     for round_number in range(_ROUNDS):

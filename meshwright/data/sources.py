@@ -59,6 +59,7 @@ def list_sources(paths: Sequence[str]) -> list[CorpusFile]:
 
 
 def _expand_path(path: str) -> list[str]:
+    """Lists the files of a path, directory or glob."""
     full = os.path.expanduser(path)
     if os.path.isdir(full):
         files = [file for file in _walk_files(full) if _kind_of(file)]
@@ -79,6 +80,7 @@ def _expand_path(path: str) -> list[str]:
 
 
 def _walk_files(directory: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yields the files below a directory, sorted by name, without hidden ones and skipped folders."""
     for folder, folders, files in os.walk(directory):
         # Hidden folders and byte code hold no text.
         entered = (name for name in folders if name != "__pycache__" and name not in skipped)

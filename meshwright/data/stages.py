@@ -160,6 +160,7 @@ def _read_sources(job: PrepareJob) -> int:
 
 
 def _load_documents(job: PrepareJob, shards: int) -> NDArray[np.void]:
+    """Loads the (documents,) `DOCUMENT` rows of all shards, in corpus order."""
     documents = np.concatenate([_shard_documents(job, shard) for shard in range(shards)])
     if not len(documents):
         names = ", ".join(source.path for source in job.sources[:3])
@@ -199,6 +200,7 @@ def _split_documents(
 
 
 def _document_spans(job: PrepareJob, documents: NDArray[np.void]) -> list[TextSpan]:
+    """Returns the span of each of the (documents,) rows: documents lie one after the other in their shard."""
     spans: list[TextSpan] = []
     shard = start = 0
     documents_left = len(_shard_documents(job, 0))
@@ -230,6 +232,7 @@ def _split_off_tail(job: PrepareJob, document: TextSpan) -> dict[str, list[TextS
 
 
 def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], train: list[TextSpan]) -> None:
+    """Trains, builds or copies the tokenizer, unless an earlier call did; (documents,) rows order the sample."""
     if (job.beside / "tokenizer.json").exists():
         return
     if job.config.tokenizer == "bpe":

@@ -94,6 +94,7 @@ def read_span(directory: Path, span: TextSpan) -> str:
 
 
 def _read_group(task: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Reads a group of files into a shard: text, characters and index."""
     document_rows, characters = [], set[str]()
     with whole_file(shard_text(directory, task["shard"])) as file:
         for source in (CorpusFile(**values) for values in task["sources"]):
@@ -130,6 +131,7 @@ def write_tokenizer(directory: Path, files: tokenizers_.TokenizerFiles) -> None:
 
 
 def _encode_unit(task: dict[str, Any], directory: Path, batched: bool) -> dict[str, Any]:
+    """Encodes the spans of a unit, with the end token behind each document."""
     token_arrays: list[NDArray[np.unsignedinteger]] = []
     document_ends, token_count = [], 0
     # An array of one or no token, so that a tokenizer without an end token needs no branch.
@@ -179,6 +181,7 @@ def _load_tokenizer(directory: Path, literal: bool = False) -> Tokenizer:
 def _encode_subwords(
     tokenizer: Tokenizer, directory: Path, spans: Iterable[TextSpan], dtype: str, batched: bool
 ) -> Iterator[NDArray[np.unsignedinteger]]:
+    """Yields the (tokens,) ids of each span by the tokenizer."""
     for span in spans:
         text = read_span(directory, span)
         if batched:
@@ -190,6 +193,7 @@ def _encode_subwords(
 
 
 def _encode_characters(directory: Path, spans: Iterable[TextSpan], dtype: str) -> Iterator[NDArray[np.unsignedinteger]]:
+    """Yields the (characters,) ids of each span, one token a character."""
     # A table over all of Unicode: encoding is one look-up by code point.
     token_of_character = np.zeros(0x110000, dtype=dtype)
     for character, token in _load_tokenizer(directory).get_vocab(with_added_tokens=False).items():

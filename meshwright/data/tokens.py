@@ -233,6 +233,7 @@ def _is_complete(manifest: Mapping[str, Any]) -> bool:
 
 
 def _check_file(path: Path, name: str, file_facts: Mapping[str, Any], verify: bool) -> None:
+    """Compares a file with the manifest: its size, and with ``verify`` its SHA-256."""
     file = path / name
     size = file.stat().st_size if file.is_file() else None
     cure = f"delete {path} and prepare again"
@@ -246,6 +247,7 @@ def _check_file(path: Path, name: str, file_facts: Mapping[str, Any], verify: bo
 
 
 def _open_split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mapping[str, ChunkSums]) -> TokenStream:
+    """Maps the tokens and document ends of a split."""
     split_facts = manifest["splits"][name]
     # Ends are stored unsigned and mapped signed: numpy compares unsigned with signed as float64, copying the index.
     document_ends = _map_array(path / f"{name}.idx", "<i8", split_facts["documents"])
@@ -262,6 +264,7 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mappin
 
 
 def _map_array(path: Path, dtype: str, count: int) -> NDArray[Any]:
+    """Maps a file as an array: (count,) of ``dtype``."""
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
         raise DataError(f"{path} does not hold the {count} entries that the manifest counts; prepare it again")
     if count == 0:

@@ -64,6 +64,7 @@ class Worker:
             view = view[self._process.stdin.write(view) :]
 
     def _read_answer(self) -> bytes:
+        """Reads the next line of the process that isn't a heartbeat."""
         assert self._process.stdout is not None
         while True:
             line, newline, remaining = self._unread.partition(b"\n")

@@ -155,6 +155,7 @@ def _frame(series: Sequence[Series], from_zero: bool, width: int) -> tuple[_Fram
 
 
 def _axes(frame: _Frame, x_label: str, y_label: str) -> str:
+    """Draws grid lines, ticks and labels of both axes."""
     elements = []
     y_ticks = ticks(frame.y0, frame.y1)
     step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else 1.0
@@ -197,6 +198,7 @@ def _triangle(frame: _Frame, step: float) -> str:
 
 
 def _curve(frame: _Frame, curve: Series) -> str:
+    """Draws one series: raw values and mean where it is smoothed, else a line, with dots if wanted."""
     colour = f"s{curve.colour % COLOURS}"
     if curve.smooth and len(curve.y) >= 30:
         # A spike counts as the frame's edge, or it would lift the mean over its whole window.
@@ -214,6 +216,7 @@ def _curve(frame: _Frame, curve: Series) -> str:
 
 
 def _path(frame: _Frame, x: Sequence[float], y: Sequence[float]) -> str:
+    """Returns the SVG path of a curve; a value that isn't finite lifts the pen."""
     commands, command = [], "M"
     for x_value, y_value in zip(x, y):
         if not math.isfinite(y_value):

@@ -39,7 +39,7 @@ class Course:
     def __init__(self, header: RunHeader) -> None:
         """Starts with the header alone."""
         self.header = header
-        self.last: StepRecord | None = None
+        self.last_record: StepRecord | None = None
         self.losses: list[float] = []
         self.evaluation: Mapping[str, object] = {}
         self.notes: deque[str] = deque(maxlen=4)
@@ -48,7 +48,7 @@ class Course:
 
     def step(self, record: StepRecord) -> None:
         """Records a step; losses are averaged over ever longer spans, so that memory stays bounded."""
-        self.last = record
+        self.last_record = record
         self._recent.append(record.step_s)
         self._sum += record.loss
         self._count += 1
@@ -72,9 +72,9 @@ class Course:
 
     def eta_s(self) -> float | None:
         """Estimates the remaining seconds from the mean of recent steps; None before the first step."""
-        if self.last is None:
+        if self.last_record is None:
             return None
-        return (self.header.steps - self.last.step) * sum(self._recent) / len(self._recent)
+        return (self.header.steps - self.last_record.step) * sum(self._recent) / len(self._recent)
 
 
 def step_line(record: StepRecord, course: Course) -> str:
@@ -182,6 +182,7 @@ class PlainDisplay:
             self._stream.flush()
 
     def _watch_waits(self) -> None:
+        """Reports long waits until the display is closed or the progress file is gone."""
         header = self._course.header
         assert header.progress is not None
         while not self._stop.wait(min(1.0, self._wait_s / 2)):

@@ -57,8 +57,8 @@ def compare(plan: Mapping[str, Any], measured: Mapping[str, Any], bound: float) 
         ]
     pairs.sort(key=lambda pair: ("memory", "step_s", "parts", "traffic").index(pair[0].partition(".")[0]))
     return [
-        _compare_value(part, float(plan_value), float(value), bound)
-        for part, plan_value, value in pairs
+        _compare_value(quantity, float(plan_value), float(value), bound)
+        for quantity, plan_value, value in pairs
         if plan_value is not None and value is not None
     ]
 
@@ -94,6 +94,7 @@ def measure(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _median_traffic(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns each axis' median bytes a step; a step without traffic on an axis counts as 0."""
     bytes_by_step: list[dict[str, float]] = []
     for step in steps:
         bytes_by_step.append({})

@@ -74,6 +74,7 @@ def _parse_layout(run: RunFiles) -> Layout | None:
 
 
 def _draw_cell(x: float, y: float, width: float, height: float, rank: int, lines: list[str]) -> str:
+    """Draws the cell of one rank with its lines of text."""
     elements = [f'<rect class="cell" x="{x:.1f}" y="{y}" width="{width - 6:.1f}" height="{height - 6}" rx="5"/>']
     elements.append(
         f'<text class="rank" x="{x + 8:.1f}" y="{y + 17}">{rank if width < _NARROW_WIDTH else f"rank {rank}"}</text>'

@@ -75,6 +75,7 @@ class LiveDisplay:
         self._live.stop()
 
     def _redraw_until_closed(self) -> None:
+        """Redraws until the display is closed; an error of drawing ends the panel, never the run."""
         while not self._stop.wait(_REFRESH_S):
             try:
                 self._live.refresh()
@@ -118,20 +119,21 @@ def draw(course: Course, waits: Sequence[str], elapsed_s: float) -> RenderableTy
     if course.header.rows:
         rows += [header_grid, Text("")]
     rows.append(_progress(course, elapsed_s))
-    if course.last is not None:
-        rows += [Text(""), _metrics_grid(course, course.last), Text(""), _loss_curve(course.losses), Text("")]
-        rows += _time_and_memory(course.last)
+    if course.last_record is not None:
+        rows += [Text(""), _metrics_grid(course, course.last_record), Text(""), _loss_curve(course.losses), Text("")]
+        rows += _time_and_memory(course.last_record)
     rows += [Text(note, style="dim", overflow="ellipsis", no_wrap=True) for note in course.notes]
     rows += [Text(sentence, style="bold yellow") for sentence in waits]
     return Panel(Group(*rows), title="meshwright", border_style="dim", expand=True)
 
 
 def _progress(course: Course, elapsed_s: float) -> RenderableType:
+    """Renders step count, progress bar and times."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    steps_done, eta = (course.last.step if course.last else 0), course.eta_s()
+    steps_done, eta = (course.last_record.step if course.last_record else 0), course.eta_s()
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
@@ -145,6 +147,7 @@ def _progress(course: Course, elapsed_s: float) -> RenderableType:
 
 
 def _metrics_grid(course: Course, record: StepRecord) -> RenderableType:
+    """Renders loss, throughput and other metrics of the last step, in two rows."""
     from rich.table import Table
     from rich.text import Text
 
@@ -164,6 +167,7 @@ def _metrics_grid(course: Course, record: StepRecord) -> RenderableType:
 
 
 def _loss_curve(losses: Sequence[float]) -> RenderableType:
+    """Renders the loss curve with its highest and lowest value."""
     from rich.table import Table
     from rich.text import Text
 
@@ -180,6 +184,7 @@ def _loss_curve(losses: Sequence[float]) -> RenderableType:
 
 
 def _time_and_memory(record: StepRecord) -> list[RenderableType]:
+    """Renders the parts of the last step's time as a bar, and the memory by part."""
     from rich.columns import Columns
     from rich.console import Group
     from rich.table import Table

@@ -110,6 +110,7 @@ class Monitor:
             self._jsonl.close()
 
     def _compare_and_report(self) -> None:
+        """Records parts that drifted from the plan, and writes the report."""
         try:
             run = read_run(self._run_dir)
             drifts = compare(run.plan, measure(run.steps), self._config.drift_bound)
@@ -123,6 +124,7 @@ class Monitor:
             self._jsonl.event(_failure("report", error))
 
     def _build_display(self, header: RunHeader, stream: TextIO) -> Sink:
+        """Builds the panel on a capable terminal, else the plain display."""
         from rich.console import Console
 
         console = Console(file=stream)
@@ -141,6 +143,7 @@ class Monitor:
             self._jsonl.event(_failure(name, error))
 
     def _call_or_drop(self, sink: Sink, action: Callable[[], None]) -> None:
+        """Calls a display; one that raises is closed and dropped."""
         try:
             action()
         except Exception as error:

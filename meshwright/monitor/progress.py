@@ -219,6 +219,7 @@ def _read_rank(view: mmap.mmap, rank: int) -> RankStamp | None:
 
 
 def _read_slot(view: mmap.mmap, offset: int) -> tuple[Any, ...] | None:
+    """Reads a slot; None when it was never written, or is torn by a write in progress."""
     (trailing_version,) = _VERSION.unpack_from(view, offset + _SLOT.size - _VERSION.size)
     slot = _SLOT.unpack_from(view, offset)
     (leading_version,) = _VERSION.unpack_from(view, offset)
@@ -279,6 +280,7 @@ def _rank_names(group: Sequence[RankStamp], describe: Callable[[int], str] | Non
 
 
 def _describe_phases(ranks: Sequence[RankStamp]) -> str:
+    """Describes in which phases ranks are: ``ranks 0-3 are in data``."""
     phases: dict[str, list[int]] = {}
     for stamp in ranks:
         phases.setdefault(stamp.phase, []).append(stamp.rank)

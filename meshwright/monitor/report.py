@@ -76,6 +76,7 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
 
 
 def _head(run: RunFiles) -> str:
+    """Renders title, state and the tiles of main figures."""
     steps_done = run.steps[-1]["step"] if run.steps else 0
     started = number(run.events[0].get("time")) if run.events else math.nan
     facts = [run.state, f"{steps_done} steps"]
@@ -88,6 +89,7 @@ def _head(run: RunFiles) -> str:
 
 
 def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
+    """Returns name, value and remark of each tile."""
     tile_entries: list[tuple[str, str, str]] = []
     final, steps = run.final(), run.steps
     evaluations = [event for event in run.of_kind("evaluated") if math.isfinite(number(event.get("loss")))]
@@ -126,6 +128,7 @@ def _wall_time_text(run: RunFiles) -> str:
 
 
 def _what_ran(run: RunFiles) -> str:
+    """Renders the run's setup: its start event, config, layout and the plan's reasons."""
     rows: list[tuple[str, str]] = []
     # A resumed run has several; the last one describes the current setup.
     for event in run.of_kind("run_started")[-1:]:
@@ -156,6 +159,7 @@ def _format_value(value: object) -> str:
 
 
 def _samples(run: RunFiles) -> str:
+    """Renders the last samples, the newest open and the others folded."""
     samples = run.of_kind("sampled")
     elements = []
     for event in reversed(samples[-6:]):
@@ -188,6 +192,7 @@ def _events(run: RunFiles) -> str:
 
 
 def _event_row(event: Mapping[str, object], start_time: float) -> tuple[str, ...]:
+    """Returns an event's cells: time, source, kind, data and process."""
     hidden = ("kind", "rank", "pid", "host", "time", "text")
     data = ", ".join(f"{key} {_format_value(value)}" for key, value in event.items() if key not in hidden)
     source = f"rank {event.get('rank', '?')}" if event.get("rank") != -1 else "launcher"

@@ -79,6 +79,7 @@ class RetryingFile:
         return lost_count
 
     def _open(self) -> None:
+        """Opens the file for appending, and notes a line that a kill has torn."""
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             size = os.fstat(self._fd).st_size
@@ -88,6 +89,7 @@ class RetryingFile:
             self._record_failure(error)
 
     def _flush(self) -> float | None:
+        """Writes pending chunks; returns the duration of a disk failure that ended now, else None."""
         if self._fd < 0:
             self._open()
         while self._pending and self._fd >= 0:
@@ -106,6 +108,7 @@ class RetryingFile:
         return time.monotonic() - since
 
     def _append(self, chunk: bytes) -> None:
+        """Writes one chunk, or takes back what was written of it and raises."""
         written = os.write(self._fd, chunk)
         if written == len(chunk):
             return

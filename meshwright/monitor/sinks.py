@@ -216,6 +216,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _null_non_finite(value: Any) -> Any:
+    """Replaces floats that aren't finite by None, also in nested values."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -65,6 +65,7 @@ class TensorBoardSink:
         self._file.close()
 
     def _write_scalars(self, step: int, values: dict[str, float]) -> None:
+        """Writes finite values as one event."""
         summary_type = self._summary_pb2.Summary
         summary_values = [
             summary_type.Value(tag=tag, simple_value=value) for tag, value in values.items() if math.isfinite(value)
@@ -74,6 +75,7 @@ class TensorBoardSink:
         )
 
     def _write_text(self, step: int, tag: str, text: str) -> None:
+        """Writes a text as a tensor summary, in the form that TensorBoard's text plugin reads."""
         # TensorBoard renders text as Markdown: indented by four it is shown as it is.
         indented = "\n".join("    " + line for line in text.splitlines())
         summary_pb2, types_pb2 = self._summary_pb2, self._types_pb2
@@ -122,6 +124,7 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 
 
 def _comm_scalars(total: CommTotals) -> dict[str, float]:
+    """Returns bytes, seconds and bandwidth of one axis and operation by tag."""
     tag = f"{total.axis}/{total.op}"
     values = {
         f"comm_bytes/{tag}": float(total.bytes),
