@@ -89,6 +89,7 @@ def overlapped(size: int, clock: DeviceTimer) -> float:
             torch.mm(matrix, matrix)
         handle.wait()
 
+    # Products while the all-reduce is in flight, then the wait.
     together_s = _slowest_rank_s(overlapped_pass, clock)
     # Time saved by the overlap, over the most that could be saved.
     return min(1.0, max(0.0, (alone_s + count * product_s - together_s) / min(alone_s, count * product_s)))
@@ -193,6 +194,7 @@ def _send(axis_group: AxisGroup, count: int, device: torch.device) -> Callable[[
     """Sends to the next member and receives from the previous one, like pipeline stages in steady state."""
     sent, received = (torch.zeros(count, device=device) for _ in range(2))
     peers = dist.get_process_group_ranks(axis_group.group)
+    # A ring, so that every rank sends and receives, also the first and the last.
     next_rank, previous_rank = peers[(axis_group.index + 1) % axis_group.size], peers[axis_group.index - 1]
 
     def call() -> None:

@@ -211,6 +211,7 @@ def _differentiable(
     table = _random_tensor((VOCABULARY, activations.shape[1]), torch_dtype, device).requires_grad_()
     logits = _random_tensor((max(1, count // VOCABULARY), min(VOCABULARY, count)), torch_dtype, device).requires_grad_()
     index = torch.randint(VOCABULARY, (len(activations),), device=device)
+    # Random classes, one for each row of logits.
     target = torch.randint(logits.shape[1], (len(logits),), device=device)
     yield "gelu", lambda: F.gelu(activations), (activations,)
     yield "silu", lambda: F.silu(activations), (activations,)
@@ -229,6 +230,7 @@ def _differentiable(
 def optimizer(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[int, float]]:
     """Yields (elements, seconds) of one fused AdamW update in float32, as training runs it."""
     for count in sizes.elements:
+        # fp32 weight, gradient and both moments; absolute values, since a second moment is never negative.
         weight, gradient, first_moment, second_moment = (
             [_random_tensor((count,), torch.float32, clock.device).abs_()] for _ in range(4)
         )

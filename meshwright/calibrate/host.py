@@ -46,6 +46,7 @@ def host_times(
     work = work_of(TINY, MICROBATCHES)
     # Operators of one layer by the calibration, to subtract from what a layer costs.
     forward_operators, backward_operators = _count_operators(work, calibration)
+    # Two depths of the same model under data parallelism.
     few_layers, many_layers = (
         _fastest_step_parts(devices, FEW, f"replicate={ranks}", rows),
         _fastest_step_parts(devices, MANY, f"replicate={ranks}", rows),
@@ -61,6 +62,7 @@ def host_times(
         "step": max(0.0, few_layers["rest"] - FEW * layer_s["rest"]),
     }
     many_pass_s = many_layers["forward"] + many_layers["backward"]
+    # The same model, with selective recompute on.
     selective = _fastest_step_parts(devices, MANY, f"replicate={ranks},recompute=selective", rows)
     # Selective recompute repeats a forward; beyond it the time is that of inspecting operators.
     recompute_s = (selective["forward"] + selective["backward"] - many_pass_s) / MANY - layer_s["forward"]

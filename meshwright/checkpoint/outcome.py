@@ -85,5 +85,6 @@ class CheckpointSearch:
 
     def reasons(self) -> str:
         """Returns why no checkpoint verified, as one line."""
+        # Why the mirror couldn't help belongs to the reasons.
         mirror_failures = [str(event["reason"]) for event in self.mirror_events if "reason" in event]
         return "; ".join([f"{item.path.name}: {item.reason}" for item in self.refused] + mirror_failures)

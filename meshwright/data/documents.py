@@ -45,6 +45,7 @@ def read_documents(source: CorpusFile, text_field: str, normalise: str) -> Itera
         text = text.removeprefix(_BOM)
         if normalise != "none" and not text.isascii():
             text = unicodedata.normalize(normalise, text)  # type: ignore[arg-type]
+        # Empty after normalisation: it would be a document of its end token alone.
         if text:
             yield text
 

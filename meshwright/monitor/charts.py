@@ -62,9 +62,11 @@ class _Frame:
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Computes about ``count`` round tick values: multiples of 1, 2 or 5 times a power of ten."""
+    # A constant or infinite range has one tick.
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
+    # The power of ten below the distance between two ticks.
     magnitude = 10.0 ** math.floor(math.log10(span / count))
     # The smallest round step that needs no more than the wanted number of ticks.
     step = next(magnitude * factor for factor in (1, 2, 5, 10) if span / (magnitude * factor) <= count)
@@ -164,6 +166,7 @@ def _axes(frame: _Frame, x_label: str, y_label: str) -> str:
         elements.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         text = tick_text(value, step)
         elements.append(f'<text class="tick" x="{frame.left - 7}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
+    # Steps are whole numbers, so fractional ticks are dropped.
     step_ticks = [value for value in ticks(frame.x0, frame.x1, 6 if frame.right < 600 else 11) if value == int(value)]
     step = step_ticks[1] - step_ticks[0] if len(step_ticks) > 1 else 1.0
     for value in step_ticks:

@@ -63,6 +63,7 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
         ("Samples", lambda: _samples(run)),
         ("Events", lambda: _events(run)),
     ]
+    # Sections are rendered one by one: damaged files spoil their own section alone.
     sections = [(name, _render_safely(draw)) for name, draw in section_renderers]
     body = "".join(
         (f"<h2>{name}</h2>" if name else "") + section_html for name, section_html in sections if section_html
@@ -107,6 +108,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
         tile_entries.append(
             ("Training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps")
         )
+    # The median: pauses for checkpoints and evaluations would pull the mean down.
     throughputs = sorted(value for value in column(steps, "tokens_per_s") if math.isfinite(value))
     if throughputs:
         tile_entries.append(("Tokens/s", format_count(throughputs[len(throughputs) // 2]), "median over steps"))

@@ -63,6 +63,7 @@ def course(run: RunFiles) -> str:
 
 def compressors(final: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Finds compressors' bits per byte in an event by substrings of its field names, also in nested fields."""
+    # An event may have the figures one level down, in a table of compressors.
     nested = [value for value in final.values() if isinstance(value, Mapping)]
     pairs = [(str(key), value) for mapping in (final, *nested) for key, value in mapping.items()]
     bits_per_byte = []
@@ -92,6 +93,7 @@ def time(run: RunFiles) -> str:
     # The slowest hundredth, whose parts show what a slow step waits for.
     slow = sorted(warm, key=lambda step: number(step.get("step_s")))[-max(1, len(warm) // 100) :]
     rows = [("mean step", _mean_parts(warm))]
+    # A fixed layout has no plan: the bar of planned parts is left out then.
     planned = (run.plan.get("prediction") or {}).get("parts") or {}
     if planned:
         rows.insert(0, ("planned", {name: float(value) for name, value in planned.items()}))
@@ -125,6 +127,7 @@ def memory(run: RunFiles, measured: Mapping[str, Any]) -> str:
     if not names:
         return ""
     group_order = ("parameters", "gradients", "optimizer")
+    # State first, then activations and buffers; the peak sums them up and comes last.
     names.sort(key=lambda name: (group_order.index(name) if name in group_order else len(group_order), name == "peak"))
     rows = [(name, planned.get(name), measured_bytes.get(name)) for name in names]
     figure = paired_bars(rows, ("planned", "measured"), "Bytes per rank", format_bytes)
