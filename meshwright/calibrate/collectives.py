@@ -1,4 +1,4 @@
-"""What the wires carry: each collective of the runtime over each placement of an axis, all groups at once."""
+"""Measures each collective of the runtime over each placement of an axis, all groups at once."""
 
 from __future__ import annotations
 
@@ -15,185 +15,198 @@ from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.token_dispatch import exchange
 
 SLOWEST_S = 0.5
-"""A size that would take longer for one call isn't measured: a slow network mustn't hold up the calibration."""
-MOST_PLACES = 12
-"""Placements that are measured at most; the widest groups go first."""
+"""Longest single call: larger sizes aren't measured, so that a slow network doesn't delay the calibration."""
+MAX_PLACEMENTS = 12
+"""Most placements that are measured; the widest groups come first."""
 REPEATS = 200
-"""Calls in a part of a window at most."""
-FEW = 4
-"""Calls in a part of a window under which it isn't taken in parts."""
+"""Most calls in a chunk of a window."""
+MIN_CHUNK_CALLS = 4
+"""Calls in a chunk below which the window isn't split into chunks."""
 
 
-def placements(ranks: int, node: int) -> list[tuple[int, int, int]]:
-    """Returns (before, degree, nodes) of every axis that a mesh of so many ranks can have.
+def placements(ranks: int, node_ranks: int) -> list[tuple[int, int, int]]:
+    """Lists (rank stride, degree, nodes) of every axis that a mesh of ``ranks`` can have.
 
     Args:
-        ranks: all of them.
-        node: ranks of a node.
+        ranks: world size.
+        node_ranks: ranks of a node.
     """
+    # An axis' degree, and the product of the faster axes, divide the world.
     divisors = [size for size in range(2, ranks + 1) if ranks % size == 0]
-    found = [
-        (before, degree, span(before, degree, node, ranks)[1])
+    axis_placements = [
+        (rank_stride, degree, span(rank_stride, degree, node_ranks, ranks)[1])
         for degree in divisors
-        for before in (1, *divisors)
-        if ranks % (before * degree) == 0
+        for rank_stride in (1, *divisors)
+        if ranks % (rank_stride * degree) == 0
     ]
-    found.sort(key=lambda place: (-place[1], place[0]))
-    return found[:MOST_PLACES]
+    axis_placements.sort(key=lambda placement: (-placement[1], placement[0]))
+    return axis_placements[:MAX_PLACEMENTS]
 
 
-def collectives(messages: Sequence[int], node: int, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
-    """Yields (kind, ranks, nodes, before, bytes, seconds) for every placement; all ranks call it together.
+def collectives(messages: Sequence[int], node_ranks: int, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
+    """Yields (kind, ranks, nodes, rank stride, bytes, seconds) for every placement; all ranks call it together.
 
     Args:
-        messages: bytes of whole tensors.
-        node: ranks of a node.
-        clock: of this rank.
+        messages: bytes of full tensors.
+        node_ranks: ranks of a node.
+        clock: timer of this rank.
     """
     world = dist.get_world_size()
-    for before, degree, nodes in placements(world, node):
-        group = _group(before, degree)
+    for rank_stride, degree, nodes in placements(world, node_ranks):
+        group = _build_group(rank_stride, degree)
         for kind, build in KINDS.items():
             points: list[tuple[int, float]] = []
             for size in messages:
-                if _expected(points, size) > SLOWEST_S:
+                # Sizes ascend, so all larger ones would be slower still.
+                if _extrapolate_s(points, size) > SLOWEST_S:
                     break
-                work = build(AxisGroup("calibrate", group, TrafficLog()), _even(size, degree), clock.device)
-                points.append((size, _timed(work, clock)))
-                yield kind, degree, nodes, before, *points[-1]
+                call = build(
+                    AxisGroup("calibrate", group, TrafficLog()), _divisible_elements(size, degree), clock.device
+                )
+                points.append((size, _slowest_rank_s(call, clock)))
+                yield kind, degree, nodes, rank_stride, *points[-1]
 
 
 def overlapped(size: int, clock: DeviceTimer) -> float:
-    """Returns the share of an all-reduce over all ranks that hides under matrix products, 0 to 1.
+    """Measures the share of an all-reduce over all ranks that hides under matrix products, 0 to 1.
 
     Args:
         size: bytes of the tensor.
-        clock: of this rank.
+        clock: timer of this rank.
     """
     group = dist.group.WORLD
     assert group is not None
-    wire, tensor = AxisGroup("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
-    square = torch.randn(512, 512, device=clock.device)
-    alone = _timed(lambda: wire.all_reduce(tensor.zero_()).wait(), clock)
-    product = agreed([clock.seconds(lambda: square @ square)], largest=False)[0]
-    count = max(1, math.ceil(alone / product))
+    axis_group, tensor = AxisGroup("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
+    matrix = torch.randn(512, 512, device=clock.device)
+    alone_s = _slowest_rank_s(lambda: axis_group.all_reduce(tensor.zero_()).wait(), clock)
+    product_s = agreed([clock.seconds(lambda: matrix @ matrix)], largest=False)[0]
+    # Enough products to cover the all-reduce, so that it could hide entirely.
+    count = max(1, math.ceil(alone_s / product_s))
 
-    def both() -> None:
-        started = wire.all_reduce(tensor.zero_())
+    def overlapped_pass() -> None:
+        handle = axis_group.all_reduce(tensor.zero_())
         for _ in range(count):
-            torch.mm(square, square)
-        started.wait()
+            torch.mm(matrix, matrix)
+        handle.wait()
 
-    together = _timed(both, clock)
-    return min(1.0, max(0.0, (alone + count * product - together) / min(alone, count * product)))
+    # Products while the all-reduce is in flight, then the wait.
+    together_s = _slowest_rank_s(overlapped_pass, clock)
+    # Time saved by the overlap, over the most that could be saved.
+    return min(1.0, max(0.0, (alone_s + count * product_s - together_s) / min(alone_s, count * product_s)))
 
 
 def awaited(size: int, clock: DeviceTimer) -> float:
-    """Returns what a collective between products takes over one in a tight row: ranks that come unevenly, wakening.
+    """Measures the extra seconds of a collective between matrix products, over one in a tight loop.
 
-    It is at most as long as the collective: what is longer was something else's doing.
+    They come from ranks that arrive unevenly and from waking threads. More than the collective itself can't be, and is
+    blamed on other programs.
 
     Args:
         size: bytes of the tensor.
-        clock: of this rank.
+        clock: timer of this rank.
     """
     group = dist.group.WORLD
     assert group is not None
-    wire, tensor = AxisGroup("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
-    square = torch.randn(512, 512, device=clock.device)
-    alone = _timed(lambda: wire.all_reduce(tensor.zero_()).wait(), clock)
-    product = agreed([clock.seconds(lambda: square @ square)], largest=False)[0]
+    axis_group, tensor = AxisGroup("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
+    matrix = torch.randn(512, 512, device=clock.device)
+    alone_s = _slowest_rank_s(lambda: axis_group.all_reduce(tensor.zero_()).wait(), clock)
+    product_s = agreed([clock.seconds(lambda: matrix @ matrix)], largest=False)[0]
 
-    def both() -> None:
-        torch.mm(square, square)
-        wire.all_reduce(tensor.zero_()).wait()
+    def serial_pass() -> None:
+        torch.mm(matrix, matrix)
+        axis_group.all_reduce(tensor.zero_()).wait()
 
-    return min(alone, max(0.0, _timed(both, clock) - product - alone))
+    return min(alone_s, max(0.0, _slowest_rank_s(serial_pass, clock) - product_s - alone_s))
 
 
-def _group(before: int, degree: int) -> dist.ProcessGroup:
-    """Returns this rank's group of members that stand ``before`` ranks apart."""
-    world, block = dist.get_world_size(), before * degree
+def _build_group(rank_stride: int, degree: int) -> dist.ProcessGroup:
+    """Creates all groups of ``degree`` members, ``rank_stride`` ranks apart; returns this rank's."""
+    world, block = dist.get_world_size(), rank_stride * degree
+    # All groups of the axis exist at once, as in a run: they share links during the measurement.
     groups = [
-        [start + offset + before * index for index in range(degree)]
+        [start + offset + rank_stride * index for index in range(degree)]
         for start in range(0, world, block)
-        for offset in range(before)
+        for offset in range(rank_stride)
     ]
     group, _ = dist.new_subgroups_by_enumeration(groups)
     assert group is not None
     return group
 
 
-def _expected(points: Sequence[tuple[int, float]], size: int) -> float:
-    """Returns seconds that a size will take, by the rate between the last two that were measured; 0 before that."""
+def _extrapolate_s(points: Sequence[tuple[int, float]], size: int) -> float:
+    """Extrapolates seconds of a size linearly from the last two measured ones; 0 for fewer."""
     if len(points) < 2:
         return 0.0
-    (small, least), (large, most) = points[-2:]
-    return most + max(0.0, most - least) / (large - small) * (size - large)
+    (smaller, smaller_s), (larger, larger_s) = points[-2:]
+    return larger_s + max(0.0, larger_s - smaller_s) / (larger - smaller) * (size - larger)
 
 
-def _even(size: int, degree: int) -> int:
-    """Returns float32 elements of about ``size`` bytes that divide over the ranks."""
+def _divisible_elements(size: int, degree: int) -> int:
+    """Returns the number of float32 elements in about ``size`` bytes, a multiple of ``degree``."""
     return max(1, size // 4 // degree) * degree
 
 
-def _timed(work: Callable[[], object], clock: DeviceTimer) -> float:
-    """Returns seconds of one call, the slowest rank's; all ranks make the same number of calls.
+def _slowest_rank_s(call: Callable[[], object], clock: DeviceTimer) -> float:
+    """Returns seconds of one call on the slowest rank; all ranks make the same number of calls.
 
-    Parts of a window of a few calls each would be too short: what a peer has sent already while this rank was at the
-    call before makes one call fast and the next one slow. Then the mean of all calls counts, not the fastest part.
+    Chunks of few calls would be too short: data that a peer sent during this rank's previous call makes one call fast
+    and the next slow. The mean of all calls counts then, not the fastest chunk.
     """
-    work()
-    once = agreed([clock.timed(work, 1)], largest=True)[0]
-    if once > 10 * clock.window_s:
-        return once
-    repeats = round(clock.window_s / clock.chunks / once)
-    if repeats < FEW:
-        return agreed([clock.timed(work, max(2, round(clock.window_s / once)))], largest=True)[0]
-    return min(agreed([clock.timed(work, min(REPEATS, repeats)) for _ in range(clock.chunks)], largest=True))
+    call()
+    single_s = agreed([clock.timed(call, 1)], largest=True)[0]
+    # A call far longer than the window needs no repeats; all ranks agree on this by the maximum.
+    if single_s > 10 * clock.window_s:
+        return single_s
+    # All ranks compute the same number from the agreed time, or collectives wouldn't match.
+    repeats = round(clock.window_s / clock.chunks / single_s)
+    if repeats < MIN_CHUNK_CALLS:
+        return agreed([clock.timed(call, max(2, round(clock.window_s / single_s)))], largest=True)[0]
+    return min(agreed([clock.timed(call, min(REPEATS, repeats)) for _ in range(clock.chunks)], largest=True))
 
 
-def _all_reduce(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
+def _all_reduce(axis_group: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
     tensor = torch.zeros(count, device=device)
-    return lambda: wire.all_reduce(tensor).wait()
+    return lambda: axis_group.all_reduce(tensor).wait()
 
 
-def _all_gather(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
-    whole, part = torch.zeros(count, device=device), torch.zeros(count // wire.size, device=device)
-    return lambda: wire.all_gather(whole, part).wait()
+def _all_gather(axis_group: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
+    full, shard = torch.zeros(count, device=device), torch.zeros(count // axis_group.size, device=device)
+    return lambda: axis_group.all_gather(full, shard).wait()
 
 
-def _reduce_scatter(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
-    whole, part = torch.zeros(count, device=device), torch.zeros(count // wire.size, device=device)
-    return lambda: wire.reduce_scatter(part, whole).wait()
+def _reduce_scatter(axis_group: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
+    full, shard = torch.zeros(count, device=device), torch.zeros(count // axis_group.size, device=device)
+    return lambda: axis_group.reduce_scatter(shard, full).wait()
 
 
-def _all_to_all(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
-    parts = list(torch.zeros(wire.size, count // wire.size, device=device))
-    places = list(torch.zeros(wire.size, count // wire.size, device=device))
-    return lambda: wire.all_to_all(places, parts).wait()
+def _all_to_all(axis_group: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
+    inputs = list(torch.zeros(axis_group.size, count // axis_group.size, device=device))
+    outputs = list(torch.zeros(axis_group.size, count // axis_group.size, device=device))
+    return lambda: axis_group.all_to_all(outputs, inputs).wait()
 
 
-def _exchange(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
-    rows, each = torch.zeros(count, device=device), [count // wire.size] * wire.size
-    return lambda: exchange(rows, wire, each, each)
+def _exchange(axis_group: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
+    rows, split_sizes = torch.zeros(count, device=device), [count // axis_group.size] * axis_group.size
+    return lambda: exchange(rows, axis_group, split_sizes, split_sizes)
 
 
-def _send(wire: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
-    """To the next member and from the one before, as the stages of a pipeline in full flow."""
-    given, taken = (torch.zeros(count, device=device) for _ in range(2))
-    peers = dist.get_process_group_ranks(wire.group)
-    after, before = peers[(wire.index + 1) % wire.size], peers[wire.index - 1]
+def _send(axis_group: AxisGroup, count: int, device: torch.device) -> Callable[[], object]:
+    """Sends to the next member and receives from the previous one, like pipeline stages in steady state."""
+    sent, received = (torch.zeros(count, device=device) for _ in range(2))
+    peers = dist.get_process_group_ranks(axis_group.group)
+    # A ring, so that every rank sends and receives, also the first and the last.
+    next_rank, previous_rank = peers[(axis_group.index + 1) % axis_group.size], peers[axis_group.index - 1]
 
-    def work() -> None:
-        pair = [
-            dist.P2POp(dist.isend, given, after, group=wire.group),
-            dist.P2POp(dist.irecv, taken, before, group=wire.group),
+    def call() -> None:
+        operations = [
+            dist.P2POp(dist.isend, sent, next_rank, group=axis_group.group),
+            dist.P2POp(dist.irecv, received, previous_rank, group=axis_group.group),
         ]
-        for started in dist.batch_isend_irecv(pair):
-            started.wait()
+        # Batched, so that send and receive can't deadlock.
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
 
-    return work
+    return call
 
 
 KINDS: dict[str, Callable[[AxisGroup, int, torch.device], Callable[[], object]]] = {
@@ -204,4 +217,4 @@ KINDS: dict[str, Callable[[AxisGroup, int, torch.device], Callable[[], object]]]
     "exchange": _exchange,
     "send": _send,
 }
-"""Each collective by the name that the cluster's tables give it, and what makes a call of it."""
+"""Builder of a call of each collective, by its name in the cluster's tables."""

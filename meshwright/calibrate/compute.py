@@ -1,4 +1,4 @@
-"""What one rank computes: matrix products, attention, other operations, the optimizer's update."""
+"""Measures the computations of one rank: matrix products, attention, other operations, the optimizer's update."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from meshwright.cluster.calibration import FORMS
 from meshwright.train.loss import cross_entropy_sums
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Data types by the names that layouts give them."""
+"""torch's data types by their names in layouts."""
 WIDTH = 512
-"""Features over which normalisations and softmax run."""
+"""Features of normalisations and softmax."""
 VOCABULARY = 4096
 """Classes of the loss, rows of the embedding."""
 COLD_BYTES = 1 << 25
-"""Bytes that processor cores go through before they meet an operand again: in a step most of what is read was put away
-long before, and comes from beyond a core's own cache."""
-MOST_SETS = 64
-"""Sets of operands at most."""
+"""Bytes that a core reads before it uses an operand again. In a training step, too, most operands were written long
+before and are no longer in the core's own cache."""
+MAX_OPERAND_SETS = 64
+"""Most sets of operands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridSizes:
-    """What is measured; every table is a full grid."""
+    """Sizes that are measured; every table is a full grid over them."""
 
     tokens: tuple[int, ...]
     """Rows of matrix products."""
     widths: tuple[int, ...]
-    """Their columns and lengths."""
+    """Their columns and contracted dims."""
     sequences: tuple[int, ...]
     """Tokens of attention."""
     heads: tuple[int, ...]
@@ -45,20 +45,20 @@ class GridSizes:
     head_sizes: tuple[int, ...]
     """Features of a head."""
     elements: tuple[int, ...]
-    """Of other operations and of the optimizer."""
+    """Elements of other operations and of the optimizer."""
     messages: tuple[int, ...]
     """Bytes of collectives."""
     dtypes: tuple[str, ...]
     """Data types; those after the first, and one rank alone, are measured at fewer sizes."""
     window_s: float
-    """Least time for each figure."""
+    """Least seconds of a measurement."""
     passes: int = 1
-    """How often all is measured with the first data type; the faster of each counts."""
+    """Number of measurements with the first data type; the fastest of each counts."""
 
-    def fewer(self) -> GridSizes:
-        """Returns every other size, the smallest among them."""
-        names = ("tokens", "widths", "sequences", "heads", "head_sizes", "elements")
-        return dataclasses.replace(self, **{name: getattr(self, name)[::2] for name in names})  # type: ignore[arg-type]
+    def thinned(self) -> GridSizes:
+        """Returns every second size, from the smallest on."""
+        fields = ("tokens", "widths", "sequences", "heads", "head_sizes", "elements")
+        return dataclasses.replace(self, **{name: getattr(self, name)[::2] for name in fields})  # type: ignore[arg-type]
 
 
 CPU = GridSizes(
@@ -98,53 +98,75 @@ QUICK = {
     "window_s": 0.004,
     "passes": 1,
 }
-"""What replaces the sizes of a quick calibration: a few seconds, for a first idea and for tests."""
+"""Fields of a quick calibration of a few seconds, for a first impression and for tests."""
 
 
 def matmuls(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
-    """Yields (form, m, n, k, seconds) of the products that a linear layer and its gradients are."""
-    kind, place = DTYPES[dtype], clock.device
+    """Yields (form, m, n, k, seconds) of a linear layer's matrix products, forward and backward.
+
+    A product is (m, k) x (k, n) of ``dtype``; `FORMS` says which operand is transposed.
+    """
+    torch_dtype, device = DTYPES[dtype], clock.device
     for form in FORMS:
-        rows, sums = (sizes.widths, sizes.tokens) if form == "tn" else (sizes.tokens, sizes.widths)
-        for m, n, k in itertools.product(rows, sizes.widths, sums):
-            works = []
-            for _ in range(_sets(m * k + k * n + m * n, kind, place)):
-                a = _filled((k, m), kind, place).t() if form == "tn" else _filled((m, k), kind, place)
-                b = _filled((n, k), kind, place).t() if form == "nt" else _filled((k, n), kind, place)
-                out = torch.empty(m, n, dtype=kind, device=place)
-                works.append(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
-            yield form, m, n, k, clock.seconds(_in_turn(works))
+        rows, contracted = (sizes.widths, sizes.tokens) if form == "tn" else (sizes.tokens, sizes.widths)
+        for m, n, k in itertools.product(rows, sizes.widths, contracted):
+            products = []
+            for _ in range(_operand_sets(m * k + k * n + m * n, torch_dtype, device)):
+                operand_a = (
+                    _random_tensor((k, m), torch_dtype, device).t()
+                    if form == "tn"
+                    else _random_tensor((m, k), torch_dtype, device)
+                )
+                operand_b = (
+                    _random_tensor((n, k), torch_dtype, device).t()
+                    if form == "nt"
+                    else _random_tensor((k, n), torch_dtype, device)
+                )
+                result = torch.empty(m, n, dtype=torch_dtype, device=device)
+                products.append(
+                    lambda operand_a=operand_a, operand_b=operand_b, result=result: torch.mm(
+                        operand_a, operand_b, out=result
+                    )
+                )  # type: ignore[misc]
+            yield form, m, n, k, clock.seconds(_cycle(products))
 
 
 def attentions(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
-    """Yields (rows, sequence, head size, forward seconds, backward seconds) of causal attention."""
-    kind = DTYPES[dtype]
+    """Yields (rows, sequence, head size, forward seconds, backward seconds) of causal attention.
+
+    Query, key and value are (1, rows, sequence, head size) of ``dtype``.
+    """
+    torch_dtype = DTYPES[dtype]
     for rows, sequence, size in itertools.product(sizes.heads, sizes.sequences, sizes.head_sizes):
-        q, k, v = (_filled((1, rows, sequence, size), kind, clock.device).requires_grad_() for _ in range(3))
+        q, k, v = (
+            _random_tensor((1, rows, sequence, size), torch_dtype, clock.device).requires_grad_() for _ in range(3)
+        )
 
         def forward(q: Any = q, k: Any = k, v: Any = v) -> torch.Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        ahead = clock.seconds(forward)
-        yield rows, sequence, size, ahead, clock.seconds(_gradient(forward(), (q, k, v)))
+        # The backward is timed by itself, over one recorded graph.
+        forward_s = clock.seconds(forward)
+        yield rows, sequence, size, forward_s, clock.seconds(_backward_of(forward(), (q, k, v)))
 
 
 def operations(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
-    """Yields (operation, elements, seconds), gradients under the operation's name with ``_backward``."""
-    kind, place = DTYPES[dtype], clock.device
+    """Yields (operation, elements, seconds); a gradient has its operation's name with ``_backward``."""
+    torch_dtype, device = DTYPES[dtype], clock.device
     for count in sizes.elements:
-        pairs = [
-            (_filled((count,), kind, place), _filled((count,), kind, place))
-            for _ in range(_sets(2 * count, kind, place))
+        operand_pairs = [
+            (_random_tensor((count,), torch_dtype, device), _random_tensor((count,), torch_dtype, device))
+            for _ in range(_operand_sets(2 * count, torch_dtype, device))
         ]
-        rows = [(x.view(-1, min(WIDTH, count)), y) for x, y in pairs]
+        # Row-wise operations (softmax, sums) run over WIDTH features.
+        rows = [(x.view(-1, min(WIDTH, count)), y) for x, y in operand_pairs]
         for name, binary in PAIRED.items():
-            yield name, count, clock.seconds(_in_turn([functools.partial(binary, x, y) for x, y in pairs]))
+            yield name, count, clock.seconds(_cycle([functools.partial(binary, x, y) for x, y in operand_pairs]))
         for name, unary in SINGLE.items():
-            yield name, count, clock.seconds(_in_turn([functools.partial(unary, x) for x, _ in rows]))
-        for name, work, given in _differentiable(count, kind, place):
+            yield name, count, clock.seconds(_cycle([functools.partial(unary, x) for x, _ in rows]))
+        for name, work, inputs in _differentiable(count, torch_dtype, device):
             yield name, count, clock.seconds(work)
-            yield f"{name}_backward", count, clock.seconds(_gradient(work(), given))
+            yield f"{name}_backward", count, clock.seconds(_backward_of(work(), inputs))
 
 
 PAIRED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -152,7 +174,7 @@ PAIRED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "add": torch.add,
     "mul": torch.mul,
 }
-"""Operations of two tensors, by the names that the tables have them under."""
+"""Operations of two tensors (n,), by their names in the tables."""
 SINGLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": torch.exp,
     "tanh": torch.tanh,
@@ -163,36 +185,43 @@ SINGLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Operations of one tensor (n / `WIDTH`, `WIDTH`)."""
 
 
-def _sets(elements: int, kind: torch.dtype, place: torch.device) -> int:
-    """Returns how many sets of operands of so many elements are measured in turn."""
-    if place.type != "cpu":
+def _operand_sets(elements: int, torch_dtype: torch.dtype, device: torch.device) -> int:
+    """Returns the number of operand sets to cycle through, so that each is cold in cache when its turn comes."""
+    if device.type != "cpu":
         return 1
-    return max(1, min(MOST_SETS, COLD_BYTES // (elements * kind.itemsize)))
+    # Enough sets to exceed the caches before an operand is used again.
+    return max(1, min(MAX_OPERAND_SETS, COLD_BYTES // (elements * torch_dtype.itemsize)))
 
 
-def _in_turn(works: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """Returns what does the next of some works at every call."""
-    if len(works) == 1:
-        return works[0]
-    following = itertools.cycle(works).__next__
-    return lambda: following()()
+def _cycle(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Returns a function that runs the next of the calls each time, in a cycle."""
+    if len(calls) == 1:
+        return calls[0]
+    # Cycling through sets keeps operands cold.
+    next_call = itertools.cycle(calls).__next__
+    return lambda: next_call()()
 
 
 def _differentiable(
-    count: int, kind: torch.dtype, place: torch.device
+    count: int, torch_dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]]:
-    """Yields operations of a transformer on ``count`` elements, with what their gradient is taken by."""
-    wide = _filled((max(1, count // WIDTH), min(WIDTH, count)), kind, place).requires_grad_()
-    weight = _filled(wide.shape[-1:], kind, place).requires_grad_()
-    table = _filled((VOCABULARY, wide.shape[1]), kind, place).requires_grad_()
-    logits = _filled((max(1, count // VOCABULARY), min(VOCABULARY, count)), kind, place).requires_grad_()
-    index = torch.randint(VOCABULARY, (len(wide),), device=place)
-    target = torch.randint(logits.shape[1], (len(logits),), device=place)
-    yield "gelu", lambda: F.gelu(wide), (wide,)
-    yield "silu", lambda: F.silu(wide), (wide,)
-    yield "layer_norm", lambda: F.layer_norm(wide, weight.shape, weight, weight), (wide, weight)
-    yield "rms_norm", lambda: weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)), (wide, weight)
-    yield "softmax", lambda: F.softmax(wide, dim=-1), (wide,)
+    """Yields a transformer's operations on ``count`` elements: name, call, and inputs of its gradient."""
+    activations = _random_tensor((max(1, count // WIDTH), min(WIDTH, count)), torch_dtype, device).requires_grad_()
+    weight = _random_tensor(activations.shape[-1:], torch_dtype, device).requires_grad_()
+    table = _random_tensor((VOCABULARY, activations.shape[1]), torch_dtype, device).requires_grad_()
+    logits = _random_tensor((max(1, count // VOCABULARY), min(VOCABULARY, count)), torch_dtype, device).requires_grad_()
+    index = torch.randint(VOCABULARY, (len(activations),), device=device)
+    # Random classes, one for each row of logits.
+    target = torch.randint(logits.shape[1], (len(logits),), device=device)
+    yield "gelu", lambda: F.gelu(activations), (activations,)
+    yield "silu", lambda: F.silu(activations), (activations,)
+    yield "layer_norm", lambda: F.layer_norm(activations, weight.shape, weight, weight), (activations, weight)
+    yield (
+        "rms_norm",
+        lambda: weight * (activations * torch.rsqrt(activations.pow(2).mean(-1, keepdim=True) + 1e-6)),
+        (activations, weight),
+    )
+    yield "softmax", lambda: F.softmax(activations, dim=-1), (activations,)
     yield "cross_entropy", lambda: F.cross_entropy(logits.float(), target, reduction="sum"), (logits,)
     yield "loss", lambda: cross_entropy_sums(logits.view_as(logits), target, 1.0)[0], (logits,)
     yield "embedding", lambda: F.embedding(index, table), (table,)
@@ -201,34 +230,40 @@ def _differentiable(
 def optimizer(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[int, float]]:
     """Yields (elements, seconds) of one fused AdamW update in float32, as training runs it."""
     for count in sizes.elements:
-        weight, gradient, first, second = ([_filled((count,), torch.float32, clock.device).abs_()] for _ in range(4))
+        # fp32 weight, gradient and both moments; absolute values, since a second moment is never negative.
+        weight, gradient, first_moment, second_moment = (
+            [_random_tensor((count,), torch.float32, clock.device).abs_()] for _ in range(4)
+        )
         step = [torch.ones((), device=clock.device)]
-        lists: tuple[Any, ...] = (weight, gradient, first, second, [], step)
+        update_arguments: tuple[Any, ...] = (weight, gradient, first_moment, second_moment, [], step)
 
-        def update(lists: Any = lists) -> None:
-            # The kernel itself: the optimizer's class brings in torch's compiler, for seconds, at its first step.
-            torch._fused_adamw_(*lists, lr=1e-6, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, **_NO_MORE)
+        def update(update_arguments: Any = update_arguments) -> None:
+            # The kernel itself: the first step of the optimizer's class imports torch's compiler, which costs seconds.
+            torch._fused_adamw_(
+                *update_arguments, lr=1e-6, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, **_FUSED_ADAMW_FLAGS
+            )
 
         yield count, clock.seconds(update)
 
 
-_NO_MORE = {"amsgrad": False, "maximize": False}
-"""What the fused kernel wants to be told."""
+_FUSED_ADAMW_FLAGS = {"amsgrad": False, "maximize": False}
+"""Arguments that the fused kernel requires."""
 
 
 def launch_s(clock: DeviceTimer) -> float:
-    """Returns host time of one small operation."""
-    x = _filled((16,), torch.float32, clock.device)
+    """Returns host seconds of one small operation."""
+    x = _random_tensor((16,), torch.float32, clock.device)
     return clock.seconds(lambda: torch.add(x, x))
 
 
-def _filled(shape: Any, kind: torch.dtype, place: torch.device) -> torch.Tensor:
-    return torch.randn(shape, device=place).to(kind)
+def _random_tensor(shape: Any, torch_dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(torch_dtype)
 
 
-def _gradient(result: torch.Tensor, given: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    """Returns what runs the backward of ``result``: the engine itself, as autograd.grad imports sympy for seconds."""
+def _backward_of(result: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+    """Returns a function that runs the backward of ``result`` by the engine: autograd.grad would import sympy."""
+    # retain_graph is true: the same graph is run again and again.
     upstream = torch.ones_like(result)
     return lambda: _engine_run_backward(
-        (result,), (upstream,), True, False, given, allow_unreachable=False, accumulate_grad=False
+        (result,), (upstream,), True, False, inputs, allow_unreachable=False, accumulate_grad=False
     )

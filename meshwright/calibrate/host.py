@@ -1,8 +1,8 @@
-"""What the runtime takes beside operators and collectives: Python, autograd, hooks of FSDP, actions of a pipeline.
+"""Measures the runtime's host time beside operators and collectives: Python, autograd, FSDP hooks, pipeline actions.
 
-A model whose operators are next to nothing runs under a few layouts. What its steps compute over the measured times of
-its operators is the host's, and goes by how many operators, units or actions there are. It is read in processor time,
-which neither other programs nor waiting for other ranks add to.
+A model of tiny operators runs under a few layouts. The processor time of its steps beyond the measured times of its
+operators is the host's, and is divided by the number of operators, FSDP units or pipeline actions. Processor time
+includes neither other programs nor waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -20,78 +20,90 @@ from meshwright.spec.model_shape import ModelWork, Operator
 
 TINY = ModelConfig(name="llama", layers=2, width=32, heads=2, ffn=64, vocab=64, context=8)
 FEW, MANY = 2, 10
-"""Layers of the model: what grows from one to the other is a layer's."""
+"""Layers of the two models: the difference between their times is that of layers."""
 STEPS, MICROBATCHES = 12, 8
 LIMIT_S = 60.0
 
-Parts = dict[str, float]
-"""Seconds of a step by part, and ``rest`` for all after backward."""
+PartSeconds = dict[str, float]
+"""Seconds of a step by part, with ``rest`` for everything after backward."""
 
 
 def host_times(
     calibration: Calibration, devices: Devices, work_of: Callable[[ModelConfig, int], ModelWork]
 ) -> tuple[tuple[str, float], ...]:
-    """Returns (what, seconds), as the calibration's ``host`` keeps them.
+    """Measures (item, seconds) for the calibration's ``host`` table.
 
-    They are of an operator's forward and backward, a micro-batch, a step, a layer of a step, an operator that selective
-    recompute looks at, a unit of ZeRO-3 in a forward and backward, and an action of a pipeline.
+    Items are an operator's forward and backward, a micro-batch, a step, a layer of a step, an operator that selective
+    recompute inspects, a ZeRO-3 unit in forward and backward, and a pipeline action.
 
     Args:
-        calibration: times of operators and collectives; of several nodes, each of which runs its own ranks here.
+        calibration: times of operators and collectives; with several nodes, each measures its own ranks.
         devices: of this node.
         work_of: (model, rows) to its operators.
     """
     ranks = calibration.ranks // calibration.nodes
     rows = MICROBATCHES * ranks
     work = work_of(TINY, MICROBATCHES)
-    ahead, back = _operators(work, calibration)
-    few, many = _run(devices, FEW, f"replicate={ranks}", rows), _run(devices, MANY, f"replicate={ranks}", rows)
-    layer = {name: max(0.0, (many[name] - few[name]) / (MANY - FEW)) for name in many}
-    passes = layer["forward"] + layer["backward"]
-    found = {
-        "operator_forward": max(0.0, layer["forward"] - ahead.seconds) / ahead.count,
-        "operator_backward": max(0.0, layer["backward"] - back.seconds) / back.count,
-        "microbatch": max(0.0, few["forward"] + few["backward"] - FEW * passes),
-        "step_layer": layer["rest"],
-        "step": max(0.0, few["rest"] - FEW * layer["rest"]),
+    # Operators of one layer by the calibration, to subtract from what a layer costs.
+    forward_operators, backward_operators = _count_operators(work, calibration)
+    # Two depths of the same model under data parallelism.
+    few_layers, many_layers = (
+        _fastest_step_parts(devices, FEW, f"replicate={ranks}", rows),
+        _fastest_step_parts(devices, MANY, f"replicate={ranks}", rows),
+    )
+    # Slope over the number of layers: the cost of one layer, free of a step's constant cost.
+    layer_s = {name: max(0.0, (many_layers[name] - few_layers[name]) / (MANY - FEW)) for name in many_layers}
+    layer_pass_s = layer_s["forward"] + layer_s["backward"]
+    host_seconds = {
+        "operator_forward": max(0.0, layer_s["forward"] - forward_operators.seconds) / forward_operators.count,
+        "operator_backward": max(0.0, layer_s["backward"] - backward_operators.seconds) / backward_operators.count,
+        "microbatch": max(0.0, few_layers["forward"] + few_layers["backward"] - FEW * layer_pass_s),
+        "step_layer": layer_s["rest"],
+        "step": max(0.0, few_layers["rest"] - FEW * layer_s["rest"]),
     }
-    both = many["forward"] + many["backward"]
-    kept = _run(devices, MANY, f"replicate={ranks},recompute=selective", rows)
-    seen = (kept["forward"] + kept["backward"] - both) / MANY - layer["forward"]
-    found["selective_operator"] = max(0.0, seen) / (2 * ahead.count)
-    # The one rank of a node shares its core with a second for these: what they read is processor time.
-    most = 2 if calibration.nodes > 1 and ranks == 1 else ranks
-    if most > 1:
-        sharded = _run(devices, MANY, f"shard={most},zero=3", MICROBATCHES * most)
-        found["shard_unit"] = max(0.0, sharded["forward"] + sharded["backward"] - both) / (MANY + 1)
-    if most % 2 == 0:
-        text = f"pp=2,replicate={most // 2},microbatches={MICROBATCHES},schedule=1f1b"
-        piped = _run(devices, FEW, text, MICROBATCHES * most)
-        turn = piped["pipeline"] / MICROBATCHES
-        found["action"] = max(0.0, turn - FEW / 2 * passes - found["microbatch"] / 2) / 2
-    return tuple((name, round(seconds * calibration.crowd, 9)) for name, seconds in found.items())
+    many_pass_s = many_layers["forward"] + many_layers["backward"]
+    # The same model, with selective recompute on.
+    selective = _fastest_step_parts(devices, MANY, f"replicate={ranks},recompute=selective", rows)
+    # Selective recompute repeats a forward; beyond it the time is that of inspecting operators.
+    recompute_s = (selective["forward"] + selective["backward"] - many_pass_s) / MANY - layer_s["forward"]
+    host_seconds["selective_operator"] = max(0.0, recompute_s) / (2 * forward_operators.count)
+    # A node's only rank shares its core with a second one here, which processor time doesn't notice.
+    test_ranks = 2 if calibration.nodes > 1 and ranks == 1 else ranks
+    if test_ranks > 1:
+        # ZeRO-3 beyond plain data parallelism, over all FSDP units: layers and the root.
+        sharded = _fastest_step_parts(devices, MANY, f"shard={test_ranks},zero=3", MICROBATCHES * test_ranks)
+        host_seconds["shard_unit"] = max(0.0, sharded["forward"] + sharded["backward"] - many_pass_s) / (MANY + 1)
+    if test_ranks % 2 == 0:
+        layout_text = f"pp=2,replicate={test_ranks // 2},microbatches={MICROBATCHES},schedule=1f1b"
+        # A pipeline of two stages: a micro-batch costs each stage half of the layers and two actions.
+        pipelined = _fastest_step_parts(devices, FEW, layout_text, MICROBATCHES * test_ranks)
+        # A micro-batch on a stage is one forward and one backward action.
+        action_pair_s = pipelined["pipeline"] / MICROBATCHES
+        host_seconds["action"] = max(0.0, action_pair_s - FEW / 2 * layer_pass_s - host_seconds["microbatch"] / 2) / 2
+    return tuple((name, round(seconds * calibration.crowd, 9)) for name, seconds in host_seconds.items())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Operators:
-    """Of a layer's pass: how many, and seconds by the tables."""
+    """Number of operators in a layer's pass, and their seconds by the calibration."""
 
     count: int
     seconds: float
 
 
-def _operators(work: ModelWork, calibration: Calibration) -> tuple[_Operators, _Operators]:
+def _count_operators(work: ModelWork, calibration: Calibration) -> tuple[_Operators, _Operators]:
+    """Counts a layer's operators and sums their measured seconds, for forward and backward."""
     from meshwright.planner.cost.operators import operator_s
 
-    def summed(items: list[Operator], back: bool) -> _Operators:
-        seconds = sum(operator_s(item, calibration, "float32", True, back) for item in items)
+    def summed(items: list[Operator], backward: bool) -> _Operators:
+        seconds = sum(operator_s(item, calibration, "float32", True, backward) for item in items)
         return _Operators(len(items), seconds / calibration.crowd)
 
     return summed(work.layers[0].forward, False), summed(work.layers[0].backward, True)
 
 
-def _run(devices: Devices, layers: int, text: str, rows: int) -> Parts:
-    """Runs the model under a layout; returns each part of its fastest step, the mean over the ranks."""
+def _fastest_step_parts(devices: Devices, layers: int, text: str, rows: int) -> PartSeconds:
+    """Runs the model under a layout; returns its fastest step's seconds by part, averaged over ranks."""
     from meshwright.calibrate.practice import practise_parts
     from meshwright.models.build import build_meta
     from meshwright.train.model_analysis import analyse_model, check_shapes
@@ -100,11 +112,13 @@ def _run(devices: Devices, layers: int, text: str, rows: int) -> Parts:
     facts = analyse_model(build_meta(config), layout)
     check_shapes(facts, layout, rows, int(config.context or 0))
     ranks = layout.world
-    ran = ForkLauncher(ranks, devices=devices.only(range(ranks)) if devices.kind == "cuda" else devices).run(
+    rank_steps = ForkLauncher(ranks, devices=devices.only(range(ranks)) if devices.kind == "cuda" else devices).run(
         practise_parts, config, layout, facts, rows, STEPS, LIMIT_S, timeout_s=LIMIT_S
     )
-    if not ran:
+    if not rank_steps:
         raise MeshwrightError("no rank answered")
-    best = min(zip(*ran), key=lambda step: sum(sum(parts.values()) for parts in step))
+    fastest_step = min(zip(*rank_steps), key=lambda step: sum(sum(part_seconds.values()) for part_seconds in step))
     names = ("forward", "backward", "pipeline", "rest")
-    return {name: sum(parts.get(name, 0.0) for parts in best) / len(best) for name in names}
+    return {
+        name: sum(part_seconds.get(name, 0.0) for part_seconds in fastest_step) / len(fastest_step) for name in names
+    }

@@ -1,4 +1,4 @@
-"""Measures the machine at hand with the ranks that a run would have, and makes a calibration of it."""
+"""Measures this machine with the ranks that a run would have, and builds its calibration."""
 
 from __future__ import annotations
 
@@ -22,161 +22,187 @@ from meshwright.parallel.byte_collectives import broadcast_bytes
 from meshwright.records import RecordCodec
 
 GROUP_S = 60.0
-"""Limit for the ranks to find each other."""
+"""Seconds in which all ranks must join the process group."""
 HIDDEN_BYTES = 4194304
-"""Size of the all-reduce whose hidden share is measured."""
+"""Bytes of the all-reduce whose hidden share is measured."""
 BETWEEN_BYTES = 1048576
-"""Size of the all-reduce that is measured between matrix products."""
+"""Bytes of the all-reduce that is measured between matrix products."""
 
-Told = Callable[[str], None]
+Report = Callable[[str], None]
 _ROWS = RecordCodec()
 
 
 def chosen_sizes(kind: str, quick: bool) -> GridSizes:
-    """Returns what is measured on ``cpu`` or ``cuda``."""
+    """Returns the sizes to measure on ``cpu`` or ``cuda``."""
     sizes = GPU if kind == "cuda" else CPU
     return dataclasses.replace(sizes, **QUICK) if quick else sizes  # type: ignore[arg-type]
 
 
 def measure_rank(
-    context: RankContext, machine: Mapping[str, Any], sizes: GridSizes, told: Told, timeout_s: float
+    context: RankContext, machine: Mapping[str, Any], sizes: GridSizes, report: Report, timeout_s: float
 ) -> Calibration:
-    """Measures on one rank, together with all others; every rank returns the same.
+    """Measures on this rank, together with all others; every rank returns the same calibration.
 
     Args:
-        context: this rank's place.
-        machine: facts of the machine, by which the calibration is found again.
-        sizes: what is measured.
-        told: is told of each part as it begins, on rank 0.
-        timeout_s: limit of a collective.
+        context: of this rank.
+        machine: facts of the machine, which give the calibration's key.
+        sizes: to measure.
+        report: called on rank 0 with a description of each part as it begins.
+        timeout_s: of a collective.
     """
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     init_group(context, timeout_s=timeout_s, group_s=GROUP_S)
     try:
-        crowd = max(1.0, context.local_world / int(machine["cores"])) if context.device == "cpu" else 1.0
-        clock = DeviceTimer(torch.device(context.device), sizes.window_s, 1 if crowd > 1.0 else CHUNKS)
+        # More ranks than cores: chunks would be shorter than a scheduler's time slice, so the window stays whole.
+        ranks_per_core = max(1.0, context.local_world / int(machine["cores"])) if context.device == "cpu" else 1.0
+        clock = DeviceTimer(torch.device(context.device), sizes.window_s, 1 if ranks_per_core > 1.0 else CHUNKS)
+        # Before Ampere bf16 is emulated; training uses fp16 there.
         if clock.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             sizes = dataclasses.replace(
                 sizes, dtypes=tuple("fp16" if kind == "bf16" else kind for kind in sizes.dtypes)
             )
-        steps = _Paced(clock, told if context.rank == 0 else _silent)
+        announcer = _PacedAnnouncer(clock, report if context.rank == 0 else _silent)
         tables: dict[str, Any] = {}
-        for number in range(sizes.passes):
-            some = sizes if number == 0 else dataclasses.replace(sizes, dtypes=sizes.dtypes[:1])
-            found = _compute(some, clock, crowd, steps.begin) | _traffic(some, clock, context, steps.begin)
-            tables = fastest(tables, found) if tables else found
-        tables |= steps.found()
-        taken = agreed([time.perf_counter() - begun], largest=True)[0]
-        return Calibration(machine=machine, ranks=context.world, nodes=context.nodes, taken_s=round(taken, 1), **tables)
+        for pass_number in range(sizes.passes):
+            pass_sizes = sizes if pass_number == 0 else dataclasses.replace(sizes, dtypes=sizes.dtypes[:1])
+            pass_tables = _measure_compute(
+                pass_sizes, clock, ranks_per_core, announcer.announce_part
+            ) | _measure_traffic(pass_sizes, clock, context, announcer.announce_part)
+            tables = fastest(tables, pass_tables) if tables else pass_tables
+        tables |= announcer.pace_fields()
+        duration_s = agreed([time.perf_counter() - start_s], largest=True)[0]
+        return Calibration(
+            machine=machine, ranks=context.world, nodes=context.nodes, taken_s=round(duration_s, 1), **tables
+        )
     finally:
         dist.destroy_process_group()
 
 
 def _silent(text: str) -> None:
-    """What the other ranks say."""
+    """Ignores progress, on ranks other than 0."""
 
 
-def fastest(tables: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
-    """Returns tables with the lesser of two times of each row: what disturbed one seldom disturbs the other."""
-    found = dict(tables)
+def fastest(tables: dict[str, Any], second_tables: dict[str, Any]) -> dict[str, Any]:
+    """Merges two measurements by the smaller time of each row: a disturbance seldom hits the same row twice."""
+    merged = dict(tables)
     for name, count in (("matmul", 1), ("attention", 2), ("operations", 1), ("optimizer", 1), ("collectives", 1)):
-        second = {row[:-count]: row[-count:] for row in again.get(name, ())}
-        found[name] = [
-            (*row[:-count], *map(min, row[-count:], second.get(row[:-count], row[-count:])))
+        # Rows are matched by all columns but their times.
+        second_times = {row[:-count]: row[-count:] for row in second_tables.get(name, ())}
+        merged[name] = [
+            (*row[:-count], *map(min, row[-count:], second_times.get(row[:-count], row[-count:])))
             for row in tables.get(name, ())
         ]
-    found["launch_s"] = min(tables["launch_s"], again["launch_s"])
+    merged["launch_s"] = min(tables["launch_s"], second_tables["launch_s"])
     if "host" in tables:
-        found["host"] = tuple((one[0], min(one[1], two[1])) for one, two in zip(tables["host"], again["host"]))
-    return found
+        merged["host"] = tuple(
+            (first_row[0], min(first_row[1], second_row[1]))
+            for first_row, second_row in zip(tables["host"], second_tables["host"])
+        )
+    return merged
 
 
-class _Paced:
-    """Says which part of the measuring begins, and times a fixed bit of work before each, all ranks at once.
+class _PacedAnnouncer:
+    """Announces each part of the measurement, and times the pace probe before it on all ranks at once.
 
     Args:
-        clock: of this rank.
-        told: is told of each part.
+        clock: timer of this rank.
+        report: called with a description of each part.
     """
 
-    def __init__(self, clock: DeviceTimer, told: Told) -> None:
-        self._pace, self._told = Pace(clock.device), told
+    def __init__(self, clock: DeviceTimer, report: Report) -> None:
+        self._pace, self._report = Pace(clock.device), report
         self._seconds: list[float] = []
 
-    def begin(self, text: str) -> None:
-        """Called by every rank as a part begins."""
-        self._told(text)
+    def announce_part(self, text: str) -> None:
+        """Announces a part; every rank calls it as the part begins."""
+        self._report(text)
         dist.barrier()
         self._seconds += agreed([self._pace.seconds()], largest=False)
 
-    def found(self) -> dict[str, float]:
-        """Returns the pace while nothing disturbed, as the fastest times are, and how much slower the median was."""
-        best = min(self._seconds)
-        return {"pace_s": best, "pace_spread": round(statistics.median(self._seconds) / best - 1.0, 4)}
+    def pace_fields(self) -> dict[str, float]:
+        """Returns the fastest time of the probe, and the median's relative excess over it."""
+        fastest_s = min(self._seconds)
+        return {"pace_s": fastest_s, "pace_spread": round(statistics.median(self._seconds) / fastest_s - 1.0, 4)}
 
 
-def _compute(sizes: GridSizes, wall: DeviceTimer, crowd: float, say: Told) -> dict[str, Any]:
-    """Measures every computation with all ranks at work, the first data type's with one alone as well.
+def _measure_compute(
+    sizes: GridSizes, wall_timer: DeviceTimer, ranks_per_core: float, announce: Report
+) -> dict[str, Any]:
+    """Measures every computation with all ranks under load, and the first data type also with one rank alone.
 
     Args:
-        sizes: what is measured.
-        wall: reads the time that passes.
-        crowd: ranks to a core.
-        say: is told of each part.
+        sizes: to measure.
+        wall_timer: reads wall-clock time.
+        ranks_per_core: at least 1.
+        announce: called as each part begins.
     """
-    own = wall.device.type == "cpu" and torch.get_num_threads() == 1
+    # With one thread a rank its processor time is the work; more threads would need wall-clock time.
+    one_thread_a_rank = wall_timer.device.type == "cpu" and torch.get_num_threads() == 1
     tables: dict[str, Any] = {"matmul": [], "attention": [], "operations": []}
-    loads = [(dtype, True) for dtype in sizes.dtypes]
+    dtype_loads = [(dtype, True) for dtype in sizes.dtypes]
     if dist.get_world_size() > 1:
-        loads.append((sizes.dtypes[0], False))
-    for dtype, busy in loads:
-        clock = dataclasses.replace(wall, sharing=crowd if busy else 1.0, chunks=CHUNKS) if own else wall
-        load = "all ranks at work" if busy else "one rank at work"
-        some = sizes if busy and dtype == sizes.dtypes[0] else sizes.fewer()
-        say(f"matrix products, {dtype}, {load}")
-        for row in _measured(compute.matmuls(some, dtype, clock), busy):
+        dtype_loads.append((sizes.dtypes[0], False))
+    for dtype, busy in dtype_loads:
+        clock = (
+            dataclasses.replace(wall_timer, sharing=ranks_per_core if busy else 1.0, chunks=CHUNKS)
+            if one_thread_a_rank
+            else wall_timer
+        )
+        load_text = "all ranks at work" if busy else "one rank at work"
+        # The full grid for the main case; every second size for all others.
+        load_sizes = sizes if busy and dtype == sizes.dtypes[0] else sizes.thinned()
+        announce(f"matrix products, {dtype}, {load_text}")
+        for row in _mean_over_ranks(compute.matmuls(load_sizes, dtype, clock), busy):
             tables["matmul"].append((dtype, row[0], busy, *row[1:]))
-        say(f"attention, {dtype}, {load}")
-        for row in _measured(compute.attentions(some, dtype, clock), busy, 2):
+        announce(f"attention, {dtype}, {load_text}")
+        for row in _mean_over_ranks(compute.attentions(load_sizes, dtype, clock), busy, 2):
             tables["attention"].append((dtype, busy, *row))
-        say(f"other operations, {dtype}, {load}")
-        for row in _measured(compute.operations(some, dtype, clock), busy):
+        announce(f"other operations, {dtype}, {load_text}")
+        for row in _mean_over_ranks(compute.operations(load_sizes, dtype, clock), busy):
             tables["operations"].append((row[0], dtype, busy, *row[1:]))
-    say("optimizer")
-    clock = dataclasses.replace(wall, sharing=crowd, chunks=CHUNKS) if own else wall
-    tables["optimizer"] = _measured(compute.optimizer(sizes, clock), True)
-    tables["launch_s"] = _measured(iter([(compute.launch_s(clock),)]), True)[0][0]
+    announce("optimizer")
+    clock = dataclasses.replace(wall_timer, sharing=ranks_per_core, chunks=CHUNKS) if one_thread_a_rank else wall_timer
+    tables["optimizer"] = _mean_over_ranks(compute.optimizer(sizes, clock), True)
+    tables["launch_s"] = _mean_over_ranks(iter([(compute.launch_s(clock),)]), True)[0][0]
     return tables
 
 
-def _measured(work: Iterator[tuple[Any, ...]], busy: bool, times: int = 1) -> list[tuple[Any, ...]]:
-    """Takes a measurement's rows, whose last ``times`` entries become the mean over the ranks.
+def _mean_over_ranks(
+    measurements: Iterator[tuple[Any, ...]], busy: bool, time_columns: int = 1
+) -> list[tuple[Any, ...]]:
+    """Runs measurements and averages the last ``time_columns`` entries of each row over the ranks.
 
-    Without ``busy`` rank 0 measures and the others wait.
+    Without ``busy`` rank 0 measures alone and all other ranks wait.
     """
     if not busy:
-        rows = list(work) if dist.get_rank() == 0 else []
+        # The others wait in the broadcast, so that rank 0 has the machine to itself.
+        rows = list(measurements) if dist.get_rank() == 0 else []
         return list(_ROWS.loads(broadcast_bytes(_ROWS.dumps(rows))))
     rows = []
     if dist.get_world_size() > 1:
         dist.barrier()
-    for row in work:
-        rows.append((*row[:-times], *agreed(list(row[-times:]), largest=False)))
+    for row in measurements:
+        rows.append((*row[:-time_columns], *agreed(list(row[-time_columns:]), largest=False)))
     return rows
 
 
-def _traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext, say: Told) -> dict[str, Any]:
+def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext, announce: Report) -> dict[str, Any]:
+    """Measures all collectives, and an all-reduce under and between matrix products."""
     if context.world == 1:
         return {}
-    slow = dataclasses.replace(clock, window_s=2 * clock.window_s)
-    rows, place = [], None
-    for row in collectives.collectives(sizes.messages, context.local_world, slow):
-        if place != row[1:4]:
-            place = row[1:4]
-            say(f"collectives over {row[1]} ranks, {row[3]} apart" + (f", on {row[2]} nodes" if row[2] > 1 else ""))
+    # Collectives vary more than computations: twice the window.
+    long_timer = dataclasses.replace(clock, window_s=2 * clock.window_s)
+    rows, placement = [], None
+    for row in collectives.collectives(sizes.messages, context.local_world, long_timer):
+        # Announce each placement once, not each size.
+        if placement != row[1:4]:
+            placement = row[1:4]
+            announce(
+                f"collectives over {row[1]} ranks, {row[3]} apart" + (f", on {row[2]} nodes" if row[2] > 1 else "")
+            )
         rows.append(row)
-    say("an all-reduce under matrix products")
-    hidden = collectives.overlapped(min(HIDDEN_BYTES, sizes.messages[-1]), slow)
-    say("an all-reduce between matrix products")
-    wait_s = collectives.awaited(min(BETWEEN_BYTES, sizes.messages[-1]), slow)
-    return {"collectives": rows, "overlap": hidden, "host": (("wait", wait_s),)}
+    announce("an all-reduce under matrix products")
+    hidden_share = collectives.overlapped(min(HIDDEN_BYTES, sizes.messages[-1]), long_timer)
+    announce("an all-reduce between matrix products")
+    wait_s = collectives.awaited(min(BETWEEN_BYTES, sizes.messages[-1]), long_timer)
+    return {"collectives": rows, "overlap": hidden_share, "host": (("wait", wait_s),)}

@@ -1,4 +1,4 @@
-"""Steps of a small model under a layout, timed: what the runtime itself takes beside the operators it runs."""
+"""Runs and times steps of a small model under a layout, to measure the runtime's own cost beside its operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshwright.train.session import build_program
 from meshwright.train.step import Stepper
 
 WARM_UP = 2
-"""Steps that don't count: in them connections open and memory is got."""
+"""Untimed steps, which open connections and allocate memory."""
 
 
 def practise(
@@ -38,22 +38,22 @@ def practise(
     steps: int,
     limit_s: float,
 ) -> tuple[list[float], dict[str, int]]:
-    """Runs steps on this rank.
+    """Runs and times steps on this rank.
 
     Args:
         context: of the rank.
-        config: a model by its sizes.
-        layout: to run it under.
-        facts: what the layout needs of the model.
-        rows: of the global batch, of as many tokens as the model's context.
-        steps: that are timed.
-        limit_s: of every wait.
+        config: sizes of the model.
+        layout: of the run.
+        facts: analysis of the model for the layout.
+        rows: of the global batch, each of the model's context length.
+        steps: number of timed steps.
+        limit_s: longest wait for another rank.
 
     Returns:
         Seconds of each step, and bytes of state by part.
     """
-    found = list(_steps(context, config, layout, facts, rows, steps, limit_s))
-    return [one.seconds for one in found], found[-1].held
+    timed_steps = list(_run_steps(context, config, layout, facts, rows, steps, limit_s))
+    return [step.seconds for step in timed_steps], timed_steps[-1].state_bytes
 
 
 def practise_parts(
@@ -65,18 +65,21 @@ def practise_parts(
     steps: int,
     limit_s: float,
 ) -> list[dict[str, float]]:
-    """As `practise`; returns each step's parts in seconds that the thread computed, not those in which it waited.
+    """Runs steps as `practise` does; returns each step's parts in seconds of computing, without waiting.
 
-    ``rest`` is all that follows backward or the pipeline.
+    ``rest`` is everything after backward or the pipeline.
     """
-    found = []
-    for one in _steps(context, config, layout, facts, rows, steps, limit_s):
+    part_seconds = []
+    for step in _run_steps(context, config, layout, facts, rows, steps, limit_s):
         names = ("forward", "backward", "pipeline")
-        passes: dict[str, float] = {name: one.parts[name] for name in names if name in one.parts}
-        share = min(1.0, one.thread_s / one.seconds)
-        rest = one.seconds - sum(passes.values())
-        found.append({name: share * seconds for name, seconds in {**passes, "rest": rest}.items()})
-    return found
+        pass_seconds: dict[str, float] = {name: step.parts[name] for name in names if name in step.parts}
+        # The parts are wall-clock times; the thread's share of computing scales them.
+        computing_share = min(1.0, step.thread_s / step.seconds)
+        rest_s = step.seconds - sum(pass_seconds.values())
+        part_seconds.append(
+            {name: computing_share * seconds for name, seconds in {**pass_seconds, "rest": rest_s}.items()}
+        )
+    return part_seconds
 
 
 def practise_paced(
@@ -88,9 +91,9 @@ def practise_paced(
     steps: int,
     limit_s: float,
 ) -> tuple[list[tuple[float, float, float]], dict[str, int]]:
-    """As `practise`; returns (seconds, pace around it, processor seconds) of each step, and bytes of state by part."""
-    found = list(_steps(context, config, layout, facts, rows, steps, limit_s, paced=True))
-    return [(one.seconds, one.pace_s, one.process_s) for one in found], found[-1].held
+    """Runs steps as `practise` does; returns (seconds, pace, processor seconds) of each, and bytes of state by part."""
+    timed_steps = list(_run_steps(context, config, layout, facts, rows, steps, limit_s, paced=True))
+    return [(step.seconds, step.pace_s, step.process_s) for step in timed_steps], timed_steps[-1].state_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,18 +102,18 @@ class _TimedStep:
 
     seconds: float
     parts: dict[str, float]
-    """Of them, by the program's clock."""
+    """Seconds by part, from the program's clock."""
     thread_s: float
-    """In which this thread computed."""
+    """Processor seconds of this thread."""
     process_s: float
-    """In which all threads of the rank did: those of collectives too."""
+    """Processor seconds of all threads of the rank, including those of collectives."""
     pace_s: float
     """Mean of the paces before and after it."""
-    held: dict[str, int]
+    state_bytes: dict[str, int]
     """Bytes of state by part."""
 
 
-def _steps(
+def _run_steps(
     context: RankContext,
     config: ModelConfig,
     layout: Layout,
@@ -126,34 +129,45 @@ def _steps(
     program: Any = build_program(build_meta(config), plan, torch.device(context.device), facts)
     optimizer = LocalAdamW(program.weights, OptimizerConfig(), on_host=False)
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
-    batches = _batches(layout, context.rank, config, rows, context.device)
+    batches = _random_batches(layout, context.rank, config, rows, context.device)
     targets = rows * int(config.context or 0)
     pace = Pace(torch.device(context.device)) if paced else None
     for step in range(WARM_UP + steps):
         dist.barrier()
+        # Barriers on both sides: the probe must not run beside another rank's step.
         pace_s = pace.seconds() if pace else 0.0
         dist.barrier()
         program.clock.drain()
-        began = time.perf_counter(), time.thread_time(), time.process_time()
+        start_times = time.perf_counter(), time.thread_time(), time.process_time()
         stepper.run(step, batches, targets, 1e-4, 0.0).read()
         seconds, thread_s, process_s = (
-            now() - then for now, then in zip((time.perf_counter, time.thread_time, time.process_time), began)
+            read_clock() - start_time
+            for read_clock, start_time in zip((time.perf_counter, time.thread_time, time.process_time), start_times)
         )
+        # Warm-up steps run the same code, but aren't recorded.
         if step < WARM_UP:
             continue
         parts = program.clock.drain()
         if pace:
             dist.barrier()
+            # Speed before and after the step: their mean is the speed during it.
             pace_s = (pace_s + pace.seconds()) / 2
-        held = program.meter.read(optimizer.bytes())
-        yield _TimedStep(seconds=seconds, parts=parts, thread_s=thread_s, process_s=process_s, pace_s=pace_s, held=held)
+        state_bytes = program.meter.read(optimizer.bytes())
+        yield _TimedStep(
+            seconds=seconds, parts=parts, thread_s=thread_s, process_s=process_s, pace_s=pace_s, state_bytes=state_bytes
+        )
     dist.destroy_process_group()
 
 
-def _batches(layout: Layout, rank: int, config: ModelConfig, rows: int, device: str) -> list[MicroBatch]:
-    """Returns this rank's micro-batches of random tokens."""
-    draw = torch.Generator().manual_seed(0)
-    stream = torch.randint(0, config.vocab or 1000, (rows, int(config.context or 0) + 1), generator=draw).to(device)
-    mine = slice(*layout.span(rank, rows))
-    parts = zip(stream[mine, :-1].chunk(layout.microbatches), stream[mine, 1:].chunk(layout.microbatches))
-    return [MicroBatch(tokens.contiguous(), targets.contiguous(), None) for tokens, targets in parts]
+def _random_batches(layout: Layout, rank: int, config: ModelConfig, rows: int, device: str) -> list[MicroBatch]:
+    """Draws this rank's micro-batches of random tokens: (rows, S) int64 each."""
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, config.vocab or 1000, (rows, int(config.context or 0) + 1), generator=generator).to(
+        device
+    )
+    # Every rank draws all rows from one seed and keeps its own.
+    own_rows = slice(*layout.span(rank, rows))
+    micro_batches = zip(
+        token_ids[own_rows, :-1].chunk(layout.microbatches), token_ids[own_rows, 1:].chunk(layout.microbatches)
+    )
+    return [MicroBatch(tokens.contiguous(), targets.contiguous(), None) for tokens, targets in micro_batches]

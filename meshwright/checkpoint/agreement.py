@@ -1,4 +1,4 @@
-"""How ranks agree: each one's outcome is gathered before any goes on, so a failure on one is a failure on all."""
+"""Agreement between ranks: gathers every rank's outcome before any continues, so one failure is a failure on all."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ T = TypeVar("T")
 
 
 class RankOutcome(NamedTuple):
-    """What one rank came to: a value, or an error's text."""
+    """Outcome of an action on one rank: a value, or an error's text."""
 
     value: Any
     error: str | None
 
 
 CODEC = RecordCodec((RankOutcome, TensorShard, FileRecord, TensorRecord, RefusedCheckpoint, FetchedCheckpoint))
-"""What processes tell each other when they save and load together; as JSON, never as a pickle."""
+"""Messages between processes that save and load together; as JSON, never as a pickle."""
 
 
 def build_group(wait_s: float) -> ProcessGroup:
-    """Creates a gloo group of all ranks whose operations give up after ``wait_s`` seconds; every rank must call it."""
+    """Creates a gloo group of all ranks whose operations time out after ``wait_s`` seconds; every rank must call it."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
 
 
 class Agreement:
-    """Gathers outcomes over a gloo group; a process alone agrees with itself."""
+    """Gathers outcomes over a gloo group, or trivially for a single process."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """Takes the group.
+        """Wraps a group; None for a single process.
 
         Raises:
             CheckpointError: when it isn't gloo: planning over a device's group costs device memory, which may be full.
         """
+        # Only the group's own limit can end a wait for a dead rank, so it must be gloo's.
         if group is not None and (backend := dist.get_backend(group)) != "gloo":
             raise CheckpointError(f"checkpoints agree over a gloo group, not {backend}; give build_group(wait_s)")
         self.group = group
@@ -52,7 +53,7 @@ class Agreement:
         self.count = dist.get_world_size(group) if group is not None else 1
 
     def gather(self, value: T) -> list[T]:
-        """Returns every rank's value, in order of rank; values are small, and of what `CODEC` knows.
+        """Gathers every rank's value, in order of rank; values are small, and of types that `CODEC` knows.
 
         Raises:
             CheckpointError: when a rank doesn't answer within the group's limit.
@@ -65,18 +66,18 @@ class Agreement:
             raise CheckpointError(f"lost contact with another rank: {_text(error)}") from error
 
     def give_up(self) -> None:
-        """Tells those that wait for this process that it won't come; those of a group find out by themselves."""
+        """Notifies waiting processes that this one won't come; ranks of a process group notice by themselves."""
 
-    def outcomes(self, work: Callable[[], Any]) -> list[RankOutcome]:
-        """Runs ``work`` on every rank and returns what each came to."""
-        return self.gather(attempt(work))
+    def outcomes(self, action: Callable[[], Any]) -> list[RankOutcome]:
+        """Runs an action on every rank and gathers the outcomes."""
+        return self.gather(attempt(action))
 
-    def everywhere(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Runs ``work`` on every rank.
+    def everywhere(self, activity: str, action: Callable[[], Any]) -> list[Any]:
+        """Runs an action on every rank and raises on all of them when it failed on any.
 
         Args:
-            what: what is being done, for the message.
-            work: called once; what it returns is gathered.
+            activity: begins the error message: ``saving the checkpoint of step 4 failed``.
+            action: called once on each rank; its value is gathered.
 
         Returns:
             Every rank's value.
@@ -85,45 +86,47 @@ class Agreement:
             CheckpointError: the same on every rank, naming those that failed.
         """
         try:
-            outcomes = self.outcomes(work)
+            outcomes = self.outcomes(action)
         except CheckpointError as error:
-            raise CheckpointError(f"{what}: {error}") from error
+            raise CheckpointError(f"{activity}: {error}") from error
         if any(outcome.error for outcome in outcomes):
-            raise CheckpointError(f"{what}: {blame(outcomes)}")
+            raise CheckpointError(f"{activity}: {blame(outcomes)}")
         return [outcome.value for outcome in outcomes]
 
-    def once(self, what: str, work: Callable[[], T]) -> T:
-        """Runs ``work`` on rank 0 only and returns its value on every rank.
+    def once(self, activity: str, action: Callable[[], T]) -> T:
+        """Runs an action on rank 0 only and returns its value on every rank.
 
         Raises:
             CheckpointError: the same on every rank when it failed.
         """
-        return self.everywhere(what, work if self.rank == 0 else lambda: None)[0]  # type: ignore[arg-type, return-value]
+        return self.everywhere(activity, action if self.rank == 0 else lambda: None)[0]  # type: ignore[arg-type, return-value]
 
 
 def blame(outcomes: list[RankOutcome]) -> str:
-    """Returns the failures as one line: a text that all ranks share stands once, without ranks."""
-    failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
-    texts = list(dict.fromkeys(failed.values()))
-    if len(texts) == 1 and (len(failed) == len(outcomes) or len(outcomes) == 1):
+    """Formats the failures as one line; a text that all ranks share appears once, without ranks."""
+    failures = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
+    # A full disk fails all ranks with the same text: show it once, and else at most four ranks.
+    texts = list(dict.fromkeys(failures.values()))
+    if len(texts) == 1 and (len(failures) == len(outcomes) or len(outcomes) == 1):
         return str(texts[0])
-    shown = [f"rank {rank}: {text}" for rank, text in list(failed.items())[:4]]
-    more = len(failed) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more ranks" if more else "")
+    shown_failures = [f"rank {rank}: {text}" for rank, text in list(failures.items())[:4]]
+    hidden_count = len(failures) - len(shown_failures)
+    return "; ".join(shown_failures) + (f"; and {hidden_count} more ranks" if hidden_count else "")
 
 
-def attempt(work: Callable[[], Any]) -> RankOutcome:
-    """Runs ``work`` and returns what it came to; never raises."""
+def attempt(action: Callable[[], Any]) -> RankOutcome:
+    """Runs an action and returns its value or its error's text; never raises."""
     try:
-        return RankOutcome(work(), None)
+        return RankOutcome(action(), None)
     except Exception as error:
         return RankOutcome(None, _text(error))
 
 
 def _text(error: BaseException) -> str:
-    """Returns an error as one line; a `CheckpointError` is already one."""
+    """Formats an error as one line; a `CheckpointError` already is."""
     if isinstance(error, CheckpointError):
         return str(error)
+    # The system's own words, as "No space left on device", without errno and class.
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     lines = str(error).strip().splitlines()

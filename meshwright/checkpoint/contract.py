@@ -1,9 +1,9 @@
 """The contract of a checkpoint backend: how tensors become files and come back under any layout.
 
 A backend file (`checkpoint/<name>.py`) exports one `BACKEND`. It knows nothing of steps, manifests or renames: the
-store gives it an empty folder to write, and a folder whose files have been verified to read. Tensors are a flat mapping
-from names such as ``weights/model.layers.0.q.weight`` or ``exp_avg/model.layers.0.q.weight`` to a `torch.ShardedLayer`,
-which then is the same on every rank that has it and is written once, or to a `DTensor` with any placements.
+store gives it an empty folder to write to, and a folder of verified files to read from. Tensors are a flat mapping
+from names such as ``weights/model.layers.0.q.weight`` or ``exp_avg/model.layers.0.q.weight``. A `torch.Tensor` in it is
+equal on every rank that has it and is written once; a `DTensor` has any placements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TensorRecord(NamedTuple):
-    """What a checkpoint says of one tensor, or a target of itself."""
+    """Global shape and dtype of a saved tensor, or of a target."""
 
     shape: tuple[int, ...]
     """Global shape."""
@@ -32,12 +32,12 @@ class TensorRecord(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """A file of a checkpoint as it was meant to be."""
+    """Size and checksum of a file as it was written."""
 
     size: int
     """Bytes."""
     checksum: str
-    """``crc32:<8 hex digits>`` or ``sha256:<64 hex digits>``, computed from the bytes on their way out."""
+    """``crc32:<8 hex digits>`` or ``sha256:<64 hex digits>``, of the bytes before they reach the file system."""
 
 
 @runtime_checkable
@@ -45,9 +45,9 @@ class Backend(Protocol):
     """Turns tensors into files of a folder and back. ``group`` is a gloo group, or None for a process alone."""
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> dict[str, FileRecord]:
-        """Writes this rank's part; called by every rank at once, with an empty folder that only this save uses.
+        """Writes this rank's shards; called by every rank at once, with an empty folder that only this save uses.
 
-        Every distinct part of every tensor is written by exactly one rank, and files are synced before this returns.
+        Every distinct shard of every tensor is written by exactly one rank, and files are synced before this returns.
 
         Args:
             folder: an existing, empty folder that all ranks see.
@@ -55,7 +55,7 @@ class Backend(Protocol):
             group: the ranks that save together.
 
         Returns:
-            The files that this rank wrote, with sizes and checksums of what it handed to the file system.
+            The files that this rank wrote, with size and checksum of the bytes handed to the file system.
 
         Raises:
             CheckpointError: on every rank when any rank failed.
@@ -96,15 +96,15 @@ class Backend(Protocol):
 
 @cache
 def known_backends() -> dict[str, Backend]:
-    """Returns every backend that has a file in this folder, by name."""
+    """Imports every module of this folder and returns the backends among them, by name."""
     import meshwright.checkpoint as folder
 
-    found = {}
-    for entry in pkgutil.iter_modules(folder.__path__):
-        backend = getattr(importlib.import_module(f"{folder.__name__}.{entry.name}"), "BACKEND", None)
+    backends = {}
+    for module_info in pkgutil.iter_modules(folder.__path__):
+        backend = getattr(importlib.import_module(f"{folder.__name__}.{module_info.name}"), "BACKEND", None)
         if isinstance(backend, Backend):
-            found[entry.name] = backend
-    return found
+            backends[module_info.name] = backend
+    return backends
 
 
 def find_backend(name: str) -> Backend:

@@ -1,4 +1,4 @@
-"""Copies tensors into memory that other processes hold too: from host memory at once, from a GPU beside training."""
+"""Copies tensors into shared memory: from host memory synchronously, from a GPU on a side stream during training."""
 
 from __future__ import annotations
 
@@ -14,47 +14,53 @@ if TYPE_CHECKING:
 
 
 class Copier:
-    """Copies a rank's kept parts of the state, again and again.
+    """Copies a rank's saved shards of the state, again and again.
 
-    From host memory the copy is done when `copy` returns. From a GPU it runs on a stream of its own, straight into the
-    target, which is registered with the driver so that the device writes it by itself: forward and backward of the next
-    step run meanwhile, and `done` is what the next update has to wait for, on the device. Tensors that a forward
-    may change are copied on the stream that computes, in order with it.
+    From host memory the copy is done when `copy` returns. From a GPU it runs on a side stream, straight into the
+    target, which is registered with the driver so that the device writes it by DMA. Forward and backward of the next
+    step run meanwhile; the next update waits for `done` on the device. Tensors that a forward may change (buffers) are
+    copied on the compute stream, in order with it.
 
     Args:
-        held: this rank's parts, in the order of `parts.parts_of`.
-        kept: which of them it keeps (`parts.keepers`).
-        changing: how the names of tensors begin that a forward may change, not updates alone; empty for none.
+        held: this rank's shards, in the order of `tensor_shards.parts_of`.
+        kept: (index into ``held``, shard) of those that it saves (`tensor_shards.keepers`).
+        changing: name prefix of the tensors that a forward may change (buffers); empty for none.
     """
 
     def __init__(
         self, held: Sequence[TensorShard], kept: Sequence[tuple[int, TensorShard]], changing: str = ""
     ) -> None:
-        self._held, self._kept = list(held), list(kept)
-        self._changing = [bool(changing) and part.name.startswith(changing) for _, part in kept]
+        self._local_table, self._saved = list(held), list(kept)
+        self._changing = [bool(changing) and shard.name.startswith(changing) for _, shard in kept]
         self._sources: list[Tensor] | None = None
         self._registered: dict[int, bool] = {}
         self._stream: Any = None
         self.done: Any = None
-        """CUDA event of the last copy's end; None when it is done."""
+        """CUDA event at the end of the last copy; None where the copy was synchronous."""
 
     def aim(self, tensors: Mapping[str, Any]) -> None:
-        """Looks up where the kept parts lie, which takes longer than to copy a small state.
-
-        Raises:
-            CheckpointError: when the state has other parts than it is made for.
-        """
-        held = parts_of(tensors)
-        if [part for part, _ in held] != self._held:
-            raise CheckpointError("the state has other parts than those that snapshots were planned for")
-        self._sources = [within(held[index][1], held[index][0].box, part.box) for index, part in self._kept]
-
-    def copy(self, targets: Sequence[Tensor], memory: mmap.mmap) -> None:
-        """Begins to copy each kept part to its target.
+        """Resolves the views of the saved shards, which costs more than copying a small state.
 
         Args:
-            targets: views of ``memory``, of the kept parts' shapes and types.
-            memory: what the targets lie in.
+            tensors: name to tensor, as for `tensor_shards.parts_of`; later copies read the same memory.
+
+        Raises:
+            CheckpointError: when the state's shards aren't those of the constructor.
+        """
+        local_shards = parts_of(tensors)
+        # The snapshot's table was written for these shards; other ones would be stored under wrong names.
+        if [shard for shard, _ in local_shards] != self._local_table:
+            raise CheckpointError("the state has other parts than those that snapshots were planned for")
+        self._sources = [
+            within(local_shards[index][1], local_shards[index][0].box, shard.box) for index, shard in self._saved
+        ]
+
+    def copy(self, targets: Sequence[Tensor], memory: mmap.mmap) -> None:
+        """Starts to copy each saved shard to its target.
+
+        Args:
+            targets: CPU views of ``memory``, of the saved shards' shapes and dtypes.
+            memory: shared memory behind the targets.
 
         Raises:
             CheckpointError: when it hasn't been aimed.
@@ -66,41 +72,48 @@ class Copier:
             raise CheckpointError("the first snapshot of a state needs its tensors")
         self.done = None
         pairs = list(zip(targets, sources, self._changing))
-        near = [(target, source) for target, source, _ in pairs if not source.is_cuda]
-        if len(near) < len(pairs):
-            direct = self._register(memory)
-            here = [(target, source) for target, source, changing in pairs if source.is_cuda and changing]
-            beside = [(target, source) for target, source, changing in pairs if source.is_cuda and not changing]
+        host_pairs = [(target, source) for target, source, _ in pairs if not source.is_cuda]
+        if len(host_pairs) < len(pairs):
+            registered = self._register(memory)
+            compute_stream_pairs = [
+                (target, source) for target, source, changing in pairs if source.is_cuda and changing
+            ]
+            side_stream_pairs = [
+                (target, source) for target, source, changing in pairs if source.is_cuda and not changing
+            ]
             device = next(source.device for source in sources if source.is_cuda)
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)
-            _copy_each(here, direct)
+            # Buffers: the next forward, queued behind on this stream, must not change them under the copy.
+            _copy_each(compute_stream_pairs, registered)
+            # The side stream starts once the update that produced this state is done.
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
-                _copy_each(beside, direct)
+                _copy_each(side_stream_pairs, registered)
                 self.done = torch.cuda.Event()
                 self.done.record(self._stream)
-        _copy_each(near, False)
+        _copy_each(host_pairs, False)
 
     def wait(self) -> None:
         """Waits until the last copy is done."""
-        done = self.done
-        if done is not None:
-            done.synchronize()
+        copy_event = self.done
+        if copy_event is not None:
+            copy_event.synchronize()
 
     def _register(self, memory: mmap.mmap) -> bool:
-        """Lets the GPU write to some memory, once; returns False where it can't, so that copies go through buffers."""
+        """Registers memory for DMA by the GPU, once; returns False where that fails, so that copies are synchronous."""
         import torch
 
         if id(memory) not in self._registered:
-            whole = torch.frombuffer(memory, dtype=torch.uint8)
-            error = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
+            memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
+            # Registered pages let the device write by DMA; registering is slow, so once a segment.
+            error = torch.cuda.cudart().cudaHostRegister(memory_tensor.data_ptr(), memory_tensor.numel(), 0)
             self._registered[id(memory)] = int(error) == 0
         return self._registered[id(memory)]
 
 
 def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]], non_blocking: bool) -> None:
-    """Copies in one call, without Python between tensors."""
+    """Copies (target, source) pairs of equal shapes in one call, without Python between tensors."""
     import torch
 
     if pairs:

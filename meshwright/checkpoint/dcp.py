@@ -1,8 +1,9 @@
 """The `dcp` backend: torch.distributed.checkpoint, with guards for what it doesn't check itself.
 
-One file a rank, written by one thread (a second would swallow its errors) and summed on the way out; ``.metadata`` is a
-pickle and is read by an unpickler that knows a closed list of classes; coverage is checked on both sides; a rank's
-error is flattened to text, since one that can't be pickled would leave the others waiting (pytorch#191391).
+Each rank writes one file by one thread (a second would swallow its errors), with a checksum of the bytes on their way
+out. ``.metadata`` is a pickle, read by an unpickler that knows a closed list of classes. Coverage is checked on both
+sides. A rank's error is reduced to text, since one that can't be pickled would leave the others waiting
+(pytorch#191391).
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class DcpBackend:
     """Files of torch.distributed.checkpoint; see `Backend` for when each method is called."""
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> dict[str, FileRecord]:
-        """Writes one file a rank, copies once and balanced over the ranks that hold them."""
+        """Writes one file a rank; a replicated shard is written once, balanced over the ranks that hold it."""
         writer = _Writer(folder)
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _translated(), _quiet(group):
+        with _as_checkpoint_error(), _silence_single_process_warning(group):
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
         return writer.records
 
@@ -61,13 +62,14 @@ class DcpBackend:
         for name, item in metadata.state_dict_metadata.items():
             if not isinstance(item, TensorStorageMetadata):
                 raise CheckpointError(f"{folder.name}: '{name}' isn't a tensor")
+            # DCP doesn't check coverage; uncovered elements would keep what the memory held.
             if fault := _uncovered(name, item, metadata.storage_data):
                 raise CheckpointError(f"{folder.name}: '{name}' {fault}")
             table[name] = TensorRecord(tuple(item.size), str(item.properties.dtype).removeprefix("torch."))
         return table
 
     def read(self, folder: Path, targets: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
-        """Reads the overlaps of this rank's parts with the chunks on disk."""
+        """Reads the overlaps of this rank's shards with the chunks on disk."""
         _load(folder, targets, _Reader(folder), group)
 
     def read_full(self, folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -84,7 +86,7 @@ class DcpBackend:
 
 
 class _SummedFiles(FileSystem):
-    """DCP's file system, where each new file is summed and synced, and remembered under its last name."""
+    """DCP's file system; it syncs each new file and records its checksum under its final name."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -104,10 +106,11 @@ class _SummedFiles(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer: one file, one thread; syncing is left to the stream, which flushes first (DCP's doesn't)."""
+    """DCP's writer: one file, one thread; the stream syncs, since it flushes first and DCP's own sync doesn't."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        # FileSystemWriter has no argument for its file system.
         self.fs = _SummedFiles()
 
     @property
@@ -115,16 +118,16 @@ class _Writer(FileSystemWriter):
         return self.fs.records  # type: ignore[attr-defined]
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        return _flattened(lambda: super(_Writer, self).prepare_local_plan(plan))
+        return _with_plain_errors(lambda: super(_Writer, self).prepare_local_plan(plan))
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        return _flattened(lambda: super(_Writer, self).write_data(plan, planner))
+        return _with_plain_errors(lambda: super(_Writer, self).write_data(plan, planner))
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        return _flattened(lambda: super(_Writer, self).finish(metadata, results))
+        return _with_plain_errors(lambda: super(_Writer, self).finish(metadata, results))
 
     def storage_meta(self) -> StorageMeta:
-        """Names no path: the folder is renamed when it is whole."""
+        """Stores no path: the folder is renamed when it is complete."""
         return StorageMeta(save_id=self.save_id)
 
 
@@ -132,46 +135,48 @@ class _SavePlanner(DefaultSavePlanner):
     """DCP's planner for a flat mapping."""
 
     def create_local_plan(self) -> Any:
-        return _flattened(super().create_local_plan)
+        return _with_plain_errors(super().create_local_plan)
 
     def create_global_plan(self, all_plans: Any) -> Any:
-        return _flattened(lambda: super(_SavePlanner, self).create_global_plan(all_plans))
+        return _with_plain_errors(lambda: super(_SavePlanner, self).create_global_plan(all_plans))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return _held(self.state_dict, index, super().lookup_object)
+        return _look_up_memory(self.state_dict, index, super().lookup_object)
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader with a safe unpickler; it reads the metadata once, and takes no rank's own file for it."""
+    """DCP's reader with a safe unpickler; it reads the global metadata once, never a file of one rank."""
 
     _metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
         if self._metadata is None:
-            self._metadata = _flattened(lambda: _read_metadata(Path(self.path)))
+            self._metadata = _with_plain_errors(lambda: _read_metadata(Path(self.path)))
         return self._metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        return _flattened(lambda: super(_Reader, self).read_data(plan, planner))
+        return _with_plain_errors(lambda: super(_Reader, self).read_data(plan, planner))
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner for a flat mapping that refuses a plan which doesn't fill every element of this rank's part."""
+    """DCP's planner for a flat mapping; it refuses a plan that leaves elements of this rank's shards unfilled."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        given = dict(state_dict)
+        full_state_dict = dict(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = given  # DCP drops what is neither a tensor nor a plain value
+        self.state_dict = full_state_dict  # DCP drops what is neither a tensor nor a plain value
 
     def create_local_plan(self) -> Any:
-        plan = _flattened(super().create_local_plan)
+        plan = _with_plain_errors(super().create_local_plan)
+        # DCP skips what the file lacks; counting elements by name shows it.
         filled: dict[str, int] = {}
         for item in plan.items:
             filled[item.dest_index.fqn] = filled.get(item.dest_index.fqn, 0) + math.prod(item.lengths)
         for name, tensor in self.state_dict.items():
-            wanted = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
-            if filled.get(name, 0) != wanted:
-                raise CheckpointError(f"'{name}': {filled.get(name, 0)} of {wanted} elements would be filled")
+            # A DTensor counts the elements of this rank alone.
+            local_elements = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
+            if filled.get(name, 0) != local_elements:
+                raise CheckpointError(f"'{name}': {filled.get(name, 0)} of {local_elements} elements would be filled")
         return plan
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
@@ -179,16 +184,16 @@ class _LoadPlanner(DefaultLoadPlanner):
         raise CheckpointError(f"'{read_item.dest_index.fqn}' isn't a tensor in the file")
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return _held(self.state_dict, index, super().lookup_tensor)
+        return _look_up_memory(self.state_dict, index, super().lookup_tensor)
 
 
-def _held(state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]) -> Any:
-    """Returns the memory behind an index; DCP's own search takes a part of a tensor for nothing but a Tensor."""
-    found = state[index.fqn]
-    return otherwise(index) if isinstance(found, Tensor) else found.__get_tensor_shard__(index)
+def _look_up_memory(state: Mapping[str, Any], index: MetadataIndex, look_up: Callable[[MetadataIndex], Any]) -> Any:
+    """Returns the memory behind an index; DCP's own look-up knows shards of Tensors only, not `LocalBoxes`."""
+    target = state[index.fqn]
+    return look_up(index) if isinstance(target, Tensor) else target.__get_tensor_shard__(index)
 
 
-_KNOWN = {
+_METADATA_CLASSES = {
     **{("torch.distributed.checkpoint.metadata", kind.__name__): kind for kind in (
         ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata,
         _MEM_FORMAT_ENCODING,
@@ -196,114 +201,123 @@ _KNOWN = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
-    # Where the checkpoint lay when it was written; nobody goes there.
+    # The path at which the checkpoint was written; it is never opened.
     **{("pathlib", kind): PurePosixPath for kind in ("PosixPath", "PurePosixPath")},
 }  # fmt: skip
-"""All that a pickled metadata is made of, object by object: any other name could be one that runs code."""
+"""Every class in DCP's pickled metadata, by (module, name): any other name could run code."""
 
 
-# In Python: the C one gives memory to as many entries of its memo as a few bytes of the file ask for.
+# The unpickler in Python: the C one allocates as many memo entries as a few bytes of a forged file ask for.
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
-    """Knows the types of DCP's metadata and nothing else: a pickle could otherwise run any code."""
+    """Unpickles the classes of DCP's metadata alone: a pickle could otherwise run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) not in _KNOWN:
+        # torch's dtypes are attributes of torch; everything else needs an entry of the list.
+        if (module, name) not in _METADATA_CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name} doesn't belong into a checkpoint's metadata")
-        return _KNOWN[module, name]
+        return _METADATA_CLASSES[module, name]
 
 
 def _read_metadata(folder: Path) -> Metadata:
+    """Unpickles ``.metadata`` by the closed list of classes, and checks the file names in it."""
     try:
         with open(folder / _METADATA, "rb") as stream:
             metadata = _Unpickler(stream).load()
     except Exception as error:
         raise CheckpointError(f"{folder.name}: {_METADATA} can't be read: {type(error).__name__}: {error}") from error
-    places = getattr(metadata, "storage_data", None)
-    if not isinstance(metadata, Metadata) or not isinstance(places, dict):
+    storage_data = getattr(metadata, "storage_data", None)
+    if not isinstance(metadata, Metadata) or not isinstance(storage_data, dict):
         raise CheckpointError(f"{folder.name}: {_METADATA} holds no metadata")
-    for place in places.values():
-        if not isinstance(place, _StorageInfo):
+    for storage_info in storage_data.values():
+        if not isinstance(storage_info, _StorageInfo):
             raise CheckpointError(f"{folder.name}: {_METADATA} holds no metadata")
-        plain_name(place.relative_path, f"{folder.name}: {_METADATA}", CheckpointError)
+        # A name such as ../../x would make the reader open files outside the checkpoint.
+        plain_name(storage_info.relative_path, f"{folder.name}: {_METADATA}", CheckpointError)
     return metadata
 
 
 def _uncovered(name: str, item: TensorStorageMetadata, stored: Mapping[MetadataIndex, Any]) -> str | None:
-    """Returns why the chunks aren't a partition of the tensor, or None."""
+    """Returns the reason why the chunks aren't a partition of the tensor, or None."""
     chunks = [chunk for chunk in item.chunks if math.prod(chunk.sizes)]
     for chunk in chunks:
         if MetadataIndex(name, chunk.offsets) not in stored:
             return f"has a chunk at {tuple(chunk.offsets)} that no file holds"
-        if any(start < 0 or start + size > whole for start, size, whole in zip(chunk.offsets, chunk.sizes, item.size)):
+        if any(
+            start < 0 or start + size > dim_size for start, size, dim_size in zip(chunk.offsets, chunk.sizes, item.size)
+        ):
             return f"has a chunk at {tuple(chunk.offsets)} outside its shape {tuple(item.size)}"
-    held, whole = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(item.size)
-    if held != whole:
-        return f"has {held} of {whole} elements"
+    chunk_elements, tensor_elements = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(item.size)
+    if chunk_elements != tensor_elements:
+        return f"has {chunk_elements} of {tensor_elements} elements"
+    # Sorted by offset in dim 0: the inner loop ends at the first chunk that starts behind this one's end.
     chunks.sort(key=lambda chunk: tuple(chunk.offsets))
-    for place, chunk in enumerate(chunks):
-        for other in chunks[place + 1 :]:
-            if other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
+    for index, chunk in enumerate(chunks):
+        for later_chunk in chunks[index + 1 :]:
+            if later_chunk.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
                 break
-            if _overlap(chunk, other):
-                return f"has two chunks at {tuple(other.offsets)}"
+            if _overlap(chunk, later_chunk):
+                return f"has two chunks at {tuple(later_chunk.offsets)}"
     return None
 
 
-def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+def _overlap(first_chunk: ChunkStorageMetadata, second_chunk: ChunkStorageMetadata) -> bool:
     return all(
-        a < b + b_size and b < a + a_size
-        for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes)
+        start_1 < start_2 + size_2 and start_2 < start_1 + size_1
+        for start_1, size_1, start_2, size_2 in zip(
+            first_chunk.offsets, first_chunk.sizes, second_chunk.offsets, second_chunk.sizes
+        )
     )
 
 
 def _batches(names: Sequence[str], table: Mapping[str, TensorRecord]) -> Iterator[list[str]]:
-    """Yields names in order, cut so that a batch of several holds at most `_BATCH_BYTES`."""
+    """Groups names in order into batches of at most `_BATCH_BYTES`; a larger tensor is a batch by itself."""
     batch: list[str] = []
-    held = 0
+    batch_bytes = 0
     for name in names:
         size = math.prod(table[name].shape) * getattr(torch, table[name].dtype).itemsize
-        if batch and held + size > _BATCH_BYTES:
+        if batch and batch_bytes + size > _BATCH_BYTES:
             yield batch
-            batch, held = [], 0
+            batch, batch_bytes = [], 0
         batch.append(name)
-        held += size
+        batch_bytes += size
     if batch:
         yield batch
 
 
 def _load(folder: Path, targets: Mapping[str, Tensor], reader: _Reader, group: ProcessGroup | None) -> None:
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _translated(), _quiet(group), torch.no_grad():
+    with _as_checkpoint_error(), _silence_single_process_warning(group), torch.no_grad():
         dcp.load(dict(targets), storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
-def _flattened(work: Callable[[], Any]) -> Any:
-    """Runs ``work`` and turns any error into one that can be sent to the other ranks."""
+def _with_plain_errors(action: Callable[[], Any]) -> Any:
+    """Runs an action and turns any error into a `CheckpointError`, which can be sent to the other ranks."""
     try:
-        return work()
+        return action()
     except CheckpointError:
         raise
     except Exception as error:
-        root = _system_error(error)
-        if root is None:
+        system_error = _system_error(error)
+        if system_error is None:
             raise CheckpointError(f"{type(error).__name__}: {error}") from error
-        place = f" ({root.filename})" if root.filename else ""
-        raise CheckpointError(f"{root.strerror or root}{place}") from None
+        path_suffix = f" ({system_error.filename})" if system_error.filename else ""
+        raise CheckpointError(f"{system_error.strerror or system_error}{path_suffix}") from None
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Returns the operating system's error behind another one: torch's writers hide a full disk behind their own."""
+    """Finds the operating system's error behind another one: torch's writers hide a full disk behind their own."""
     for _ in range(8):
         if error is None or isinstance(error, OSError):
             return error
+        # At most eight links, since a chain may be a cycle.
         error = error.__cause__ or error.__context__
     return None
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _as_checkpoint_error() -> Iterator[None]:
     """Turns DCP's collected failures, which aren't even an `Exception`, into one `CheckpointError`."""
     try:
         yield
@@ -314,8 +328,8 @@ def _translated() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(group: ProcessGroup | None) -> Iterator[None]:
-    """Silences DCP's warning that a process alone is alone."""
+def _silence_single_process_warning(group: ProcessGroup | None) -> Iterator[None]:
+    """Silences DCP's warning about a missing process group where there is none on purpose."""
     with warnings.catch_warnings():
         if group is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

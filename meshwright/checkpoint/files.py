@@ -1,4 +1,4 @@
-"""Files and folders that must survive a power cut: summed while written, synced, renamed and removed whole."""
+"""Durable files and folders: checksums computed while writing, fsync, atomic rename and removal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Checksum:
-    """A running checksum: crc32 for bulk files, sha256 for small ones."""
+    """A running checksum: crc32 for large files, sha256 for small ones."""
 
     def __init__(self, algorithm: str) -> None:
         self._sha = hashlib.sha256() if algorithm == "sha256" else None
@@ -34,13 +34,13 @@ class Checksum:
 
     @property
     def record(self) -> FileRecord:
-        """The size and checksum of what was added so far."""
+        """Size and checksum of the bytes added so far."""
         text = f"sha256:{self._sha.hexdigest()}" if self._sha is not None else f"crc32:{self._crc:08x}"
         return FileRecord(self.size, text)
 
 
 class SummedWriter(io.BufferedWriter):
-    """A new file, written front to back, whose checksum grows on the way and which is synced when it is closed."""
+    """A new file, written front to back; it updates a checksum with each write and syncs when it is closed."""
 
     def __init__(self, path: Path, algorithm: str) -> None:
         """Creates the file.
@@ -50,7 +50,7 @@ class SummedWriter(io.BufferedWriter):
             algorithm: ``crc32`` or ``sha256``.
 
         Raises:
-            FileExistsError: nothing is ever written into an existing name.
+            FileExistsError: when the name exists; no file is ever overwritten.
         """
         super().__init__(io.FileIO(path, "xb"), _BLOCK_BYTES)
         self._checksum = Checksum(algorithm)
@@ -61,7 +61,7 @@ class SummedWriter(io.BufferedWriter):
         return super().write(data)
 
     def seek(self, *_: Any) -> int:
-        """Refuses: a checksum on the way out holds only for files that are written in order."""
+        """Refuses: the running checksum is only valid for bytes written in order."""
         raise io.UnsupportedOperation("checkpoint files are written front to back")
 
     def close(self) -> None:
@@ -69,13 +69,14 @@ class SummedWriter(io.BufferedWriter):
         if not self.closed:
             try:
                 self.flush()
+                # A close without fsync may lose data in a power cut although every write succeeded.
                 os.fsync(self.fileno())
             finally:
                 super().close()
 
     @property
     def record(self) -> FileRecord:
-        """The size and checksum of what was written."""
+        """Size and checksum of the bytes written."""
         return self._checksum.record
 
 
@@ -93,6 +94,7 @@ def measure(path: Path, algorithm: str, *, cold: bool = False) -> FileRecord:
     checksum = Checksum(algorithm)
     block = memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as stream:
+        # Verifying from the page cache would miss what the disk got wrong.
         if cold and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while count := stream.readinto(block):
@@ -100,22 +102,22 @@ def measure(path: Path, algorithm: str, *, cold: bool = False) -> FileRecord:
     return checksum.record
 
 
-def damage(path: Path, wanted: FileRecord, *, contents: bool = True, cold: bool = False) -> str | None:
-    """Returns what is wrong with a file, or None.
+def damage(path: Path, expected: FileRecord, *, contents: bool = True, cold: bool = False) -> str | None:
+    """Compares a file with its record; returns the fault as a sentence, or None.
 
     Args:
         path: the file.
-        wanted: what it should be.
+        expected: its size and checksum when it was written.
         contents: whether to read it; false compares the size only.
         cold: read it from the disk, not from memory.
     """
     try:
         size = path.stat().st_size
-        if size != wanted.size:
-            return f"{path.name} has {size} bytes instead of {wanted.size}"
-        algorithm = wanted.checksum.partition(":")[0]
-        if contents and (found := measure(path, algorithm, cold=cold)) != wanted:
-            return f"{path.name} is damaged: its checksum is {found.checksum} instead of {wanted.checksum}"
+        if size != expected.size:
+            return f"{path.name} has {size} bytes instead of {expected.size}"
+        algorithm = expected.checksum.partition(":")[0]
+        if contents and (actual := measure(path, algorithm, cold=cold)) != expected:
+            return f"{path.name} is damaged: its checksum is {actual.checksum} instead of {expected.checksum}"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
@@ -124,7 +126,7 @@ def damage(path: Path, wanted: FileRecord, *, contents: bool = True, cold: bool 
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names that were created, renamed or removed in a folder durable."""
+    """Syncs a folder, so that names created, renamed or removed in it survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -133,11 +135,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder so that a kill midway never leaves a part of it under its name.
+    """Removes a folder atomically: a kill midway never leaves an incomplete folder under its name.
 
     Raises:
         OSError: when it can't be removed.
     """
     doomed = folder.with_name(f".removed-{folder.name.lstrip('.')}-{uuid.uuid4().hex[:8]}")
+    # Rename first: removal of many files isn't atomic, the rename is.
     os.rename(folder, doomed)
     shutil.rmtree(doomed)

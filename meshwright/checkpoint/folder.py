@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints on one machine's view: what stands in it, what is left over, what may go."""
+"""The folder of a run's checkpoints as one machine sees it: entries, leftovers, retention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CheckpointEntry(NamedTuple):
     step: int
     """Optimizer steps done."""
     attempt: int
-    """0, or how many checkpoints of this step stood before it."""
+    """0, or the number of earlier checkpoints of the same step."""
     path: Path
     """The folder."""
 
@@ -36,51 +36,52 @@ class RefusedCheckpoint(NamedTuple):
     path: Path
     """Its folder."""
     reason: str
-    """What is wrong."""
+    """The fault, as a sentence."""
 
 
 class Folder:
-    """Names, renames and removals below one root; nothing here talks to other ranks."""
+    """Names, renames and removals below one root, by one process alone."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def entries(self) -> list[CheckpointEntry]:
         """Returns every checkpoint from oldest to newest, unverified."""
-        found = []
+        entries = []
         for path in self.root.iterdir() if self.root.is_dir() else ():
             if match := _NAME.fullmatch(path.name):
-                found.append(CheckpointEntry(int(match[1]), int(match[2] or 0), path))
-        return sorted(found)
+                entries.append(CheckpointEntry(int(match[1]), int(match[2] or 0), path))
+        return sorted(entries)
 
     def clean(self) -> None:
-        """Removes what dead saves and removals left behind; a save that is alive looks the same."""
+        """Removes leftovers of killed saves and removals; a save in progress looks the same, so call it before one."""
         for pattern in _LEFTOVERS:
             for path in self.root.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def withdraw(self, after: int) -> list[Path]:
-        """Takes their names from checkpoints of later steps, so that nobody begins from them; returns these names.
+    def withdraw(self, last_good_step: int) -> list[Path]:
+        """Renames checkpoints after a step, so that nobody loads them; returns their old paths.
 
         Raises:
             CheckpointError: when the folder can't be written.
         """
-        found = [entry.path for entry in self.entries() if entry.step > after]
+        later_paths = [entry.path for entry in self.entries() if entry.step > last_good_step]
         try:
-            for path in found:
+            for path in later_paths:
                 os.rename(path, path.with_name(f"{_WITHDRAWN}{path.name}-{uuid.uuid4().hex[:8]}"))
-            if found:
+            if later_paths:
                 sync_folder(self.root)
         except OSError as error:
             raise CheckpointError(f"damaged checkpoints in {self.root} can't be renamed: {error.strerror}") from error
-        return found
+        return later_paths
 
     def begin(self, step: int) -> tuple[str, str]:
-        """Makes a folder to write in.
+        """Creates a temporary folder for a new checkpoint.
 
         Returns:
-            Its name, and the name that it will get: ``step-00000500``, or ``step-00000500-1`` when that is taken.
+            Its name, and its final name: ``step-00000500``, or ``step-00000500-1`` when that exists.
         """
+        # A run that went back to an older step saves the same step again under a new attempt.
         attempts = [entry.attempt for entry in self.entries() if entry.step == step]
         target = f"step-{step:08d}" + (f"-{max(attempts) + 1}" if attempts else "")
         folder = self.root / f".writing-{target}-{uuid.uuid4().hex[:8]}"
@@ -88,11 +89,12 @@ class Folder:
         return folder.name, target
 
     def rename(self, folder: Path, target: Path) -> None:
-        """Gives a finished folder its name, durably.
+        """Renames a finished folder to its final name, durably.
 
         Raises:
-            CheckpointError: when the name has been taken meanwhile.
+            CheckpointError: when that name exists by now.
         """
+        # The folder's own entries must be on disk before the rename makes it a checkpoint.
         sync_folder(folder)
         if target.exists():
             raise CheckpointError(f"{target} appeared while it was being written: another process writes here")
@@ -102,32 +104,36 @@ class Folder:
     def collect(
         self, new: Path, keep: int, refused: Collection[Path]
     ) -> tuple[tuple[Path, ...], tuple[RefusedCheckpoint, ...]]:
-        """Removes all but the newest good checkpoints up to ``new``, and those of steps that the run went back behind.
+        """Removes all but the newest good checkpoints up to ``new``; later ones, from before a rewind, go too.
 
         Args:
-            new: the checkpoint that now stands.
-            keep: how many stay, ``new`` included; damaged ones don't count.
+            new: the checkpoint that was just completed.
+            keep: number to keep, ``new`` included; damaged ones don't count.
             refused: checkpoints known to be damaged.
 
         Returns:
-            What was removed, and what couldn't be and why.
+            The removed folders, and those that couldn't be removed with the reason.
         """
         entries = self.entries()
-        place = next(index for index, entry in enumerate(entries) if entry.path == new)
-        good = [entry.path for entry in entries[:place] if entry.path not in refused and whole(entry.path)]
-        kept = {new, *(good[1 - keep :] if keep > 1 else ())}
-        removed, left = [], []
-        for path in (entry.path for entry in entries if entry.path not in kept):
+        # Entries are ordered: those before the new one compete for retention.
+        new_index = next(index for index, entry in enumerate(entries) if entry.path == new)
+        good_older = [
+            entry.path for entry in entries[:new_index] if entry.path not in refused and is_complete(entry.path)
+        ]
+        # Damaged checkpoints don't count, or the last good one might be removed for them.
+        kept_paths = {new, *(good_older[1 - keep :] if keep > 1 else ())}
+        removed, unremovable = [], []
+        for path in (entry.path for entry in entries if entry.path not in kept_paths):
             try:
                 remove(path)
                 removed.append(path)
             except OSError as error:
-                left.append(RefusedCheckpoint(path, error.strerror or str(error)))
-        return tuple(removed), tuple(left)
+                unremovable.append(RefusedCheckpoint(path, error.strerror or str(error)))
+        return tuple(removed), tuple(unremovable)
 
 
-def whole(path: Path) -> bool:
-    """Returns whether a checkpoint's manifest holds and its files have the right sizes; contents aren't read."""
+def is_complete(path: Path) -> bool:
+    """Returns whether a checkpoint's manifest verifies and its files have the right sizes; contents aren't read."""
     try:
         manifest = Manifest.read(path)
     except CheckpointError:

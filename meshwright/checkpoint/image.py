@@ -1,7 +1,7 @@
-"""The `image` backend: one file a rank, the same bytes as its snapshot in memory: tables, checksums, then the parts.
+"""The `image` backend: one file a rank, with the same bytes as its snapshot in memory (tables, checksums, shards).
 
-Nothing is pickled, nothing is planned by one rank for all, each part has a checksum of its own beside the file's, and a
-process without a group can write the file of a rank that has gone from what it left in memory.
+Nothing is pickled, no rank plans for all, and each shard has a checksum of its own beside the file's. A process without
+a group can write the file of a dead rank from its snapshot in memory.
 """
 
 from __future__ import annotations
@@ -30,51 +30,58 @@ class ImageBackend:
     """Files that are images of snapshots; see `Backend` for when each method is called."""
 
     def write(self, folder: Path, tensors: Mapping[str, Any], group: ProcessGroup | None) -> dict[str, FileRecord]:
-        """Writes what this rank keeps; copies are kept once, balanced over the ranks that hold them."""
-        ranks = Agreement(group)
-        held = parts_of(tensors)
-        tables = ranks.gather([part for part, _ in held])
-        kept = [(part, held[index]) for index, part in keepers(tables)[ranks.rank]]
-        if not kept:
+        """Writes this rank's shards; a replicated one is written once, balanced over the ranks that hold it."""
+        agreement = Agreement(group)
+        local_shards = parts_of(tensors)
+        # Every rank computes the same assignment from all tables; no rank plans for others.
+        tables = agreement.gather([shard for shard, _ in local_shards])
+        saved_shards = [(shard, local_shards[index]) for index, shard in keepers(tables)[agreement.rank]]
+        if not saved_shards:
             return {}
-        values = [within(view, whole.box, part.box).detach().cpu().contiguous() for part, (whole, view) in kept]
+        # A saved shard may be a cell of the local one; only its elements are copied to the host.
+        values = [
+            within(view, source_shard.box, shard.box).detach().cpu().contiguous()
+            for shard, (source_shard, view) in saved_shards
+        ]
         data = [memoryview(value.reshape(-1).view(torch.uint8).numpy()) for value in values]
-        whole = digest(part for table in tables for part in table)
-        return write_image(folder, ranks.rank, [part for part, _ in kept], data, whole)
+        fingerprint = digest(shard for table in tables for shard in table)
+        return write_image(folder, agreement.rank, [shard for shard, _ in saved_shards], data, fingerprint)
 
     def describe(self, folder: Path) -> dict[str, TensorRecord]:
-        """Reads the tables of all files and checks that their parts cover each tensor exactly once."""
-        state = _open(folder)
-        parts = (kept.part for snapshot in state.snapshots for kept in snapshot.kept)
-        return {part.name: TensorRecord(part.shape, part.dtype) for part in parts}
+        """Reads the tables of all files and checks that their shards cover each tensor exactly once."""
+        state = _open_state(folder)
+        shards = (stored.shard for snapshot in state.snapshots for stored in snapshot.stored_shards)
+        return {shard.name: TensorRecord(shard.shape, shard.dtype) for shard in shards}
 
     def read(self, folder: Path, targets: Mapping[str, Any], group: ProcessGroup | None) -> None:
-        """Reads the parts that overlap this rank's."""
-        _open(folder).fill(targets)
+        """Reads the shards that overlap this rank's."""
+        _open_state(folder).fill(targets)
 
     def read_full(self, folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors."""
-        state = _open(folder)
-        known = {kept.part.name: kept.part for snapshot in state.snapshots for kept in snapshot.kept}
-        if missing := [name for name in names if name not in known]:
+        """Yields full tensors, one at a time."""
+        state = _open_state(folder)
+        shards_by_name = {
+            stored.shard.name: stored.shard for snapshot in state.snapshots for stored in snapshot.stored_shards
+        }
+        if missing := [name for name in names if name not in shards_by_name]:
             raise CheckpointError(f"{folder.name} has no {', '.join(missing[:8])}")
         for name in names:
-            part = known[name]
-            whole = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
-            state.fill({name: whole})
-            yield name, whole
+            shard = shards_by_name[name]
+            full_tensor = torch.empty(shard.shape, dtype=getattr(torch, shard.dtype))
+            state.fill({name: full_tensor})
+            yield name, full_tensor
 
 
 def write_image(
-    folder: Path, rank: int, parts: Sequence[TensorShard], data: Sequence[Any], tensors: str
+    folder: Path, rank: int, shards: Sequence[TensorShard], data: Sequence[Any], tensors: str
 ) -> dict[str, FileRecord]:
     """Writes a rank's file.
 
     Args:
-        folder: where.
-        rank: whose.
-        parts: what it keeps.
-        data: the bytes of each.
+        folder: of the checkpoint.
+        rank: that the shards belong to.
+        shards: those that it saves.
+        data: for each shard a contiguous buffer of its bytes.
         tensors: fingerprint of the whole state's tensors.
 
     Returns:
@@ -86,10 +93,11 @@ def write_image(
     path = folder / f"rank-{rank:05d}{_SUFFIX}"
     try:
         with SummedWriter(path, "crc32") as stream:
-            stream.write(encode(rank, parts, data, tensors))
-            for one in data:
-                stream.write(one)
-                stream.write(bytes(padded(one.nbytes) - one.nbytes))
+            stream.write(encode(rank, shards, data, tensors))
+            for shard_bytes in data:
+                stream.write(shard_bytes)
+                # Padding as in memory: file and segment have the same offsets.
+                stream.write(bytes(padded(shard_bytes.nbytes) - shard_bytes.nbytes))
     except OSError as error:
         raise CheckpointError(f"{error.strerror or error} ({path})") from None
     return {path.name: stream.record}
@@ -97,12 +105,14 @@ def write_image(
 
 def copy_image(folder: Path, snapshot: Snapshot) -> dict[str, FileRecord]:
     """Writes the file of a rank from its snapshot in memory; see `write_image`."""
-    parts = [kept.part for kept in snapshot.kept]
-    return write_image(folder, snapshot.rank, parts, [snapshot.data(kept) for kept in snapshot.kept], snapshot.tensors)
+    shards = [stored.shard for stored in snapshot.stored_shards]
+    return write_image(
+        folder, snapshot.rank, shards, [snapshot.data(stored) for stored in snapshot.stored_shards], snapshot.tensors
+    )
 
 
-def _open(folder: Path) -> State:
-    """Maps all files of a folder.
+def _open_state(folder: Path) -> State:
+    """Maps all files of a folder into memory as one state.
 
     Raises:
         CheckpointError: when one can't be read, or they don't hold every element of each tensor exactly once.
@@ -120,6 +130,7 @@ def _open(folder: Path) -> State:
     if not snapshots:
         raise CheckpointError(f"{folder.name} holds no file of the form rank-00000{_SUFFIX}")
     states = whole_states(snapshots)
+    # One folder is one state; files of two saves, or a missing rank, are refused.
     if len(states) != 1 or len(states[0].snapshots) != len(snapshots):
         raise CheckpointError(f"{folder.name}: its files don't hold every element of each tensor exactly once")
     return states[0]

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of and where it comes from, as JSON that carries its own checksum."""
+"""The manifest of a checkpoint: files, tensors and origin, as JSON that carries its own checksum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What trained the state of a checkpoint."""
+    """Model, data, layout and config of the run that saved a checkpoint."""
 
     model: str = ""
     """Fingerprint of the model's architecture; empty where there is none to compare."""
@@ -33,7 +33,7 @@ class Origin:
     """The run's config as plain values."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values that `from_json` takes back."""
+        """Returns plain values for `from_json`."""
         layout = self.layout.to_json() if self.layout is not None else None
         return {"model": self.model, "data": self.data, "layout": layout, "config": dict(self.config)}
 
@@ -46,7 +46,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything that has to hold for a checkpoint to be loaded."""
+    """Contents of a checkpoint, all of which is verified before it is loaded."""
 
     name: str
     """Name of the checkpoint's folder."""
@@ -61,7 +61,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     """Tensors by name, with global shapes."""
     origin: Origin
-    """What trained it."""
+    """Model, data, layout and config of the run that saved it."""
     meta: Mapping[str, Any]
     """The trainer's plain values: optimizer scalars, data position, loss history."""
 
@@ -71,7 +71,7 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     def render(self) -> bytes:
-        """Returns the manifest's only valid file contents.
+        """Renders the manifest as the only file contents that `read` accepts.
 
         Raises:
             TypeError: when meta or config holds something that JSON doesn't.
@@ -87,14 +87,15 @@ class Manifest:
             "origin": self.origin.to_json(),
             "meta": dict(self.meta),
         }
-        return _sealed(json.loads(json.dumps(body)))
+        # Through JSON and back: tuples become lists now, so that rendering what was read gives the same bytes.
+        return _with_checksum(json.loads(json.dumps(body)))
 
     @classmethod
     def read(cls, folder: Path, name: str = "") -> Self:
         """Reads a checkpoint's manifest.
 
         Args:
-            folder: where it is.
+            folder: of the checkpoint.
             name: of the checkpoint; the folder's when empty.
 
         Raises:
@@ -106,7 +107,7 @@ class Manifest:
             raise CheckpointError(f"{MANIFEST} is missing") from None
         except OSError as error:
             raise CheckpointError(f"{MANIFEST} can't be read: {error.strerror or error}") from None
-        body = _opened(raw)
+        body = _verified_body(raw)
         if body.get("format") != _FORMAT:
             raise CheckpointError(f"{MANIFEST} has format {body.get('format')}; this version reads {_FORMAT}")
         if body["name"] != (name or folder.name):
@@ -118,6 +119,7 @@ class Manifest:
 
     @classmethod
     def _from_body(cls, body: Mapping[str, Any]) -> Self:
+        """Builds the manifest from parsed JSON; raises for missing or mistyped fields."""
         return cls(
             name=body["name"],
             step=body["step"],
@@ -143,20 +145,22 @@ def _file_record(record: Any) -> FileRecord:
     return FileRecord(size, checksum)
 
 
-def _sealed(body: Mapping[str, Any]) -> bytes:
+def _with_checksum(body: Mapping[str, Any]) -> bytes:
     """Returns the body as canonical JSON with the sha256 of that JSON as the last entry."""
-    inner = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    checksum = hashlib.sha256(inner.encode()).hexdigest()
+    # The checksum covers a compact canonical form; the file itself is indented for people.
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    checksum = hashlib.sha256(canonical.encode()).hexdigest()
     return (json.dumps({"body": body, "checksum": checksum}, sort_keys=True, indent=1) + "\n").encode()
 
 
-def _opened(raw: bytes) -> dict[str, Any]:
-    """Returns the body; sealing it again must give the very same bytes, so that no byte is free to change."""
+def _verified_body(raw: bytes) -> dict[str, Any]:
+    """Parses a manifest's bytes; rendering the body again must give the same bytes, so that no byte can change."""
     try:
         body = parse_json(raw)["body"]
-        whole = isinstance(body, dict) and _sealed(body) == raw
+        # Rendered again, not just summed: spaces and key order are part of what must not change.
+        intact = isinstance(body, dict) and _with_checksum(body) == raw
     except (ValueError, TypeError, KeyError, RecursionError):
-        whole = False
-    if not whole:
+        intact = False
+    if not intact:
         raise CheckpointError(f"{MANIFEST} is damaged: its contents don't give its checksum")
     return body

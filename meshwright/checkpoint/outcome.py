@@ -1,4 +1,4 @@
-"""What came of a save or a load."""
+"""Results of a save, a search and a load of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.checkpoint.manifest import Manifest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that stands."""
+    """A checkpoint that was saved and is complete."""
 
     step: int
     """Optimizer steps done."""
@@ -23,22 +23,22 @@ class SavedCheckpoint:
     size_bytes: int
     """Bytes of all its files."""
     seconds: float
-    """Time that the save took on this rank."""
+    """Duration of the save on this rank, in seconds."""
     removed: tuple[Path, ...] = ()
     """Older checkpoints that were collected (known on rank 0)."""
-    left: tuple[RefusedCheckpoint, ...] = ()
+    unremovable: tuple[RefusedCheckpoint, ...] = ()
     """Older checkpoints that could not be removed, and why (known on rank 0)."""
     copied: Mapping[str, Any] = field(default_factory=dict)
-    """Of its copy in ``config.mirror``: where it is and how long it took, or why there is none (known on rank 0)."""
+    """Event fields of its copy in ``config.mirror``: path and seconds, or the failure (known on rank 0)."""
 
     def told(self) -> dict[str, Any]:
-        """Returns what its event says beside the step."""
+        """Returns the fields of its event, without the step."""
         return {"path": str(self.path), "bytes": self.size_bytes, "seconds": self.seconds, **self.copied}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint that was found good, and whose tensors were read if targets were given."""
+    """A checkpoint that verified; its tensors were read if the caller gave targets."""
 
     step: int
     """Optimizer steps done."""
@@ -49,9 +49,9 @@ class LoadedCheckpoint:
     refused: tuple[RefusedCheckpoint, ...]
     """Newer checkpoints that didn't verify."""
     seconds: float
-    """Time that it took on this rank."""
+    """Duration of search and load on this rank, in seconds."""
     asked: tuple[Mapping[str, Any], ...] = ()
-    """What came of asking ``config.mirror`` in their place: events, each with its ``kind``."""
+    """Events of fetching from ``config.mirror`` in their place, each with its ``kind``."""
 
     @property
     def meta(self) -> Mapping[str, Any]:
@@ -61,29 +61,30 @@ class LoadedCheckpoint:
 
 @dataclass(slots=True)
 class CheckpointSearch:
-    """A search for a checkpoint that is good, as far as it has come."""
+    """State of a search for a checkpoint that verifies."""
 
     began: float = field(default_factory=time.monotonic)
-    """time.monotonic() of its beginning."""
+    """time.monotonic() at its start."""
     refused: list[RefusedCheckpoint] = field(default_factory=list)
-    """Checkpoints that aren't good."""
-    brought: set[Path] = field(default_factory=set)
-    """Those that the mirror gave."""
-    asked: list[Mapping[str, Any]] = field(default_factory=list)
-    """As in `LoadedCheckpoint`."""
+    """Checkpoints that don't verify."""
+    fetched: set[Path] = field(default_factory=set)
+    """Checkpoints that were fetched from the mirror."""
+    mirror_events: list[Mapping[str, Any]] = field(default_factory=list)
+    """Events of fetching from the mirror, each with its ``kind``."""
 
     def loaded(self, path: Path, manifest: Manifest) -> LoadedCheckpoint:
-        """Returns its end: the checkpoint that is good."""
+        """Builds the result of a search that ended with a good checkpoint."""
         return LoadedCheckpoint(
             step=manifest.step,
             path=path,
             manifest=manifest,
             refused=tuple(self.refused),
             seconds=time.monotonic() - self.began,
-            asked=tuple(self.asked),
+            asked=tuple(self.mirror_events),
         )
 
     def reasons(self) -> str:
-        """Returns why none is."""
-        failed = [str(event["reason"]) for event in self.asked if "reason" in event]
-        return "; ".join([f"{item.path.name}: {item.reason}" for item in self.refused] + failed)
+        """Returns why no checkpoint verified, as one line."""
+        # Why the mirror couldn't help belongs to the reasons.
+        mirror_failures = [str(event["reason"]) for event in self.mirror_events if "reason" in event]
+        return "; ".join([f"{item.path.name}: {item.reason}" for item in self.refused] + mirror_failures)

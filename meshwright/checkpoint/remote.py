@@ -1,4 +1,4 @@
-"""Snapshots that lie on another node: read over authenticated TCP, with the same tables and the same checksums."""
+"""Snapshots in another node's memory: read over authenticated TCP, with the same tables and the same checksums."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from meshwright.transport.gate import Gate, Refused
 from meshwright.transport.key import RunKey
 from meshwright.transport.seal import Channel, WireError
 
-_ASK = struct.Struct("<qqqqq")
+_REQUEST = struct.Struct("<qqqqq")
 _ANSWER = struct.Struct("<qq")
 _WAIT_S = 10.0
-_FOR_EVER_S = 3600.0
+_IDLE_POLL_S = 3600.0
 Key = tuple[int, int, int]
 """Generation, step and rank of a snapshot."""
 
 
 class Shelf:
-    """Reads the snapshots that another node holds; connects at the first read.
+    """A client of another node's snapshots; it connects at the first read.
 
     Args:
         host: of the node.
-        port: where `serve` listens there.
-        key: of the run.
+        port: that `serve` listens on.
+        key: secret of the run.
     """
 
     def __init__(self, host: str, port: int, key: RunKey) -> None:
         self._address, self._key = (host, port), key
         self._connection: Connection | None = None
 
-    def read(self, key: Key, at: int, size: int) -> tuple[memoryview, int]:
-        """Returns some bytes of a snapshot, and how long it is.
+    def read(self, key: Key, offset: int, size: int) -> tuple[memoryview, int]:
+        """Reads ``size`` bytes from ``offset`` on; returns them and the size of the whole snapshot.
 
         Raises:
             CheckpointError: when the node can't be reached, or doesn't hold it.
@@ -46,27 +46,28 @@ class Shelf:
             if self._connection is None:
                 self._connection = connect(self._address, self._key, Channel.SHELF, _WAIT_S)
                 self._connection.limit(_WAIT_S)
-            self._connection.send(_ASK.pack(*key, at, size))
-            found, whole = _unpacked(_ANSWER, self._connection)
-            data = memoryview(bytearray(size if found == size else 0))
+            self._connection.send(_REQUEST.pack(*key, offset, size))
+            answer_size, snapshot_size = _receive_fields(_ANSWER, self._connection)
+            # A size of -1 means that the node has no such snapshot: receive nothing.
+            data = memoryview(bytearray(size if answer_size == size else 0))
             self._connection.receive_parcel(data)
         except OSError as error:
             self.close()
             host, port = self._address
             raise CheckpointError(f"lost contact with another rank's memory at {host}:{port}: {error}") from error
-        if found != size:
+        if answer_size != size:
             raise CheckpointError(f"{self._address[0]} has no snapshot of step {key[1]} of rank {key[2]}")
-        return data, whole
+        return data, snapshot_size
 
     def close(self) -> None:
-        """Ends the connection; another read opens it again."""
+        """Closes the connection; the next read opens it again."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 class RemoteSnapshot(Snapshot):
-    """A snapshot on another node; its table is read at once, its values when they are asked for."""
+    """A snapshot on another node; its tables are read at once, its values when they are needed."""
 
     def __init__(self, shelf: Shelf, key: Key) -> None:
         """Reads the header and the tables.
@@ -75,75 +76,83 @@ class RemoteSnapshot(Snapshot):
             CheckpointError: when they can't be read, or are damaged.
         """
         self._shelf, self._key = shelf, key
-        head, whole = shelf.read(key, 0, HEADER_BYTES)
-        found = header(head)
-        if found is None or not HEADER_BYTES <= found[2] <= whole:
+        header_data, snapshot_size = shelf.read(key, 0, HEADER_BYTES)
+        header_fields = header(header_data)
+        if header_fields is None or not HEADER_BYTES <= header_fields[2] <= snapshot_size:
             raise CheckpointError(f"rank {key[2]}'s snapshot of step {key[1]} is damaged")
-        super().__init__(shelf.read(key, 0, found[2])[0], whole)
+        # Header and tables in one read, up to the data's offset; values follow one by one.
+        super().__init__(shelf.read(key, 0, header_fields[2])[0], snapshot_size)
 
-    def read(self, at: int, size: int) -> memoryview:
-        """Reads bytes of the segment."""
-        return self._shelf.read(self._key, at, size)[0]
+    def read(self, offset: int, size: int) -> memoryview:
+        """Reads ``size`` bytes of the segment from ``offset`` on."""
+        return self._shelf.read(self._key, offset, size)[0]
 
 
 def remote(shelf: Shelf, key: Key) -> Callable[[], Snapshot]:
-    """Returns what opens a snapshot on another node."""
+    """Returns a function that opens a snapshot on another node."""
     return partial(RemoteSnapshot, shelf, key)
 
 
 def serve(
     listener: socket.socket, snapshots: Iterable[tuple[Key, Snapshot]], key: RunKey, refused: Refused | None = None
 ) -> None:
-    """Answers `Shelf`s for ever.
+    """Serves snapshots to `Shelf` clients until the process ends, each in a thread.
 
     Args:
-        listener: where they connect.
-        snapshots: what they may read.
-        key: of the run; who doesn't have it reads nothing.
-        refused: told of those.
+        listener: socket that clients connect to.
+        snapshots: (key, snapshot) of all that they may read.
+        key: secret of the run; a client without it reads nothing.
+        refused: called for strangers that fail to authenticate.
     """
-    held, gate = dict(snapshots), Gate(listener, key, Channel.SHELF, refused)
+    snapshots_by_key, gate = dict(snapshots), Gate(listener, key, Channel.SHELF, refused)
     while True:
-        for connection in gate.poll(_FOR_EVER_S if not gate.strangers else 1.0):
-            threading.Thread(target=_answer, args=(connection, held, gate), daemon=True).start()
+        for connection in gate.poll(_IDLE_POLL_S if not gate.strangers else 1.0):
+            # A thread a client: one slow reader must not hold up the recovery of others.
+            threading.Thread(target=_answer, args=(connection, snapshots_by_key, gate), daemon=True).start()
 
 
-def _answer(connection: Connection, held: dict[Key, Snapshot], gate: Gate) -> None:
+def _answer(connection: Connection, snapshots_by_key: dict[Key, Snapshot], gate: Gate) -> None:
+    """Answers one client until it disconnects; a range outside a snapshot is refused."""
     with connection:
         try:
             while True:
-                generation, step, rank, at, size = _unpacked(_ASK, connection)
-                one = held.get((generation, step, rank))
-                if one is None or at < 0 or size < 0 or at + size > one.size:
+                generation, step, rank, offset, size = _receive_fields(_REQUEST, connection)
+                snapshot = snapshots_by_key.get((generation, step, rank))
+                # The range comes from another machine: nothing outside the snapshot may be read.
+                if snapshot is None or offset < 0 or size < 0 or offset + size > snapshot.size:
                     connection.send(_ANSWER.pack(-1, 0))
                     continue
-                connection.send(_ANSWER.pack(size, one.size))
-                connection.send_parcel(memoryview(one.read(at, size)))
+                connection.send(_ANSWER.pack(size, snapshot.size))
+                connection.send_parcel(memoryview(snapshot.read(offset, size)))
         except WireError as error:
             gate.tell(connection.address, str(error))
         except OSError:
             return
 
 
-def _unpacked(form: struct.Struct, connection: Connection) -> tuple[int, ...]:
-    """Returns the numbers of the next message.
+def _receive_fields(layout: struct.Struct, connection: Connection) -> tuple[int, ...]:
+    """Receives a message and unpacks its integers.
 
     Raises:
-        WireError: when it is of another length.
+        WireError: when its length differs from the layout's.
     """
-    contents = connection.receive(form.size)
-    if len(contents) != form.size:
-        raise WireError(f"a message of {len(contents)} bytes came where {form.size} were due")
-    return form.unpack(contents)
+    contents = connection.receive(layout.size)
+    if len(contents) != layout.size:
+        raise WireError(f"a message of {len(contents)} bytes came where {layout.size} were due")
+    return layout.unpack(contents)
 
 
 def whole_steps(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Returns (step, generation) of which every rank's snapshot is there, newest first.
+    """Returns the (step, generation) of which every rank's snapshot is present, newest first.
 
     Args:
-        rows: generation, step, rank and number of ranks (and more) of the snapshots that are held anywhere.
+        rows: (generation, step, rank, number of ranks, ...) of each snapshot on any node.
     """
-    found: dict[tuple[int, int], tuple[set[int], int]] = {}
+    ranks_by_step: dict[tuple[int, int], tuple[set[int], int]] = {}
     for generation, step, rank, ranks, *_ in rows:
-        found.setdefault((step, generation), (set(), ranks))[0].add(rank)
-    return sorted((key for key, (held, ranks) in found.items() if held >= set(range(max(1, ranks)))), reverse=True)
+        # A step counts once every rank of its generation has a snapshot on some reachable node.
+        ranks_by_step.setdefault((step, generation), (set(), ranks))[0].add(rank)
+    return sorted(
+        (key for key, (present_ranks, ranks) in ranks_by_step.items() if present_ranks >= set(range(max(1, ranks)))),
+        reverse=True,
+    )

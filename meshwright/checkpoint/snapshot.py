@@ -1,10 +1,12 @@
-"""A copy of a rank's state in memory that outlives the rank: segments held by the process that forked it.
+# long: one byte layout; its reader, its writer and the state that several of them make
+"""Snapshots of a rank's state in shared memory that outlive the rank, held by the process that forked it.
 
-A segment is anonymous shared memory: no name, so that nothing can leak, and gone with the last process that holds it.
-Each rank has two and writes them in turn, so that one whole snapshot stands at any moment. What makes a snapshot whole
-is its header, written last, whose checksum covers the table of parts, their checksums and the trainer's own values.
+A segment is anonymous shared memory: it has no name that could leak, and goes with the last process that holds it.
+Each rank alternates between two segments, so that one complete snapshot exists at any moment. A snapshot is complete
+when its header is written, which happens last. The header's checksum covers the table of shards, their checksums and
+the trainer's own values.
 
-    header | table of parts (JSON) | crc32 of each part | the trainer's values (JSON) | data of the parts
+    header | table of shards (JSON) | crc32 of each shard | the trainer's values (JSON) | data of the shards
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<8sqqqqqqI")
 _MAGIC = b"meshsnap"
 _HEADER_BYTES = HEADER_BYTES = 64
-"""Bytes of the header, which is written last: what it says of generation and step counts."""
+"""Bytes of the header, which is written last: a snapshot is complete once it is there."""
+# Room for the trainer's own values, reserved up front since data must not move; alignment of each shard's data.
 _META_BYTES, _ALIGN = 64 * 1024, 64
 
 
 class Segment:
-    """Anonymous shared memory of a node; forked processes share it, and it goes when the last of them has gone."""
+    """Anonymous shared memory of a node, shared by forked processes and freed when the last of them ends."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -53,12 +56,13 @@ class Segment:
         return os.fstat(self.fd).st_size
 
     def map(self, size: int) -> mmap.mmap:
-        """Makes the segment that long and returns its memory, present from the start.
+        """Resizes the segment and returns its memory, with all pages allocated at once.
 
         Raises:
             CheckpointError: when there is no memory for it.
         """
         try:
+            # MAP_POPULATE allocates now: a full memory shows here as an error, not later as a bus error in a copy.
             os.ftruncate(self.fd, size)
             return mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         except OSError as error:
@@ -67,7 +71,7 @@ class Segment:
             ) from error
 
     def close(self) -> None:
-        """Lets go of the memory; a second call does nothing."""
+        """Closes the segment; a second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -75,102 +79,112 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A part inside a snapshot."""
+    """A tensor shard inside a snapshot."""
 
-    part: TensorShard
-    at: int
-    """Where its data begins, in bytes from the segment's start."""
+    shard: TensorShard
+    """Tensor, box and dtype."""
+    offset: int
+    """Bytes from the segment's start to its data."""
     checksum: int
     """crc32 of its data."""
 
 
 class Snapshot:
-    """What one segment holds: a rank's kept parts after a step."""
+    """A complete snapshot in one segment: the shards that a rank saves after a step."""
 
     def __init__(self, memory: memoryview, size: int | None = None) -> None:
         """Reads the header and the tables.
 
         Args:
-            memory: of the segment, or its beginning.
-            size: of the whole, where that is more.
+            memory: the segment, or a prefix that holds the header and the tables.
+            size: bytes of the whole snapshot, where ``memory`` is a prefix.
 
         Raises:
-            CheckpointError: when no whole snapshot is there.
+            CheckpointError: when the memory holds no complete snapshot.
         """
         self._memory, size = memory, len(memory) if size is None else size
         try:
-            values = _HEADER.unpack_from(memory, 0)
+            fields = _HEADER.unpack_from(memory, 0)
         except struct.error as error:
             raise CheckpointError("an empty segment") from error
-        magic, self.generation, self.step, table, parts, meta, data_at, crc = values
-        spans = [0, _HEADER_BYTES, _HEADER_BYTES + table, _HEADER_BYTES + table + 4 * parts]
-        end = spans[-1] + meta
-        if magic != _MAGIC or min(table, parts, meta) < 0 or not end <= data_at <= size or end > len(memory):
+        magic, self.generation, self.step, table_bytes, shard_count, meta_bytes, data_at, header_crc = fields
+        # Starts of header, table of shards, checksums and the trainer's values.
+        section_offsets = [0, _HEADER_BYTES, _HEADER_BYTES + table_bytes, _HEADER_BYTES + table_bytes + 4 * shard_count]
+        meta_end = section_offsets[-1] + meta_bytes
+        # Every length is checked before any section is read: a damaged header must not cause a read out of bounds.
+        if (
+            magic != _MAGIC
+            or min(table_bytes, shard_count, meta_bytes) < 0
+            or not meta_end <= data_at <= size
+            or meta_end > len(memory)
+        ):
             raise CheckpointError("no whole snapshot")
-        if zlib.crc32(memory[_HEADER_BYTES:end], zlib.crc32(memory[: _HEADER.size - 4])) != crc:
+        # One checksum over header (without its own field) and tables: an overwritten or torn table never passes.
+        if zlib.crc32(memory[_HEADER_BYTES:meta_end], zlib.crc32(memory[: _HEADER.size - 4])) != header_crc:
             raise CheckpointError("a snapshot whose header is damaged")
-        known = parse_json(bytes(memory[spans[1] : spans[2]]))
-        sums = struct.unpack_from(f"<{parts}I", memory, spans[2])
-        self.meta: dict[str, Any] = parse_json(bytes(memory[spans[3] : end]))
+        table_fields = parse_json(bytes(memory[section_offsets[1] : section_offsets[2]]))
+        checksums = struct.unpack_from(f"<{shard_count}I", memory, section_offsets[2])
+        self.meta: dict[str, Any] = parse_json(bytes(memory[section_offsets[3] : meta_end]))
         """The trainer's own values."""
-        self.tensors = str(known["tensors"])
-        """Fingerprint of the whole state's tensors (`parts.digest`)."""
-        self.rank = int(known["rank"])
+        self.tensors = str(table_fields["tensors"])
+        """Fingerprint of the whole state's tensors (`tensor_shards.digest`)."""
+        self.rank = int(table_fields["rank"])
         """Which rank wrote it."""
-        self.ranks = int(known.get("ranks", 0))
-        """How many ranks wrote snapshots of this step; 0 where that wasn't told."""
-        self.kept: list[StoredShard] = []
-        """Its parts."""
-        at = data_at
-        for values, checksum in zip(known["parts"], sums):
-            part = TensorShard.from_json(values)
-            self.kept.append(StoredShard(part, at, checksum))
-            at += padded(part.size_bytes)
-        if at > size:
+        self.ranks = int(table_fields.get("ranks", 0))
+        """How many ranks wrote snapshots of this step; 0 where the writer didn't record it."""
+        self.stored_shards: list[StoredShard] = []
+        """Its shards, by ascending offset."""
+        offset = data_at
+        for shard_fields, checksum in zip(table_fields["parts"], checksums):
+            shard = TensorShard.from_json(shard_fields)
+            self.stored_shards.append(StoredShard(shard, offset, checksum))
+            offset += padded(shard.size_bytes)
+        if offset > size:
             raise CheckpointError("a snapshot that is cut short")
 
     @property
     def size(self) -> int:
-        """Bytes of the whole snapshot, as far as they lie here."""
+        """Bytes of the snapshot in this process's memory."""
         return len(self._memory)
 
-    def read(self, at: int, size: int) -> memoryview:
-        """Returns bytes of the segment."""
-        return self._memory[at : at + size]
+    def read(self, offset: int, size: int) -> memoryview:
+        """Returns ``size`` bytes of the segment from ``offset`` on."""
+        return self._memory[offset : offset + size]
 
-    def values(self, kept: StoredShard) -> Tensor:
-        """Returns a part's values as a view of the segment, checked.
+    def values(self, stored: StoredShard) -> Tensor:
+        """Returns a shard's verified values: a CPU tensor of its box's shape and dtype, a view of the segment.
 
         Raises:
-            CheckpointError: when they aren't what was written.
+            CheckpointError: when their checksum doesn't match.
         """
         import torch
 
-        dtype = getattr(torch, kept.part.dtype)
-        return torch.frombuffer(self.data(kept), dtype=dtype).view(kept.part.sizes)
+        dtype = getattr(torch, stored.shard.dtype)
+        return torch.frombuffer(self.data(stored), dtype=dtype).view(stored.shard.sizes)
 
-    def data(self, kept: StoredShard) -> memoryview:
-        """Returns a part's bytes, checked.
+    def data(self, stored: StoredShard) -> memoryview:
+        """Returns a shard's verified bytes.
 
         Raises:
-            CheckpointError: when they aren't what was written.
+            CheckpointError: when their checksum doesn't match.
         """
-        part = kept.part
-        data = self.read(kept.at, part.size_bytes)
-        if zlib.crc32(data) != kept.checksum:
-            where = f"rank {self.rank}'s snapshot of step {self.step}"
-            raise CheckpointError(f"'{part.name}' {part.box} in {where} is damaged")
+        shard = stored.shard
+        # The checksum is verified at every read: memory may decay between snapshot and recovery.
+        data = self.read(stored.offset, shard.size_bytes)
+        if zlib.crc32(data) != stored.checksum:
+            snapshot_label = f"rank {self.rank}'s snapshot of step {self.step}"
+            raise CheckpointError(f"'{shard.name}' {shard.box} in {snapshot_label} is damaged")
         return data
 
 
 def peek(segment: Segment) -> tuple[int, int] | None:
-    """Returns (generation, step) of the snapshot that a segment holds; None while it is being written."""
-    found = header(os.pread(segment.fd, _HEADER_BYTES, 0))
-    return found[:2] if found is not None else None
+    """Reads (generation, step) of a segment's snapshot; None while it is being written."""
+    header_fields = header(os.pread(segment.fd, _HEADER_BYTES, 0))
+    return header_fields[:2] if header_fields is not None else None
 
 
 def header(memory: Any) -> tuple[int, int, int] | None:
-    """Returns generation, step and where the data begins, as a segment's header says; None when it says nothing."""
+    """Parses (generation, step, offset of the data in bytes) from a segment's header; None when it is blank."""
     if len(memory) < _HEADER_BYTES:
         return None
     magic, generation, step, _, _, _, data_at, _ = _HEADER.unpack_from(memory, 0)
@@ -178,35 +192,36 @@ def header(memory: Any) -> tuple[int, int, int] | None:
 
 
 def read_snapshots(segments: Iterable[Segment]) -> list[Snapshot]:
-    """Returns the whole snapshots of some segments; what was being written when its rank died isn't one."""
-    found = []
+    """Returns the complete snapshots of some segments; skips those that a dying rank left half-written."""
+    snapshots = []
     for segment in segments:
         if segment.size:
+            # A private mapping: whoever reads can't change the snapshot.
             memory = memoryview(mmap.mmap(segment.fd, segment.size, access=mmap.ACCESS_COPY))
             try:
-                found.append(Snapshot(memory))
+                snapshots.append(Snapshot(memory))
             except CheckpointError:
                 continue
-    return found
+    return snapshots
 
 
 class State:
-    """The whole state after one step, from the snapshots of all ranks.
+    """The full training state after one step, from the snapshots of all ranks.
 
     Args:
         step: optimizer steps done.
-        snapshots: of all ranks; those that lie elsewhere as functions that open them, called when they are needed.
-        tier: where they lie: ``memory``, or ``peer`` where some are copies that other nodes kept.
+        snapshots: of all ranks; a remote one as a function that opens it, called at first use.
+        tier: ``memory``, or ``peer`` where some are copies in other nodes' memory.
     """
 
     def __init__(self, step: int, snapshots: Sequence[Snapshot | Callable[[], Snapshot]], tier: str = "memory") -> None:
         self.step, self.tier = step, tier
-        self._given = tuple(snapshots)
+        self._sources = tuple(snapshots)
 
     @cached_property
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """All of them, open."""
-        return tuple(one if isinstance(one, Snapshot) else one() for one in self._given)
+        """The snapshots of all ranks, opened."""
+        return tuple(source if isinstance(source, Snapshot) else source() for source in self._sources)
 
     @property
     def meta(self) -> Mapping[str, Any]:
@@ -215,73 +230,76 @@ class State:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(kept.part.size_bytes for snapshot in self.snapshots for kept in snapshot.kept)
+        """Bytes of all shards."""
+        return sum(stored.shard.size_bytes for snapshot in self.snapshots for stored in snapshot.stored_shards)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every tensor whole.
+        """Returns every full tensor by name, on the CPU, in its saved dtype.
 
         Raises:
-            CheckpointError: when a part is damaged.
+            CheckpointError: when a shard is damaged.
         """
         import torch
 
-        found: dict[str, Tensor] = {}
+        full_tensors: dict[str, Tensor] = {}
         for snapshot in self.snapshots:
-            for part in (kept.part for kept in snapshot.kept):
-                if part.name not in found:
-                    found[part.name] = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
-        self.fill(found)
-        return found
+            for shard in (stored.shard for stored in snapshot.stored_shards):
+                if shard.name not in full_tensors:
+                    full_tensors[shard.name] = torch.empty(shard.shape, dtype=getattr(torch, shard.dtype))
+        self.fill(full_tensors)
+        return full_tensors
 
     def fill(self, targets: Mapping[str, Any]) -> None:
         """Fills this rank's tensors, of any layout, in place.
 
         Raises:
-            CheckpointError: when the state is another model's, or damaged; see `parts.fill`.
+            CheckpointError: when the state is another model's, or damaged; see `tensor_shards.fill`.
         """
-        names = {kept.part.name for snapshot in self.snapshots for kept in snapshot.kept}
+        names = {stored.shard.name for snapshot in self.snapshots for stored in snapshot.stored_shards}
         if missing := [name for name in targets if name not in names]:
             raise CheckpointError(f"the snapshot of step {self.step} has no {', '.join(missing[:4])}")
         sources: dict[TensorShard, Callable[[], Tensor]] = {
-            kept.part: (lambda snapshot=snapshot, kept=kept: snapshot.values(kept))  # type: ignore[misc]
+            stored.shard: (lambda snapshot=snapshot, stored=stored: snapshot.values(stored))  # type: ignore[misc]
             for snapshot in self.snapshots
-            for kept in snapshot.kept
+            for stored in snapshot.stored_shards
         }
         fill(targets, sources)
 
 
 def whole_states(snapshots: Iterable[Snapshot]) -> list[State]:
-    """Returns every step of which each element is there exactly once, newest first."""
+    """Returns the states whose snapshots hold every element exactly once, newest first."""
     by_step: dict[tuple[int, int], list[Snapshot]] = {}
-    for one in snapshots:
-        by_step.setdefault((one.step, one.generation), []).append(one)
-    found = []
-    for (step, _), held in sorted(by_step.items(), reverse=True):
-        parts = [kept.part for one in held for kept in one.kept]
+    for snapshot in snapshots:
+        # Ranks of different generations may have snapshots of the same step under different layouts.
+        by_step.setdefault((snapshot.step, snapshot.generation), []).append(snapshot)
+    states = []
+    for (step, _), step_snapshots in sorted(by_step.items(), reverse=True):
+        shards = [stored.shard for snapshot in step_snapshots for stored in snapshot.stored_shards]
         try:
-            check_covered(parts)
+            check_covered(shards)
         except CheckpointError:
             continue
-        if all(one.tensors == digest(parts) for one in held):
-            found.append(State(step, tuple(held)))
-    return found
+        # Covered tensors may still be a subset of the model: the fingerprint shows that none is missing.
+        if all(snapshot.tensors == digest(shards) for snapshot in step_snapshots):
+            states.append(State(step, tuple(step_snapshots)))
+    return states
 
 
 class SnapshotWriter:
-    """Copies a rank's kept parts into its segments, in turn; the copy alone holds up training, on a GPU not even that.
+    """Copies a rank's saved shards into its segments in turn.
 
-    Checksums are made by a thread once the copy is done, and the snapshot counts from then on.
+    Only the copy blocks training; from a GPU it runs on a side stream and blocks only the next update. A thread then
+    computes the checksums and writes the header, which completes the snapshot.
 
     Args:
         segments: two or more, which outlive this process.
         rank: this rank.
         generation: how many times the ranks of this run were started before.
         tensors: fingerprint of the whole state's tensors.
-        ranks: how many ranks write snapshots; 0 to leave that open.
-        held: this rank's parts, in the order of `parts.parts_of`.
-        kept: which of them it keeps (`parts.keepers`).
-        changing: how the names of tensors begin that a forward may change, not updates alone; empty for none.
+        ranks: how many ranks write snapshots; 0 when unknown.
+        held: this rank's shards, in the order of `tensor_shards.parts_of`.
+        kept: (index into ``held``, shard) of those that it saves (`tensor_shards.keepers`).
+        changing: name prefix of the tensors that a forward may change (buffers); empty for none.
     """
 
     def __init__(
@@ -297,102 +315,124 @@ class SnapshotWriter:
         changing: str = "",
     ) -> None:
         self._generation = generation
-        self._kept = [part for _, part in kept]
-        self._table = _table(rank, self._kept, tensors, ranks)
-        end = _HEADER_BYTES + len(self._table) + 4 * len(self._kept) + _META_BYTES
-        self._data_at = (end + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-        size = self._data_at + sum(padded(part.size_bytes) for part in self._kept)
-        self._maps = [segment.map(max(size, mmap.PAGESIZE)) for segment in segments]
-        self._views = [self._open(memory) for memory in self._maps]
+        self._kept = [shard for _, shard in kept]
+        self._table = _encode_table(rank, self._kept, tensors, ranks)
+        table_end = _HEADER_BYTES + len(self._table) + 4 * len(self._kept) + _META_BYTES
+        # Data starts on a page boundary, behind the room reserved for the trainer's values.
+        self._data_at = (table_end + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+        size = self._data_at + sum(padded(shard.size_bytes) for shard in self._kept)
+        self._memories = [segment.map(max(size, mmap.PAGESIZE)) for segment in segments]
+        self._views = [self._map_views(memory) for memory in self._memories]
         self.copier = Copier(held, kept, changing)
-        """Copies the state; its event is what the next update waits for."""
-        self._turn = 0
+        """Copies the state; the next update waits for its event."""
+        self._next_segment = 0
         self._thread: threading.Thread | None = None
         self.size_bytes = size
         """Bytes of one snapshot of this rank."""
 
-    def _open(self, memory: mmap.mmap) -> list[Tensor]:
+    def _map_views(self, memory: mmap.mmap) -> list[Tensor]:
+        """Returns a tensor view of each saved shard in a segment: its box's shape and dtype, on the CPU."""
         import torch
 
-        views, at = [], self._data_at
-        for part in self._kept:
-            flat = torch.frombuffer(
-                memory, dtype=getattr(torch, part.dtype), offset=at, count=part.size_bytes // itemsize(part.dtype)
+        views, offset = [], self._data_at
+        for shard in self._kept:
+            flat_view = torch.frombuffer(
+                memory,
+                dtype=getattr(torch, shard.dtype),
+                offset=offset,
+                count=shard.size_bytes // itemsize(shard.dtype),
             )
-            views.append(flat.view(part.sizes))
-            at += padded(part.size_bytes)
+            views.append(flat_view.view(shard.sizes))
+            offset += padded(shard.size_bytes)
         return views
 
     def take(self, step: int, tensors: Mapping[str, Any] | None, meta: Mapping[str, Any]) -> float:
-        """Copies the state after ``step`` steps; it counts once its checksums are made, moments later.
+        """Copies the state after ``step`` steps; the snapshot is complete moments later, with its checksums.
 
         Args:
             step: optimizer steps done.
-            tensors: the state, as `parts.parts_of` takes it; None for the same memory as the last time.
+            tensors: name to tensor, as for `tensor_shards.parts_of`; None for the same memory as in the last call.
             meta: plain values of the trainer, the same on every rank.
 
         Returns:
-            Seconds that training was held up.
+            Seconds that training was blocked.
 
         Raises:
             CheckpointError: when ``meta`` is too long, or the state isn't what the writer was made for.
         """
         began = time.perf_counter()
-        told = json.dumps(dict(meta), separators=(",", ":")).encode()
-        if len(told) > _META_BYTES:
-            raise CheckpointError(f"a snapshot takes {_META_BYTES} bytes of the trainer's own values, not {len(told)}")
+        meta_json = json.dumps(dict(meta), separators=(",", ":")).encode()
+        if len(meta_json) > _META_BYTES:
+            raise CheckpointError(
+                f"a snapshot takes {_META_BYTES} bytes of the trainer's own values, not {len(meta_json)}"
+            )
         if tensors is not None:
             self.copier.aim(tensors)
         self.wait()
-        memory, views = self._maps[self._turn], self._views[self._turn]
-        self._turn = (self._turn + 1) % len(self._maps)
+        memory, views = self._memories[self._next_segment], self._views[self._next_segment]
+        self._next_segment = (self._next_segment + 1) % len(self._memories)
+        # A blank header invalidates the older snapshot in this segment before its data is overwritten.
         memory[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
+        # From a GPU this returns while the copy runs; the thread waits for its event.
         self.copier.copy(views, memory)
-        self._thread = threading.Thread(target=self._seal, args=(memory, step, told), name="snapshot", daemon=True)
+        self._thread = threading.Thread(
+            target=self._commit_snapshot, args=(memory, step, meta_json), name="snapshot", daemon=True
+        )
         self._thread.start()
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Waits until the last snapshot counts."""
+        """Waits until the last snapshot is complete."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _seal(self, memory: mmap.mmap, step: int, meta: bytes) -> None:
+    def _commit_snapshot(self, memory: mmap.mmap, step: int, meta: bytes) -> None:
+        """Computes checksums and writes tables, then the header.
+
+        Args:
+            memory: a segment's, with the shards' data in place once the copier is done.
+            step: optimizer steps done.
+            meta: the trainer's values as JSON.
+        """
         self.copier.wait()
         data = memoryview(memory)
-        sums, at = [], self._data_at
-        for part in self._kept:
-            sums.append(zlib.crc32(data[at : at + part.size_bytes]))
-            at += padded(part.size_bytes)
-        head, told = _front(self._generation, step, self._table, sums, meta, self._data_at)
-        memory[_HEADER_BYTES : _HEADER_BYTES + len(told)] = told
-        memory[:_HEADER_BYTES] = head
+        checksums, offset = [], self._data_at
+        for shard in self._kept:
+            checksums.append(zlib.crc32(data[offset : offset + shard.size_bytes]))
+            offset += padded(shard.size_bytes)
+        header_bytes, tables = _pack_header(self._generation, step, self._table, checksums, meta, self._data_at)
+        memory[_HEADER_BYTES : _HEADER_BYTES + len(tables)] = tables
+        # The header comes last: whoever reads the segment before sees no snapshot.
+        memory[:_HEADER_BYTES] = header_bytes
 
 
-def encode(rank: int, parts: Sequence[TensorShard], data: Sequence[Any], tensors: str) -> bytes:
-    """Returns what stands in a file before the data of a rank's parts: header, table and checksums, padded."""
-    sums = [zlib.crc32(one) for one in data]
-    table = _table(rank, parts, tensors)
-    data_at = padded(_HEADER_BYTES + len(table) + 4 * len(sums) + 2)
-    head, told = _front(0, 0, table, sums, b"{}", data_at)
-    return (head + told).ljust(data_at, b"\0")
+def encode(rank: int, shards: Sequence[TensorShard], data: Sequence[Any], tensors: str) -> bytes:
+    """Encodes the front of an image file, before the shards' data: header, table and checksums, padded."""
+    checksums = [zlib.crc32(shard_bytes) for shard_bytes in data]
+    table = _encode_table(rank, shards, tensors)
+    # 2 bytes for the empty JSON object of the trainer's values.
+    data_at = padded(_HEADER_BYTES + len(table) + 4 * len(checksums) + 2)
+    header_bytes, tables = _pack_header(0, 0, table, checksums, b"{}", data_at)
+    return (header_bytes + tables).ljust(data_at, b"\0")
 
 
-def _table(rank: int, parts: Sequence[TensorShard], tensors: str, ranks: int = 0) -> bytes:
-    told = {"rank": rank, "ranks": ranks, "tensors": tensors, "parts": [part.to_json() for part in parts]}
-    return json.dumps(told, separators=(",", ":")).encode()
+def _encode_table(rank: int, shards: Sequence[TensorShard], tensors: str, ranks: int = 0) -> bytes:
+    table_fields = {"rank": rank, "ranks": ranks, "tensors": tensors, "parts": [shard.to_json() for shard in shards]}
+    return json.dumps(table_fields, separators=(",", ":")).encode()
 
 
-def _front(
-    generation: int, step: int, table: bytes, sums: Sequence[int], meta: bytes, data_at: int
+def _pack_header(
+    generation: int, step: int, table: bytes, checksums: Sequence[int], meta: bytes, data_at: int
 ) -> tuple[bytes, bytes]:
-    """Returns the header, and what follows it."""
-    told = table + struct.pack(f"<{len(sums)}I", *sums) + meta
-    head = _HEADER.pack(_MAGIC, generation, step, len(table), len(sums), len(meta), data_at, 0)[:-4]
-    return (head + struct.pack("<I", zlib.crc32(told, zlib.crc32(head)))).ljust(_HEADER_BYTES, b"\0"), told
+    """Packs the header; returns it and the tables that follow it."""
+    tables = table + struct.pack(f"<{len(checksums)}I", *checksums) + meta
+    header_bytes = _HEADER.pack(_MAGIC, generation, step, len(table), len(checksums), len(meta), data_at, 0)[:-4]
+    return (header_bytes + struct.pack("<I", zlib.crc32(tables, zlib.crc32(header_bytes)))).ljust(
+        _HEADER_BYTES, b"\0"
+    ), tables
 
 
 def padded(size: int) -> int:
-    """Returns the bytes that data of this size takes: parts begin at multiples of 64."""
+    """Rounds a size in bytes up to a multiple of 64, where the next shard's data begins."""
     return (size + _ALIGN - 1) // _ALIGN * _ALIGN

@@ -1,4 +1,4 @@
-"""How processes of several nodes agree where they have no process group: the first collects, and tells all."""
+"""Agreement of processes on several nodes without a process group: process 0 gathers values and sends them to all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from meshwright.transport.key import RunKey
 from meshwright.transport.seal import Channel, WireError
 
 _HELLO = struct.Struct("<qqq")
-_AGAIN_S = 0.05
+_RETRY_S = 0.05
 _GIVE_UP_S = 1.0
 _VALUE_BYTES = 1 << 28
-"""Of the longest value: tables of some million parts."""
+"""Limit of one message: tables of some million shards."""
 T = TypeVar("T")
 
 
@@ -28,14 +28,14 @@ class StarAgreement(Agreement):
     """Gathers values over authenticated TCP.
 
     Args:
-        rank: this process; the others come to process 0.
-        count: how many there are.
-        key: generation and step that they agree for; whoever comes with others is sent away.
+        rank: this process; the others connect to process 0.
+        count: number of processes.
+        key: (generation, step) of the agreement; a process with another key is turned away.
         address: where process 0 listens.
         listener: its socket, on process 0 alone.
-        limit_s: seconds after which a process that doesn't answer is given up.
-        run_key: shown by both ends.
-        refused: told of those that don't have it.
+        limit_s: seconds after which a silent process counts as lost.
+        run_key: secret of the run, by which both ends authenticate.
+        refused: called for strangers that fail to authenticate.
     """
 
     def __init__(
@@ -53,93 +53,97 @@ class StarAgreement(Agreement):
         self.rank, self.count = rank, count
         self._key, self._address, self._listener, self._limit_s = key, address, listener, limit_s
         self._run_key, self._refused = run_key, refused
-        self._lines: dict[int, Connection] = {}
+        self._connections: dict[int, Connection] = {}
 
     def gather(self, value: T) -> list[T]:
-        """Returns every process's value, in order.
+        """Gathers every process's value, in order of rank.
 
         Raises:
-            CheckpointError: when one doesn't answer within the limit.
+            CheckpointError: when a process doesn't answer within the limit.
         """
         try:
             if self.rank:
-                line = self._lines.get(0) or self._call()
-                line.send(CODEC.dumps(value))
-                found: list[T] = CODEC.loads_as(list, line.receive(_VALUE_BYTES))
-                return found
-            if not self._lines:
-                self._welcome()
+                connection = self._connections.get(0) or self._connect_to_root()
+                connection.send(CODEC.dumps(value))
+                gathered: list[T] = CODEC.loads_as(list, connection.receive(_VALUE_BYTES))
+                return gathered
+            if not self._connections:
+                self._accept_all()
             values = [value]
-            values += [CODEC.loads(self._lines[rank].receive(_VALUE_BYTES)) for rank in range(1, self.count)]
-            whole = CODEC.dumps(values)
-            for line in self._lines.values():
-                line.send(whole)
+            values += [CODEC.loads(self._connections[rank].receive(_VALUE_BYTES)) for rank in range(1, self.count)]
+            # Encoded once for all receivers.
+            encoded_values = CODEC.dumps(values)
+            for connection in self._connections.values():
+                connection.send(encoded_values)
             return values
         except (OSError, RecordError) as error:
             raise CheckpointError(f"lost contact with the writer of another node: {error}") from error
 
     def give_up(self) -> None:
-        """Tells process 0 that this one won't come, whatever became of it; it need not be the same process."""
+        """Notifies process 0 that this rank won't come; another process of the node may call it in its place."""
         if self.rank:
             contents = _HELLO.pack(*self._key, self.rank)
             with contextlib.suppress(OSError):
                 notify(self._address, self._run_key, Channel.WRITERS, contents, _GIVE_UP_S)
 
     def close(self) -> None:
-        """Ends the connections."""
-        for line in self._lines.values():
-            line.close()
-        self._lines.clear()
+        """Closes the connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
 
-    def _call(self) -> Connection:
-        """Comes to process 0, whose node listens before it has started it."""
-        end = time.monotonic() + self._limit_s
+    def _connect_to_root(self) -> Connection:
+        """Connects to process 0 and sends the greeting; its node listens even before that process runs."""
+        deadline = time.monotonic() + self._limit_s
         while True:
             try:
-                line = connect(self._address, self._run_key, Channel.WRITERS, self._limit_s)
+                connection = connect(self._address, self._run_key, Channel.WRITERS, self._limit_s)
                 break
+            # Process 0's node listens before it runs, so a refusal is temporary.
             except ConnectionError:
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise
-                time.sleep(_AGAIN_S)
-        self._lines[0] = line
-        line.limit(self._limit_s)
-        line.send(_HELLO.pack(*self._key, self.rank))
-        return line
+                time.sleep(_RETRY_S)
+        self._connections[0] = connection
+        connection.limit(self._limit_s)
+        connection.send(_HELLO.pack(*self._key, self.rank))
+        return connection
 
-    def _welcome(self) -> None:
-        """Waits for all others; those that came for something else are turned away."""
+    def _accept_all(self) -> None:
+        """Accepts all other processes; those of another generation or step are turned away."""
         assert self._listener is not None
-        end = time.monotonic() + self._limit_s
+        deadline = time.monotonic() + self._limit_s
         gate = Gate(self._listener, self._run_key, Channel.WRITERS, self._refused)
         try:
-            while len(self._lines) < self.count - 1:
-                line = gate.accept(end - time.monotonic())
+            while len(self._connections) < self.count - 1:
+                connection = gate.accept(deadline - time.monotonic())
+                # A rank that gave up ends the wait for it at once, instead of at the deadline.
                 while gate.notices:
                     *key, rank = _HELLO.unpack(gate.notices.pop(0))
                     if tuple(key) == self._key:
-                        if line is not None:
-                            line.close()
+                        if connection is not None:
+                            connection.close()
                         raise ConnectionError(f"writer {rank} gave up")
-                if line is None:
+                if connection is None:
                     continue
-                rank = self._greeted(line)
-                if 0 < rank < self.count and rank not in self._lines:
-                    line.limit(self._limit_s)
-                    self._lines[rank] = line
+                rank = self._read_greeting(connection)
+                if 0 < rank < self.count and rank not in self._connections:
+                    connection.limit(self._limit_s)
+                    self._connections[rank] = connection
                 else:
-                    line.close()
+                    connection.close()
         finally:
             gate.close()
 
-    def _greeted(self, line: Connection) -> int:
-        """Returns the number of a process that came for what this one came for; 0 for another."""
-        line.limit(CHALLENGE_S)
+    def _read_greeting(self, connection: Connection) -> int:
+        """Reads a greeting; returns the rank of a process with the same key, or 0 for any other."""
+        connection.limit(CHALLENGE_S)
         try:
-            contents = line.receive(_HELLO.size)
+            contents = connection.receive(_HELLO.size)
             if len(contents) != _HELLO.size:
                 raise WireError("not a greeting")
         except OSError:
-            return 0  # it died before it had said what it came for
+            return 0  # it died before its greeting
+        # A straggler of an earlier step connects with another key and must not be counted.
         *key, rank = _HELLO.unpack(contents)
         return int(rank) if tuple(key) == self._key else 0

@@ -1,8 +1,9 @@
-"""The store: a folder of checkpoints that is whole at any moment, whatever is killed, and believes no file unchecked.
+# long: the protocol of save, find and load is one class
+"""The checkpoint store: saves checkpoints atomically, and verifies every byte before it loads one.
 
-A checkpoint is written beside (``.writing-step-00000500-3fa4c2d1``), every file synced and summed by the rank that
-writes it, the manifest last; then it is renamed and the folder synced. What stands under ``step-...`` is therefore
-complete, and loading still checks every byte of it.
+A checkpoint is written to a temporary folder (``.writing-step-00000500-3fa4c2d1``). The rank that writes a file syncs
+it and computes its checksum; rank 0 writes the manifest last, renames the folder and syncs its parent. A folder named
+``step-...`` is therefore complete whatever process was killed, and loading still verifies all of it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from meshwright.checkpoint.agreement import Agreement, blame, build_group
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.contract import FileRecord, TensorRecord, find_backend
 from meshwright.checkpoint.files import SummedWriter, damage
-from meshwright.checkpoint.folder import CheckpointEntry, Folder, RefusedCheckpoint, whole
+from meshwright.checkpoint.folder import CheckpointEntry, Folder, RefusedCheckpoint, is_complete
 from meshwright.checkpoint.image import copy_image
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
-from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror, Order, order
+from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror, Order, order_of
 from meshwright.checkpoint.outcome import CheckpointSearch, LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.snapshot import State
 from meshwright.errors import CheckpointError
@@ -37,7 +38,7 @@ IMAGE = "image"
 
 
 class CheckpointStore:
-    """Saves, finds, verifies, loads and collects the checkpoints of one folder.
+    """Saves, finds, verifies, loads and removes the checkpoints of one folder.
 
     Every method that takes tensors, and `find`, is called by all ranks of the group at once; `entries`, `latest`,
     `clean` and `read_full` by any process alone.
@@ -56,10 +57,10 @@ class CheckpointStore:
         Args:
             root: folder of the checkpoints, seen by all ranks.
             config: how many to keep, backend, verification.
-            group: gloo group of the ranks (`agreement.build_group`), or how they agree; None for a process alone.
-            stamp: told of each phase of a save as it begins on this rank: ``open``, ``write``, ``written``,
+            group: gloo group of the ranks (`agreement.build_group`), or an `Agreement`; None for a single process.
+            stamp: called with each phase of a save as it begins on this rank: ``open``, ``write``, ``written``,
                 ``manifest``, ``rename``, ``renamed``, ``collect``, ``copy``, ``saved``; it must not raise.
-            fence: raises when others have taken over the run; asked right before a checkpoint gets its name.
+            fence: raises when another leader has taken over the run; called right before the rename.
 
         Raises:
             ConfigError: for an unknown backend.
@@ -73,7 +74,7 @@ class CheckpointStore:
         self._stamp, self._fence = stamp, fence or (lambda: None)
         self._step: int | None = None
         self._refused: set[Path] = set()
-        self._clean = False
+        self._cleaned = False
 
     @classmethod
     def build(
@@ -91,12 +92,12 @@ class CheckpointStore:
         return cls(root, config, build_group(config.wait_s) if dist.is_initialized() else None, stamp, fence)
 
     def went_on(self, step: int) -> None:
-        """Tells that the run goes on from a state of this step from elsewhere; later checkpoints may stand."""
+        """Records that the run continues from a state of this step from another tier; later checkpoints may exist."""
         self._step = step
 
     @property
     def agreement(self) -> Agreement:
-        """How the ranks of this store agree."""
+        """The agreement between the ranks of this store."""
         return self._ranks
 
     def entries(self) -> list[CheckpointEntry]:
@@ -104,28 +105,28 @@ class CheckpointStore:
         return self._folder.entries()
 
     def latest(self) -> CheckpointEntry | None:
-        """Returns the newest checkpoint whose manifest holds and whose files have the right sizes, or None."""
-        return next((entry for entry in reversed(self.entries()) if whole(entry.path)), None)
+        """Returns the newest checkpoint whose manifest verifies and whose files have the right sizes, or None."""
+        return next((entry for entry in reversed(self.entries()) if is_complete(entry.path)), None)
 
-    def withdraw(self, after: int) -> list[Path]:
-        """Takes back checkpoints of later steps, which are damaged; returns them. The first save removes them."""
-        return self._folder.withdraw(after)
+    def withdraw(self, last_good_step: int) -> list[Path]:
+        """Renames damaged checkpoints after a step, so that nobody loads them; the first save removes them."""
+        return self._folder.withdraw(last_good_step)
 
     def clean(self) -> None:
-        """Removes what dead saves left behind; only for the process that is about to write. The first save does it."""
+        """Removes leftovers of killed saves; only the process about to write may call it. The first save does."""
         self._folder.clean()
-        self._clean = True
+        self._cleaned = True
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], origin: Origin | None = None
     ) -> SavedCheckpoint:
-        """Writes a checkpoint: it stands when this returns; when this raises, it does so on every rank.
+        """Writes a checkpoint; it is complete when this returns, and an error is raised on every rank or on none.
 
         Args:
             step: optimizer steps done.
-            tensors: name to tensor (the same on all ranks that have it) or DTensor.
-            meta: plain values for the trainer's own use, taken from rank 0.
-            origin: what trained the state, taken from rank 0.
+            tensors: name to tensor (replicated: equal on all ranks that have it) or DTensor of any placements.
+            meta: the trainer's plain values; those of rank 0 are saved.
+            origin: model, data, layout and config of the run; that of rank 0 is saved.
 
         Raises:
             CheckpointError: the same on every rank: a full or read-only disk, an error in a writer, a lost rank, or a
@@ -139,10 +140,12 @@ class CheckpointStore:
         return self._save(step, self._config.backend, write, lambda: fit.tabulate(tensors), meta, origin or Origin())
 
     def save_state(self, step: int, state: State, meta: Mapping[str, Any], origin: Origin) -> SavedCheckpoint:
-        """Writes a checkpoint of what ranks left in memory, or this process's share of one. See `save`."""
+        """Writes a checkpoint from snapshots in memory, or this process's share of one; see `save`."""
 
         def write(folder: Path) -> dict[str, FileRecord]:
-            return {name: record for one in state.snapshots for name, record in copy_image(folder, one).items()}
+            return {
+                name: record for snapshot in state.snapshots for name, record in copy_image(folder, snapshot).items()
+            }
 
         return self._save(step, IMAGE, write, lambda: None, meta, origin)
 
@@ -150,27 +153,34 @@ class CheckpointStore:
         self,
         step: int,
         backend: str,
-        write: Callable[[Path], dict[str, FileRecord]],
-        check: Callable[[], object],
+        write_files: Callable[[Path], dict[str, FileRecord]],
+        check_inputs: Callable[[], object],
         meta: Mapping[str, Any],
         origin: Origin,
     ) -> SavedCheckpoint:
-        started, what = time.monotonic(), f"saving the checkpoint of step {step} failed"
+        """Runs the protocol of a save: open, write, commit, collect; each phase ends with an agreement of all ranks."""
+        started, activity = time.monotonic(), f"saving the checkpoint of step {step} failed"
         self._stamp("open")
-        opened = self._ranks.everywhere(what, lambda: self._open(step, check, meta, origin))
-        folder, target = (self.root / name for name in opened[0])
+        # Phase 1: all ranks check their inputs, so that no rank enters the backend's collectives alone.
+        opened_names = self._ranks.everywhere(activity, lambda: self._open_folder(step, check_inputs, meta, origin))
+        folder, target = (self.root / name for name in opened_names[0])
         self._stamp("write")
         try:
-            reports = self._ranks.everywhere(what, lambda: self._write(folder, write))
+            # Phase 2: every rank writes and verifies its files, and reports their records.
+            reports = self._ranks.everywhere(activity, lambda: self._write_and_check(folder, write_files))
             files = {name: FileRecord(*record) for report in reports for name, record in report.items()}
-            self._ranks.once(what, lambda: self._commit(folder, target, step, backend, files, meta, origin))
+            # Phase 3: rank 0 alone writes the manifest and renames.
+            self._ranks.once(activity, lambda: self._commit(folder, target, step, backend, files, meta, origin))
         except CheckpointError as error:
+            # Every rank raises the same error; one of them alone cleans up the temporary folder.
             if self._ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(f"{error}; the checkpoints before it in {self.root} stand") from error
+        # The checkpoint is committed; an error in collecting or copying can no longer lose it.
         self._step = step
-        removed, left = self._collect(target) if self._ranks.rank == 0 else ((), ())
-        copied = self._copy(target) if self._ranks.rank == 0 and self._config.mirror else {}
+        # Retention runs only now: older checkpoints go once the new one is complete.
+        removed, unremovable = self._collect(target) if self._ranks.rank == 0 else ((), ())
+        copied = self._copy_to_mirror(target) if self._ranks.rank == 0 and self._config.mirror else {}
         self._stamp("saved")
         return SavedCheckpoint(
             step=step,
@@ -178,7 +188,7 @@ class CheckpointStore:
             size_bytes=sum(record.size for record in files.values()),
             seconds=time.monotonic() - started,
             removed=removed,
-            left=left,
+            unremovable=unremovable,
             copied=copied,
         )
 
@@ -193,9 +203,9 @@ class CheckpointStore:
             CheckpointError: when none verifies.
         """
         search = CheckpointSearch()
-        for path, manifest in self._candidates(step, search):
-            return self._accepted(path, manifest, search)
-        self._none(step, search, required)
+        for path, manifest in self._verified_candidates(step, search):
+            return self._accept(path, manifest, search)
+        self._raise_none_found(step, search, required)
         return None
 
     def load(
@@ -206,7 +216,7 @@ class CheckpointStore:
         step: int | None = None,
         required: bool = True,
     ) -> LoadedCheckpoint | None:
-        """Fills tensors from the newest checkpoint that verifies, else from the one before, and tells what was refused.
+        """Fills tensors from the newest checkpoint that verifies, and records those that were refused.
 
         Args:
             targets: name to tensor or DTensor of any layout, filled in place.
@@ -219,39 +229,40 @@ class CheckpointStore:
                 targets, or comes from another model or data (naming them), in which case nothing was read.
         """
         search = CheckpointSearch()
-        wanted = self._union(targets)
-        for path, manifest in self._candidates(step, search):
-            fit.check(path, manifest, wanted, expect or {})
+        target_table = self._gather_targets(targets)
+        for path, manifest in self._verified_candidates(step, search):
+            # A good checkpoint of another model is an error, no reason to try an older one.
+            fit.check(path, manifest, target_table, expect or {})
             backend = find_backend(manifest.backend)
             outcomes = self._ranks.outcomes(partial(backend.read, path, targets, self._ranks.group))
             if any(outcome.error for outcome in outcomes):
                 self._refuse(path, blame(outcomes), search)
                 continue
-            return self._accepted(path, manifest, search)
-        self._none(step, search, required)
+            return self._accept(path, manifest, search)
+        self._raise_none_found(step, search, required)
         return None
 
     def read_full(self, loaded: LoadedCheckpoint, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, full tensor on the CPU) of a checkpoint that was found, in one process.
 
         Args:
-            loaded: what `find` or `load` returned.
-            names: which tensors; all by default.
+            loaded: the result of `find` or `load`.
+            names: of the tensors to read; all by default.
 
         Raises:
             CheckpointError: for a name that isn't there.
         """
-        wanted = list(loaded.manifest.tensors) if names is None else names
-        return find_backend(loaded.manifest.backend).read_full(loaded.path, wanted)
+        chosen_names = list(loaded.manifest.tensors) if names is None else names
+        return find_backend(loaded.manifest.backend).read_full(loaded.path, chosen_names)
 
-    def _open(
-        self, step: int, check: Callable[[], object], meta: Mapping[str, Any], origin: Origin
+    def _open_folder(
+        self, step: int, check_inputs: Callable[[], object], meta: Mapping[str, Any], origin: Origin
     ) -> tuple[str, str] | None:
-        """Checks what is to be saved; rank 0 makes the folder, and returns its name and the name that it will get.
+        """Checks the inputs of a save; rank 0 makes the temporary folder and returns its name and its final name.
 
-        All that can fail on one rank alone stands here, before the backend's own collectives.
+        Whatever can fail on a single rank is done here, before the backend's own collectives could hang on it.
         """
-        check()
+        check_inputs()
         if self._ranks.rank != 0:
             return None
         try:
@@ -259,9 +270,11 @@ class CheckpointStore:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"meta and origin must be plain JSON values: {error}") from None
         self.root.mkdir(parents=True, exist_ok=True)
-        if not self._clean:
+        # Once a store, before its first save: a save in progress looks like a leftover.
+        if not self._cleaned:
             self.clean()
         entries = self.entries()
+        # A fresh run in an old directory would else shadow or delete the checkpoints of another run.
         if self._step is None and entries and entries[-1].step >= step:
             raise CheckpointError(
                 f"{self.root} already holds {entries[-1].path.name} of a run that wasn't resumed here; "
@@ -269,10 +282,13 @@ class CheckpointStore:
             )
         return self._folder.begin(step)
 
-    def _write(self, folder: Path, write: Callable[[Path], dict[str, FileRecord]]) -> dict[str, FileRecord]:
-        """Writes this rank's part and checks it."""
-        files = write(folder)
+    def _write_and_check(
+        self, folder: Path, write_files: Callable[[Path], dict[str, FileRecord]]
+    ) -> dict[str, FileRecord]:
+        """Writes this rank's files and reads them back."""
+        files = write_files(folder)
         for name, record in files.items():
+            # cold: read from the disk, since the page cache would confirm what was never written.
             if fault := damage(folder / name, record, contents=self._config.verify, cold=True):
                 raise CheckpointError(f"right after writing, {fault}")
         self._stamp("written")
@@ -288,7 +304,7 @@ class CheckpointStore:
         meta: Mapping,
         origin: Origin,
     ) -> None:
-        """Writes the manifest, and gives the checkpoint its name once everything is on the disk."""
+        """Writes the manifest and renames the folder, on rank 0 once every rank's files are on disk."""
         self._stamp("manifest")
         manifest = Manifest(
             name=target.name,
@@ -300,15 +316,18 @@ class CheckpointStore:
             origin=origin,
             meta=meta,
         )
-        found = {path.name for path in folder.iterdir()}
-        if found != set(files):
+        # A rank on a node with another file system would write files that rank 0 can't see.
+        names_on_disk = {path.name for path in folder.iterdir()}
+        if names_on_disk != set(files):
             raise CheckpointError(
-                f"rank 0 sees {len(found)} files where the ranks wrote {len(files)} "
-                f"({', '.join(sorted(found ^ set(files))[:4])}); {self.root} must be a folder that all nodes share"
+                f"rank 0 sees {len(names_on_disk)} files where the ranks wrote {len(files)} "
+                f"({', '.join(sorted(names_on_disk ^ set(files))[:4])}); "
+                f"{self.root} must be a folder that all nodes share"
             )
         with SummedWriter(folder / MANIFEST, "sha256") as stream:
             stream.write(manifest.render())
         self._stamp("rename")
+        # Last moment to stop a writer of a deposed leader: after the rename the checkpoint exists.
         self._fence()
         self._folder.rename(folder, target)
         self._stamp("renamed")
@@ -317,8 +336,8 @@ class CheckpointStore:
         self._stamp("collect")
         return self._folder.collect(new, self._config.keep, self._refused)
 
-    def _copy(self, new: Path) -> dict[str, Any]:
-        """Copies a checkpoint that stands to its other place; returns where, how long it took, or why it couldn't."""
+    def _copy_to_mirror(self, new: Path) -> dict[str, Any]:
+        """Copies a complete checkpoint to the mirror; returns event fields: copy and seconds, or the failure."""
         self._stamp("copy")
         mirror, began = Mirror(self._config.mirror, self.root.parent.name), time.monotonic()
         try:
@@ -327,71 +346,79 @@ class CheckpointStore:
             return {"copy_failed": str(error)}
         return {"copy": f"{mirror}/{new.name}", "copy_seconds": time.monotonic() - began}
 
-    def _candidates(self, step: int | None, search: CheckpointSearch) -> Iterator[tuple[Path, Manifest]]:
-        """Yields checkpoints that verify, newest first; all ranks go through the same ones.
+    def _verified_candidates(self, step: int | None, search: CheckpointSearch) -> Iterator[tuple[Path, Manifest]]:
+        """Yields checkpoints that verify, newest first; all ranks go through the same sequence.
 
-        Where one doesn't, and the mirror has one that is later than the next one here, that is brought back first.
+        After one that doesn't verify, the mirror's newest is fetched if it is newer than the next local one.
         """
-        left = self._ranks.once(
+        # Rank 0 lists for all: on a network file system listings of ranks may differ for seconds.
+        remaining_names = self._ranks.once(
             f"listing {self.root} failed",
             lambda: [entry.path.name for entry in reversed(self.entries()) if step in (None, entry.step)],
         )
-        while left:
-            path = self.root / left.pop(0)
+        while remaining_names:
+            path = self.root / remaining_names.pop(0)
             verified: list[Manifest] = []
             outcomes = self._ranks.outcomes(partial(self._verify, path, verified))
             if any(outcome.error for outcome in outcomes):
                 self._refuse(path, blame(outcomes), search)
             else:
                 yield path, verified[0]
+            # Also reached after a yielded candidate that turned out unreadable in `load`.
             if path in self._refused and self._config.mirror:
-                left[:0] = self._brought_back(order(left[0]) if left else BEFORE_ALL, step, search)
+                remaining_names[:0] = self._fetch_from_mirror(
+                    order_of(remaining_names[0]) if remaining_names else BEFORE_ALL, step, search
+                )
 
-    def _brought_back(self, newer_than: Order, step: int | None, search: CheckpointSearch) -> list[str]:
-        """Copies the newest that is later than ``newer_than`` from the mirror; returns its name, or none."""
+    def _fetch_from_mirror(self, newer_than: Order, step: int | None, search: CheckpointSearch) -> list[str]:
+        """Fetches the mirror's newest checkpoint after ``newer_than``; returns its name in a list, empty for none."""
         began, mirror = time.monotonic(), Mirror(self._config.mirror, self.root.parent.name)
         try:
-            found = self._ranks.once("asking the mirror failed", lambda: mirror.fetch(self.root, newer_than, step))
+            fetched = self._ranks.once("asking the mirror failed", lambda: mirror.fetch(self.root, newer_than, step))
         except CheckpointError as error:
-            search.asked.append({"kind": "mirror_failed", "reason": str(error)})
+            search.mirror_events.append({"kind": "mirror_failed", "reason": str(error)})
             return []
-        if found is None or self.root / found.path.name in search.brought:
+        # A fetched checkpoint that turned out damaged must not be fetched again and again.
+        if fetched is None or self.root / fetched.path.name in search.fetched:
             return []
-        search.brought.add(self.root / found.path.name)
-        self._refused.discard(self.root / found.path.name)
-        search.asked.append({"kind": "checkpoint_fetched", **found.told(mirror, time.monotonic() - began)})
-        return [found.path.name]
+        search.fetched.add(self.root / fetched.path.name)
+        self._refused.discard(self.root / fetched.path.name)
+        search.mirror_events.append({"kind": "checkpoint_fetched", **fetched.told(mirror, time.monotonic() - began)})
+        return [fetched.path.name]
 
     def _verify(self, path: Path, verified: list[Manifest]) -> None:
-        """Checks the manifest and this rank's share of the files, balanced by size; hands the manifest over."""
+        """Checks the manifest and this rank's share of the files, balanced by size; appends it to ``verified``."""
         manifest = Manifest.read(path)
-        loads = [0] * self._ranks.count
+        rank_bytes = [0] * self._ranks.count
+        # Largest first to the least loaded rank; every rank computes the same assignment without a message.
         for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
-            rank = loads.index(min(loads))
-            loads[rank] += record.size + 1
+            rank = rank_bytes.index(min(rank_bytes))
+            # + 1: empty files, too, are spread over ranks.
+            rank_bytes[rank] += record.size + 1
             if rank == self._ranks.rank and (fault := damage(path / name, record)):
                 raise CheckpointError(fault)
         if self._ranks.rank == 0 and find_backend(manifest.backend).describe(path) != dict(manifest.tensors):
             raise CheckpointError(f"{MANIFEST} lists other tensors than the files hold")
         verified.append(manifest)
 
-    def _union(self, targets: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
-        """Returns the targets of all ranks; tables are only sent when ranks hold different tensors (pipeline)."""
+    def _gather_targets(self, targets: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
+        """Returns the table of all ranks' targets; tables are sent only when they differ (pipeline stages)."""
+        # A digest of some bytes first; tables of a large model would be megabytes from every rank.
         digests = self._ranks.everywhere("loading failed", lambda: fit.digest(fit.tabulate(targets)))
-        table = fit.tabulate(targets)
-        return table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(table))
+        local_table = fit.tabulate(targets)
+        return local_table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(local_table))
 
     def _refuse(self, path: Path, reason: str, search: CheckpointSearch) -> None:
         search.refused.append(RefusedCheckpoint(path, reason))
         self._refused.add(path)
 
-    def _accepted(self, path: Path, manifest: Manifest, search: CheckpointSearch) -> LoadedCheckpoint:
+    def _accept(self, path: Path, manifest: Manifest, search: CheckpointSearch) -> LoadedCheckpoint:
         self._step = manifest.step
         return search.loaded(path, manifest)
 
-    def _none(self, step: int | None, search: CheckpointSearch, required: bool) -> None:
-        where = f"{self.root}" + (f" at step {step}" if step is not None else "")
+    def _raise_none_found(self, step: int | None, search: CheckpointSearch, required: bool) -> None:
+        root_label = f"{self.root}" + (f" at step {step}" if step is not None else "")
         if search.refused:
-            raise CheckpointError(f"no checkpoint in {where} is good: {search.reasons()}")
+            raise CheckpointError(f"no checkpoint in {root_label} is good: {search.reasons()}")
         if required:
-            raise CheckpointError(f"there is no checkpoint in {where}")
+            raise CheckpointError(f"there is no checkpoint in {root_label}")

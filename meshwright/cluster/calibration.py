@@ -1,7 +1,7 @@
-"""What was measured on a machine, in place of what the catalogue says of its kind.
+"""Calibration: measured tables of a machine, which replace the catalogue's figures of its kind.
 
-Every table is rows of plain values, so that a calibration is a JSON file that people can read and programs can add to.
-``busy`` rows were measured while all ranks did the same, the others with one rank at work.
+Every table is rows of plain values, so that a calibration is a JSON file that people can read and programs can extend.
+``busy`` rows were measured with all ranks under the same load, all others with one rank alone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from meshwright.records import parse_json
 
 VERSION = 1
 FORMS = ("nt", "nn", "tn")
-"""Products of a linear layer: ``nt`` forward (x W'), ``nn`` the input's gradient (y W), ``tn`` the weight's (y' x)."""
+"""Products of a linear layer: ``nt`` forward (x W'), ``nn`` input gradient (y W), ``tn`` weight gradient (y' x)."""
 
 Rows = tuple[tuple[Any, ...], ...]
 
 
 def machine_key(machine: Mapping[str, Any]) -> str:
-    """Returns the content key of a machine's facts: 16 hex digits."""
+    """Hashes a machine's facts to its content key: 16 hex digits."""
+    # Sorted keys: the same facts in any order have one key.
     text = json.dumps({str(key): machine[key] for key in sorted(machine)}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -42,11 +43,11 @@ class Calibration:
     """Measured tables of one machine with a number of ranks; all are optional."""
 
     machine: Mapping[str, Any]
-    """Facts that make the machine what it is: device, cores, memory, software, ranks, nodes."""
+    """Facts that identify the machine: device, cores, memory, software, ranks, nodes."""
     ranks: int
-    """Ranks at work when it was measured."""
+    """Number of ranks of the measurement."""
     nodes: int = 1
-    """Nodes that they ran on."""
+    """Number of their nodes."""
     launch_s: float = 0.0
     """Host time of one small operation."""
     matmul: Rows = ()
@@ -58,56 +59,57 @@ class Calibration:
     optimizer: Rows = ()
     """(elements, seconds) of one fused update with all ranks at work."""
     collectives: Rows = ()
-    """(kind, ranks, nodes, before, bytes, seconds): groups of ``ranks`` over ``nodes``, whose members stand ``before``
-    ranks apart, all groups at once; bytes of the whole tensor."""
+    """(kind, ranks, nodes, before, bytes, seconds): groups of ``ranks`` over ``nodes`` with a rank stride of
+    ``before``, all groups at once; bytes of the full tensor."""
     overlap: float | None = None
     """Share of an all-reduce that hides under matrix products, 0 to 1; None where it wasn't measured."""
     pace_s: float = 0.0
-    """Seconds of a fixed bit of work (`calibrate.pace`), the fastest while measuring; 0 where it wasn't timed."""
+    """Seconds of a fixed probe (`calibrate.pace`), the fastest of the measurement; 0 where it wasn't timed."""
     pace_spread: float = 0.0
-    """How much longer than that it took in the median, relative: how much else the machine was doing."""
+    """Median over fastest time of the probe, minus 1: the load of other programs on the machine."""
     host: Rows = ()
-    """(what, seconds) that the runtime takes beside operators and collectives (`planner.cost.host`)."""
+    """(item, seconds) of the runtime's host time beside operators and collectives (`planner.cost.host`)."""
     taken_s: float = field(default=0.0, compare=False)
-    """How long measuring took."""
+    """Duration of the measurement."""
 
     def __post_init__(self) -> None:
-        """Makes every table of tuples, whatever it came as."""
+        """Converts every table to tuples."""
         for name in _TABLES:
             object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
 
-    # -------------------------------------------------------- asked by the cost model
+    # -------------------------------------------------------- queries of the cost model
 
     def has_matmul(self, dtype: str) -> bool:
-        """Whether products of this data type were measured."""
+        """Returns whether matrix products of this data type were measured."""
         return any(key[0] == canonical_dtype(dtype) for key in self._matmuls)
 
     def matmul_s(self, m: Any, n: Any, k: Any, dtype: str, form: str = "nt", busy: bool = True) -> Any:
-        """Returns seconds of (m, k) x (k, n); sizes may be arrays.
+        """Returns seconds of the product (m, k) x (k, n); sizes are numbers, or float arrays that broadcast.
 
         Args:
-            m: rows, usually tokens.
+            m: rows of the result, usually tokens.
             n: columns of the result.
-            k: length of the sums.
+            k: contracted dim.
             dtype: data type.
             form: one of `FORMS`; ``tn`` has the tokens in k.
-            busy: while all ranks compute.
+            busy: under the load of all ranks.
 
         Raises:
             ClusterError: when nothing was measured for the data type.
         """
-        table = self._pick(self._matmuls, (canonical_dtype(dtype), form, busy), "matrix products")
-        work = 2.0 * np.asarray(m, dtype=float) * n * k
-        return _plain(np.maximum(work / table.rate(m, n, k), self.launch_s))
+        table = self._find_table(self._matmuls, (canonical_dtype(dtype), form, busy), "matrix products")
+        # 2 m n k FLOP; no product is faster than its launch.
+        flops = 2.0 * np.asarray(m, dtype=float) * n * k
+        return _scalar_or_array(np.maximum(flops / table.rate(m, n, k), self.launch_s))
 
     def has_attention(self, dtype: str) -> bool:
-        """Whether attention in this data type was measured."""
+        """Returns whether attention in this data type was measured."""
         return any(key[0] == canonical_dtype(dtype) for key in self._attentions)
 
     def attention_s(
         self, rows: Any, sequence: Any, size: Any, dtype: str, backward: bool = False, busy: bool = True
     ) -> Any:
-        """Returns seconds of causal attention, forward or backward.
+        """Returns seconds of causal attention, forward or backward; sizes are numbers, or arrays that broadcast.
 
         Args:
             rows: sequences x heads.
@@ -115,77 +117,83 @@ class Calibration:
             size: of a head, E.
             dtype: data type.
             backward: the gradient, without the forward.
-            busy: while all ranks compute.
+            busy: under the load of all ranks.
         """
-        table = self._pick(self._attentions, (canonical_dtype(dtype), busy, backward), "attention")
-        work = np.asarray(rows, dtype=float) * np.asarray(sequence, dtype=float) ** 2 * size
-        return _plain(np.maximum(work / table.rate(rows, sequence, size), self.launch_s))
+        table = self._find_table(self._attentions, (canonical_dtype(dtype), busy, backward), "attention")
+        # rows S^2 E: proportional to the FLOP of causal attention, and cancels against the table's unit.
+        pair_products = np.asarray(rows, dtype=float) * np.asarray(sequence, dtype=float) ** 2 * size
+        return _scalar_or_array(np.maximum(pair_products / table.rate(rows, sequence, size), self.launch_s))
 
     def has_operation(self, name: str, dtype: str = "float32") -> bool:
-        """Whether an operation was measured in this data type."""
+        """Returns whether an operation was measured in this data type."""
         return any(key[:2] == (name, canonical_dtype(dtype)) for key in self._operations)
 
     def operation_s(self, name: str, elements: Any, dtype: str = "float32", busy: bool = True) -> Any:
-        """Returns seconds of an operation on so many elements: ``add``, ``copy``, ``gelu``, ``gelu_backward`` ..."""
-        table = self._pick(self._operations, (name, canonical_dtype(dtype), busy), "operations")
-        return _plain(np.maximum(np.asarray(elements, dtype=float) / table.rate(elements), self.launch_s))
+        """Returns seconds of an operation (``add``, ``gelu``, ``gelu_backward`` ...) by number of elements."""
+        table = self._find_table(self._operations, (name, canonical_dtype(dtype), busy), "operations")
+        return _scalar_or_array(np.maximum(np.asarray(elements, dtype=float) / table.rate(elements), self.launch_s))
 
     def bandwidth_bytes_per_s(self, size: Any, dtype: str = "float32", busy: bool = True) -> Any:
         """Returns bytes per second read and written when a tensor of ``size`` bytes is copied."""
-        elements = np.maximum(np.asarray(size, dtype=float) / _ITEM[canonical_dtype(dtype)], 1.0)
-        return 2.0 * elements * _ITEM[canonical_dtype(dtype)] / self.operation_s("copy", elements, dtype, busy)
+        # A copy reads and writes each element: two transfers of its bytes.
+        elements = np.maximum(np.asarray(size, dtype=float) / _ITEM_BYTES[canonical_dtype(dtype)], 1.0)
+        return 2.0 * elements * _ITEM_BYTES[canonical_dtype(dtype)] / self.operation_s("copy", elements, dtype, busy)
 
     def optimizer_s(self, elements: Any) -> Any:
-        """Returns seconds of one update of so many weights."""
+        """Returns seconds of one optimizer update by number of weights."""
         if not self.optimizer:
             raise ClusterError("the calibration has no optimizer; run meshwright calibrate")
+        # Elements per second; beyond the largest measured size the last rate holds.
         rates = RateTable("optimizer", {(int(count),): count / seconds for count, seconds in self.optimizer})
-        return _plain(np.asarray(elements, dtype=float) / rates.rate(elements))
+        return _scalar_or_array(np.asarray(elements, dtype=float) / rates.rate(elements))
 
-    def host_s(self, what: str) -> float:
-        """Returns host seconds of one operator, action, unit, step ...; 0 where they weren't measured."""
-        return self._host.get(what, 0.0)
+    def host_s(self, item: str) -> float:
+        """Returns host seconds of one ``operator_forward``, ``action``, ``step`` ...; 0 if not measured."""
+        return self._host.get(item, 0.0)
 
     @cached_property
     def _host(self) -> dict[str, float]:
-        return {str(what): float(seconds) for what, seconds in self.host}
+        return {str(item): float(seconds) for item, seconds in self.host}
 
     @property
     def crowd(self) -> float:
-        """Ranks that share a core; 1 where each has one or more, and on GPUs."""
+        """Ranks per core; 1 where each has one or more, and on GPUs."""
+        # Machine facts count one node's cores.
         cores = int(self.machine.get("cores", 0)) * self.nodes
         return max(1.0, self.ranks / cores) if cores and self.machine.get("kind") == "cpu" else 1.0
 
     def covers(self, kind: str, ranks: int, nodes: int = 1) -> bool:
-        """Whether an operation was measured over groups of so many ranks on so many nodes."""
+        """Returns whether a collective was measured over groups of ``ranks`` on ``nodes``."""
         return any(key[:3] == (kind, ranks, nodes) for key in self._collectives)
 
-    def collective_s(self, kind: str, size: Any, ranks: int, nodes: int = 1, before: int = 1) -> Any:
+    def collective_s(self, kind: str, size: Any, ranks: int, nodes: int = 1, rank_stride: int = 1) -> Any:
         """Returns seconds of a collective under the load of all groups at once.
 
         Args:
             kind: a name of `traffic.COLLECTIVES`.
-            size: bytes of the whole tensor; a number or an array.
+            size: bytes of the full tensor; a number or a float array.
             ranks: of the group.
-            nodes: that they stand on.
-            before: ranks between two members; of those measured the nearest is taken.
+            nodes: of the group.
+            rank_stride: difference of two members' ranks; the nearest measured one is used.
 
         Raises:
-            ClusterError: when `covers` says no.
+            ClusterError: when `covers` is false.
         """
         if ranks <= 1:
-            return _plain(np.zeros(np.shape(size)))
-        places = [key for key in self._collectives if key[:3] == (kind, ranks, nodes)]
-        if not places:
-            known = sorted({f"{key[0]} over {key[1]} ranks on {key[2]} nodes" for key in self._collectives})
+            return _scalar_or_array(np.zeros(np.shape(size)))
+        placements = [key for key in self._collectives if key[:3] == (kind, ranks, nodes)]
+        if not placements:
+            measured = sorted({f"{key[0]} over {key[1]} ranks on {key[2]} nodes" for key in self._collectives})
             raise ClusterError(
-                f"the calibration has no {kind} over {ranks} ranks on {nodes} nodes, only {', '.join(known) or 'none'}"
+                f"the calibration has no {kind} over {ranks} ranks on {nodes} nodes, only "
+                f"{', '.join(measured) or 'none'}"
             )
-        place = min(places, key=lambda key: abs(np.log(key[3] / before)))
-        return _plain(self._collectives[place].seconds(size))
+        # Strides are compared by their ratio, as 2 against 4 differs like 8 against 16.
+        nearest_placement = min(placements, key=lambda key: abs(np.log(key[3] / rank_stride)))
+        return _scalar_or_array(self._collectives[nearest_placement].seconds(size))
 
     def best_matmul(self, dtype: str) -> float:
-        """Returns the highest rate of forward products with all ranks at work, in FLOP/s; 0 where none was measured."""
+        """Returns the highest rate of forward products under full load, in FLOP/s; 0 where none was measured."""
         rates = [
             table.best
             for (kind, form, busy), table in self._matmuls.items()
@@ -193,11 +201,11 @@ class Calibration:
         ]
         return max(rates, default=0.0)
 
-    def times(self, kind: str, ranks: int, nodes: int, before: int) -> list[tuple[float, float]]:
-        """Returns (bytes, seconds) of a collective over one placement, by size."""
-        return sorted(tuple(row[4:]) for row in self.collectives if row[:4] == (kind, ranks, nodes, before))
+    def times(self, kind: str, ranks: int, nodes: int, rank_stride: int) -> list[tuple[float, float]]:
+        """Returns (bytes, seconds) of a collective over one placement, ascending by size."""
+        return sorted(tuple(row[4:]) for row in self.collectives if row[:4] == (kind, ranks, nodes, rank_stride))
 
-    # -------------------------------------------------------- kept
+    # -------------------------------------------------------- files
 
     @property
     def key(self) -> str:
@@ -205,7 +213,7 @@ class Calibration:
         return machine_key(self.machine)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values that `from_json` takes back."""
+        """Returns plain values for `from_json`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         tables = {name: [list(row) for row in values[name]] for name in _TABLES}
         return {"version": VERSION, "key": self.key} | values | {"machine": dict(self.machine)} | tables
@@ -215,55 +223,56 @@ class Calibration:
         """Builds the calibration from `to_json`'s values.
 
         Raises:
-            ClusterError: for another version, or tables that can't be.
+            ClusterError: for another version, or invalid tables.
         """
         if not isinstance(values, Mapping):
             raise ClusterError("the calibration is no table; measure again")
-        kept = {key: value for key, value in values.items() if key not in ("version", "key")}
-        known = [field.name for field in dataclasses.fields(cls)]
+        fields = {key: value for key, value in values.items() if key not in ("version", "key")}
+        field_names = [field.name for field in dataclasses.fields(cls)]
         if values.get("version") != VERSION:
             raise ClusterError(
                 f"the calibration is of version {values.get('version')}, this meshwright reads {VERSION}: measure again"
             )
-        for key in kept:
-            if key not in known:
-                raise ClusterError(f"calibration: unknown key '{key}'{nearest(key, known)}")
+        for key in fields:
+            if key not in field_names:
+                raise ClusterError(f"calibration: unknown key '{key}'{nearest(key, field_names)}")
         try:
-            made = cls(**kept)
-            made.check()
+            calibration = cls(**fields)
+            calibration.check()
         except (TypeError, ValueError, KeyError) as error:
             raise ClusterError(f"the calibration can't be read ({error}); measure again") from None
-        return made
+        return calibration
 
     def check(self) -> None:
-        """Builds every table, so that a damaged one is refused when read and not when asked.
+        """Builds every table, so that a damaged one is refused when it is read, not at a later query.
 
         Raises:
-            ClusterError: for a table that can't be.
+            ClusterError: for an invalid table.
         """
         for table in (self._matmuls, self._attentions, self._operations, self._collectives):
+            # Reading the cached property builds the table, which checks it.
             assert isinstance(table, dict)
 
     def save(self, folder: Path) -> Path:
-        """Writes ``KEY.json`` into a folder, which is made if need be, and returns its path."""
+        """Writes ``KEY.json`` into a folder, which is created if missing, and returns its path."""
         path = folder / f"{self.key}.json"
         self.write(path)
         return path
 
     def write(self, path: Path) -> None:
-        """Writes the calibration to a file, beside first and then renamed over it."""
+        """Writes the calibration to a file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Nodes that share a folder may write the same at once.
-        beside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
-        beside.write_text(_dumps(self.to_json()), encoding="utf-8")
-        beside.replace(path)
+        # Nodes that share a folder may write the same file at once: the temporary name has host and pid.
+        temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
+        temporary.write_text(_render_json(self.to_json()), encoding="utf-8")
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Reads a calibration.
 
         Raises:
-            ClusterError: when it isn't there or can't be read.
+            ClusterError: when it is missing or can't be read.
         """
         try:
             return cls.from_json(parse_json(path.read_text(encoding="utf-8")))
@@ -274,29 +283,38 @@ class Calibration:
 
     @classmethod
     def find(cls, folder: Path, machine: Mapping[str, Any]) -> Self | None:
-        """Returns the calibration that a folder has of a machine, None when it has none."""
+        """Loads a folder's calibration of a machine; None without one."""
         path = folder / f"{machine_key(machine)}.json"
         return cls.load(path) if path.is_file() else None
 
-    def merged(self, other: Calibration) -> Calibration:
-        """Returns this calibration with the rows of ``other`` in place of its own at the same sizes."""
+    def merged(self, newer: Calibration) -> Calibration:
+        """Returns this calibration with the rows of ``newer`` added, which replace rows of the same sizes."""
         changed = {}
-        for name, keys in _TABLES.items():
-            rows = {row[:keys]: row for row in (*getattr(self, name), *getattr(other, name))}
+        for name, key_columns in _TABLES.items():
+            # Later rows of a dict win: those of the newer calibration.
+            rows = {row[:key_columns]: row for row in (*getattr(self, name), *getattr(newer, name))}
             changed[name] = tuple(rows.values())
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
     # -------------------------------------------------------- tables
 
-    def _pick(self, tables: Mapping[tuple[Any, ...], RateTable], key: tuple[Any, ...], what: str) -> RateTable:
-        """Returns a table; where one load alone was measured, that one's."""
+    def _find_table(
+        self, tables: Mapping[tuple[Any, ...], RateTable], key: tuple[Any, ...], table_name: str
+    ) -> RateTable:
+        """Finds a table by its key; where only the other load was measured, that one's."""
         if key in tables:
             return tables[key]
-        other = tuple(not part if isinstance(part, bool) and at == _BUSY[what] else part for at, part in enumerate(key))
-        if other in tables:
-            return tables[other]
-        known = sorted({f"{found[0]}" for found in tables})
-        raise ClusterError(f"the calibration has no {what} for {key[0]}; measured: {', '.join(known) or 'none'}")
+        # The same key with the other value of ``busy``.
+        fallback_key = tuple(
+            not entry if isinstance(entry, bool) and index == _BUSY_COLUMN[table_name] else entry
+            for index, entry in enumerate(key)
+        )
+        if fallback_key in tables:
+            return tables[fallback_key]
+        measured = sorted({f"{table_key[0]}" for table_key in tables})
+        raise ClusterError(
+            f"the calibration has no {table_name} for {key[0]}; measured: {', '.join(measured) or 'none'}"
+        )
 
     @cached_property
     def _matmuls(self) -> dict[tuple[Any, ...], RateTable]:
@@ -309,14 +327,21 @@ class Calibration:
 
     @cached_property
     def _attentions(self) -> dict[tuple[Any, ...], RateTable]:
-        found = {}
-        for key, rows in grouped(self.attention, 2).items():
+        """Tables by (dtype, busy, backward) over (rows, sequence, head size)."""
+        rate_tables = {}
+        for key, table_rows in grouped(self.attention, 2).items():
             for backward in (False, True):
                 rates: dict[tuple[int, ...], float] = {
-                    (n, s, e): n * s * s * e / (back if backward else ahead) for n, s, e, ahead, back in rows
+                    (rows_count, sequence, head_size): rows_count
+                    * sequence
+                    * sequence
+                    * head_size
+                    / (backward_s if backward else forward_s)
+                    for rows_count, sequence, head_size, forward_s, backward_s in table_rows
                 }
-                found[(*key, backward)] = RateTable("attention", rates)
-        return found
+                # Forward and backward are tables of their own, of one grid.
+                rate_tables[(*key, backward)] = RateTable("attention", rates)
+        return rate_tables
 
     @cached_property
     def _operations(self) -> dict[tuple[Any, ...], RateTable]:
@@ -334,23 +359,24 @@ class Calibration:
 
 
 _TABLES = {"matmul": 6, "attention": 5, "operations": 4, "optimizer": 1, "collectives": 5, "host": 1}
-"""Each table, and how many entries of a row say what was measured."""
-_BUSY = {"matrix products": 2, "attention": 1, "operations": 2}
-"""Where a table's key says whether all ranks were at work."""
-_ITEM = {"float64": 8, "float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5, "int8": 1}
+"""Tables, and the number of leading columns that identify a row."""
+_BUSY_COLUMN = {"matrix products": 2, "attention": 1, "operations": 2}
+"""Index of ``busy`` in a table's key."""
+_ITEM_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5, "int8": 1}
 """Bytes of an element."""
 
 
-def _plain(values: Any) -> Any:
-    """Returns a float for a scalar."""
-    found = np.asarray(values)
-    return float(found) if found.ndim == 0 else found
+def _scalar_or_array(values: Any) -> Any:
+    """Converts a 0-d array to a float."""
+    array = np.asarray(values)
+    return float(array) if array.ndim == 0 else array
 
 
-def _dumps(values: Mapping[str, Any]) -> str:
-    """Returns JSON with one row of a table a line."""
+def _render_json(values: Mapping[str, Any]) -> str:
+    """Renders JSON with one table row a line."""
     lines = []
     for key, value in values.items():
+        # Tables are long: one row a line keeps the file readable, and its diffs short.
         if isinstance(value, Sequence) and not isinstance(value, str) and value:
             rows = ",\n    ".join(json.dumps(row) for row in value)
             lines.append(f"  {json.dumps(key)}: [\n    {rows}\n  ]")

@@ -1,4 +1,4 @@
-"""Devices, links and nodes by name, as ``catalogue.toml`` has them; tolerant of how vendors and tables write names."""
+"""Devices, links and nodes of ``catalogue.toml`` by name, also by vendors' and tables' spellings."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ from meshwright.errors import ClusterError, nearest
 FILE = Path(__file__).with_name("catalogue.toml")
 _MAKERS = ("nvidia", "amd", "intel", "instinct", "tesla", "geforce", "rtx", "quadro", "dgx", "hgx", "gpu")
 NOISE = frozenset((*_MAKERS, "accelerator", "hbm2", "hbm2e", "hbm3", "hbm3e"))
-"""Words of a device's name that tell nothing which the rest doesn't."""
+"""Words of a device's name that carry no information."""
 FAMILIES: Mapping[str, str] = {"gh": "gh200", "mi300": "mi300x", "mi250": "mi250x", "a10-g": "a10g", "core": "cpu"}
 """Short forms of families."""
 FORMS = frozenset(("sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "pcie", "nvl", "nvl4", "nvl72", "oam", "ti", "gcd"))
-"""Words of a name that say how the device is mounted."""
+"""Words of a name for the device's form factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogueEntry:
-    """A device of the catalogue, and what its name is matched by."""
+    """A device of the catalogue, and the fields that a name is matched by."""
 
     device: Device
     """Its figures."""
     family: str
-    """``h100``."""
+    """Family name: ``h100``."""
     gb: tuple[int, ...]
-    """Sizes of memory that names give it."""
+    """Memory sizes in GB that appear in names of it."""
     form: tuple[str, ...]
-    """How it is mounted."""
+    """Form factors."""
     node: str
-    """The node that it usually comes in."""
+    """Name of its standard node."""
 
 
 @cache
-def _read() -> dict[str, Any]:
+def _read_catalogue() -> dict[str, Any]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 @cache
 def devices() -> dict[str, CatalogueEntry]:
     """Returns every device by its name in the catalogue."""
-    found = {}
-    for name, values in _read()["devices"].items():
-        kept = dict(values)
-        matched = {key: kept.pop(key) for key in ("family", "gb", "form", "node")}
-        found[name] = CatalogueEntry(
-            device=Device(name=name, **kept),
-            family=matched["family"],
-            gb=tuple(matched["gb"]),
-            form=tuple(matched["form"]),
-            node=matched["node"],
+    entries = {}
+    for name, values in _read_catalogue()["devices"].items():
+        fields = dict(values)
+        name_fields = {key: fields.pop(key) for key in ("family", "gb", "form", "node")}
+        entries[name] = CatalogueEntry(
+            device=Device(name=name, **fields),
+            family=name_fields["family"],
+            gb=tuple(name_fields["gb"]),
+            form=tuple(name_fields["form"]),
+            node=name_fields["node"],
         )
-    return found
+    return entries
 
 
 @cache
 def links() -> dict[str, Link]:
     """Returns every link by its name."""
-    return {name: read_link({"name": name} | values) for name, values in _read()["links"].items()}
+    return {name: read_link({"name": name} | values) for name, values in _read_catalogue()["links"].items()}
 
 
 def read_link(values: Mapping[str, Any]) -> Link:
     """Builds a link from plain values; ``protocols`` are lists of share, start and hop."""
-    ways = tuple(Protocol(*(float(item) for item in way)) for way in values.get("protocols", ()))
-    return Link(**{**values, "protocols": ways})
+    protocols = tuple(Protocol(*(float(item) for item in fields)) for fields in values.get("protocols", ()))
+    return Link(**{**values, "protocols": protocols})
 
 
 @cache
 def nodes() -> dict[str, dict[str, Any]]:
     """Returns the figures of every node by its name: count, links by name, cards, host memory, rack."""
-    return dict(_read()["nodes"])
+    return dict(_read_catalogue()["nodes"])
 
 
 def link(name: str) -> Link:
@@ -86,10 +86,10 @@ def link(name: str) -> Link:
     Raises:
         ClusterError: for an unknown one, naming the nearest.
     """
-    plain = name.lower().strip().replace("_", "-")
-    if plain not in links():
-        raise ClusterError(f"unknown link '{name}'{nearest(plain, links())}")
-    return links()[plain]
+    normalised = name.lower().strip().replace("_", "-")
+    if normalised not in links():
+        raise ClusterError(f"unknown link '{name}'{nearest(normalised, links())}")
+    return links()[normalised]
 
 
 def device(name: str) -> Device:
@@ -102,49 +102,54 @@ def device(name: str) -> Device:
 
 
 def entry(name: str) -> CatalogueEntry:
-    """Returns a device with the node that it comes in; see `device`."""
-    plain = name.lower().strip()
-    if plain in devices():
-        return devices()[plain]
-    family, sizes, forms = _words(plain)
-    known = [item for item in devices().values() if item.family == family]
+    """Returns a device's entry, with its standard node; see `device` for names."""
+    normalised = name.lower().strip()
+    # The catalogue's own names need no parsing.
+    if normalised in devices():
+        return devices()[normalised]
+    family, sizes, forms = _parse_name(normalised)
+    family_entries = [item for item in devices().values() if item.family == family]
+    # Memory sizes and form factors of the name must all match; one that the name leaves out may be any.
     fitting = [
         item
-        for item in known
-        if (not sizes or set(sizes) & set(item.gb)) and all(_mounted(form, item.form) for form in forms)
+        for item in family_entries
+        if (not sizes or set(sizes) & set(item.gb)) and all(_matches_form(form, item.form) for form in forms)
     ]
-    if not known:
+    if not family_entries:
         families = {item.family for item in devices().values()}
-        raise ClusterError(f"unknown device '{name}'{nearest(family or plain, [*devices(), *families])}")
+        raise ClusterError(f"unknown device '{name}'{nearest(family or normalised, [*devices(), *families])}")
     if not fitting:
-        names = ", ".join(item.device.name for item in known)
+        names = ", ".join(item.device.name for item in family_entries)
         raise ClusterError(f"there is no '{name}' in the catalogue; of this kind it has {names}")
-    # Among those that fit, one whose form is named exactly goes before one that merely allows it.
+    # Among those that match, the one whose form factor is named exactly wins over one that merely allows it.
     return max(fitting, key=lambda item: sum(form in item.form for form in forms))
 
 
-def _mounted(form: str, forms: tuple[str, ...]) -> bool:
-    """Whether a device comes in a form; any generation of SXM is SXM."""
-    return form in forms or (form.startswith("sxm") and any(other.startswith("sxm") for other in forms))
+def _matches_form(form: str, device_forms: tuple[str, ...]) -> bool:
+    """Returns whether a device has a form factor; any generation of SXM matches SXM."""
+    return form in device_forms or (form.startswith("sxm") and any(listed.startswith("sxm") for listed in device_forms))
 
 
-def _words(name: str) -> tuple[str, list[int], list[str]]:
-    """Splits a name into the family, the sizes of memory and the forms that it gives."""
+def _parse_name(name: str) -> tuple[str, list[int], list[str]]:
+    """Parses a name into family, memory sizes and form factors."""
+    # Remarks in parentheses carry no name; "Gaudi 2" is one word in the catalogue.
     text = re.sub(r"\(.*?\)", " ", name).replace("gaudi ", "gaudi")
     sizes: list[int] = []
     forms: list[str] = []
-    rest: list[str] = []
-    for word in re.split(r"[\s_/-]+", text):
-        size = re.fullmatch(r"(\d+)(?:gi?b)?", word)
-        if not word or word in NOISE:
+    family_words: list[str] = []
+    for token in re.split(r"[\s_/-]+", text):
+        size = re.fullmatch(r"(\d+)(?:gi?b)?", token)
+        if not token or token in NOISE:
             continue
-        if word in FORMS:
-            forms.append(word)
-        elif size and (rest or word.endswith("b")):
+        if token in FORMS:
+            forms.append(token)
+        # A number before the family's word is no memory size, unless it ends in gb.
+        elif size and (family_words or token.endswith("b")):
             sizes.append(int(size[1]))
         else:
-            rest.append(re.sub(r"^rtx(?=\d|a\d)", "", word))
-    if rest and (joined := re.fullmatch(r"(\d{4})(ti)", rest[0])):
-        rest[0], forms = joined[1], [*forms, joined[2]]
-    family = FAMILIES.get("-".join(rest), "-".join(rest))
+            family_words.append(re.sub(r"^rtx(?=\d|a\d)", "", token))
+    # "3080ti" is "3080" with the form factor "ti".
+    if family_words and (joined := re.fullmatch(r"(\d{4})(ti)", family_words[0])):
+        family_words[0], forms = joined[1], [*forms, joined[2]]
+    family = FAMILIES.get("-".join(family_words), "-".join(family_words))
     return family, sizes, forms

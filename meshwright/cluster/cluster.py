@@ -1,4 +1,5 @@
-"""The machines of a job: groups of equal nodes, and the wires that a group of ranks crosses on them.
+# long: a cluster's devices, link times and text forms are one class
+"""The cluster of a job: groups of equal nodes, and the links that a group of ranks crosses on them.
 
 Ranks fill nodes in order: group after group, node after node.
 """
@@ -24,7 +25,7 @@ from meshwright.cluster.traffic import Fabric, collective_s, span
 from meshwright.errors import ClusterError
 
 MIN_PART = 0.5
-"""A rack of which a job's nodes fill less than this share evenly is counted as full, the last one ragged."""
+"""Least share of a rack that an even split of the nodes must fill; below it racks count as full, the last as ragged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +33,9 @@ class NodeGroup:
     """Equal nodes."""
 
     node: Node
-    """Each of them."""
+    """One of them."""
     count: int
-    """How many."""
+    """Number of nodes."""
 
     def __post_init__(self) -> None:
         """Refuses an empty group."""
@@ -48,7 +49,8 @@ class NodeGroup:
 
     @property
     def domain(self) -> int:
-        """Devices that share the fast links: a node's, or a rack's where nodes are joined by them."""
+        """Devices that share the fast links: a node's, or a rack's where those join its nodes."""
+        # A job that uses fewer nodes than a rack has fills a part of one.
         racked = min(self.node.rack, self.count)
         if racked < self.count:
             even = max(size for size in range(1, racked + 1) if self.count % size == 0)
@@ -58,29 +60,30 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """All machines of a job."""
+    """All nodes of a job."""
 
     groups: tuple[NodeGroup, ...]
     """Nodes by kind, in the order of their ranks."""
     name: str = ""
-    """What it was called by."""
+    """Text or file name that it was built from."""
     calibration: Calibration | None = field(default=None, compare=False)
-    """What was measured on these machines; None where the catalogue is all there is."""
+    """Measurements of these machines; None where only the catalogue is known."""
 
     def __post_init__(self) -> None:
-        """Refuses clusters that can't work together."""
+        """Refuses an empty cluster, and nodes without a network between them."""
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
             raise ClusterError("the cluster has 0 devices; name at least one, as 8xh100")
         if self.nodes > 1:
             for group in self.groups:
+                # One fast domain needs no network; more than one does.
                 if group.node.outside is None and group.domain < self.devices:
                     raise ClusterError(
                         f"the cluster has {self.nodes} nodes, but those of {group.node.device.name} have no network: "
                         "give them 'outside' and 'outside_count'"
                     )
 
-    # -------------------------------------------------------- what there is
+    # -------------------------------------------------------- devices
 
     @property
     def devices(self) -> int:
@@ -99,7 +102,7 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """The device, or of several kinds the one with the least memory."""
+        """The device; of several kinds the one with the least memory."""
         return min((group.node.device for group in self.groups), key=lambda device: device.memory_bytes)
 
     @property
@@ -110,14 +113,14 @@ class Cluster:
     @property
     def kinds(self) -> dict[str, int]:
         """Device name to number of devices, in rank order."""
-        found: dict[str, int] = {}
+        device_counts: dict[str, int] = {}
         for group in self.groups:
-            found[group.node.device.name] = found.get(group.node.device.name, 0) + group.devices
-        return found
+            device_counts[group.node.device.name] = device_counts.get(group.node.device.name, 0) + group.devices
+        return device_counts
 
     @property
     def node_devices(self) -> int:
-        """Devices of the smallest node; nodes are equal in a cluster of one group."""
+        """Devices of the smallest node; all nodes are equal in a cluster of one group."""
         return min(group.node.count for group in self.groups)
 
     @property
@@ -127,7 +130,7 @@ class Cluster:
 
     @property
     def rack(self) -> int:
-        """Nodes that share the links inside; the smallest group's number."""
+        """Nodes that share the fast links; the least over groups."""
         return min(group.node.rack for group in self.groups)
 
     @property
@@ -143,7 +146,7 @@ class Cluster:
 
     @property
     def host(self) -> HostShare | None:
-        """A rank's part of its host, of unequal nodes the least; None where some host isn't known, or is the device."""
+        """A rank's share of its host, the least over nodes; None where a host is unknown, or is the device itself."""
         if any(group.node.device.name.startswith("cpu") for group in self.groups):
             return None
         return slowest_host([group.node for group in self.groups])
@@ -152,7 +155,7 @@ class Cluster:
         """Returns the device of a rank.
 
         Raises:
-            ClusterError: for a rank that there isn't.
+            ClusterError: for a rank beyond the devices.
         """
         for group in self.groups:
             if 0 <= rank < group.devices:
@@ -160,120 +163,141 @@ class Cluster:
             rank -= group.devices
         raise ClusterError(f"there is no such rank: the cluster has {self.devices} devices")
 
-    # -------------------------------------------------------- what it crosses
+    # -------------------------------------------------------- links and times
 
     def fabric(self, *groups: int) -> Fabric:
-        """Returns the wires that ranks of these groups of nodes share; of all of them without an argument.
+        """Returns the two link levels that ranks of these node groups share; of all groups without an argument.
 
-        Between unequal groups the slower of each link counts.
+        Between unequal groups the slower link of each level counts.
         """
-        chosen = [self.groups[index] for index in groups] or list(self.groups)
-        inside = min((group.node.inside for group in chosen), key=lambda link: link.rate)
-        domains = [(group.domain, group.domain / group.node.count * group.node.outside_count) for group in chosen]
-        outside: list[tuple[float, Link, int, float]] = [
+        chosen_groups = [self.groups[index] for index in groups] or list(self.groups)
+        # The slowest inside link bounds every ring that crosses it.
+        inside = min((group.node.inside for group in chosen_groups), key=lambda link: link.rate)
+        domains = [
+            (group.domain, group.domain / group.node.count * group.node.outside_count) for group in chosen_groups
+        ]
+        # A domain's bandwidth to the outside, by device: its cards' rates over its devices.
+        networks: list[tuple[float, Link, int, float]] = [
             (link.rate * cards / devices, link, devices, cards)
-            for group, (devices, cards) in zip(chosen, domains)
+            for group, (devices, cards) in zip(chosen_groups, domains)
             if (link := group.node.outside) is not None
         ]
-        if not outside:
+        if not networks:
             return Fabric(inside=inside, outside=None, devices=min(devices for devices, _ in domains), cards=0.0)
-        _, link, devices, cards = min(outside, key=lambda item: item[0])
+        _, link, devices, cards = min(networks, key=lambda item: item[0])
+        # Domains of unequal size: scale the cards to the smallest one.
         smallest = min(size for size, _ in domains)
         return Fabric(inside=inside, outside=link, devices=smallest, cards=cards * smallest / devices)
 
-    def span(self, before: int, degree: int) -> tuple[int, int, int]:
-        """Returns members in a domain, domains, and groups that share its cards; see `traffic.span`."""
-        return span(before, degree, self.domain, self.devices)
+    def span(self, rank_stride: int, degree: int) -> tuple[int, int, int]:
+        """Returns (members in a domain, domains, groups that share its cards); see `traffic.span`."""
+        return span(rank_stride, degree, self.domain, self.devices)
 
-    def collective_s(self, kind: str, size: Any, before: int, degree: int) -> Any:
-        """Returns seconds of an operation over S bytes along a mesh axis: measured where it was, else by the links.
+    def collective_s(self, kind: str, size: Any, rank_stride: int, degree: int) -> Any:
+        """Returns seconds of a collective over S bytes along a mesh axis: measured, or else computed from the links.
 
         Args:
             kind: a name of `traffic.COLLECTIVES`.
-            size: bytes of the whole tensor; a number or an array.
-            before: product of the degrees of the faster axes.
+            size: bytes of the full tensor; a number or a float array.
+            rank_stride: product of the degrees of the faster axes.
             degree: of the axis.
         """
-        inside, nodes, sharing = self.span(before, degree)
-        if self._measured(kind, inside * nodes, nodes):
+        # Placement of the group: members in a domain, domains, and groups that share the cards.
+        inside, nodes, sharing = self.span(rank_stride, degree)
+        if self._has_measured(kind, inside * nodes, nodes):
             assert self.calibration is not None
-            return self.calibration.collective_s(kind, size, inside * nodes, nodes, before)
+            return self.calibration.collective_s(kind, size, inside * nodes, nodes, rank_stride)
         return collective_s(kind, size, inside, nodes, self.fabric(), sharing)
 
-    def _measured(self, kind: str, ranks: int, nodes: int) -> bool:
-        """Whether the calibration has an operation over such groups, under the load of as many ranks as there are."""
-        held = self.calibration
-        return held is not None and held.ranks == self.devices and held.covers(kind, ranks, nodes)
+    def _has_measured(self, kind: str, ranks: int, nodes: int) -> bool:
+        """Returns whether the calibration has a collective over such groups, under the load of this cluster's ranks."""
+        calibration = self.calibration
+        return calibration is not None and calibration.ranks == self.devices and calibration.covers(kind, ranks, nodes)
 
     def seconds(self, kind: str, size: Any, inside: Any, nodes: Any, sharing: Any = 1) -> Any:
-        """Returns seconds of an operation over groups as `span` describes them, all of them arrays that broadcast.
+        """Returns seconds of a collective over groups as `span` describes them: measured, or else by the links.
 
-        As `collective_s`: each group's time is the measured one where that was measured, else by the links.
+        Args:
+            kind: a name of `traffic.COLLECTIVES`.
+            size: bytes of the full tensor, S.
+            inside: members of a group in one domain.
+            nodes: domains of a group.
+            sharing: groups that share a domain's cards.
+
+        Returns:
+            A float, or a float array of the shape to which all arguments broadcast.
         """
-        found = collective_s(kind, size, inside, nodes, self.fabric(), sharing)
+        times = collective_s(kind, size, inside, nodes, self.fabric(), sharing)
         if self.calibration is None:
-            return found
+            return times
         size, ranks, nodes = np.broadcast_arrays(size, np.multiply(inside, nodes), nodes)
-        found = np.broadcast_to(found, size.shape).copy()
-        for group, number in {(int(n), int(m)) for n, m in zip(ranks.ravel(), nodes.ravel())}:
-            if self._measured(kind, group, number):
-                chosen = (ranks == group) & (nodes == number)
-                found[chosen] = self.calibration.collective_s(kind, size[chosen], group, number)
-        return float(found) if found.ndim == 0 else found
+        times = np.broadcast_to(times, size.shape).copy()
+        # One look-up for each distinct group shape, not for each entry of the arrays.
+        for group_ranks, group_nodes in {(int(n), int(m)) for n, m in zip(ranks.ravel(), nodes.ravel())}:
+            if self._has_measured(kind, group_ranks, group_nodes):
+                selected = (ranks == group_ranks) & (nodes == group_nodes)
+                times[selected] = self.calibration.collective_s(kind, size[selected], group_ranks, group_nodes)
+        return float(times) if times.ndim == 0 else times
 
-    # -------------------------------------------------------- parts of it
+    # -------------------------------------------------------- sub-clusters
 
     def restricted(self, devices: int) -> Cluster:
-        """Returns the first ``devices`` of the cluster: whole nodes, the last one in part.
+        """Returns the first ``devices`` of the cluster: full nodes, and a partial last one.
 
         Raises:
-            ClusterError: for more than there are, or none.
+            ClusterError: for more devices than the cluster has, or none.
         """
         if not 1 <= devices <= self.devices:
             raise ClusterError(f"{devices} devices of a cluster that has {self.devices}; ask for 1 to {self.devices}")
-        found, left = [], devices
+        kept_groups, remaining = [], devices
         for group in self.groups:
-            whole, rest = divmod(min(left, group.devices), group.node.count)
-            if whole:
-                found.append(NodeGroup(node=group.node, count=whole))
-            if rest:
-                found.append(NodeGroup(node=group.node.resized(rest), count=1))
-            left -= whole * group.node.count + rest
-            if not left:
+            full_nodes, partial_devices = divmod(min(remaining, group.devices), group.node.count)
+            if full_nodes:
+                kept_groups.append(NodeGroup(node=group.node, count=full_nodes))
+            if partial_devices:
+                kept_groups.append(NodeGroup(node=group.node.resized(partial_devices), count=1))
+            remaining -= full_nodes * group.node.count + partial_devices
+            if not remaining:
                 break
-        return dataclasses.replace(self, groups=tuple(found), name=f"{self.name or 'cluster'}[:{devices}]")
+        return dataclasses.replace(self, groups=tuple(kept_groups), name=f"{self.name or 'cluster'}[:{devices}]")
 
     def without(self, nodes: int | Sequence[int]) -> Cluster:
         """Returns the cluster after a loss of nodes.
 
         Args:
-            nodes: how many of the last, or which by index in rank order.
+            nodes: number of nodes lost from the end, or their indices in rank order.
 
         Raises:
-            ClusterError: when none is left, or an index names none.
+            ClusterError: when no node remains, or an index is out of range.
         """
+        # A number means the last nodes; indices are taken as they are.
         lost = set(range(self.nodes - nodes, self.nodes)) if isinstance(nodes, int) else set(nodes)
         if not lost <= set(range(self.nodes)) or len(lost) == self.nodes:
             raise ClusterError(f"a loss of nodes {sorted(lost)} leaves nothing of {self.nodes}, or names none of them")
-        found, first = [], 0
+        kept_groups, first_index = [], 0
         for group in self.groups:
-            left = sum(index not in lost for index in range(first, first + group.count))
-            first += group.count
-            if left:
-                found.append(NodeGroup(node=group.node, count=left))
-        return dataclasses.replace(self, groups=tuple(found), name=f"{self.name or 'cluster'} less {len(lost)} nodes")
+            kept_nodes = sum(index not in lost for index in range(first_index, first_index + group.count))
+            first_index += group.count
+            if kept_nodes:
+                kept_groups.append(NodeGroup(node=group.node, count=kept_nodes))
+        return dataclasses.replace(
+            self, groups=tuple(kept_groups), name=f"{self.name or 'cluster'} less {len(lost)} nodes"
+        )
 
     def subset(self, groups: Sequence[int]) -> Cluster:
-        """Returns some of the groups of nodes: the fast ones without the slow, say."""
-        kept = tuple(self.groups[index] for index in groups)
-        return dataclasses.replace(self, groups=kept, name="+".join(f"{g.devices}x{g.node.device.name}" for g in kept))
+        """Returns the cluster of some node groups, such as the fast ones alone."""
+        chosen_groups = tuple(self.groups[index] for index in groups)
+        return dataclasses.replace(
+            self, groups=chosen_groups, name="+".join(f"{g.devices}x{g.node.device.name}" for g in chosen_groups)
+        )
 
     def calibrated(self, calibration: Calibration) -> Cluster:
-        """Returns the cluster with what was measured on such machines: its tables, and figures of devices and links.
+        """Returns the cluster with a calibration: its tables, and fitted figures of devices and links.
 
         Raises:
             ClusterError: when it was measured on other devices.
         """
+        # A calibration of one device kind may serve some groups of a mixed cluster.
         fits = [measured_on(calibration, group.node.device) for group in self.groups]
         if not any(fits):
             raise ClusterError(
@@ -286,33 +310,33 @@ class Cluster:
         )
         return dataclasses.replace(self, groups=groups, calibration=calibration)
 
-    # -------------------------------------------------------- where it comes from
+    # -------------------------------------------------------- construction
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Reads ``64xh100``, ``h100x64``, ``2x8xh100`` (nodes x devices), ``64xh100+32xa100``, ``4xcpu``, or a file.
 
-        ``@LINK`` after a part names its network: ``16xh100@infiniband-hdr``. A path ends in ``.toml`` or ``.json``.
+        ``@LINK`` after a term names its network: ``16xh100@infiniband-hdr``. A path ends in ``.toml`` or ``.json``.
 
         Raises:
-            ClusterError: for what can't be read, an unknown device or link (naming the nearest), or zero devices.
+            ClusterError: for invalid text, an unknown device or link (naming the nearest), or zero devices.
         """
         if text.endswith((".toml", ".json")):
             return cls.from_dict(notation.read_file(Path(text)), Path(text).stem)
-        found = [row for part in text.split("+") for row in cluster_text.read_nodes(part)]
-        return cls(groups=_grouped(found), name=text.strip())
+        node_counts = [row for term in text.split("+") for row in cluster_text.read_nodes(term)]
+        return cls(groups=_merge_equal(node_counts), name=text.strip())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], name: str = "") -> Self:
-        """Builds the cluster from `to_dict`'s values, or from what a user wrote (docs/cluster.md).
+        """Builds the cluster from `to_dict`'s values, or from a user's file (docs/cluster.md).
 
         Raises:
-            ClusterError: for unknown keys, devices or links, and for values that can't be.
+            ClusterError: for unknown keys, devices or links, and for invalid values.
         """
-        return cls(groups=_grouped(notation.read_nodes(values)), name=str(values.get("name", name)))
+        return cls(groups=_merge_equal(notation.read_nodes(values)), name=str(values.get("name", name)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for TOML or JSON that `from_dict` takes back; the calibration isn't among them."""
+        """Returns plain values for TOML or JSON, which `from_dict` reads; without the calibration."""
         return notation.write_nodes(self.name, [(group.node, group.count) for group in self.groups])
 
     @classmethod
@@ -321,11 +345,11 @@ class Cluster:
 
         Args:
             slots: ranks of each host, in order.
-            device: what they all have.
-            link: network between them; the usual one when empty.
+            device: name of all their devices.
+            link: network between them; the standard one when empty.
         """
-        found = [(cluster_text.with_network(standard_node(device, count), link), 1) for count in slots]
-        return cls(groups=_grouped(found), name=f"{len(slots)} hosts of {device}")
+        node_counts = [(cluster_text.with_network(standard_node(device, count), link), 1) for count in slots]
+        return cls(groups=_merge_equal(node_counts), name=f"{len(slots)} hosts of {device}")
 
     @classmethod
     def from_hostfile(cls, path: Path, device: str, link: str = "") -> Self:
@@ -349,22 +373,24 @@ class Cluster:
         host_memory_bytes: int = 0,
         link: str = "",
     ) -> Self:
-        """Builds the cluster of the machine at hand from what the launcher found on it.
+        """Builds the cluster of this machine from the launcher's detection.
 
         Args:
             devices: ranks of each node.
             kind: ``cpu`` or ``cuda``.
-            name: the GPU's name as its driver gives it; an unknown one is refused.
-            nodes: how many such machines.
+            name: the GPU's name by its driver; an unknown one is refused.
+            nodes: number of such machines.
             cores: cores of each node that ranks may use; CPU ranks share them evenly.
             memory_bytes: of each device; the catalogue's when 0.
             host_memory_bytes: of each node; the catalogue's when 0.
-            link: network between nodes; the usual one when empty.
+            link: network between nodes; the standard one when empty.
         """
         if kind != "cpu" and not name:
             raise ClusterError("a cluster of GPUs is detected by their driver's name for them; none was given")
         node = cluster_text.with_network(standard_node("cpu" if kind == "cpu" else name, devices), link)
+        # The driver's figure, where known, replaces the catalogue's.
         memory = memory_bytes or node.device.memory_bytes
+        # CPU ranks share the cores evenly, so a rank may have a fraction of one.
         factor = cores / devices if kind == "cpu" else 1.0
         node = dataclasses.replace(
             node,
@@ -378,12 +404,12 @@ class Cluster:
         return "+".join(f"{count}x{name}" for name, count in self.kinds.items())
 
 
-def _grouped(rows: Sequence[tuple[Node, int]]) -> tuple[NodeGroup, ...]:
-    """Returns (node, count) as groups, equal neighbours in one."""
-    found: list[NodeGroup] = []
+def _merge_equal(rows: Sequence[tuple[Node, int]]) -> tuple[NodeGroup, ...]:
+    """Merges equal neighbours of (node, count) into groups."""
+    merged: list[NodeGroup] = []
     for node, count in rows:
-        if found and found[-1].node == node:
-            found[-1] = NodeGroup(node=node, count=found[-1].count + count)
+        if merged and merged[-1].node == node:
+            merged[-1] = NodeGroup(node=node, count=merged[-1].count + count)
         else:
-            found.append(NodeGroup(node=node, count=count))
-    return tuple(found)
+            merged.append(NodeGroup(node=node, count=count))
+    return tuple(merged)

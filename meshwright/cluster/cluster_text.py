@@ -1,4 +1,4 @@
-"""A cluster as a few words: ``64xh100``, ``2x8xh100@infiniband-hdr``; and the hosts of a hostfile."""
+"""The short text form of a cluster (``64xh100``, ``2x8xh100@infiniband-hdr``), and the hosts of a hostfile."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.cluster import catalogue
 from meshwright.cluster.node import Node, standard_node
 from meshwright.errors import ClusterError
 
-_NUMBER_FIRST = re.compile(r"(\d+)\s*[x*]\s*(?:(\d+)\s*[x*]\s*)?([a-z].*)", re.IGNORECASE)
-_NUMBER_LAST = re.compile(r"([a-z].*?)\s*[x*]\s*(\d+)", re.IGNORECASE)
+_LEADING_NUMBER = re.compile(r"(\d+)\s*[x*]\s*(?:(\d+)\s*[x*]\s*)?([a-z].*)", re.IGNORECASE)
+_TRAILING_NUMBER = re.compile(r"([a-z].*?)\s*[x*]\s*(\d+)", re.IGNORECASE)
 _CARDS = re.compile(r"(\d+)\s*[x*]\s*(.+)")
 _SLOTS = re.compile(r"\S+(?:\s+slots\s*=\s*(\d+))?")
 
@@ -23,33 +23,37 @@ class ClusterTerm:
     """One term of a cluster's text."""
 
     devices: int
-    """In all."""
+    """Number of devices of the term."""
     device: str
-    """Name as written."""
+    """Device name as written."""
     per_node: int = 0
-    """Devices of a node; 0 for the usual number."""
+    """Devices of a node; 0 for the standard number."""
     link: str = ""
-    """Network; empty for the usual one."""
+    """Network; empty for the standard one."""
 
 
 def parse_part(text: str) -> ClusterTerm:
-    """Reads ``64xh100``, ``h100x64``, ``2x8xh100`` or ``h100``, with ``@LINK`` behind it or not.
+    """Parses ``64xh100``, ``h100x64``, ``2x8xh100`` or ``h100``, each with an optional ``@LINK``.
 
     Raises:
-        ClusterError: for anything else, or zero devices.
+        ClusterError: for another form, an unknown device, or zero devices.
     """
-    body, at, link = text.strip().partition("@")
-    body = body.strip()
-    if at and not link.strip():
+    term_text, separator, link = text.strip().partition("@")
+    term_text = term_text.strip()
+    if separator and not link.strip():
         raise ClusterError(f"'{text}': a network's name follows @, as 16xh100@infiniband-hdr")
-    first, last = _NUMBER_FIRST.fullmatch(body), _NUMBER_LAST.fullmatch(body)
-    if first:
-        outer, inner, device = int(first[1]), first[2], first[3]
-        count, per_node = (outer * int(inner), int(inner)) if inner else (outer, 0)
-    elif last and not known(body):
-        count, per_node, device = int(last[2]), 0, last[1]
-    elif body and body[0].isalpha():
-        count, per_node, device = 1, 0, body
+    leading_number, trailing_number = _LEADING_NUMBER.fullmatch(term_text), _TRAILING_NUMBER.fullmatch(term_text)
+    if leading_number:
+        leading_count, per_node_text, device = int(leading_number[1]), leading_number[2], leading_number[3]
+        # 2x8xh100 is nodes x devices of a node.
+        count, per_node = (
+            (leading_count * int(per_node_text), int(per_node_text)) if per_node_text else (leading_count, 0)
+        )
+    # Some names end like a count; a known name is a device.
+    elif trailing_number and not known(term_text):
+        count, per_node, device = int(trailing_number[2]), 0, trailing_number[1]
+    elif term_text and term_text[0].isalpha():
+        count, per_node, device = 1, 0, term_text
     else:
         raise ClusterError(
             f"'{text}' is no cluster; write devices as 64xh100, nodes x devices as 2x8xh100, several kinds as "
@@ -62,23 +66,24 @@ def parse_part(text: str) -> ClusterTerm:
 
 
 def read_nodes(text: str) -> list[tuple[Node, int]]:
-    """Reads one term of a cluster's text as nodes of their usual size, the rest in one smaller node.
+    """Reads one term of a cluster's text as nodes of standard size, and one smaller node for the remainder.
 
     Raises:
-        ClusterError: as `parse_part`; for an unknown link.
+        ClusterError: for an invalid term, zero devices, or an unknown device or link.
     """
-    part = parse_part(text)
-    usual = standard_node(part.device)
-    per_node = part.per_node or min(usual.count, part.devices)
-    node = with_network(usual.resized(per_node), part.link)
-    if part.per_node and usual.rack > 1:
-        node = dataclasses.replace(node, rack=max(1, math.ceil(usual.rack * usual.count / per_node)))
-    whole, rest = divmod(part.devices, per_node)
-    return [(node, whole)] + ([(node.resized(rest), 1)] if rest else [])
+    term = parse_part(text)
+    standard = standard_node(term.device)
+    per_node = term.per_node or min(standard.count, term.devices)
+    node = with_network(standard.resized(per_node), term.link)
+    if term.per_node and standard.rack > 1:
+        # The rack keeps its number of devices when nodes have another size.
+        node = dataclasses.replace(node, rack=max(1, math.ceil(standard.rack * standard.count / per_node)))
+    full_nodes, remaining_devices = divmod(term.devices, per_node)
+    return [(node, full_nodes)] + ([(node.resized(remaining_devices), 1)] if remaining_devices else [])
 
 
 def known(name: str) -> bool:
-    """Whether the catalogue has a device of this name."""
+    """Returns whether the catalogue has a device of this name."""
     try:
         catalogue.device(name)
     except ClusterError:
@@ -89,16 +94,16 @@ def known(name: str) -> bool:
 def with_network(node: Node, link: str) -> Node:
     """Returns the node with another network: ``infiniband-hdr``, ``4xinfiniband-hdr``.
 
-    Without a number of cards: one of plain Ethernet, of other networks as many as the node usually has.
+    Without a number of cards: one of plain Ethernet, of any other network the standard number of the node.
 
     Raises:
         ClusterError: for an unknown link.
     """
     if not link:
         return node
-    found = _CARDS.fullmatch(link.strip())
-    name = found[2] if found else link
-    cards = float(found[1]) if found else 1.0 if name.startswith("ethernet") else node.outside_count
+    match = _CARDS.fullmatch(link.strip())
+    name = match[2] if match else link
+    cards = float(match[1]) if match else 1.0 if name.startswith("ethernet") else node.outside_count
     return dataclasses.replace(node, outside=catalogue.link(name), outside_count=cards)
 
 
@@ -113,11 +118,12 @@ def read_slots(path: Path) -> list[int]:
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"the hostfile {path} can't be read: {error}; give a text file of 'host slots=8'") from None
     slots = []
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
+        # Comments and blank lines are allowed.
         text = line.partition("#")[0].strip()
         match = _SLOTS.fullmatch(text)
         if text and (match is None or int(match[1] or 1) < 1):
-            raise ClusterError(f"{path}:{number}: {text!r} is not a host; write it as 'host slots=8'")
+            raise ClusterError(f"{path}:{line_number}: {text!r} is not a host; write it as 'host slots=8'")
         if text and match:
             slots.append(int(match[1] or 1))
     if not slots:

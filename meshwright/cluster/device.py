@@ -1,4 +1,4 @@
-"""One kind of accelerator, or a core of a processor, as the figures that a prediction of time and memory needs."""
+"""A device (an accelerator or a processor core): the figures that predict time and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FALLBACKS: Mapping[str, tuple[str, ...]] = {
     "fp4": ("fp8", "fp16", "bf16", "float32"),
     "int8": ("fp8", "fp16", "bf16", "float32"),
 }
-"""Each data type, and what a device without units for it computes it in, best first.
+"""Data types in which a device without units for a type computes it instead, best first.
 
 bf16 never falls back to fp16: a device that has fp16 units alone (V100, T4) emulates bf16 in float32.
 """
@@ -36,12 +36,12 @@ ALIASES: Mapping[str, str] = {
     "mxfp4": "fp4",
 }
 DEFAULT_SHARE = 0.8
-"""Share of the peak that the best matrix product reaches where nobody measured it; the table of the machine-learning
+"""Share of the peak that the best matrix product reaches where it isn't measured; the table of the machine-learning
 engineering book gives 0.73-0.87 for NVIDIA's data-centre devices. Source: ml-engineering, MAMF table (2025)."""
 
 
 def canonical_dtype(dtype: str) -> str:
-    """Returns the name under which figures of a data type are kept: ``fp32`` becomes ``float32``.
+    """Returns the canonical name of a data type: ``fp32`` becomes ``float32``.
 
     Raises:
         ClusterError: for a type that no device has figures for.
@@ -57,35 +57,36 @@ class Device:
     """One device; all figures are for one rank's share of it."""
 
     name: str
-    """As the catalogue has it: ``h100``, ``a100-40``."""
+    """Name in the catalogue: ``h100``, ``a100-40``."""
     memory_bytes: int
-    """What the driver gives a process, all of it; the reserve is the planner's matter."""
+    """Memory that the driver gives a process; the planner subtracts its reserve."""
     bandwidth_bytes_per_s: float
-    """Of the device's own memory, nominal."""
+    """Nominal bandwidth of the device's memory."""
     peak_flops: Mapping[str, float] = field(hash=False)
     """FLOP/s by data type for dense matrix products, without sparsity."""
     matmul_share: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Share of the peak that the best measured matrix product reaches, by data type."""
     units: int = 0
-    """Multiprocessors or compute units, over which the tiles of a matrix product are dealt; 0 for a processor core."""
+    """Multiprocessors or compute units, over which tiles of a matrix product are spread; 0 for a processor core."""
     cache_bytes: int = 0
-    """Last-level cache."""
+    """Bytes of the last-level cache."""
     launch_s: float = 5e-6
-    """Time from one kernel's launch to the next one's when the host does nothing else."""
+    """Time between two kernel launches when the host does nothing else."""
     memory_share: float = 0.85
     """Share of the nominal bandwidth that a long element-wise operation reaches."""
     watts: float = 0.0
     """Power under load; 0 where unknown."""
     price_per_hour: float | None = None
-    """Dollars for an hour; None where nobody rents it."""
+    """Dollars an hour; None where unknown."""
     source: str = ""
-    """Where the figures are from."""
+    """Source of the figures."""
 
     def __post_init__(self) -> None:
-        """Refuses figures that no device has."""
+        """Refuses invalid figures and canonicalises names of data types."""
         for name in ("memory_bytes", "bandwidth_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ClusterError(f"device {self.name}: {name} = {getattr(self, name)} must be above 0")
+        # Users write fp32 or float32; figures are kept under one name.
         peaks = {canonical_dtype(dtype): float(value) for dtype, value in self.peak_flops.items()}
         shares = {canonical_dtype(dtype): float(value) for dtype, value in self.matmul_share.items()}
         if not peaks or min(peaks.values()) <= 0:
@@ -102,32 +103,32 @@ class Device:
         object.__setattr__(self, "matmul_share", shares)
 
     def computes_in(self, dtype: str) -> str:
-        """Returns the data type whose units compute ``dtype`` here: itself, or what stands in for it.
+        """Returns the data type whose units compute ``dtype`` on this device: itself or its fallback.
 
         Raises:
-            ClusterError: for an unknown type, or one that nothing here can compute.
+            ClusterError: for an unknown type, or one without a fallback on this device.
         """
-        wanted = canonical_dtype(dtype)
-        for name in (wanted, *FALLBACKS[wanted]):
+        canonical = canonical_dtype(dtype)
+        for name in (canonical, *FALLBACKS[canonical]):
             if name in self.peak_flops:
                 return name
         raise ClusterError(
-            f"device {self.name} has no rate for {wanted}; it has {', '.join(sorted(self.peak_flops))}: "
-            f"give peak_flops.{wanted} in the cluster's file"
+            f"device {self.name} has no rate for {canonical}; it has {', '.join(sorted(self.peak_flops))}: "
+            f"give peak_flops.{canonical} in the cluster's file"
         )
 
     def peak(self, dtype: str) -> float:
-        """Returns FLOP/s of dense matrix products in a data type, or in what stands in for it.
+        """Returns FLOP/s of dense matrix products in a data type, or in its fallback.
 
         Raises:
-            ClusterError: as `computes_in`.
+            ClusterError: for an unknown type, or one without a fallback on this device.
         """
         return self.peak_flops[self.computes_in(dtype)]
 
     def share(self, dtype: str) -> float:
         """Returns the share of `peak` that the best matrix product reaches."""
-        found = self.computes_in(dtype)
-        return self.matmul_share.get(found, self.matmul_share.get("bf16", DEFAULT_SHARE))
+        compute_dtype = self.computes_in(dtype)
+        return self.matmul_share.get(compute_dtype, self.matmul_share.get("bf16", DEFAULT_SHARE))
 
     def scaled(self, factor: float, memory_bytes: int) -> Device:
         """Returns the device at ``factor`` of its speed and with other memory: a rank on part of a processor."""
@@ -140,5 +141,5 @@ class Device:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values; what is None is left out."""
+        """Returns plain values, without fields that are None."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}

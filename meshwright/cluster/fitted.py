@@ -1,4 +1,4 @@
-"""The catalogue's figures with what was measured put in their place; for what the measured tables don't cover."""
+"""Fits figures of devices and links to a calibration, for shapes that its tables don't cover."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.errors import ClusterError
 
 
 def measured_on(calibration: Calibration, device: Device) -> bool:
-    """Whether a calibration is of such a device."""
+    """Returns whether a calibration is of this kind of device."""
     if calibration.machine.get("kind") == "cpu":
         return device.units == 0
     try:
@@ -24,59 +24,66 @@ def measured_on(calibration: Calibration, device: Device) -> bool:
 
 
 def fitted_node(calibration: Calibration, node: Node, ranks: int) -> Node:
-    """Returns a node with measured rates of its device and links, those of all ranks at work.
+    """Returns a node with measured rates of its device and links, under the load of all ranks.
 
     Args:
         calibration: of such nodes.
-        node: as the catalogue has it.
-        ranks: of the cluster; with other many than were measured, links keep the catalogue's figures.
+        node: of the catalogue.
+        ranks: of the cluster; with another number than measured, links keep the catalogue's figures.
     """
     node = dataclasses.replace(node, device=fitted_device(calibration, node.device))
     if calibration.ranks != ranks or calibration.ranks % calibration.nodes:
         return node
-    local = calibration.ranks // calibration.nodes
-    near = _link(node.inside, calibration.times("all_reduce", local, 1, 1), local, 1.0)
+    # Groups inside a node give the inside link, groups of one rank a node the network.
+    local_ranks = calibration.ranks // calibration.nodes
+    inside = _fit_link(node.inside, calibration.times("all_reduce", local_ranks, 1, 1), local_ranks, 1.0)
     if node.outside is None or calibration.nodes == 1:
-        return dataclasses.replace(node, inside=near)
-    far = calibration.times("all_reduce", calibration.nodes, calibration.nodes, local)
+        return dataclasses.replace(node, inside=inside)
+    network_times = calibration.times("all_reduce", calibration.nodes, calibration.nodes, local_ranks)
     return dataclasses.replace(
-        node, inside=near, outside=_link(node.outside, far, calibration.nodes, local / node.outside_count)
+        node,
+        inside=inside,
+        outside=_fit_link(node.outside, network_times, calibration.nodes, local_ranks / node.outside_count),
     )
 
 
 def fitted_device(calibration: Calibration, device: Device) -> Device:
-    """Returns a device with measured rates; its peaks are raised where a product exceeded them."""
+    """Returns a device with measured rates; a peak is raised where a product exceeded it."""
     peaks, shares = dict(device.peak_flops), dict(device.matmul_share)
     for dtype in {str(row[0]) for row in calibration.matmul}:
         best = calibration.best_matmul(dtype)
         if best:
+            # A measured rate above the nominal peak shows that the catalogue is too low.
             peaks[dtype] = max(best, peaks.get(dtype, 0.0))
             shares[dtype] = best / peaks[dtype]
     values: dict[str, Any] = {"peak_flops": peaks, "matmul_share": shares}
     if calibration.launch_s:
         values["launch_s"] = calibration.launch_s
+    # The longest copy has the least share of launch time.
     longest = max((int(row[3]) for row in calibration.operations if row[:2] == ("copy", "float32")), default=0)
     if longest:
         rate = float(calibration.bandwidth_bytes_per_s(4 * longest))
+        # A share can't exceed 1, so the nominal rate rises instead.
         nominal = max(rate, device.bandwidth_bytes_per_s)
         values |= {"bandwidth_bytes_per_s": nominal, "memory_share": rate / nominal}
     return dataclasses.replace(device, source="calibration", **values)
 
 
-def _link(link: Link, times: list[tuple[float, float]], ranks: int, sharing: float) -> Link:
-    """Returns a link with the latency and rate of measured all-reduces, taken as rings of ``ranks``.
+def _fit_link(link: Link, times: list[tuple[float, float]], ranks: int, sharing: float) -> Link:
+    """Fits a link's latency and rate to measured all-reduces, modelled as rings of ``ranks``.
 
     Args:
-        link: what the catalogue has; returned as it is where nothing was measured.
+        link: of the catalogue; returned unchanged without measurements.
         times: (bytes, seconds).
         ranks: members of each group.
         sharing: groups that share one such link.
     """
     if ranks < 2 or not times:
         return link
-    (_, first), (size, last) = times[0], times[-1]
-    hop = min(first, last) / (2 * (ranks - 1))
-    # The slope between the first and last message; of one message alone, or a disturbed first one, its own rate.
-    spent = last - first if last > 2 * first else last
-    rate = 2 * (ranks - 1) / ranks * size * sharing / spent
+    (_, first_s), (size, last_s) = times[0], times[-1]
+    hop = min(first_s, last_s) / (2 * (ranks - 1))
+    # Ring: t = 2(n-1) hops + 2(n-1)/n S/B, so the slope between first and last message gives B. With one message, or
+    # a disturbed first one, the last message's own time.
+    slope_s = last_s - first_s if last_s > 2 * first_s else last_s
+    rate = 2 * (ranks - 1) / ranks * size * sharing / slope_s
     return Link(name=link.name, bytes_per_s=rate, latency_s=hop, source="calibration")

@@ -1,4 +1,4 @@
-"""The memory of a node's host, as each of its ranks has it for state that doesn't stay on the device."""
+"""A rank's share of its host's memory and bandwidth, for state that is offloaded from the device."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ KERNEL_SHARE = 0.43
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostShare:
-    """One rank's part of its host, while all ranks of the node use theirs."""
+    """One rank's share of its host, while all ranks of the node use theirs."""
 
     memory_bytes: float
-    """Of the host's memory."""
+    """Bytes of host memory."""
     copy_bytes_per_s: float
-    """Between device and host memory, in one direction."""
+    """Copy rate between device and host memory, in one direction."""
     kernel_bytes_per_s: float
-    """That kernels of the processor cores move in host memory."""
+    """Rate at which kernels on processor cores move host memory."""
 
 
 def host_of(node: Node) -> HostShare | None:
-    """Returns a rank's part of a node's host; None where its memory, its bandwidth or the link to it isn't known.
+    """Returns a rank's share of a node's host; None where its memory, its bandwidth or the link to it is unknown.
 
-    Copies go as fast as the link, or as this rank's part of the memory's bandwidth, whichever is slower: the copies of
-    all ranks meet in host memory.
+    A copy runs at the rate of the link or of this rank's share of memory bandwidth, whichever is lower: the copies of
+    all ranks share host memory.
     """
     if node.host_link is None or not node.host_memory_bytes or not node.host_bandwidth_bytes_per_s:
         return None
-    part = node.host_bandwidth_bytes_per_s / node.count
+    bandwidth_share = node.host_bandwidth_bytes_per_s / node.count
     return HostShare(
         memory_bytes=node.host_memory_bytes / node.count,
-        copy_bytes_per_s=min(node.host_link.rate, part),
-        kernel_bytes_per_s=part * KERNEL_SHARE,
+        copy_bytes_per_s=min(node.host_link.rate, bandwidth_share),
+        kernel_bytes_per_s=bandwidth_share * KERNEL_SHARE,
     )
 
 
 def slowest_host(nodes: list[Node]) -> HostShare | None:
-    """Returns of unequal nodes the least of each figure; None where one has none."""
-    found = [host_of(node) for node in nodes]
-    hosts = [host for host in found if host is not None]
-    if not hosts or len(hosts) < len(found):
+    """Returns the least of each figure over unequal nodes; None where the host of any is unknown."""
+    shares = [host_of(node) for node in nodes]
+    hosts = [host for host in shares if host is not None]
+    # One unknown host makes the slowest unknown.
+    if not hosts or len(hosts) < len(shares):
         return None
     return HostShare(
         memory_bytes=min(host.memory_bytes for host in hosts),

@@ -1,4 +1,4 @@
-"""One kind of wire between devices: how many bytes it carries, how long the first one takes."""
+"""A link between devices: bandwidth, latency and protocols."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshwright.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """One of the ways in which a library sends over a link; the fastest for the message at hand is taken."""
+    """One protocol of a library over a link (NCCL: LL, LL128, Simple); a message uses the fastest."""
 
     share: float
     """Share of the link's achievable rate."""
     start_s: float
-    """Once for a collective."""
+    """Seconds once a collective."""
     hop_s: float
-    """For each rank that the data passes through."""
+    """Seconds for each rank that the data passes through."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,26 +28,26 @@ class Link:
     """One link; rates are for one device and one direction."""
 
     name: str
-    """As the catalogue has it: ``nvlink4``, ``infiniband-ndr``."""
+    """Name in the catalogue: ``nvlink4``, ``infiniband-ndr``."""
     bytes_per_s: float
-    """Nominal."""
+    """Nominal bandwidth."""
     latency_s: float
-    """The least that anything sent over it takes."""
+    """Least time of any message."""
     share: float = 1.0
     """Share of the nominal rate that a ring over long messages reaches."""
     reduce_share: float = 0.0
-    """Share of the nominal rate at which switches sum on the way (NVLS, SHARP): seconds of a long all-reduce are its
-    bytes over this rate, whatever the number of ranks; 0 where no switch sums."""
+    """Share of the nominal rate at which switches reduce (NVLS, SHARP): a long all-reduce costs its bytes over this
+    rate, for any number of ranks; 0 where no switch reduces."""
     peers: int = 0
-    """Devices that each is wired to one by one, with an equal part of the rate; 0 behind a switch, where any two have
-    the whole rate."""
+    """Devices that each device is wired to directly, with an equal share of the rate; 0 behind a switch, where any pair
+    has the full rate."""
     protocols: tuple[Protocol, ...] = ()
-    """Ways to send; none is one way at the full share with `latency_s` for each hop."""
+    """Protocols; without any, one at the full share with `latency_s` a hop."""
     source: str = ""
-    """Where the figures are from."""
+    """Source of the figures."""
 
     def __post_init__(self) -> None:
-        """Refuses figures that no link has."""
+        """Refuses invalid figures and fills in the default protocol."""
         if not self.bytes_per_s > 0:
             raise ClusterError(
                 f"link {self.name}: bytes_per_s = {self.bytes_per_s}; a link without bandwidth carries nothing, give "
@@ -62,10 +62,11 @@ class Link:
             )
         if self.peers < 0:
             raise ClusterError(f"link {self.name}: peers = {self.peers} must be 0 or more")
-        ways = self.protocols or (Protocol(1.0, 0.0, self.latency_s),)
-        if any(not 0 < way.share <= 1 or way.start_s < 0 or way.hop_s < 0 for way in ways):
+        protocols = self.protocols or (Protocol(1.0, 0.0, self.latency_s),)
+        if any(not 0 < protocol.share <= 1 or protocol.start_s < 0 or protocol.hop_s < 0 for protocol in protocols):
             raise ClusterError(f"link {self.name}: a protocol's share is within 0 and 1, its times not below 0")
-        object.__setattr__(self, "protocols", tuple(ways))
+        # The dataclass is frozen; this completes it.
+        object.__setattr__(self, "protocols", tuple(protocols))
 
     @property
     def rate(self) -> float:
@@ -73,11 +74,14 @@ class Link:
         return self.bytes_per_s * self.share
 
     def rate_among(self, members: Any) -> Any:
-        """Returns `rate` for a group of so many members, a number or an array: of the wires between them alone."""
+        """Returns `rate` of a group by its number of members (a number or an array): only wires between them count."""
         if not self.peers:
             return self.rate
+        # Without a switch a group of n uses n - 1 of the wires, each with an equal share.
         return self.rate * np.clip(np.asarray(members) - 1, 1, self.peers) / self.peers
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values; protocols as lists of share, start and hop."""
-        return dataclasses.asdict(self) | {"protocols": [list(dataclasses.astuple(way)) for way in self.protocols]}
+        return dataclasses.asdict(self) | {
+            "protocols": [list(dataclasses.astuple(protocol)) for protocol in self.protocols]
+        }

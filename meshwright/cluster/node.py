@@ -1,4 +1,4 @@
-"""A node: equal devices, the links between them, and what leads out of it."""
+"""A node: equal devices, the links between them, and its network cards."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from meshwright.errors import ClusterError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """Equal devices under one roof."""
+    """Equal devices of one machine."""
 
     device: Device
-    """Each of them."""
+    """One of them."""
     count: int
     """Devices of the node."""
     inside: Link
-    """Between two of them."""
+    """Link between two of them."""
     outside: Link | None = None
-    """One network card; None for a node that stands alone."""
+    """One network card; None for a node without a network."""
     outside_count: float = 0
     """Network cards of the node."""
     host_memory_bytes: int = 0
     """Memory of the host, for offload and data."""
     host_bandwidth_bytes_per_s: float = 0.0
-    """Nominal bandwidth of that memory, all processors of the host together; 0 where unknown: then nothing can be
-    offloaded."""
+    """Nominal bandwidth of that memory, all processors of the host together; 0 where unknown, which rules out
+    offload."""
     host_link: Link | None = None
-    """Between one device and host memory; None where nothing can be offloaded."""
+    """Link between one device and host memory; None rules out offload."""
     rack: int = 1
-    """Nodes that share the links inside: 18 for an NVL72."""
+    """Nodes that share the inside links: 18 for an NVL72."""
 
     def __post_init__(self) -> None:
-        """Refuses nodes that can't be."""
+        """Refuses invalid figures."""
         if self.count < 1:
             raise ClusterError(f"a node of {self.count} devices; a node has at least 1")
         if self.rack < 1 or self.host_memory_bytes < 0 or self.host_bandwidth_bytes_per_s < 0:
@@ -51,26 +51,27 @@ class Node:
             )
 
     def resized(self, count: int) -> Node:
-        """Returns the node with other many devices; of fewer, with their share of the network cards."""
+        """Returns the node with another number of devices; fewer ones keep their share of the network cards."""
         cards = self.outside_count
         if self.outside is not None and count < self.count:
+            # At least one card: a rank without a network couldn't join.
             cards = max(1.0, cards * count / self.count)
         return dataclasses.replace(self, count=count, outside_count=cards)
 
 
 def standard_node(device: str | Device, count: int | None = None) -> Node:
-    """Returns the node that a device usually comes in.
+    """Returns the standard node of a device.
 
     Args:
         device: a name, or a device that may differ from the catalogue's.
-        count: devices in the node; the usual number when None.
+        count: devices in the node; the standard number when None.
 
     Raises:
         ClusterError: for an unknown device.
     """
-    item = catalogue.entry(device if isinstance(device, str) else device.name)
-    found = named_node(item.node, item.device if isinstance(device, str) else device)
-    return found if count is None else found.resized(count)
+    catalogue_entry = catalogue.entry(device if isinstance(device, str) else device.name)
+    node = named_node(catalogue_entry.node, catalogue_entry.device if isinstance(device, str) else device)
+    return node if count is None else node.resized(count)
 
 
 def named_node(name: str, device: Device) -> Node:
@@ -79,10 +80,10 @@ def named_node(name: str, device: Device) -> Node:
     Raises:
         ClusterError: for an unknown node.
     """
-    known = catalogue.nodes()
-    if name not in known:
-        raise ClusterError(f"unknown node '{name}'; known: {', '.join(sorted(known))}")
-    values = known[name]
+    catalogue_nodes = catalogue.nodes()
+    if name not in catalogue_nodes:
+        raise ClusterError(f"unknown node '{name}'; known: {', '.join(sorted(catalogue_nodes))}")
+    values = catalogue_nodes[name]
     return Node(
         device=device,
         count=values["count"],

@@ -1,4 +1,4 @@
-"""A cluster as tables, in TOML or JSON; read with every key checked."""
+"""Reads and writes a cluster as tables of TOML or JSON, and checks every key."""
 
 from __future__ import annotations
 
@@ -37,153 +37,168 @@ def read_file(path: Path) -> dict[str, Any]:
     """Reads a cluster's TOML or JSON file.
 
     Raises:
-        ClusterError: when it isn't there or can't be read.
+        ClusterError: when it is missing or can't be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        found = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
+        values = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ClusterError(f"the cluster's file {path} can't be read: {error.strerror}") from None
     except ValueError as error:
         raise ClusterError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ClusterError(f"{path}: a cluster is a table with [[group]] in it")
-    return found
+    return values
 
 
 def read_nodes(values: Mapping[str, Any]) -> list[tuple[Node, int]]:
     """Reads the ``[[group]]`` tables of a cluster with the ``[devices.NAME]`` and ``[links.NAME]`` beside them.
 
     Raises:
-        ClusterError: for unknown keys, devices and links, and values that can't be.
+        ClusterError: for unknown keys, devices and links, and for invalid values.
     """
     _check_keys(values, ("name", "group", "devices", "links"), "")
-    links = {name: _link(name, table) for name, table in _table(values, "links").items()}
-    devices = {name: _device(name, table) for name, table in _table(values, "devices").items()}
+    links = {name: _read_link(name, table) for name, table in _read_tables(values, "links").items()}
+    devices = {name: _read_device(name, table) for name, table in _read_tables(values, "devices").items()}
     groups = values.get("group", [])
+    # A single [group] table is accepted as a list of one.
     if isinstance(groups, Mapping):
         groups = [groups]
     if not groups:
         raise ClusterError("the cluster has no [[group]]; give one with device = 'h100' and nodes = 8")
-    return [_group(group, index, devices, links) for index, group in enumerate(groups)]
+    return [_read_group(group, index, devices, links) for index, group in enumerate(groups)]
 
 
-def _group(
+def _read_group(
     values: Mapping[str, Any], index: int, devices: Mapping[str, Device], links: Mapping[str, Link]
 ) -> tuple[Node, int]:
-    where = f"group[{index}]."
-    _check_keys(values, NODE_KEYS, where)
+    """Reads one ``[[group]]``: a node, whose fields override those of the device's standard node, and a count."""
+    key_prefix = f"group[{index}]."
+    _check_keys(values, NODE_KEYS, key_prefix)
     if "device" not in values:
-        raise ClusterError(f"{where}device is missing; name one, as device = 'h100'")
+        raise ClusterError(f"{key_prefix}device is missing; name one, as device = 'h100'")
     name = str(values["device"])
-    item = devices.get(name) or catalogue.device(name)
+    device = devices.get(name) or catalogue.device(name)
     kind = values.get("kind")
     if kind is not None:
-        node = named_node(str(kind), item)
+        node = named_node(str(kind), device)
+    # A known device comes in its standard node, with the user's figures for it.
     elif known(name):
-        node = dataclasses.replace(standard_node(name), device=item)
+        node = dataclasses.replace(standard_node(name), device=device)
     else:
-        node = Node(device=item, count=_whole(values, "count", 1, where), inside=links.get("inside") or _loose(values))
+        node = Node(
+            device=device,
+            count=_read_int(values, "count", 1, key_prefix),
+            inside=links.get("inside") or _inside_link_of_unknown_device(values),
+        )
 
-    def pick(key: str, now: Link | None) -> Link | None:
+    def chosen_link(key: str, default: Link | None) -> Link | None:
         if key not in values:
-            return now
-        wanted = str(values[key])
-        return None if wanted == "none" else links.get(wanted) or catalogue.link(wanted)
+            return default
+        link_name = str(values[key])
+        return None if link_name == "none" else links.get(link_name) or catalogue.link(link_name)
 
-    node = node.resized(_whole(values, "count", node.count, where))
-    outside = pick("outside", node.outside)
+    node = node.resized(_read_int(values, "count", node.count, key_prefix))
+    outside = chosen_link("outside", node.outside)
+    # Without a network there are no cards to count.
     cards = float(values.get("outside_count", node.outside_count or 1)) if outside else 0
     node = dataclasses.replace(
         node,
-        inside=pick("inside", node.inside) or node.inside,
+        inside=chosen_link("inside", node.inside) or node.inside,
         outside=outside,
         outside_count=cards,
-        host_link=pick("host_link", node.host_link),
-        host_memory_bytes=_whole(values, "host_memory_bytes", node.host_memory_bytes, where),
-        host_bandwidth_bytes_per_s=_rate(values, "host_bandwidth_bytes_per_s", node.host_bandwidth_bytes_per_s, where),
-        rack=_whole(values, "rack", node.rack, where),
+        host_link=chosen_link("host_link", node.host_link),
+        host_memory_bytes=_read_int(values, "host_memory_bytes", node.host_memory_bytes, key_prefix),
+        host_bandwidth_bytes_per_s=_read_rate(
+            values, "host_bandwidth_bytes_per_s", node.host_bandwidth_bytes_per_s, key_prefix
+        ),
+        rack=_read_int(values, "rack", node.rack, key_prefix),
     )
-    return node, _whole(values, "nodes", 1, where)
+    return node, _read_int(values, "nodes", 1, key_prefix)
 
 
-def _loose(values: Mapping[str, Any]) -> Link:
-    """Returns the link inside a node of a device that the catalogue doesn't have; it must be named when it matters."""
-    wanted = str(values.get("inside", "pcie4"))
-    return catalogue.links().get(wanted) or catalogue.link("pcie4")
+def _inside_link_of_unknown_device(values: Mapping[str, Any]) -> Link:
+    """Returns the inside link of a node whose device isn't in the catalogue: the named one, or PCIe 4."""
+    link_name = str(values.get("inside", "pcie4"))
+    return catalogue.links().get(link_name) or catalogue.link("pcie4")
 
 
-def _device(name: str, values: Mapping[str, Any]) -> Device:
+def _read_device(name: str, values: Mapping[str, Any]) -> Device:
+    """Reads one ``[devices.NAME]``, with the fields of ``like`` or of the catalogue's device of that name."""
     keys = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
     _check_keys(values, (*keys, "like"), f"devices.{name}.")
-    kept = dict(values)
-    like = kept.pop("like", None)
+    fields = dict(values)
+    base_name = fields.pop("like", None)
     try:
-        if like is not None or known(name):
-            return dataclasses.replace(catalogue.device(str(like or name)), name=name, **kept)
-        return Device(name=name, **kept)
+        if base_name is not None or known(name):
+            return dataclasses.replace(catalogue.device(str(base_name or name)), name=name, **fields)
+        return Device(name=name, **fields)
     except TypeError as error:
         raise ClusterError(
-            f"devices.{name}: {_plain(error)}; or name a device that it is like: like = 'h100'"
+            f"devices.{name}: {_readable(error)}; or name a device that it is like: like = 'h100'"
         ) from None
 
 
-def _link(name: str, values: Mapping[str, Any]) -> Link:
+def _read_link(name: str, values: Mapping[str, Any]) -> Link:
+    """Reads one ``[links.NAME]``, with the fields of ``like`` or of the catalogue's link of that name."""
     keys = [field.name for field in dataclasses.fields(Link) if field.name != "name"]
     _check_keys(values, (*keys, "like"), f"links.{name}.")
-    kept = dict(values)
-    like = kept.pop("like", None)
-    base = catalogue.link(str(like)).to_dict() if like is not None else {}
-    base |= catalogue.link(name).to_dict() if not base and name in catalogue.links() else {}
+    fields = dict(values)
+    base_name = fields.pop("like", None)
+    base_fields = catalogue.link(str(base_name)).to_dict() if base_name is not None else {}
+    # A link named like one of the catalogue changes only the fields that are given.
+    base_fields |= catalogue.link(name).to_dict() if not base_fields and name in catalogue.links() else {}
     try:
-        return catalogue.read_link({**base, **kept, "name": name})
+        return catalogue.read_link({**base_fields, **fields, "name": name})
     except TypeError as error:
-        raise ClusterError(f"links.{name}: {_plain(error)}; or name a link that it is like: like = 'pcie4'") from None
+        raise ClusterError(
+            f"links.{name}: {_readable(error)}; or name a link that it is like: like = 'pcie4'"
+        ) from None
 
 
-def _plain(error: TypeError) -> str:
+def _readable(error: TypeError) -> str:
     return re.sub(r"^.*__init__\(\) ", "", str(error)).replace("keyword-only arguments", "values")
 
 
-def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = values.get(key, {})
-    if not isinstance(found, Mapping) or not all(isinstance(item, Mapping) for item in found.values()):
+def _read_tables(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    tables = values.get(key, {})
+    if not isinstance(tables, Mapping) or not all(isinstance(item, Mapping) for item in tables.values()):
         raise ClusterError(f"{key} must hold a table for each name, as [{key}.NAME]")
-    return found
+    return tables
 
 
-def _whole(values: Mapping[str, Any], key: str, default: int, where: str) -> int:
+def _read_int(values: Mapping[str, Any], key: str, default: int, key_prefix: str) -> int:
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ClusterError(f"{where}{key} = {value!r} must be a whole number")
+        raise ClusterError(f"{key_prefix}{key} = {value!r} must be a whole number")
     return value
 
 
-def _rate(values: Mapping[str, Any], key: str, default: float, where: str) -> float:
+def _read_rate(values: Mapping[str, Any], key: str, default: float, key_prefix: str) -> float:
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ClusterError(f"{where}{key} = {value!r} must be a number of bytes per second")
+        raise ClusterError(f"{key_prefix}{key} = {value!r} must be a number of bytes per second")
     return float(value)
 
 
-def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _check_keys(values: Mapping[str, Any], known_keys: Sequence[str], key_prefix: str) -> None:
     if not isinstance(values, Mapping):
-        raise ClusterError(f"{where.rstrip('.')} must be a table")
+        raise ClusterError(f"{key_prefix.rstrip('.')} must be a table")
     for key in values:
-        if key not in known:
-            raise ClusterError(f"unknown key '{where}{key}'{nearest(key, known)}")
+        if key not in known_keys:
+            raise ClusterError(f"unknown key '{key_prefix}{key}'{nearest(key, known_keys)}")
 
 
 def write_nodes(name: str, groups: Sequence[tuple[Node, int]]) -> dict[str, Any]:
-    """Returns what `read_nodes` takes back, with every device and link written out."""
+    """Returns plain values for `read_nodes`, with every device and link written out."""
     devices: dict[str, Any] = {}
     links: dict[str, Any] = {}
     rows = []
     for node, count in groups:
-        row: dict[str, Any] = {"nodes": count, "device": _kept(devices, node.device), "count": node.count}
+        row: dict[str, Any] = {"nodes": count, "device": _store_named(devices, node.device), "count": node.count}
         for key in ("inside", "outside", "host_link"):
             link = getattr(node, key)
-            row[key] = "none" if link is None else _kept(links, link)
+            row[key] = "none" if link is None else _store_named(links, link)
         row |= {"host_memory_bytes": node.host_memory_bytes, "rack": node.rack}
         row["host_bandwidth_bytes_per_s"] = node.host_bandwidth_bytes_per_s
         if node.outside is not None:
@@ -192,10 +207,11 @@ def write_nodes(name: str, groups: Sequence[tuple[Node, int]]) -> dict[str, Any]
     return {"name": name, "group": rows, "devices": devices, "links": links}
 
 
-def _kept(table: dict[str, Any], item: Device | Link) -> str:
-    """Writes a device or link into its table and returns its name there."""
+def _store_named(table: dict[str, Any], item: Device | Link) -> str:
+    """Stores a device or link in its table; returns its name, numbered where another has the same."""
     values = {key: value for key, value in item.to_dict().items() if key != "name"}
     name, number = item.name, 1
+    # Nodes may hold different devices under one name, as one that was calibrated.
     while name in table and table[name] != values:
         number += 1
         name = f"{item.name}-{number}"

@@ -1,4 +1,4 @@
-"""Measured times over sizes, and what lies between them: linear between the logarithms of size and rate."""
+"""Tables of measured times over sizes, interpolated linearly between the logarithms of size and rate."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from meshwright.errors import ClusterError
 class RateTable:
     """Work per second on a full grid of sizes.
 
-    Between sizes the logarithm of the rate is linear in the logarithm of each size; beyond the grid the rate is that
-    of its edge, so time grows with the work.
+    Between sizes the logarithm of the rate is linear in the logarithm of each size. Beyond the grid the rate is that of
+    its edge, so time grows with the work.
     """
 
     def __init__(self, name: str, points: Mapping[tuple[int, ...], float]) -> None:
-        """Takes measured rates.
+        """Builds the grid from measured rates.
 
         Args:
             name: of the table, for messages.
@@ -29,6 +29,7 @@ class RateTable:
         """
         sizes = list(points)
         self._axes = [sorted({size[axis] for size in sizes}) for axis in range(len(sizes[0]) if sizes else 0)]
+        # A full grid has every combination of the sizes of its axes.
         if not sizes or len(sizes) != int(np.prod([len(axis) for axis in self._axes])):
             raise ClusterError(f"calibration: the sizes of {name} form no full grid; measure again")
         if min(points.values()) <= 0 or min(min(size) for size in sizes) < 1:
@@ -44,30 +45,40 @@ class RateTable:
         return float(np.exp(self._rates.max()))
 
     def rate(self, *sizes: Any) -> Any:
-        """Returns work per second at sizes, which may be arrays that broadcast."""
-        given = np.broadcast_arrays(*(np.asarray(size, dtype=float) for size in sizes))
-        shape = given[0].shape
+        """Interpolates work per second.
+
+        Args:
+            sizes: one for each axis of the grid: numbers, or float arrays that broadcast.
+
+        Returns:
+            A float array of the shape to which the sizes broadcast.
+        """
+        size_arrays = np.broadcast_arrays(*(np.asarray(size, dtype=float) for size in sizes))
+        shape = size_arrays[0].shape
+        # Multilinear interpolation: the 2^d corners of the cell, each with its weight.
         corners: list[tuple[list[Any], Any]] = [([], np.ones(shape))]
-        for values, logs in zip(given, self._logs):
-            at = np.clip(np.log(np.maximum(values, 1.0)), logs[0], logs[-1])
-            low = np.clip(np.searchsorted(logs, at, side="right") - 1, 0, max(0, len(logs) - 2))
-            high = np.minimum(low + 1, len(logs) - 1)
-            width = np.where(high > low, logs[high] - logs[low], 1.0)
-            part = np.where(high > low, (at - logs[low]) / width, 0.0)
+        for values, logs in zip(size_arrays, self._logs):
+            log_size = np.clip(np.log(np.maximum(values, 1.0)), logs[0], logs[-1])
+            # Index of the grid size below, so that its neighbour above exists; a grid of one size has none.
+            lower = np.clip(np.searchsorted(logs, log_size, side="right") - 1, 0, max(0, len(logs) - 2))
+            upper = np.minimum(lower + 1, len(logs) - 1)
+            width = np.where(upper > lower, logs[upper] - logs[lower], 1.0)
+            # Position between the neighbours, in logarithms; 0 where the grid has one size.
+            fraction = np.where(upper > lower, (log_size - logs[lower]) / width, 0.0)
             corners = [
-                ([*index, end], weight * share)
+                ([*index, neighbour], weight * share)
                 for index, weight in corners
-                for end, share in ((low, 1.0 - part), (high, part))
+                for neighbour, share in ((lower, 1.0 - fraction), (upper, fraction))
             ]
-        found = sum(self._rates[tuple(index)] * weight for index, weight in corners)
-        return np.exp(found)
+        log_rate = sum(self._rates[tuple(index)] * weight for index, weight in corners)
+        return np.exp(log_rate)
 
 
 class TimeTable:
-    """Seconds over bytes: linear between logarithms; the first point's time below it, its last rate above."""
+    """Seconds over bytes: linear between logarithms, constant below the first point, constant rate above the last."""
 
     def __init__(self, name: str, points: Iterable[tuple[float, float]]) -> None:
-        """Takes (bytes, seconds).
+        """Builds the table from (bytes, seconds).
 
         Raises:
             ClusterError: without points, or with one that isn't above 0.
@@ -80,15 +91,16 @@ class TimeTable:
         self._times = np.log(np.minimum.accumulate([seconds for _, seconds in reversed(rows)])[::-1])
 
     def seconds(self, size: Any) -> Any:
-        """Returns seconds for bytes, a number or an array."""
-        at = np.log(np.maximum(np.asarray(size, dtype=float), 1.0))
-        found = np.interp(at, self._sizes, self._times) + np.maximum(0.0, at - self._sizes[-1])
-        return np.exp(found)
+        """Interpolates seconds by bytes (a number or a float array)."""
+        log_size = np.log(np.maximum(np.asarray(size, dtype=float), 1.0))
+        # np.interp is constant beyond its ends; above the last size a slope of 1 keeps the rate.
+        log_seconds = np.interp(log_size, self._sizes, self._times) + np.maximum(0.0, log_size - self._sizes[-1])
+        return np.exp(log_seconds)
 
 
-def grouped(rows: Iterable[Sequence[Any]], keys: int) -> dict[tuple[Any, ...], list[Sequence[Any]]]:
-    """Groups rows by their first ``keys`` entries; the rest of each row is kept."""
-    found: dict[tuple[Any, ...], list[Sequence[Any]]] = {}
+def grouped(rows: Iterable[Sequence[Any]], key_columns: int) -> dict[tuple[Any, ...], list[Sequence[Any]]]:
+    """Groups rows by their first ``key_columns`` entries, which are removed from them."""
+    groups: dict[tuple[Any, ...], list[Sequence[Any]]] = {}
     for row in rows:
-        found.setdefault(tuple(row[:keys]), []).append(row[keys:])
-    return found
+        groups.setdefault(tuple(row[:key_columns]), []).append(row[key_columns:])
+    return groups

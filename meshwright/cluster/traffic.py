@@ -1,7 +1,7 @@
-"""What a collective takes: hierarchical alpha-beta times over the links that its group really crosses.
+"""Times of collectives: a hierarchical alpha-beta model over the links that a group crosses.
 
-A group is ``inside`` members on each of ``nodes`` nodes. All functions take scalars or numpy arrays for bytes, inside,
-nodes and sharing, and broadcast; sizes are the whole tensor's bytes (S), not a rank's part. A group of one takes 0 s.
+A group is ``inside`` members on each of ``nodes`` nodes. Bytes, inside, nodes and sharing are numbers, or float arrays
+that broadcast; sizes are bytes of the full tensor (S), not of a rank's shard. A group of one costs 0 s.
 
 Sources: ring and tree, Thakur et al., Optimization of Collective Communication Operations in MPICH (2005); the hops of
 a ring over nodes and the three protocols, NCCL's tuning (src/graph/tuning.cc); sums in the switch, NCCL's NVLS.
@@ -21,176 +21,203 @@ from meshwright.errors import ClusterError, nearest
 TREE_SHARE = 0.92
 """Bandwidth of a tree against a ring. Source: NCCL src/graph/tuning.cc."""
 NOTHING = Link(name="nothing", bytes_per_s=1.0, latency_s=0.0)
-"""Stands where a cluster has one node and no network."""
+"""Placeholder network of a cluster of one node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
-    """The two levels of wire that a group may cross: the links of a fast domain, and the network between domains."""
+    """The two link levels that a group may cross: the links of a fast domain, and the network between domains."""
 
     inside: Link
-    """Between the devices of one domain."""
+    """Link between the devices of one domain."""
     outside: Link | None
-    """A network card; None where there is one domain alone."""
+    """One network card; None for a single domain."""
     devices: int
     """Devices of a domain."""
     cards: float
     """Network cards of a domain."""
 
     def network(self, inside: Any, sharing: Any) -> Any:
-        """Returns bytes per second that one group may send out of a domain, one direction.
+        """Returns bytes per second that one group can send out of a domain, in one direction.
 
-        A member reaches its own card, or its part of several; the cards are shared by ``sharing`` groups at once.
+        A member reaches its own card, or its share of several; ``sharing`` groups use the cards at once.
+
+        Args:
+            inside: members of the group in the domain.
+            sharing: groups that share the domain's cards.
         """
         if self.outside is None:
             return np.inf
-        own = self.outside.rate * np.maximum(1.0, self.cards / self.devices)
-        return np.minimum(inside * own, self.outside.rate * self.cards / sharing)
+        # With more cards than devices each member drives several.
+        member_rate = self.outside.rate * np.maximum(1.0, self.cards / self.devices)
+        return np.minimum(inside * member_rate, self.outside.rate * self.cards / sharing)
 
     def ways(self) -> list[tuple[Protocol, Protocol]]:
-        """Returns the protocols of both levels, paired."""
-        out = (self.outside or NOTHING).protocols
-        if len(out) == len(self.inside.protocols):
-            return list(zip(self.inside.protocols, out))
-        return [(near, far) for near in self.inside.protocols for far in out]
+        """Returns pairs of (inside, outside) protocols that a library may combine."""
+        outside_protocols = (self.outside or NOTHING).protocols
+        # Libraries switch both levels together (NCCL: LL, LL128, Simple), so protocols pair up in order.
+        if len(outside_protocols) == len(self.inside.protocols):
+            return list(zip(self.inside.protocols, outside_protocols))
+        return [
+            (inside_protocol, outside_protocol)
+            for inside_protocol in self.inside.protocols
+            for outside_protocol in outside_protocols
+        ]
 
 
-def span(before: Any, degree: Any, devices: int, world: Any = None) -> tuple[Any, Any, Any]:
-    """Derives what a group along a mesh axis crosses from the mesh's order; takes numbers or arrays.
+def span(rank_stride: Any, degree: Any, devices: int, world: Any = None) -> tuple[Any, Any, Any]:
+    """Derives from the mesh's order which links a group along an axis crosses, for numbers or arrays.
 
-    Ranks lie row-major, so the members of a group stand ``before`` ranks apart and fill domains from the first.
+    Ranks are row-major, so members of a group are ``rank_stride`` ranks apart and fill domains from the first.
 
     Args:
-        before: product of the degrees of the faster axes (those after this one in the mesh).
+        rank_stride: product of the degrees of the faster axes (those after this one in the mesh).
         degree: of this axis.
         devices: ranks of a node, or of a fast domain of several nodes.
-        world: ranks in all; a world within one domain crosses nothing.
+        world: number of ranks; a world within one domain crosses no network.
 
     Returns:
-        Members of the group in a domain; domains; groups along this axis that share a domain's cards at once. Where
-        groups and domains don't divide, a group that a boundary cuts.
+        (members of the group in a domain, domains, groups along this axis that share a domain's cards). Where groups
+        and domains don't divide, those of a group that a boundary splits.
     """
-    before, degree = np.asarray(before, dtype=float), np.asarray(degree, dtype=float)
-    ranks = np.maximum(np.asarray(np.inf if world is None else world, dtype=float), before * degree)
-    block = before * degree
-    whole = (block <= devices) & ((np.mod(devices, block) == 0) | (ranks <= devices))
-    inside = np.minimum(degree, np.maximum(1, devices // before))
-    # A group that would fit into one domain is cut by the boundary between two.
-    inside = np.where(whole, degree, np.where(inside < degree, inside, np.ceil(degree / 2)))
+    rank_stride, degree = np.asarray(rank_stride, dtype=float), np.asarray(degree, dtype=float)
+    # A world at least as large as the block of groups.
+    ranks = np.maximum(np.asarray(np.inf if world is None else world, dtype=float), rank_stride * degree)
+    block = rank_stride * degree
+    # A block of whole groups lies inside a domain if it divides it, or if all ranks fit into one.
+    fits_domain = (block <= devices) & ((np.mod(devices, block) == 0) | (ranks <= devices))
+    # Members that fall into one domain at this stride.
+    inside = np.minimum(degree, np.maximum(1, devices // rank_stride))
+    # Without divisibility, a group small enough for one domain may straddle two: half on each side.
+    inside = np.where(fits_domain, degree, np.where(inside < degree, inside, np.ceil(degree / 2)))
+    # A straddling group has half of its members in each of two domains.
     nodes = np.ceil(degree / inside)
+    # Every rank of a domain belongs to one group along the axis: ranks / members groups use the cards.
     sharing = np.where(degree > 1, np.maximum(1, np.minimum(devices, ranks) // inside), 1)
     if sharing.ndim == 0:
         return int(inside), int(nodes), int(sharing)
     return inside, nodes, sharing
 
 
-def _fastest(fabric: Fabric, nodes: Any, price: Callable[[Protocol, Protocol], Any]) -> Any:
-    found: Any = np.inf
+def _fastest_protocol(fabric: Fabric, nodes: Any, seconds_by: Callable[[Protocol, Protocol], Any]) -> Any:
+    """Returns the least seconds over all protocol pairs, at least the latency of the level crossed."""
+    best_s: Any = np.inf
     for near, far in fabric.ways():
-        found = np.minimum(found, price(near, far))
+        best_s = np.minimum(best_s, seconds_by(near, far))
+    # No message is faster than the latency of the slowest level that it crosses.
     floor = np.where(nodes > 1, (fabric.outside or NOTHING).latency_s, fabric.inside.latency_s)
-    return np.maximum(found, floor)
+    return np.maximum(best_s, floor)
 
 
-def _result(seconds: Any, ranks: Any) -> Any:
-    """Returns 0 for groups of one; a float when everything was scalar."""
+def _zero_for_single(seconds: Any, ranks: Any) -> Any:
+    """Sets groups of one rank to 0; returns a float for scalars."""
     seconds = np.where(ranks > 1, seconds, 0.0)
     return float(seconds) if seconds.ndim == 0 else seconds
 
 
-def _start(near: Protocol, far: Protocol, nodes: Any) -> Any:
+def _start_s(near: Protocol, far: Protocol, nodes: Any) -> Any:
     return np.where(nodes > 1, np.maximum(near.start_s, far.start_s), near.start_s)
 
 
-def _rate(fabric: Fabric, near: Protocol, far: Protocol, inside: Any, nodes: Any, sharing: Any) -> Any:
-    """Returns bytes per second of a ring through all members: the slowest link that it passes."""
-    among = fabric.inside.rate_among(inside) * near.share
-    local = np.where(inside > 1, among, np.inf)
-    return np.where(nodes > 1, np.minimum(local, fabric.network(inside, sharing) * far.share), among)
+def _ring_rate(fabric: Fabric, near: Protocol, far: Protocol, inside: Any, nodes: Any, sharing: Any) -> Any:
+    """Returns bytes per second of a ring through all members: the rate of its slowest link."""
+    # Bandwidth among the members alone, at this protocol's share of it.
+    inside_rate = fabric.inside.rate_among(inside) * near.share
+    local_rate = np.where(inside > 1, inside_rate, np.inf)
+    return np.where(nodes > 1, np.minimum(local_rate, fabric.network(inside, sharing) * far.share), inside_rate)
 
 
-def _ring(fabric: Fabric, size: Any, inside: Any, nodes: Any, sharing: Any, rounds: int) -> Any:
+def _ring_s(fabric: Fabric, size: Any, inside: Any, nodes: Any, sharing: Any, rounds: int) -> Any:
+    """Returns seconds of ``rounds`` passes of a ring: 1 for all-gather or reduce-scatter, 2 for all-reduce."""
     ranks = inside * nodes
 
-    def price(near: Protocol, far: Protocol) -> Any:
+    def seconds_by(near: Protocol, far: Protocol) -> Any:
+        # A ring over nodes has one network hop a node; all its other hops are inside.
         hops = (ranks - nodes) * near.hop_s + np.where(nodes > 1, nodes, 0) * far.hop_s
-        rate = _rate(fabric, near, far, inside, nodes, sharing)
-        return _start(near, far, nodes) + rounds * (hops + (ranks - 1) / ranks * size / rate)
+        rate = _ring_rate(fabric, near, far, inside, nodes, sharing)
+        return _start_s(near, far, nodes) + rounds * (hops + (ranks - 1) / ranks * size / rate)
 
-    return _fastest(fabric, nodes, price)
+    return _fastest_protocol(fabric, nodes, seconds_by)
 
 
 def all_reduce_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
-    """Returns seconds of a sum of S bytes that every member ends up with: ring, tree or sum in the switch.
+    """Returns seconds of an all-reduce of S bytes: the fastest of ring, tree and reduction in the switch.
 
-    Ring 2(n-1)/n S/B + 2(n-1) hops; tree 2 S/B + 2 log2(nodes) hops; in the switch S/B and two hops.
+    Ring: 2(n-1)/n S/B + 2(n-1) hops. Tree: 2 S/B + 2 log2(nodes) hops. In the switch: S/B + 2 hops.
     """
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
-    ring = _ring(fabric, size, inside, nodes, sharing, 2)
+    ring_s = _ring_s(fabric, size, inside, nodes, sharing, 2)
 
     def tree(near: Protocol, far: Protocol) -> Any:
+        # A tree between nodes, a chain inside each of them.
         hops = (inside - 1) * near.hop_s + np.log2(np.maximum(nodes, 1)) * far.hop_s
-        rate = TREE_SHARE * _rate(fabric, near, far, inside, nodes, sharing)
-        return _start(near, far, nodes) + 2 * (hops + size / rate)
+        # A tree sends S up and S down, at a slightly lower rate than a ring.
+        rate = TREE_SHARE * _ring_rate(fabric, near, far, inside, nodes, sharing)
+        return _start_s(near, far, nodes) + 2 * (hops + size / rate)
 
-    found = np.minimum(ring, np.where(nodes > 1, _fastest(fabric, nodes, tree), np.inf))
+    seconds = np.minimum(ring_s, np.where(nodes > 1, _fastest_protocol(fabric, nodes, tree), np.inf))
     if fabric.inside.reduce_share:
-        way = fabric.inside.protocols[-1]
+        switch_protocol = fabric.inside.protocols[-1]
         rate = fabric.inside.bytes_per_s * fabric.inside.reduce_share
-        switch = way.start_s + 2 * way.hop_s + size / rate
-        found = np.minimum(found, np.where((nodes == 1) & (inside > 1), switch, np.inf))
-    return _result(found, inside * nodes)
+        # NVLS or SHARP: the switch reduces, so each rank sends S bytes once.
+        switch_s = switch_protocol.start_s + 2 * switch_protocol.hop_s + size / rate
+        seconds = np.minimum(seconds, np.where((nodes == 1) & (inside > 1), switch_s, np.inf))
+    return _zero_for_single(seconds, inside * nodes)
 
 
 def all_gather_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
-    """Returns seconds until every member has all S bytes, of which it held 1/n: (n-1)/n S/B + (n-1) hops."""
+    """Returns seconds of an all-gather to S bytes, of which each member holds 1/n: (n-1)/n S/B + (n-1) hops."""
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
-    return _result(_ring(fabric, size, inside, nodes, sharing, 1), inside * nodes)
+    return _zero_for_single(_ring_s(fabric, size, inside, nodes, sharing, 1), inside * nodes)
 
 
 def reduce_scatter_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
-    """Returns seconds until every member has its 1/n of the sum of S bytes: an all-gather backwards."""
+    """Returns seconds of a reduce-scatter of S bytes, after which each member holds 1/n: those of an all-gather."""
     return all_gather_s(size, inside, nodes, fabric, sharing)
 
 
 def all_to_all_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
-    """Returns seconds until every member has sent 1/n of its S bytes to each member.
+    """Returns seconds of an all-to-all, in which every member sends 1/n of its S bytes to each member.
 
-    What leaves the domain passes the links inside as well, on its way to a card; each message starts after the other.
+    Bytes that leave the domain also cross the inside links, on their way to a card; messages start one after another.
     """
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
     ranks = inside * nodes
 
-    def price(near: Protocol, far: Protocol) -> Any:
-        local = np.where(inside > 1, size * (ranks - 1) / ranks / (fabric.inside.rate_among(inside) * near.share), 0.0)
-        away = size * inside * (ranks - inside) / ranks / (fabric.network(inside, sharing) * far.share)
+    def seconds_by(near: Protocol, far: Protocol) -> Any:
+        local_s = np.where(
+            inside > 1, size * (ranks - 1) / ranks / (fabric.inside.rate_among(inside) * near.share), 0.0
+        )
+        network_s = size * inside * (ranks - inside) / ranks / (fabric.network(inside, sharing) * far.share)
+        # One message to each other member, one after another.
         messages = (inside - 1) * near.hop_s + (ranks - inside) * far.hop_s
-        return _start(near, far, nodes) + np.maximum(local, away) + messages
+        return _start_s(near, far, nodes) + np.maximum(local_s, network_s) + messages
 
-    return _result(_fastest(fabric, nodes, price), ranks)
+    return _zero_for_single(_fastest_protocol(fabric, nodes, seconds_by), ranks)
 
 
 def send_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
-    """Returns seconds of S bytes from one rank to its neighbour; over the network when the group has nodes > 1."""
+    """Returns seconds of a send of S bytes to the next rank; over the network when the group has nodes > 1."""
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
 
-    def price(near: Protocol, far: Protocol) -> Any:
-        local = size / (fabric.inside.rate_among(2) * near.share) + near.hop_s
-        away = size / (fabric.network(1.0, sharing) * far.share) + far.hop_s
-        return _start(near, far, nodes) + np.where(nodes > 1, away, local)
+    def seconds_by(near: Protocol, far: Protocol) -> Any:
+        local_s = size / (fabric.inside.rate_among(2) * near.share) + near.hop_s
+        network_s = size / (fabric.network(1.0, sharing) * far.share) + far.hop_s
+        return _start_s(near, far, nodes) + np.where(nodes > 1, network_s, local_s)
 
-    return _result(_fastest(fabric, nodes, price), inside * nodes)
+    return _zero_for_single(_fastest_protocol(fabric, nodes, seconds_by), inside * nodes)
 
 
 def broadcast_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
-    """Returns seconds until S bytes of one member are with all: S/B and a logarithm of hops."""
+    """Returns seconds of a broadcast of S bytes: S/B + log2(inside) + log2(nodes) hops."""
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
 
-    def price(near: Protocol, far: Protocol) -> Any:
+    def seconds_by(near: Protocol, far: Protocol) -> Any:
+        # A binary tree inside, and one between nodes.
         hops = np.ceil(np.log2(inside)) * near.hop_s + np.ceil(np.log2(nodes)) * far.hop_s
-        return _start(near, far, nodes) + hops + size / _rate(fabric, near, far, inside, nodes, sharing)
+        return _start_s(near, far, nodes) + hops + size / _ring_rate(fabric, near, far, inside, nodes, sharing)
 
-    return _result(_fastest(fabric, nodes, price), inside * nodes)
+    return _zero_for_single(_fastest_protocol(fabric, nodes, seconds_by), inside * nodes)
 
 
 COLLECTIVES: Mapping[str, Callable[..., Any]] = {
@@ -202,11 +229,11 @@ COLLECTIVES: Mapping[str, Callable[..., Any]] = {
     "send": send_s,
     "broadcast": broadcast_s,
 }
-"""Every operation that is priced, by the name that the runtime's account of traffic gives it."""
+"""Every priced collective, by its name in the runtime's traffic log."""
 
 
 def collective_s(kind: str, size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
-    """Returns seconds of the operation ``kind``; see `COLLECTIVES`.
+    """Returns seconds of the collective ``kind``; see `COLLECTIVES`.
 
     Raises:
         ClusterError: for an unknown operation, or nodes without a network between them.

@@ -1,7 +1,7 @@
-"""What the files of a corpus contain, as digests; a file that hasn't changed since is not read again.
+"""SHA-256 digests of a corpus' files, cached so that an unchanged file is not read again.
 
-A digest needs every byte: about a second a GiB and core, so minutes for a TB, once. What came of it is kept in
-``digests.json`` beside the prepared sets, by path, size, inode and times of change, and taken as long as these stay.
+A digest needs every byte: about a second a GiB and core, so minutes for a TB, once. Digests are cached in
+``digests.json`` beside the prepared sets, by path, size, inode and times of change, and are valid while these stay.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ DIGESTS = "digests.json"
 LOCK_S = 6 * 3600.0
 """Longest wait for another process that reads the same corpus."""
 THREADED_BYTES = 256 << 20
-"""Bytes from which files are read by several threads: hashing lets go of the interpreter."""
+"""Bytes from which files are read by several threads: hashing releases the GIL."""
 SETTLED_NS = 2 * 10**9
-"""A file changed less than this ago may change again within one tick of its file system's clock: not remembered."""
+"""A file changed less than this ago may change again within one tick of its file system's clock: not cached."""
 
-Known = dict[str, list[Any]]
+DigestRecords = dict[str, list[Any]]
 """Path to (size, inode, time of the last write, time of the last change, digest)."""
 
 
@@ -39,7 +39,7 @@ def digest_sources(
 
     Args:
         sources: the files.
-        folder: where ``digests.json`` lies; where it can't be written, nothing is remembered.
+        folder: of ``digests.json``; nothing is cached where it can't be written.
         report: called with the bytes read so far, after each file.
 
     Raises:
@@ -47,45 +47,52 @@ def digest_sources(
     """
     begun_ns = time.time_ns()
     states = {source.path: _state(source) for source in sources}
-    known = _read(folder / DIGESTS)
-    if any(_lacks(known, path, state) for path, state in states.items()):
-        with _alone(folder):
-            known = _read(folder / DIGESTS)  # another process may have read the same files meanwhile
-            lacking = [path for path, state in states.items() if _lacks(known, path, state)]
-            known |= (fresh := _digests(lacking, states, report))
-            unsettled = {path for path in fresh if max(states[path][2:]) > begun_ns - SETTLED_NS}
-            _write(folder / DIGESTS, {path: row for path, row in known.items() if path not in unsettled})
-    return [known[source.path][-1] for source in sources]
+    records = _read_records(folder / DIGESTS)
+    # Look without a lock first: normally every digest is cached.
+    if any(_is_outdated(records, path, state) for path, state in states.items()):
+        with _exclusive_lock(folder):
+            records = _read_records(folder / DIGESTS)  # another process may have read the same files meanwhile
+            unread_paths = [path for path, state in states.items() if _is_outdated(records, path, state)]
+            records |= (new_records := _digest_files(unread_paths, states, report))
+            # Size and times of a file that still changes may equal those of its next contents.
+            unsettled = {path for path in new_records if max(states[path][2:]) > begun_ns - SETTLED_NS}
+            _write_records(
+                folder / DIGESTS, {path: record for path, record in records.items() if path not in unsettled}
+            )
+    return [records[source.path][-1] for source in sources]
 
 
 def _state(source: CorpusFile) -> list[int]:
     try:
-        state = os.stat(source.path)
+        status = os.stat(source.path)
     except OSError as error:
         raise DataError(f"cannot read {source.path}: {error.strerror}; check the path and its permissions") from None
-    return [state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns]
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _lacks(known: Known, path: str, state: list[int]) -> bool:
-    return known.get(path, [None])[:-1] != state
+def _is_outdated(records: DigestRecords, path: str, state: list[int]) -> bool:
+    return records.get(path, [None])[:-1] != state
 
 
-def _digests(paths: Sequence[str], states: dict[str, list[int]], report: Callable[[int], None] | None) -> Known:
-    """Reads the files; in this thread where they are small, since threads cost a fork later."""
+def _digest_files(
+    paths: Sequence[str], states: dict[str, list[int]], report: Callable[[int], None] | None
+) -> DigestRecords:
+    """Reads files and returns their records; small ones in this thread, since threads make a later fork unsafe."""
     total = sum(states[path][0] for path in paths)
-    done, found = 0, {}
+    read_bytes, new_records = 0, {}
     with contextlib.ExitStack() as stack:
+        # Threads only for large input: they make a later fork of the process unsafe.
         threaded = total >= THREADED_BYTES
         pool = stack.enter_context(ThreadPoolExecutor(len(os.sched_getaffinity(0)))) if threaded else None
-        for path, digest in zip(paths, (pool.map if pool else map)(_digest, paths)):
-            found[path] = [*states[path], digest]
-            done += states[path][0]
+        for path, digest in zip(paths, (pool.map if pool else map)(_digest_file, paths)):
+            new_records[path] = [*states[path], digest]
+            read_bytes += states[path][0]
             if report is not None:
-                report(done)
-    return found
+                report(read_bytes)
+    return new_records
 
 
-def _digest(path: str) -> str:
+def _digest_file(path: str) -> str:
     try:
         return sha256(Path(path))
     except OSError as error:
@@ -93,25 +100,30 @@ def _digest(path: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lets the ranks of a node read a corpus once together, where the folder can be written."""
+def _exclusive_lock(folder: Path) -> Iterator[None]:
+    """Holds a lock, so that only one process of a node reads the corpus; without one where it can't be written."""
     with contextlib.ExitStack() as stack:
         if os.access(folder if folder.exists() else folder.parent, os.W_OK):
             stack.enter_context(lone_writer(folder / (DIGESTS + ".lock"), LOCK_S))
         yield
 
 
-def _read(path: Path) -> Known:
-    """Returns what is remembered; a damaged file counts as none, since all of it can be read again."""
+def _read_records(path: Path) -> DigestRecords:
+    """Returns the cached records; a damaged cache counts as empty, since all of it can be computed again."""
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        contents = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    rows = found.items() if isinstance(found, dict) else ()
-    return {name: row for name, row in rows if isinstance(row, list) and len(row) == 5 and isinstance(row[-1], str)}
+    entries = contents.items() if isinstance(contents, dict) else ()
+    return {
+        name: record
+        for name, record in entries
+        if isinstance(record, list) and len(record) == 5 and isinstance(record[-1], str)
+    }
 
 
-def _write(path: Path, known: Known) -> None:
-    rows = {name: row for name, row in known.items() if os.path.exists(name)}
+def _write_records(path: Path, records: DigestRecords) -> None:
+    # Entries of deleted files are dropped, so that the cache doesn't grow forever.
+    existing = {name: row for name, row in records.items() if os.path.exists(name)}
     with contextlib.suppress(OSError), whole_file(path) as file:
-        file.write(json.dumps(rows, sort_keys=True).encode("utf-8"))
+        file.write(json.dumps(existing, sort_keys=True).encode("utf-8"))

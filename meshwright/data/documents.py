@@ -1,4 +1,4 @@
-"""Documents out of files: plain text, JSON lines and parquet, packed or not, refused where they are damaged."""
+"""Reads documents from plain text, JSON lines and parquet, compressed or not, and refuses damaged files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
 from meshwright.records import parse_json
 
-_CHUNK = 1 << 20
+_BLOCK_BYTES = 1 << 20
 _BOM = "\ufeff"
 
 
 def read_documents(source: CorpusFile, text_field: str, normalise: str) -> Iterator[str]:
-    """Yields the documents of a file in their order, normalised; empty ones are left out.
+    """Yields the documents of a file in order, normalised; it skips empty ones.
 
     Text is UTF-8, strictly. Python source is read in the encoding that it declares, and a file of the interpreter's
-    library that can't be decoded (its tests hold some on purpose) is passed over.
+    library that can't be decoded (its tests hold some on purpose) is skipped.
 
     Args:
         source: the file; a plain text file is one document.
@@ -33,57 +33,64 @@ def read_documents(source: CorpusFile, text_field: str, normalise: str) -> Itera
             object, a missing field or column.
     """
     if source.kind == "jsonl":
-        texts = _jsonl(source, text_field)
+        texts = _read_jsonl(source, text_field)
     elif source.kind == "parquet":
-        texts = _parquet(source, text_field)
+        texts = _read_parquet(source, text_field)
     elif source.kind == "python":
-        texts = _python(source)
+        texts = _read_python(source)
     else:
-        texts = iter((_decode(b"".join(_bytes(source)), source, 0),))
+        texts = iter((_decode(b"".join(_read_blocks(source)), source, 0),))
     for text in texts:
+        # Editors on Windows put a byte order mark in front of UTF-8 text.
         text = text.removeprefix(_BOM)
         if normalise != "none" and not text.isascii():
             text = unicodedata.normalize(normalise, text)  # type: ignore[arg-type]
+        # Empty after normalisation: it would be a document of its end token alone.
         if text:
             yield text
 
 
-def _bytes(source: CorpusFile) -> Iterator[bytes]:
-    """Yields the unpacked bytes of a file in pieces."""
+def _read_blocks(source: CorpusFile) -> Iterator[bytes]:
+    """Yields the decompressed bytes of a file in blocks."""
     try:
         with open(source.path, "rb") as file:
             if source.path.lower().endswith(".gz"):
-                yield from _unpack(source, file, lambda: zlib.decompressobj(wbits=31), zlib.error)
+                yield from _decompress(source, file, lambda: zlib.decompressobj(wbits=31), zlib.error)
             elif source.path.lower().endswith(".zst"):
                 import zstandard
 
-                make = zstandard.ZstdDecompressor().decompressobj
-                yield from _unpack(source, file, make, zstandard.ZstdError)
+                make_decompressor = zstandard.ZstdDecompressor().decompressobj
+                yield from _decompress(source, file, make_decompressor, zstandard.ZstdError)
             else:
-                while piece := file.read(_CHUNK):
-                    yield piece
+                while block := file.read(_BLOCK_BYTES):
+                    yield block
     except OSError as error:
         raise DataError(f"cannot read {source.path}: {error.strerror}; check the file and its permissions") from error
 
 
-def _unpack(source: CorpusFile, file: io.BufferedReader, make: Any, damage: type[Exception]) -> Iterator[bytes]:
-    """Unpacks one or more frames and knows when the last one is cut off, which the libraries' readers let pass."""
-    unpacker, begun = make(), False
+def _decompress(
+    source: CorpusFile, file: io.BufferedReader, make_decompressor: Any, codec_error: type[Exception]
+) -> Iterator[bytes]:
+    """Decompresses one or more frames; detects a truncated last frame, which the libraries' own readers ignore."""
+    decompressor, frame_started = make_decompressor(), False
     try:
-        while piece := file.read(_CHUNK):
-            while piece:
-                if unpacker.eof:
-                    unpacker, begun = make(), False
-                begun = True
-                yield unpacker.decompress(piece)
-                piece = unpacker.unused_data if unpacker.eof else b""
-    except damage as error:
+        while block := file.read(_BLOCK_BYTES):
+            while block:
+                if decompressor.eof:
+                    decompressor, frame_started = make_decompressor(), False
+                frame_started = True
+                yield decompressor.decompress(block)
+                # Concatenated archives: the next frame starts in the bytes that this one left over.
+                block = decompressor.unused_data if decompressor.eof else b""
+    except codec_error as error:
         raise DataError(f"{source.path} is damaged ({error}); fetch or pack it again") from error
-    if begun and not unpacker.eof:
+    # A stream that ends inside a frame raises no error of its own.
+    if frame_started and not decompressor.eof:
         raise DataError(f"{source.path} is cut off at {source.size} bytes, in the middle of its data; fetch it again")
 
 
 def _decode(data: bytes, source: CorpusFile, offset: int) -> str:
+    """Decodes UTF-8 strictly; ``offset`` is that of the data in the file, for the message."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -93,55 +100,63 @@ def _decode(data: bytes, source: CorpusFile, offset: int) -> str:
         ) from None
 
 
-def _jsonl(source: CorpusFile, text_field: str) -> Iterator[str]:
+def _read_jsonl(source: CorpusFile, text_field: str) -> Iterator[str]:
     offset = 0
-    for number, line in enumerate(_lines(_bytes(source)), 1):
+    for line_number, line in enumerate(_split_lines(_read_blocks(source)), 1):
         if line.strip():
-            yield _field(_decode(line, source, offset), source, number, text_field)
+            yield _text_of_line(_decode(line, source, offset), source, line_number, text_field)
         offset += len(line)
 
 
-def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []
-    for piece in pieces:
-        first, newline, tail = piece.partition(b"\n")
-        rest.append(first + newline)
+def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Joins blocks and splits them into lines, each with its newline."""
+    line_blocks: list[bytes] = []
+    for block in blocks:
+        # A line may span blocks: keep its blocks until the newline comes.
+        head, newline, remainder = block.partition(b"\n")
+        line_blocks.append(head + newline)
         if not newline:
             continue
-        yield b"".join(rest)
-        rest = []
-        for line in io.BytesIO(tail):
+        yield b"".join(line_blocks)
+        line_blocks = []
+        for line in io.BytesIO(remainder):
             if line.endswith(b"\n"):
                 yield line
             else:
-                rest = [line]
-    if rest and (last := b"".join(rest)):
-        yield last
+                line_blocks = [line]
+    if line_blocks and (final_line := b"".join(line_blocks)):
+        yield final_line
 
 
-def _field(line: str, source: CorpusFile, number: int, text_field: str) -> str:
+def _text_of_line(line: str, source: CorpusFile, line_number: int, text_field: str) -> str:
+    """Returns the text field of one JSON line."""
     try:
-        value = parse_json(line.removeprefix(_BOM))
+        record = parse_json(line.removeprefix(_BOM))
     except ValueError as error:
-        raise DataError(f"{source.path} line {number} is not JSON: {error}; each line must be one object") from None
-    if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
-        known = ", ".join(sorted(k for k, v in value.items() if isinstance(v, str))) if isinstance(value, dict) else ""
         raise DataError(
-            f"{source.path} line {number} has no text in field '{text_field}'; fields with text: {known or 'none'}; "
-            "set data.text_field"
+            f"{source.path} line {line_number} is not JSON: {error}; each line must be one object"
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+        text_fields = (
+            ", ".join(sorted(k for k, v in record.items() if isinstance(v, str))) if isinstance(record, dict) else ""
         )
-    text: str = value[text_field]
+        raise DataError(
+            f"{source.path} line {line_number} has no text in field '{text_field}'; fields with text: "
+            f"{text_fields or 'none'}; set data.text_field"
+        )
+    text: str = record[text_field]
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{source.path} line {number}: field '{text_field}' holds half a surrogate pair at character "
+            f"{source.path} line {line_number}: field '{text_field}' holds half a surrogate pair at character "
             f"{error.start}, which no UTF-8 text can; mend or drop the line"
         ) from None
     return text
 
 
-def _parquet(source: CorpusFile, text_field: str) -> Iterator[str]:
+def _read_parquet(source: CorpusFile, text_field: str) -> Iterator[str]:
+    """Yields the values of a text column, in batches of rows."""
     import pyarrow
     import pyarrow.parquet
 
@@ -160,8 +175,8 @@ def _parquet(source: CorpusFile, text_field: str) -> Iterator[str]:
         raise DataError(f"{source.path} cannot be read as parquet: {error}; fetch or write it again") from error
 
 
-def _python(source: CorpusFile) -> Iterator[str]:
-    data = b"".join(_bytes(source))
+def _read_python(source: CorpusFile) -> Iterator[str]:
+    data = b"".join(_read_blocks(source))
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         yield data.decode(encoding)

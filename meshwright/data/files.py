@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written beside, flushed, renamed; a full disk becomes a message."""
+"""Atomic files: written under a temporary name, synced, renamed; a full disk becomes a message with its cure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def full_disk(directory: Path) -> Iterator[None]:
     """Turns "no space left" into a `DataError` with its cure; other errors pass.
 
     Args:
-        directory: where the block writes.
+        directory: that the block writes to.
 
     Raises:
         DataError: when the disk or the quota is full.
@@ -34,36 +34,38 @@ def full_disk(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
+        # Measured now, for the message; the quota may be smaller than the disk.
         free = shutil.disk_usage(directory).free if directory.exists() else 0
-        full = DataError(
+        disk_error = DataError(
             f"disk full while writing under {directory} ({format_bytes(free)} free); prepared text takes about three "
             "times the bytes of the text while it is being made. Free some space or set data.cache to another disk, "
             "and run the same command again: finished parts are kept"
         )
-        full.exit_status = FAILED  # nothing was wrong with what was asked for
-        raise full from error
+        disk_error.exit_status = FAILED  # nothing was wrong with what was asked for
+        raise disk_error from error
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that appears under its name only after the block has ended well.
+    """Opens a file that gets its name only when the block has ended without an error.
 
     Args:
         path: final name; the bytes go to ``<name>.tmp<pid>`` beside it.
 
     Raises:
-        DataError: when the disk is full; nothing is left behind then.
+        DataError: when the disk is full; the temporary file is removed then.
     """
-    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
         with full_disk(path.parent):
-            with open(beside, "wb") as file:
+            with open(temporary, "wb") as file:
                 yield file
                 file.flush()
+                # Contents before the name: a crash between the two must not leave an empty file under it.
                 os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -73,9 +75,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def settle(beside: Path, path: Path) -> None:
-    """Renames a finished directory into place and flushes its parent, so that it outlives a power cut."""
-    os.rename(beside, path)
+def settle(temporary: Path, path: Path) -> None:
+    """Renames a finished directory to its final name and syncs its parent, so that it survives a power cut."""
+    os.rename(temporary, path)
     handle = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,7 +87,7 @@ def settle(beside: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def lone_writer(path: Path, wait_s: float) -> Iterator[None]:
-    """Holds a lock file, so that two commands never prepare the same set at once; a dead holder lets go by itself.
+    """Holds a lock file, so that two commands never prepare the same set at once; the system frees a dead holder's.
 
     Args:
         path: lock file.
@@ -99,14 +101,15 @@ def lone_writer(path: Path, wait_s: float) -> Iterator[None]:
         path.touch()
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise DataError(f"cannot write under {path.parent}: {error.strerror}; set data.cache to a directory") from None
-    limit = time.monotonic() + wait_s
+    deadline = time.monotonic() + wait_s
     with open(path, "wb") as file:
         while True:
             try:
+                # flock belongs to the open file: the kernel drops it when its process dies.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > limit:
+                if time.monotonic() > deadline:
                     raise DataError(
                         f"another process has been preparing {path.name.removesuffix('.lock')} for more than "
                         f"{wait_s:.0f} s (lock {path}); wait for it, or end it and run again"

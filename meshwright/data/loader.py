@@ -1,4 +1,4 @@
-"""Rows out of a token stream: a pure function of (fingerprint, seed, step, index, count), whose state is the step."""
+"""Batches of a token stream: a pure function of (fingerprint, seed, step, index, count), whose state is the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.data.tokens import TokenStream
 from meshwright.errors import DataError
 
 IGNORED = -100
-"""Target that takes no part in the loss, as torch's cross_entropy and transformers have it."""
+"""Target that the loss ignores: `ignore_index` of torch's cross_entropy and of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,41 +23,42 @@ class Batch:
     step: int
     """Number of the global batch, from 0."""
     tokens: NDArray[np.int64]
-    """(rows, S) token ids."""
+    """(rows, S) int64 token ids."""
     targets: NDArray[np.int64]
-    """(rows, S) the token after each, already shifted; -100 where it is ignored."""
+    """(rows, S) int64, the token after each, already shifted; -100 where it is ignored."""
     positions: NDArray[np.int64]
-    """(rows, S) positions, from 0 at the row's start and, with masked documents, at each document's."""
+    """(rows, S) int64 positions, from 0 at the row's start and, with masked documents, at each document's."""
     row_ids: NDArray[np.int64]
-    """(rows,) numbers of the rows, counted over the whole run; -1 for padding."""
+    """(rows,) int64, row numbers counted over the whole run; -1 for padding."""
     targets_count: int
     """Targets of this reader that are not ignored."""
 
 
 def share(rows: int, index: int, count: int) -> tuple[int, int]:
-    """Returns a reader's stretch of a global batch, as (first row, row after the last).
+    """Returns a reader's rows of a global batch, as (start, stop).
 
     Args:
         rows: rows of the global batch (B).
-        index: which reader.
-        count: how many readers share the batch evenly.
+        index: of the reader.
+        count: number of readers, which share the batch evenly.
 
     Raises:
-        DataError: when the batch doesn't divide, or there is no such reader.
+        DataError: when the batch doesn't divide, or no reader has this index.
     """
     if count < 1 or not 0 <= index < count:
         raise DataError(f"reader index {index} of {count}: the index must be 0 to count - 1")
     if rows < 1 or rows % count:
+        # Suggest the nearest batch that divides.
         near = max(count, round(rows / count) * count)
         raise DataError(f"a global batch of {rows} rows doesn't divide among {count} readers; use {near} rows")
     return index * rows // count, (index + 1) * rows // count
 
 
 class Loader:
-    """Gives any step's batch of a split at once, the same rows for any number of readers.
+    """Computes the batch of any step directly; the rows are the same for any number of readers.
 
     Rows are windows of S + 1 tokens, S apart, over the concatenated documents. Each epoch shifts the windows' origin
-    and puts them into another order; every window comes once an epoch, and an epoch may end inside a batch.
+    and permutes them; every window comes once an epoch, and an epoch may end inside a batch.
     """
 
     def __init__(
@@ -72,28 +73,28 @@ class Loader:
         row_range: tuple[int, int] | None = None,
         mask_documents: bool = True,
     ) -> None:
-        """Takes the stream and this reader's place in it.
+        """Binds a token stream and this reader's rows of each batch.
 
         Args:
             split: the tokens.
             rows: rows of the global batch (B).
             sequence: tokens a row (S).
             seed: another seed gives another order.
-            index: which reader this is; it takes rows index * B / count to (index + 1) * B / count.
+            index: of this reader; its rows are index * B / count to (index + 1) * B / count.
             count: number of readers.
-            row_range: (first row, row after the last) of an uneven share, instead of index and count.
-            mask_documents: ignore targets across a document's end and start positions anew there.
+            row_range: (start, stop) of an uneven share, instead of index and count.
+            mask_documents: ignore targets across a document's end and restart positions there.
 
         Raises:
             DataError: when the batch doesn't divide, or the split is shorter than a row.
         """
         if row_range is None:
-            self.first, self.last = share(rows, index, count)
+            self.row_start, self.row_stop = share(rows, index, count)
         else:
-            self.first, self.last = row_range
+            self.row_start, self.row_stop = row_range
             if (index, count) != (0, 1):
                 raise DataError(f"index {index} of {count} has no effect beside row_range {row_range}; give one")
-            if not 0 <= self.first < self.last <= rows:
+            if not 0 <= self.row_start < self.row_stop <= rows:
                 raise DataError(f"row range {row_range} must lie inside the {rows} rows of the global batch")
         length = len(split.tokens)
         if sequence < 1 or length < sequence + 1:
@@ -105,32 +106,38 @@ class Loader:
             split.check_index()
         self.rows, self.sequence, self.mask_documents = rows, sequence, mask_documents
         self._split = split
+        # A shifted origin needs S spare tokens: at most the tokens beyond the last full window.
         self._shifts = min(sequence, length - sequence)
+        # Windows that fit behind the largest shift, so that every epoch has the same number of rows.
         self.epoch_rows = (length - self._shifts) // sequence
+        # Keys derive from the contents, so that the order is the same on any machine and with any number of readers.
         self._order_key = np.uint64(derive_key("order", split.fingerprint, seed))
         self._shift_key = np.uint64(derive_key("shift", split.fingerprint, seed))
 
     def epoch(self, step: int) -> float:
-        """Returns how many passes over the windows lie before a step."""
+        """Returns the number of passes over the windows before a step."""
         return step * self.rows / self.epoch_rows
 
     def batch(self, step: int) -> Batch:
         """Returns this reader's rows of a step.
 
         Args:
-            step: from 0, without end.
+            step: number of the global batch, from 0 without limit.
         """
-        row_ids, starts = self._starts(step, self.first, self.last)
-        windows = _windows(self._split, starts, self.sequence + 1)
+        row_ids, starts = self._window_starts(step, self.row_start, self.row_stop)
+        windows = _read_windows(self._split, starts, self.sequence + 1)
+        # Targets are copied since they are masked; tokens stay a view of the windows.
         tokens, targets = windows[:, :-1], windows[:, 1:].copy()
         positions = np.broadcast_to(np.arange(self.sequence), tokens.shape)
         ignored = 0
         if self.mask_documents:
-            begins = _begins(self._split.ends, starts, self.sequence)
-            targets[begins[:, 1:]] = IGNORED
-            ignored = int(np.count_nonzero(begins[:, 1:]))
-            last = np.maximum.accumulate(np.where(begins[:, :-1], positions, 0), axis=1)
-            positions = positions - last
+            document_starts = _mark_document_starts(self._split.ends, starts, self.sequence)
+            # The token that starts a document is no target of the one before it.
+            targets[document_starts[:, 1:]] = IGNORED
+            ignored = int(np.count_nonzero(document_starts[:, 1:]))
+            # Running maximum of the start positions: the start of the document that each token is in.
+            start_positions = np.maximum.accumulate(np.where(document_starts[:, :-1], positions, 0), axis=1)
+            positions = positions - start_positions
         return Batch(
             step=step,
             tokens=np.ascontiguousarray(tokens),
@@ -141,51 +148,83 @@ class Loader:
         )
 
     def global_targets(self, step: int) -> int:
-        """Returns the targets that all readers together have in a step; it reads the index only, no tokens."""
+        """Counts the targets of all readers in a step, from the document index alone without reading tokens."""
         if not self.mask_documents:
             return self.rows * self.sequence
-        _, starts = self._starts(step, 0, self.rows)
-        crossing = _crossings(self._split.ends, starts, self.sequence)
+        _, starts = self._window_starts(step, 0, self.rows)
+        crossing = _index_ranges(self._split.ends, starts, self.sequence)
         return self.rows * self.sequence - int((crossing[1] - crossing[0]).sum())
 
-    def _starts(self, step: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        row_ids = np.arange(first, last, dtype=np.int64) + step * self.rows
-        epochs, places = np.divmod(row_ids, self.epoch_rows)
+    def _window_starts(self, step: int, row_start: int, row_stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Computes row numbers and window starts of rows [row_start, row_stop) of a step.
+
+        Returns:
+            row numbers over the whole run and first tokens of the windows, each (rows,) int64.
+        """
+        # Row numbers run over all epochs: quotient and remainder give epoch and position in it.
+        row_ids = np.arange(row_start, row_stop, dtype=np.int64) + step * self.rows
+        epochs, epoch_positions = np.divmod(row_ids, self.epoch_rows)
         keys = epochs.astype(np.uint64)
-        windows = permute(places, self.epoch_rows, mix(keys + self._order_key))
+        # The epoch keys the permutation, so that a step is computed without walking through those before it.
+        window_indices = permute(epoch_positions, self.epoch_rows, mix(keys + self._order_key))
+        # Each epoch has its own origin, or windows would begin at the same tokens in every epoch.
         shifts = mix(keys + self._shift_key) % np.uint64(self._shifts)
-        return row_ids, windows * self.sequence + shifts.astype(np.int64)
+        return row_ids, window_indices * self.sequence + shifts.astype(np.int64)
 
 
-def _windows(split: TokenStream, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Copies windows out of the mapped stream: (rows, length)."""
+def _read_windows(split: TokenStream, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Copies windows out of the mapped stream.
+
+    Args:
+        split: the tokens.
+        starts: (rows,) int64, first token of each window.
+        length: tokens of a window.
+
+    Returns:
+        (rows, length) int64.
+    """
     windows = np.empty((len(starts), length), dtype=np.int64)
-    for row, start in zip(windows, starts.tolist()):
-        row[:] = split.read(start, start + length)
+    for window, start in zip(windows, starts.tolist()):
+        window[:] = split.read(start, start + length)
     return windows
 
 
-def _crossings(
-    ends: NDArray[np.int64], starts: NDArray[np.int64], sequence: int
+def _index_ranges(
+    document_ends: NDArray[np.int64], starts: NDArray[np.int64], sequence: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns, for each row, which entries of the index lie on its targets: from the first to before the second."""
+    """Finds the document ends that lie on each row's targets.
+
+    Args:
+        document_ends: (documents,) int64, ascending; the token after each document's last.
+        starts: (rows,) int64, first token of each row.
+        sequence: tokens a row (S).
+
+    Returns:
+        start and stop, each (rows,) int64: ranges of entries of ``document_ends``.
+    """
     return (
-        np.searchsorted(ends, starts, side="right").astype(np.int64),
-        np.searchsorted(ends, starts + sequence, side="right").astype(np.int64),
+        # An end equal to the start belongs to the previous document: side="right" skips it.
+        np.searchsorted(document_ends, starts, side="right").astype(np.int64),
+        np.searchsorted(document_ends, starts + sequence, side="right").astype(np.int64),
     )
 
 
-def _begins(ends: NDArray[np.int64], starts: NDArray[np.int64], sequence: int) -> NDArray[np.bool_]:
-    """Marks the tokens of each window that begin a document, the window's first one left out: (rows, S + 1)."""
-    low, high = _crossings(ends, starts, sequence)
-    begins = np.zeros((len(starts), sequence + 1), dtype=bool)
-    for row in np.flatnonzero(high > low):
-        begins[row, ends[low[row] : high[row]] - starts[row]] = True
-    return begins
+def _mark_document_starts(
+    document_ends: NDArray[np.int64], starts: NDArray[np.int64], sequence: int
+) -> NDArray[np.bool_]:
+    """Marks the tokens of each window that start a document, except for the window's first: (rows, S + 1) bool."""
+    first_entry, stop_entry = _index_ranges(document_ends, starts, sequence)
+    document_starts = np.zeros((len(starts), sequence + 1), dtype=bool)
+    # Only rows with a document end inside need Python; most rows of long documents have none.
+    for row in np.flatnonzero(stop_entry > first_entry):
+        # Index of the token after each end, relative to the window's start.
+        document_starts[row, document_ends[first_entry[row] : stop_entry[row]] - starts[row]] = True
+    return document_starts
 
 
 def evaluation_steps(split: TokenStream, rows: int, sequence: int) -> int:
-    """Returns how many global batches cover a split once."""
+    """Returns the number of global batches that cover a split once."""
+    # Rounded up: the last window is padded.
     windows = -(-max(0, len(split.tokens) - 1) // sequence)
     return -(-windows // rows)
 
@@ -201,40 +240,53 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yields batches in which every token of a split but its first is a target exactly once, in order.
 
-    All readers get the same number of batches, each reader always of the same shape: what is over is padded with
-    ignored targets.
-    Targets across a document's end count here, so that the sum of the losses is the cost of the whole text.
+    All readers get the same number of batches, each reader always of the same shape; rows beyond the text are padded
+    with ignored targets. Targets across a document's end count here, so that the losses sum to the cost of the text.
 
     Args:
         split: the tokens.
         rows: rows of the global batch (B).
         sequence: tokens a row (S).
-        index: which reader this is.
+        index: of this reader.
         count: number of readers.
-        row_range: (first row, row after the last) of an uneven share, instead of index and count.
+        row_range: (start, stop) of an uneven share, instead of index and count.
 
     Raises:
         DataError: when the batch doesn't divide, or there is nothing to evaluate.
     """
-    first, last = row_range or share(rows, index, count)
+    row_start, row_stop = row_range or share(rows, index, count)
     length = len(split.tokens)
     if sequence < 1 or length < 2:
         raise DataError(
             f"the {split.name} split has {length} tokens, nothing to evaluate; raise data.validation_share or give "
             "more text"
         )
+    # Every token but the first is a target, so windows cover length - 1 of them.
     windows = -(-(length - 1) // sequence)
     for step in range(evaluation_steps(split, rows, sequence)):
-        yield _evaluation_batch(split, step, np.arange(first, last, dtype=np.int64) + step * rows, windows, sequence)
+        yield _evaluation_batch(
+            split, step, np.arange(row_start, row_stop, dtype=np.int64) + step * rows, windows, sequence
+        )
 
 
 def _evaluation_batch(split: TokenStream, step: int, row_ids: NDArray[np.int64], windows: int, sequence: int) -> Batch:
+    """Builds an evaluation batch.
+
+    Args:
+        split: the tokens.
+        step: number of the batch.
+        row_ids: (rows,) int64, indices of windows; those from ``windows`` on are padding.
+        windows: number of windows of the split.
+        sequence: tokens a row (S).
+    """
     tokens = np.zeros((len(row_ids), sequence), dtype=np.int64)
     targets = np.full((len(row_ids), sequence), IGNORED, dtype=np.int64)
     counted = 0
-    for row, number in enumerate(row_ids.tolist()):
-        if number < windows:
-            window = split.read(number * sequence, (number + 1) * sequence + 1)
+    for row, window_index in enumerate(row_ids.tolist()):
+        # Rows beyond the last window stay padding: zeros with ignored targets.
+        if window_index < windows:
+            # One token more than a row, for the target of its last token.
+            window = split.read(window_index * sequence, (window_index + 1) * sequence + 1)
             tokens[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
             counted += len(window) - 1

@@ -1,4 +1,4 @@
-"""Finished units to token files: concatenated in order, counted, hashed, and vouched for by a manifest."""
+"""Merges encoded units into token files: concatenates them in order, counts, hashes, and writes the manifest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.data import tasks
 from meshwright.data.chunks import write_sums
 from meshwright.data.files import sha256, whole_file
-from meshwright.data.selection import TextPiece
+from meshwright.data.selection import TextSpan
 from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER
 from meshwright.data.tokens import CHECKED, MANIFEST, fingerprint_of, render_manifest
 from meshwright.errors import DataError
@@ -19,71 +19,78 @@ _COPY_BYTES = 8 << 20
 
 
 def merge(
-    beside: Path,
+    work_dir: Path,
     units: dict[str, int],
-    splits: dict[str, list[TextPiece]],
+    splits: dict[str, list[TextSpan]],
     facts: dict[str, Any],
     report: Callable[[int], None],
 ) -> None:
     """Writes the final files into ``whole`` under the working directory, the manifest last.
 
     Args:
-        beside: working directory with shards, units and the tokenizer.
+        work_dir: working directory with shards, units and the tokenizer.
         units: number of units of each split, in the order of their numbers.
         splits: the documents of each split.
-        facts: what the manifest says besides counts and hashes.
-        report: called with the bytes of text that are merged.
+        facts: the manifest's fields besides counts and hashes.
+        report: called with the bytes of text merged so far.
     """
-    whole = beside / "whole"
-    shutil.rmtree(whole, ignore_errors=True)
-    whole.mkdir()
-    first = done = 0
+    final_dir = work_dir / "whole"
+    # A killed merge leaves a partial folder; merging is cheap against encoding, so it starts over.
+    shutil.rmtree(final_dir, ignore_errors=True)
+    final_dir.mkdir()
+    first_unit = merged_bytes = 0
     counts: dict[str, Any] = {}
-    for name, count in units.items():
-        tokens, documents = _concatenate(beside, whole / name, range(first, first + count), facts)
-        text_bytes = sum(piece.stop - piece.start for piece in splits[name])
+    for name, unit_count in units.items():
+        tokens, documents = _concatenate(work_dir, final_dir / name, range(first_unit, first_unit + unit_count), facts)
+        text_bytes = sum(span.stop - span.start for span in splits[name])
         counts[name] = {"tokens": tokens, "documents": documents, "text_bytes": text_bytes}
-        first += count
-        done += text_bytes
-        report(done)
-    _write_text(beside, whole / "validation.txt", splits["validation"])
-    for name in (TOKENIZER, SETTINGS, *(name for name in COMPANIONS if (beside / name).is_file())):
-        with whole_file(whole / name) as file:
-            file.write((beside / name).read_bytes())
-    chunks = write_sums(whole, CHECKED)
+        first_unit += unit_count
+        merged_bytes += text_bytes
+        report(merged_bytes)
+    # The held-out text itself, for bits per byte and for baselines of compressors.
+    _write_text(work_dir, final_dir / "validation.txt", splits["validation"])
+    for name in (TOKENIZER, SETTINGS, *(name for name in COMPANIONS if (work_dir / name).is_file())):
+        with whole_file(final_dir / name) as file:
+            file.write((work_dir / name).read_bytes())
+    chunks = write_sums(final_dir, CHECKED)
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        for path in sorted(whole.iterdir(), key=lambda path: path.name)
+        for path in sorted(final_dir.iterdir(), key=lambda path: path.name)
     }
     fingerprint, tokenizer = fingerprint_of(files, facts["dtype"]), files["tokenizer.json"]["sha256"]
     manifest = facts | {"fingerprint": fingerprint, "tokenizer_sha256": tokenizer, "splits": counts, "files": files}
-    with whole_file(whole / MANIFEST) as file:
+    # The manifest comes last: it carries the hashes of all other files.
+    with whole_file(final_dir / MANIFEST) as file:
         file.write(render_manifest(manifest | {"chunks": chunks}))
 
 
-def _concatenate(beside: Path, stem: Path, numbers: range, facts: dict[str, Any]) -> tuple[int, int]:
+def _concatenate(work_dir: Path, stem: Path, numbers: range, facts: dict[str, Any]) -> tuple[int, int]:
+    """Writes the units of a split as one token file and index; returns the number of tokens and documents."""
     tokens = documents = 0
     with whole_file(stem.with_suffix(".bin")) as stream, whole_file(stem.with_suffix(".idx")) as index:
         for number in numbers:
-            part, ends = tasks.read_unit(tasks.unit_file(beside, number), facts["dtype"])
-            if len(part) and int(part.max()) >= facts["vocab_size"]:
+            unit_tokens, unit_ends = tasks.read_unit(tasks.unit_file(work_dir, number), facts["dtype"])
+            # A tokenizer with ids beyond its vocabulary would index outside of the model's embedding.
+            if len(unit_tokens) and int(unit_tokens.max()) >= facts["vocab_size"]:
                 raise DataError(
-                    f"the tokenizer gave token {int(part.max())}, its vocabulary has {facts['vocab_size']} entries; "
-                    "give data.tokenizer one whose ids are all in its vocabulary"
+                    f"the tokenizer gave token {int(unit_tokens.max())}, its vocabulary has {facts['vocab_size']} "
+                    "entries; give data.tokenizer one whose ids are all in its vocabulary"
                 )
-            stream.write(part.tobytes())
-            index.write((ends + ends.dtype.type(tokens)).tobytes())
-            tokens += len(part)
-            documents += len(ends)
+            stream.write(unit_tokens.tobytes())
+            # A unit counts its document ends from its own first token.
+            index.write((unit_ends + unit_ends.dtype.type(tokens)).tobytes())
+            tokens += len(unit_tokens)
+            documents += len(unit_ends)
     return tokens, documents
 
 
-def _write_text(beside: Path, path: Path, pieces: list[TextPiece]) -> None:
+def _write_text(work_dir: Path, path: Path, spans: list[TextSpan]) -> None:
+    """Copies the text of some spans into one file."""
     with whole_file(path) as file:
-        for piece in pieces:
-            with open(tasks.shard_text(beside, piece.shard), "rb") as text:
-                text.seek(piece.start)
-                left = piece.stop - piece.start
-                while left > 0 and (data := text.read(min(left, _COPY_BYTES))):
+        for span in spans:
+            with open(tasks.shard_text(work_dir, span.shard), "rb") as text:
+                text.seek(span.start)
+                remaining = span.stop - span.start
+                while remaining > 0 and (data := text.read(min(remaining, _COPY_BYTES))):
                     file.write(data)
-                    left -= len(data)
+                    remaining -= len(data)

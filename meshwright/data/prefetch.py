@@ -1,4 +1,4 @@
-"""Batches ahead of time: one thread reads them and hands them over as tensors through a bounded queue."""
+"""Prefetching of batches: one thread reads them and passes them as tensors through a bounded queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_S = 0.1
 
 
 class Batches(Protocol):
-    """What gives the batch of a step: a `Loader`, or a stand-in for one."""
+    """A source of the batch of any step: a `Loader`, or a stand-in for one."""
 
     def batch(self, step: int) -> Batch:
         """Returns the batch of a step."""
@@ -45,30 +45,31 @@ class TensorBatch:
 
 
 def tensors(batch: Batch, device: str | torch.device = "cpu") -> TensorBatch:
-    """Makes tensors of a batch; to an accelerator they go through pinned memory, without waiting for the copy.
+    """Converts a batch to tensors; copies to an accelerator go through pinned memory, without waiting.
 
     The copy is queued on the calling thread's current stream of that device: the default one, unless the caller chose.
 
     Args:
         batch: arrays.
-        device: where tokens, targets and positions belong.
+        device: of tokens, targets and positions; row ids stay on the CPU.
     """
     import torch
 
     target = torch.device(device)
-    moved = {}
+    device_tensors = {}
     for name in ("tokens", "targets", "positions"):
+        # from_numpy shares memory with the batch, whose arrays nobody changes.
         tensor = torch.from_numpy(getattr(batch, name))
-        moved[name] = tensor if target.type == "cpu" else tensor.pin_memory().to(target, non_blocking=True)
+        device_tensors[name] = tensor if target.type == "cpu" else tensor.pin_memory().to(target, non_blocking=True)
     return TensorBatch(
-        step=batch.step, row_ids=torch.from_numpy(batch.row_ids), targets_count=batch.targets_count, **moved
+        step=batch.step, row_ids=torch.from_numpy(batch.row_ids), targets_count=batch.targets_count, **device_tensors
     )
 
 
 class Prefetcher:
-    """Iterates over the batches of consecutive steps, a few of which wait ready.
+    """Iterates over the batches of consecutive steps, some of which a thread prepares in advance.
 
-    Use it in a ``with`` block, or call `close`: a thread runs behind it.
+    Use it in a ``with`` block, or call `close`, which ends the thread.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class Prefetcher:
         """Starts the thread.
 
         Args:
-            loader: gives the batch of a step.
+            loader: source of the batches.
             start_step: first step.
-            depth: batches that wait ready, at most.
-            to_device: makes of a batch what the iteration gives, in the thread; `tensors` on the CPU by default.
+            depth: most batches prepared in advance.
+            to_device: converts a batch in the thread; `tensors` on the CPU by default.
             timeout_s: longest wait for a batch, seconds.
         """
         if depth < 1:
@@ -94,24 +95,27 @@ class Prefetcher:
         self._ready: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue(depth)
         self._stop = threading.Event()
         self.step = start_step
-        """Step that comes next: the whole state."""
+        """The next step, which is the whole state."""
         self._thread = threading.Thread(target=self._read, args=(start_step,), name="prefetch", daemon=True)
         self._thread.start()
 
     def _read(self, step: int) -> None:
+        """Reads batches from a step on until `close`; an error is queued and ends the thread."""
         while not self._stop.is_set():
             try:
-                item = (step, self._convert(self._loader.batch(step)), None)
+                entry = (step, self._convert(self._loader.batch(step)), None)
+            # The consumer raises it: an exception in a thread would else be lost.
             except BaseException as error:
                 self._put((step, None, error))
                 return
-            self._put(item)
+            self._put(entry)
             step += 1
 
-    def _put(self, item: tuple[int, Any, BaseException | None]) -> None:
+    def _put(self, entry: tuple[int, Any, BaseException | None]) -> None:
         while not self._stop.is_set():
             try:
-                return self._ready.put(item, timeout=_POLL_S)
+                # A bounded wait, so that `close` ends a thread whose queue nobody reads.
+                return self._ready.put(entry, timeout=_POLL_S)
             except queue.Full:
                 continue
 
@@ -122,7 +126,7 @@ class Prefetcher:
         """Returns the next step's batch.
 
         Raises:
-            DataError: when none came in time, or after `close`; errors of the loader come out here as they are.
+            DataError: when no batch came in time, or after `close`; errors of the loader are raised here unchanged.
         """
         if self._stop.is_set():
             raise DataError("the prefetcher is closed")
@@ -139,8 +143,9 @@ class Prefetcher:
         return item
 
     def close(self) -> None:
-        """Ends the thread and drops what waited."""
+        """Ends the thread and drops the batches in the queue."""
         self._stop.set()
+        # An emptied queue lets a blocked put return.
         while not self._ready.empty():
             try:
                 self._ready.get_nowait()

@@ -1,4 +1,4 @@
-"""Text to token files: read, select, train the tokenizer, encode, merge; each step resumes where a kill left it."""
+"""Prepares token files from text: read, select, train the tokenizer, encode, merge; each stage resumes after a kill."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from meshwright.data.workers import Pool
 from meshwright.errors import ConfigError, DataError
 
 INLINE_BYTES = 1 << 19
-"""Below this many bytes of input, starting a process costs more than it saves."""
+"""Input bytes below which starting a worker process costs more than it saves."""
 LOCK_S = 6 * 3600.0
 """Longest wait for another process that prepares the same set."""
 
 
 def prepared_path(config: DataConfig, cache_root: str | Path, progress: Report | None = None) -> Path:
-    """Returns where the set of this config and these inputs belongs.
+    """Returns the directory of the token set of this config and these inputs.
 
-    It is named by what the inputs contain, wherever they lie and whenever they were written.
+    Its name depends on the inputs' contents alone, not on their paths or times.
 
     Args:
-        config: the data settings; its ``cache``, where set, goes before ``cache_root``.
+        config: the data settings; its ``cache``, where set, overrides ``cache_root``.
         cache_root: directory of all prepared sets.
-        progress: called as files are read that weren't before.
+        progress: called as files are read whose digests aren't cached.
 
     Raises:
-        DataError: when a path isn't there.
+        DataError: when a path doesn't exist.
     """
     config = config.resolved()
     root = Path(config.cache or cache_root).expanduser()
-    kind = config.tokenizer if config.tokenizer in TRAINED_TOKENIZERS else "given"
-    return root / f"{kind}-{_key(config, list_sources(config.paths), root, progress)[:16]}"
+    tokenizer_kind = config.tokenizer if config.tokenizer in TRAINED_TOKENIZERS else "given"
+    return root / f"{tokenizer_kind}-{_input_key(config, list_sources(config.paths), root, progress)[:16]}"
 
 
 def prepare(
     config: DataConfig, out_dir: str | Path, progress: Report | None = None, workers: int | None = None
 ) -> TokenSet:
-    """Makes token files of text, or opens those that an earlier call made of the same inputs.
+    """Prepares token files from text, or opens those that an earlier call prepared from the same inputs.
 
-    The files are the same whatever the number of processes. Work lies in ``<out_dir>.partial`` until all of it is
-    done and is renamed then; after a kill, the next call goes on from the finished parts.
+    The files don't depend on the number of processes. They are built in ``<out_dir>.partial`` and renamed when
+    complete; after a kill, the next call continues from the finished tasks.
 
     Args:
-        config: what to read and how.
-        out_dir: directory to make; see `prepared_path`.
-        progress: called in this thread as parts get done.
-        workers: processes, instead of the config's.
+        config: the data settings.
+        out_dir: directory to create; see `prepared_path`.
+        progress: called in this thread as tasks finish.
+        workers: number of processes, instead of the config's.
 
     Raises:
         DataError: for missing, empty, undecodable or damaged input, a full disk, or an ``out_dir`` of something else.
@@ -63,41 +63,45 @@ def prepare(
     """
     config.check()
     config = config.resolved()
-    out = Path(os.path.abspath(Path(out_dir).expanduser()))
+    out_path = Path(os.path.abspath(Path(out_dir).expanduser()))
     sources = list_sources(config.paths)
     if config.text_field != "text" and not any(source.kind in ("jsonl", "parquet") for source in sources):
         raise ConfigError(f"data.text_field = {config.text_field!r} has no effect: no input is jsonl or parquet")
-    key = _key(config, sources, out.parent, progress)
-    if out.exists():
-        return _reuse(out, key)
-    asked = config.workers if workers is None else workers
+    # The key names the inputs: equal inputs find the same set, changed ones never do.
+    key = _input_key(config, sources, out_path.parent, progress)
+    if out_path.exists():
+        return _open_existing(out_path, key)
+    worker_count = config.workers if workers is None else workers
     size = sum(source.size for source in sources)
-    inline = asked <= 1 and size < INLINE_BYTES
-    processes = asked or min(len(os.sched_getaffinity(0)), 1 + size // INLINE_BYTES)
-    with full_disk(out.parent), lone_writer(out.with_name(out.name + ".lock"), LOCK_S):
-        if out.exists():
-            return _reuse(out, key)
-        beside = out.with_name(out.name + ".partial")
-        _claim(beside, key)
-        with Pool(processes, inline) as pool:
+    # A tiny corpus is prepared in this process, without starting workers.
+    run_inline = worker_count <= 1 and size < INLINE_BYTES
+    processes = worker_count or min(len(os.sched_getaffinity(0)), 1 + size // INLINE_BYTES)
+    with full_disk(out_path.parent), lone_writer(out_path.with_name(out_path.name + ".lock"), LOCK_S):
+        if out_path.exists():
+            return _open_existing(out_path, key)
+        work_dir = out_path.with_name(out_path.name + ".partial")
+        _claim_work_dir(work_dir, key)
+        with Pool(processes, run_inline) as pool:
             job = PrepareJob(
-                config=config, sources=sources, key=key, beside=beside, pool=pool, report=progress or _silent
+                config=config, sources=sources, key=key, beside=work_dir, pool=pool, report=progress or _ignore_progress
             )
             work(job)
-        if _key(config, sources, out.parent, None) != key:
-            shutil.rmtree(beside)
+        # Hash again: files edited during the preparation would give a set that matches no key.
+        if _input_key(config, sources, out_path.parent, None) != key:
+            shutil.rmtree(work_dir)
             raise DataError("the text changed while it was being prepared; run the same command again")
-        settle(beside / "whole", out)
-        shutil.rmtree(beside)
-    return TokenSet.open(out)
+        # Renamed only when complete, so that a set under its final name needs no further check.
+        settle(work_dir / "whole", out_path)
+        shutil.rmtree(work_dir)
+    return TokenSet.open(out_path)
 
 
-def _silent(progress: Progress) -> None:
+def _ignore_progress(progress: Progress) -> None:
     del progress
 
 
-def _key(config: DataConfig, sources: list[CorpusFile], root: Path, progress: Report | None) -> str:
-    """Hashes the inputs: the settings that change the files, and kind and contents of each source, in order."""
+def _input_key(config: DataConfig, sources: list[CorpusFile], root: Path, progress: Report | None) -> str:
+    """Hashes the inputs: settings that change the files, and kind and digest of each source, in order."""
     settings = {name: getattr(config, name) for name in PREPARED_FIELDS}
     if config.tokenizer not in TRAINED_TOKENIZERS:
         settings["tokenizer"] = tokenizer_digest(config.tokenizer)
@@ -109,24 +113,25 @@ def _key(config: DataConfig, sources: list[CorpusFile], root: Path, progress: Re
 
     digests = digest_sources(sources, root, report)
     contents = [(source.kind, digest) for source, digest in zip(sources, digests)]
-    whole = {"version": VERSION, "settings": settings, "contents": contents}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    identity = {"version": VERSION, "settings": settings, "contents": contents}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _reuse(out: Path, key: str) -> TokenSet:
-    if out.is_dir() and not any(out.iterdir()):
-        raise DataError(f"{out} exists and is empty; remove it or choose another directory")
-    if read_manifest(out)["key"] != key:
-        raise DataError(f"{out} was prepared from other text or settings; delete it or choose another directory")
-    return TokenSet.open(out)
+def _open_existing(out_path: Path, key: str) -> TokenSet:
+    if out_path.is_dir() and not any(out_path.iterdir()):
+        raise DataError(f"{out_path} exists and is empty; remove it or choose another directory")
+    if read_manifest(out_path)["key"] != key:
+        raise DataError(f"{out_path} was prepared from other text or settings; delete it or choose another directory")
+    return TokenSet.open(out_path)
 
 
-def _claim(beside: Path, key: str) -> None:
-    """Makes the working directory, or keeps what an interrupted call with the same inputs left in it."""
-    mark = beside / "key"
-    if beside.exists() and not (mark.is_file() and mark.read_text(encoding="utf-8") == key):
-        shutil.rmtree(beside)
-    beside.mkdir(exist_ok=True)
-    for left in beside.glob("*.tmp*"):
-        left.unlink()
-    mark.write_text(key, encoding="utf-8")
+def _claim_work_dir(work_dir: Path, key: str) -> None:
+    """Creates the working directory, or keeps the one of an interrupted call with the same inputs."""
+    key_file = work_dir / "key"
+    # Leftovers of other inputs must not be merged into this set.
+    if work_dir.exists() and not (key_file.is_file() and key_file.read_text(encoding="utf-8") == key):
+        shutil.rmtree(work_dir)
+    work_dir.mkdir(exist_ok=True)
+    for leftover in work_dir.glob("*.tmp*"):
+        leftover.unlink()
+    key_file.write_text(key, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which documents are kept, which are held out, and how the work on them is cut: pure functions of their hashes."""
+"""Selects documents for training and validation, and splits long ones: pure functions of documents' hashes."""
 
 from __future__ import annotations
 
@@ -14,58 +14,83 @@ from numpy.typing import NDArray
 DOCUMENT = np.dtype([("split", "<u8"), ("order", "<u8"), ("bytes", "<i8")])
 """A document in the index of a shard: the two halves of its hash, and its UTF-8 bytes."""
 
-_CUT = re.compile(rb"[!-~]\n(?=[!-~])")
-_REACH = 1 << 16
+_LONE_NEWLINE = re.compile(rb"[!-~]\n(?=[!-~])")
+_SEARCH_BYTES = 1 << 16
 
 
 def document_row(data: bytes) -> tuple[int, int, int]:
-    """Returns a document's `DOCUMENT` row. The halves of the hash decide apart: one on the split, one on the order."""
+    """Returns a document's `DOCUMENT` row; one half of its hash decides on the split, the other on the order."""
     digest = hashlib.blake2b(data, digest_size=16).digest()
+    # Two independent 64-bit values out of one 128-bit hash.
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"), len(data)
 
 
-def first_of_each(documents: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Marks the documents that no earlier one equals.
+def mark_first_copies(documents: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Marks the documents that equal no earlier one.
 
     Args:
         documents: (documents,) `DOCUMENT` rows in corpus order.
+
+    Returns:
+        (documents,) bool.
     """
     order = np.lexsort((documents["order"], documents["split"]))
-    split, rank = documents["split"][order], documents["order"][order]
-    fresh = np.ones(len(documents), dtype=bool)
-    fresh[1:] = (split[1:] != split[:-1]) | (rank[1:] != rank[:-1])
-    kept = np.zeros(len(documents), dtype=bool)
-    kept[order[fresh]] = True  # lexsort is stable: the first of equal ones is the earliest
-    return kept
+    split_hash, order_hash = documents["split"][order], documents["order"][order]
+    # Equal hashes are neighbours after the sort; the first of each run differs from its predecessor.
+    differs_from_previous = np.ones(len(documents), dtype=bool)
+    differs_from_previous[1:] = (split_hash[1:] != split_hash[:-1]) | (order_hash[1:] != order_hash[:-1])
+    first_copies = np.zeros(len(documents), dtype=bool)
+    first_copies[order[differs_from_previous]] = True  # lexsort is stable: the first of equal ones is the earliest
+    return first_copies
 
 
-def within_limit(documents: NDArray[np.void], kept: NDArray[np.bool_], limit_bytes: int) -> NDArray[np.bool_]:
-    """Keeps documents in the order of their hashes as long as their bytes fit, and one at least."""
-    places = np.flatnonzero(kept)
-    places = places[np.argsort(documents["order"][places], kind="stable")]
-    fitting = int(np.searchsorted(np.cumsum(documents["bytes"][places]), limit_bytes, side="right"))
-    result = np.zeros(len(documents), dtype=bool)
-    result[places[: max(1, fitting)]] = True
-    return result
+def within_limit(documents: NDArray[np.void], candidates: NDArray[np.bool_], limit_bytes: int) -> NDArray[np.bool_]:
+    """Selects candidates in the order of their hashes while their bytes fit, and at least one.
 
+    Args:
+        documents: (documents,) `DOCUMENT` rows.
+        candidates: (documents,) bool.
+        limit_bytes: most bytes of text.
 
-def held_out(documents: NDArray[np.void], kept: NDArray[np.bool_], share: float) -> NDArray[np.bool_]:
-    """Marks the kept documents that belong to validation: those whose hash lies in the lowest share.
-
-    When none or all of two or more documents do, the one with the lowest hash alone is, or the highest alone isn't.
+    Returns:
+        (documents,) bool, a subset of ``candidates``.
     """
-    chosen = kept & (documents["split"] < np.uint64(min(int(share * 2**64), 2**64 - 1)))
-    places = np.flatnonzero(kept)
-    if share > 0 and len(places) > 1:
-        ranked = places[np.argsort(documents["split"][places], kind="stable")]
-        chosen[ranked[0]] = True
-        chosen[ranked[-1]] = False
-    return chosen
+    indices = np.flatnonzero(candidates)
+    # The order's half of the hash is independent of the split's, so a limit doesn't change the shares.
+    indices = indices[np.argsort(documents["order"][indices], kind="stable")]
+    # Prefix sums of bytes: the number of documents that fit.
+    fitting_count = int(np.searchsorted(np.cumsum(documents["bytes"][indices]), limit_bytes, side="right"))
+    selected = np.zeros(len(documents), dtype=bool)
+    selected[indices[: max(1, fitting_count)]] = True
+    return selected
+
+
+def held_out(documents: NDArray[np.void], candidates: NDArray[np.bool_], share: float) -> NDArray[np.bool_]:
+    """Marks the candidates of the validation split: those whose hash lies in the lowest share.
+
+    Of two or more candidates at least one is in each split: the lowest hash in validation, the highest in training.
+
+    Args:
+        documents: (documents,) `DOCUMENT` rows.
+        candidates: (documents,) bool.
+        share: of the hashes' range, from 0 to 1.
+
+    Returns:
+        (documents,) bool, a subset of ``candidates``.
+    """
+    # A threshold on the hash: adding documents moves none of the others between splits.
+    validation = candidates & (documents["split"] < np.uint64(min(int(share * 2**64), 2**64 - 1)))
+    indices = np.flatnonzero(candidates)
+    if share > 0 and len(indices) > 1:
+        by_hash = indices[np.argsort(documents["split"][indices], kind="stable")]
+        validation[by_hash[0]] = True
+        validation[by_hash[-1]] = False
+    return validation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextPiece:
-    """A stretch of a shard's text that is encoded in one go: a document or a part of one."""
+class TextSpan:
+    """A range of a shard's text that is encoded in one call: a document, or a range of one."""
 
     shard: int
     """Number of the shard."""
@@ -73,29 +98,31 @@ class TextPiece:
     """First byte in the shard's text."""
     stop: int
     """Byte after the last."""
-    ends: bool
-    """Whether the document ends here."""
+    ends_document: bool
+    """Whether the document ends with this span."""
 
 
-def cut(text: mmap.mmap, piece: TextPiece, size: int) -> Iterator[TextPiece]:
-    """Cuts a long document after lone newlines, into pieces of about ``size`` bytes.
+def split_document(text: mmap.mmap, document: TextSpan, span_bytes: int) -> Iterator[TextSpan]:
+    """Splits a long document after lone newlines, into spans of about ``span_bytes`` bytes.
 
-    A cut lies after a newline between two visible ASCII characters, where `splits_at_newlines` holds and no character
-    is torn apart.
+    A boundary lies after a newline between two visible ASCII characters: there `splits_at_newlines` guarantees the same
+    tokens, and no UTF-8 character is divided.
 
     Args:
         text: the shard's bytes.
-        piece: the whole document.
-        size: bytes a piece.
+        document: the span of the whole document.
+        span_bytes: bytes of a span.
     """
-    start = piece.start
-    while piece.stop - start > size:
-        found, at = None, start + size
-        while found is None and at < piece.stop:
-            found = _CUT.search(text, at, min(at + _REACH, piece.stop))
-            at += _REACH - 2
-        if found is None:
+    start = document.start
+    while document.stop - start > span_bytes:
+        boundary, search_start = None, start + span_bytes
+        # No boundary within the window: search on until the document ends.
+        while boundary is None and search_start < document.stop:
+            boundary = _LONE_NEWLINE.search(text, search_start, min(search_start + _SEARCH_BYTES, document.stop))
+            # Search in windows that overlap by two bytes: the pattern is three bytes long.
+            search_start += _SEARCH_BYTES - 2
+        if boundary is None:
             break
-        yield TextPiece(shard=piece.shard, start=start, stop=found.end(), ends=False)
-        start = found.end()
-    yield TextPiece(shard=piece.shard, start=start, stop=piece.stop, ends=piece.ends)
+        yield TextSpan(shard=document.shard, start=start, stop=boundary.end(), ends_document=False)
+        start = boundary.end()
+    yield TextSpan(shard=document.shard, start=start, stop=document.stop, ends_document=document.ends_document)

@@ -1,4 +1,4 @@
-"""The steps of a preparation, over a working directory: read, select, train the tokenizer, encode, merge."""
+"""The stages of a preparation in a working directory: read, select, train the tokenizer, encode, merge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from meshwright.data import selection, tasks
 from meshwright.data.config import PREPARED_FIELDS, DataConfig
 from meshwright.data.merge import merge
-from meshwright.data.selection import TextPiece
+from meshwright.data.selection import TextSpan
 from meshwright.data.sources import CorpusFile
 from meshwright.data.tokenizer import (
     character_tokenizer,
@@ -31,25 +31,25 @@ from meshwright.data.workers import Pool
 from meshwright.errors import DataError
 
 GROUP_BYTES = 8 << 20
-"""Files up to so many bytes together are read by one task."""
+"""Most bytes of files that one task reads."""
 SAMPLE_BYTES = 16 << 20
-"""Text that a tokenizer is trained on, at most."""
+"""Most bytes of text that a tokenizer is trained on."""
 UNIT_BYTES = (1 << 18, 64 << 20)
-"""Least and most text that one task encodes; between them a 256th of the text."""
+"""Least and most bytes of text that one task encodes; between them a 256th of the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a step of the preparation is."""
+    """Progress of a stage of the preparation."""
 
     stage: str
     """``digest``, ``read``, ``train``, ``encode`` or ``merge``."""
     done_bytes: int
-    """Bytes of input (digest, read) or text (the others) that are done."""
+    """Bytes of input (digest, read) or text (the other stages) that are done."""
     total_bytes: int
-    """Bytes that the stage has to do."""
+    """Bytes of the whole stage."""
     tokens: int = 0
-    """Tokens made so far in this call."""
+    """Tokens encoded so far in this call."""
 
 
 Report = Callable[[Progress], None]
@@ -57,7 +57,7 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareJob:
-    """One preparation: what the steps share."""
+    """Inputs and services that the stages of one preparation share."""
 
     config: DataConfig
     """Settings."""
@@ -68,79 +68,81 @@ class PrepareJob:
     beside: Path
     """Working directory."""
     pool: Pool
-    """Where tasks are done."""
+    """Worker processes that run the tasks."""
     report: Report
-    """Called as parts get done."""
+    """Called as tasks finish."""
 
 
 def work(job: PrepareJob) -> None:
-    """Does all steps; the result lies in ``whole`` under the working directory, its manifest written last.
+    """Runs all stages; the result is ``whole`` under the working directory, its manifest written last.
 
     Raises:
         DataError: for text that can't be read, split or tokenised, or a full disk.
     """
-    shards = _read(job)
+    shards = _read_sources(job)
     documents = _load_documents(job, shards)
-    kept = selection.first_of_each(documents) if job.config.dedup else np.ones(len(documents), dtype=bool)
+    selected = selection.mark_first_copies(documents) if job.config.dedup else np.ones(len(documents), dtype=bool)
     if job.config.limit_bytes is not None:
-        kept = selection.within_limit(documents, kept, job.config.limit_bytes)
-    splits = _split(job, documents, kept)
-    texts = {name: sum(piece.stop - piece.start for piece in pieces) for name, pieces in splits.items()}
+        selected = selection.within_limit(documents, selected, job.config.limit_bytes)
+    splits = _split_documents(job, documents, selected)
+    text_bytes = {name: sum(span.stop - span.start for span in spans) for name, spans in splits.items()}
     _make_tokenizer(job, shards, documents, splits["train"])
     tokenizer = Tokenizer.from_file(str(job.beside / "tokenizer.json"))
-    eos = end_id(tokenizer, json.loads((job.beside / "tokenizer_config.json").read_text(encoding="utf-8")))
-    size = vocabulary_size(tokenizer)
-    dtype = "<u2" if size <= 1 << 16 else "<u4"
-    units = _encode(job, splits, texts, eos, dtype)
+    eos_id = end_id(tokenizer, json.loads((job.beside / "tokenizer_config.json").read_text(encoding="utf-8")))
+    # The ids' type depends on the vocabulary, so the tokenizer comes before the first token is written.
+    vocab_size = vocabulary_size(tokenizer)
+    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+    units = _encode_units(job, splits, text_bytes, eos_id, dtype)
     facts = {
         "version": VERSION,
         "key": job.key,
         "dtype": dtype,
-        "vocab_size": size,
-        "eos_id": eos,
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
         "config": {name: getattr(job.config, name) for name in PREPARED_FIELDS},
         "documents_read": len(documents),
-        "documents_dropped": len(documents) - int(kept.sum()),
+        "documents_dropped": len(documents) - int(selected.sum()),
     }
-    total = sum(texts.values())
-    merge(job.beside, units, splits, facts, lambda done: job.report(_progress("merge", done, total)))
+    total_bytes = sum(text_bytes.values())
+    merge(job.beside, units, splits, facts, lambda done_bytes: job.report(_progress("merge", done_bytes, total_bytes)))
 
 
-def _progress(stage: str, done: int, total: int, tokens: int = 0) -> Progress:
-    return Progress(stage=stage, done_bytes=done, total_bytes=total, tokens=tokens)
+def _progress(stage: str, done_bytes: int, total_bytes: int, tokens: int = 0) -> Progress:
+    return Progress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes, tokens=tokens)
 
 
-def _run(job: PrepareJob, stage: str, todo: Iterable[dict[str, Any]], total: int) -> None:
-    """Does the tasks of a stage, but for those that an earlier call finished."""
-    done = tokens = 0
+def _run_tasks(job: PrepareJob, stage: str, stage_tasks: Iterable[dict[str, Any]], total_bytes: int) -> None:
+    """Runs the tasks of a stage, except for those that an earlier call finished."""
+    done_bytes = tokens = 0
 
-    def count(counts: dict[str, Any]) -> None:
-        nonlocal done, tokens
-        done, tokens = done + counts["bytes"], tokens + counts.get("tokens", 0)
-        job.report(_progress(stage, done, total, tokens))
+    def count_finished(counts: dict[str, Any]) -> None:
+        nonlocal done_bytes, tokens
+        done_bytes, tokens = done_bytes + counts["bytes"], tokens + counts.get("tokens", 0)
+        job.report(_progress(stage, done_bytes, total_bytes, tokens))
 
     def unfinished() -> Iterator[dict[str, Any]]:
-        for task in todo:
+        for task in stage_tasks:
             if tasks.finished(task):
-                count({"bytes": task["bytes"]})
+                count_finished({"bytes": task["bytes"]})
             else:
                 yield task
 
-    job.report(_progress(stage, 0, total))
-    job.pool.run(unfinished(), count)
+    job.report(_progress(stage, 0, total_bytes))
+    job.pool.run(unfinished(), count_finished)
 
 
-def _read(job: PrepareJob) -> int:
-    """Reads all sources into shards and returns their number."""
+def _read_sources(job: PrepareJob) -> int:
+    """Reads all sources into shards; returns the number of shards."""
+    # Small files are grouped, so that a task is worth its overhead.
     groups: list[list[CorpusFile]] = []
-    size = 0
+    group_bytes = 0
     for source in job.sources:
-        if not groups or size + source.size > GROUP_BYTES:
+        if not groups or group_bytes + source.size > GROUP_BYTES:
             groups.append([])
-            size = 0
+            group_bytes = 0
         groups[-1].append(source)
-        size += source.size
-    todo: list[dict[str, Any]] = [
+        group_bytes += source.size
+    stage_tasks: list[dict[str, Any]] = [
         {
             "kind": "read",
             "directory": str(job.beside),
@@ -153,11 +155,12 @@ def _read(job: PrepareJob) -> int:
         }
         for number, group in enumerate(groups)
     ]
-    _run(job, "read", todo, sum(source.size for source in job.sources))
+    _run_tasks(job, "read", stage_tasks, sum(source.size for source in job.sources))
     return len(groups)
 
 
 def _load_documents(job: PrepareJob, shards: int) -> NDArray[np.void]:
+    """Loads the (documents,) `DOCUMENT` rows of all shards, in corpus order."""
     documents = np.concatenate([_shard_documents(job, shard) for shard in range(shards)])
     if not len(documents):
         names = ", ".join(source.path for source in job.sources[:3])
@@ -169,135 +172,164 @@ def _shard_documents(job: PrepareJob, shard: int) -> NDArray[np.void]:
     return np.fromfile(tasks.shard_index(job.beside, shard), dtype=selection.DOCUMENT)
 
 
-def _split(job: PrepareJob, documents: NDArray[np.void], kept: NDArray[np.bool_]) -> dict[str, list[TextPiece]]:
-    """Returns the documents of each split as pieces, in corpus order."""
-    pieces = _pieces(job, documents)
+def _split_documents(
+    job: PrepareJob, documents: NDArray[np.void], selected: NDArray[np.bool_]
+) -> dict[str, list[TextSpan]]:
+    """Returns the documents of each split as spans, in corpus order.
+
+    Args:
+        job: the preparation.
+        documents: (documents,) `DOCUMENT` rows in corpus order.
+        selected: (documents,) bool, those that weren't dropped.
+    """
+    spans = _document_spans(job, documents)
     share = job.config.validation_share
-    if share > 0 and kept.sum() == 1:
-        return _tail(job, pieces[int(np.flatnonzero(kept)[0])])
+    # A single document can't be split by hash; its tail is held out instead.
+    if share > 0 and selected.sum() == 1:
+        return _split_off_tail(job, spans[int(np.flatnonzero(selected)[0])])
     if job.config.split == "tail":
         raise DataError(
-            f"data.split = 'tail' takes the end of one document, and the corpus has {int(kept.sum())}; "
+            f"data.split = 'tail' takes the end of one document, and the corpus has {int(selected.sum())}; "
             "use data.split = 'hash'"
         )
-    held = selection.held_out(documents, kept, share)
+    validation = selection.held_out(documents, selected, share)
     return {
-        "train": [pieces[i] for i in np.flatnonzero(kept & ~held)],
-        "validation": [pieces[i] for i in np.flatnonzero(held)],
+        "train": [spans[i] for i in np.flatnonzero(selected & ~validation)],
+        "validation": [spans[i] for i in np.flatnonzero(validation)],
     }
 
 
-def _pieces(job: PrepareJob, documents: NDArray[np.void]) -> list[TextPiece]:
-    pieces: list[TextPiece] = []
+def _document_spans(job: PrepareJob, documents: NDArray[np.void]) -> list[TextSpan]:
+    """Returns the span of each of the (documents,) rows: documents lie one after the other in their shard."""
+    spans: list[TextSpan] = []
     shard = start = 0
-    left = len(_shard_documents(job, 0))
+    documents_left = len(_shard_documents(job, 0))
     for size in documents["bytes"].tolist():
-        while left == 0:
+        # A shard may hold no document: all of its files were empty.
+        while documents_left == 0:
             shard, start = shard + 1, 0
-            left = len(_shard_documents(job, shard))
-        pieces.append(TextPiece(shard=shard, start=start, stop=start + size, ends=True))
-        start, left = start + size, left - 1
-    return pieces
+            documents_left = len(_shard_documents(job, shard))
+        spans.append(TextSpan(shard=shard, start=start, stop=start + size, ends_document=True))
+        start, documents_left = start + size, documents_left - 1
+    return spans
 
 
-def _tail(job: PrepareJob, whole: TextPiece) -> dict[str, list[TextPiece]]:
-    """Cuts the end off the only document, at int(characters x (1 - share)) as nanoGPT does."""
-    text = tasks.read_piece(job.beside, whole)
-    place = int(len(text) * (1.0 - job.config.validation_share))
-    if not 0 < place < len(text):
+def _split_off_tail(job: PrepareJob, document: TextSpan) -> dict[str, list[TextSpan]]:
+    """Splits the end off the only document, at int(characters x (1 - share)) as nanoGPT does."""
+    text = tasks.read_span(job.beside, document)
+    # Characters, not bytes, for the same split as nanoGPT's.
+    split_at = int(len(text) * (1.0 - job.config.validation_share))
+    if not 0 < split_at < len(text):
         raise DataError(
             f"the only document has {len(text)} characters, too few to hold out "
             f"{job.config.validation_share:g} of it; give more text or set data.validation_share = 0"
         )
-    middle = whole.start + len(text[:place].encode("utf-8"))
+    split_byte = document.start + len(text[:split_at].encode("utf-8"))
     return {
-        "train": [dataclasses.replace(whole, stop=middle)],
-        "validation": [dataclasses.replace(whole, start=middle)],
+        "train": [dataclasses.replace(document, stop=split_byte)],
+        "validation": [dataclasses.replace(document, start=split_byte)],
     }
 
 
-def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], train: list[TextPiece]) -> None:
+def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], train: list[TextSpan]) -> None:
+    """Trains, builds or copies the tokenizer, unless an earlier call did; (documents,) rows order the sample."""
     if (job.beside / "tokenizer.json").exists():
         return
     if job.config.tokenizer == "bpe":
-        sample, size = _sample(documents, train, job)
+        # The tokenizer is trained by one task in a worker, whose threads end with it.
+        sample, size = _sample_spans(documents, train, job)
         task = {"kind": "train", "directory": str(job.beside), "vocab_size": job.config.vocab_size, "bytes": size}
-        _run(job, "train", [task | {"pieces": sample}], size)
+        _run_tasks(job, "train", [task | {"pieces": sample}], size)
         return
     if job.config.tokenizer == "chars":
-        files = (tasks.shard_characters(job.beside, shard).read_text(encoding="utf-8") for shard in range(shards))
-        made = character_tokenizer(sorted(set().union(*files)), end=len(documents) > 1)
+        character_sets = (
+            tasks.shard_characters(job.beside, shard).read_text(encoding="utf-8") for shard in range(shards)
+        )
+        files = character_tokenizer(sorted(set().union(*character_sets)), with_end_token=len(documents) > 1)
     else:
-        made = given_tokenizer(job.config.tokenizer)
-    tasks.write_tokenizer(job.beside, made)
+        files = given_tokenizer(job.config.tokenizer)
+    tasks.write_tokenizer(job.beside, files)
 
 
-def _sample(
-    documents: NDArray[np.void], train: list[TextPiece], job: PrepareJob
+def _sample_spans(
+    documents: NDArray[np.void], train: list[TextSpan], job: PrepareJob
 ) -> tuple[list[tuple[int, int, int, bool]], int]:
-    """Takes training documents in the order of their hashes until the sample is full."""
-    order = {(piece.shard, piece.start): int(row) for piece, row in zip(_pieces(job, documents), documents["order"])}
-    chosen, size = [], 0
-    for piece in sorted(train, key=lambda piece: order[piece.shard, piece.start]):
-        stop = min(piece.stop, piece.start + SAMPLE_BYTES - size)
-        chosen.append((piece.shard, piece.start, stop, False))
-        size += stop - piece.start
-        if size >= SAMPLE_BYTES:
+    """Samples training documents in the order of their hashes up to `SAMPLE_BYTES`; returns spans and bytes."""
+    # Documents by hash are a random sample, and the same on any machine.
+    order_hash = {
+        (span.shard, span.start): int(row) for span, row in zip(_document_spans(job, documents), documents["order"])
+    }
+    sample_spans, sample_bytes = [], 0
+    for span in sorted(train, key=lambda span: order_hash[span.shard, span.start]):
+        # The last document of the sample is truncated to the limit.
+        stop = min(span.stop, span.start + SAMPLE_BYTES - sample_bytes)
+        sample_spans.append((span.shard, span.start, stop, False))
+        sample_bytes += stop - span.start
+        if sample_bytes >= SAMPLE_BYTES:
             break
-    return chosen, size
+    return sample_spans, sample_bytes
 
 
-def _encode(
-    job: PrepareJob, splits: dict[str, list[TextPiece]], texts: dict[str, int], eos: int | None, dtype: str
+def _encode_units(
+    job: PrepareJob, splits: dict[str, list[TextSpan]], text_bytes: dict[str, int], eos_id: int | None, dtype: str
 ) -> dict[str, int]:
-    """Encodes all units and returns how many each split has; validation's follow those of training."""
-    rule = (job.beside / "tokenizer.json").read_text(encoding="utf-8")
-    cutting = job.config.tokenizer == "chars" or splits_at_newlines(rule)
-    total = sum(texts.values())
-    size = min(max(total // 256, UNIT_BYTES[0]), UNIT_BYTES[1])
+    """Encodes all units; returns the number of units of each split, which are numbered training first."""
+    tokenizer_text = (job.beside / "tokenizer.json").read_text(encoding="utf-8")
+    # Splitting a document must not change its tokens: true of characters, and of BPE at some newlines.
+    may_split = job.config.tokenizer == "chars" or splits_at_newlines(tokenizer_text)
+    total_bytes = sum(text_bytes.values())
+    unit_bytes = min(max(total_bytes // 256, UNIT_BYTES[0]), UNIT_BYTES[1])
     units: dict[str, int] = {}
 
-    def todo() -> Iterator[dict[str, Any]]:
+    def unit_tasks() -> Iterator[dict[str, Any]]:
         number = 0
-        for name, pieces in splits.items():
-            first = number
-            for unit in _units(job.beside, pieces, size, cutting):
+        for name, spans in splits.items():
+            first_unit = number
+            for unit in _group_into_units(job.beside, spans, unit_bytes, may_split):
                 yield {
                     "kind": "encode",
                     "directory": str(job.beside),
                     "unit": number,
-                    "pieces": [dataclasses.astuple(piece) for piece in unit],
-                    "bytes": sum(piece.stop - piece.start for piece in unit),
+                    "pieces": [dataclasses.astuple(span) for span in unit],
+                    "bytes": sum(span.stop - span.start for span in unit),
                     "dtype": dtype,
-                    "eos": eos,
+                    "eos": eos_id,
                     "characters": job.config.tokenizer == "chars",
                     "literal": job.config.tokenizer == "bpe",
                 }
                 number += 1
-            units[name] = number - first
+            # Counted while tasks are drawn, so the count is known once the stage has run.
+            units[name] = number - first_unit
 
-    _run(job, "encode", todo(), total)
+    _run_tasks(job, "encode", unit_tasks(), total_bytes)
     return units
 
 
-def _units(beside: Path, pieces: list[TextPiece], size: int, cutting: bool) -> Iterator[list[TextPiece]]:
-    """Groups pieces into units of about ``size`` bytes, cutting long documents where that changes no token."""
-    unit: list[TextPiece] = []
-    held = 0
-    for piece in pieces:
-        for part in _parts(beside, piece, size) if cutting and piece.stop - piece.start > size else (piece,):
-            unit.append(part)
-            held += part.stop - part.start
-            if held >= size:
+def _group_into_units(
+    work_dir: Path, spans: list[TextSpan], unit_bytes: int, may_split: bool
+) -> Iterator[list[TextSpan]]:
+    """Groups documents into units of about ``unit_bytes``, and splits long ones where that changes no token."""
+    unit: list[TextSpan] = []
+    collected_bytes = 0
+    for document in spans:
+        for span in (
+            _split_document(work_dir, document, unit_bytes)
+            if may_split and document.stop - document.start > unit_bytes
+            else (document,)
+        ):
+            unit.append(span)
+            collected_bytes += span.stop - span.start
+            # A unit is closed once it is full, so it may exceed the size by one span.
+            if collected_bytes >= unit_bytes:
                 yield unit
-                unit, held = [], 0
+                unit, collected_bytes = [], 0
     if unit:
         yield unit
 
 
-def _parts(beside: Path, piece: TextPiece, size: int) -> Iterator[TextPiece]:
+def _split_document(work_dir: Path, document: TextSpan, span_bytes: int) -> Iterator[TextSpan]:
     with (
-        open(tasks.shard_text(beside, piece.shard), "rb") as file,
+        open(tasks.shard_text(work_dir, document.shard), "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
     ):
-        yield from selection.cut(text, piece, size)
+        yield from selection.split_document(text, document, span_bytes)

@@ -1,4 +1,4 @@
-"""Tokenizers in Hugging Face's format: a byte-level BPE trained here, the characters of a corpus, or any given one."""
+"""Tokenizers in Hugging Face's format: a trained byte-level BPE, the characters of a corpus, or the user's own."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SETTINGS = "tokenizer_config.json"
 COMPANIONS = ("chat_template.jinja", "chat_template.json", "special_tokens_map.json")
 """Text files that go with a tokenizer and change no token. Source: ``save_pretrained`` of transformers' tokenizers."""
 SOURCES = (TOKENIZER, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
-"""Files by any of which a directory has a tokenizer."""
-_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""Files any of which makes a directory hold a tokenizer."""
+_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class TokenizerFiles:
     settings: dict[str, Any]
     """Contents of ``tokenizer_config.json``; transformers reads the end-of-text token from it."""
     companions: Mapping[str, str] = field(default_factory=dict)
-    """Contents of those of `COMPANIONS` that there are, by name."""
+    """Contents of those of `COMPANIONS` that exist, by name."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFiles:
@@ -44,50 +44,51 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFiles:
 
     Args:
         texts: documents, or a sample of them.
-        vocab_size: entries at most; a small corpus may give fewer.
+        vocab_size: most entries; a small corpus may give fewer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
+        # Special tokens come first, so end-of-text is id 0.
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return TokenizerFiles(text=tokenizer.to_str(), settings=_settings(END_OF_TEXT))
+    return TokenizerFiles(text=tokenizer.to_str(), settings=_default_settings(END_OF_TEXT))
 
 
-def character_tokenizer(characters: Sequence[str], end: bool) -> TokenizerFiles:
-    """Makes one token of each character; characters outside the corpus are dropped when a prompt is encoded.
+def character_tokenizer(characters: Sequence[str], with_end_token: bool) -> TokenizerFiles:
+    """Builds a tokenizer with one token a character; it drops characters outside the corpus.
 
     Args:
-        characters: the distinct characters, sorted; their places are the token ids.
-        end: add an end-of-text token after them, for a corpus of more than one document.
+        characters: the distinct characters, sorted; their indices are the token ids.
+        with_end_token: add an end-of-text token after them, for a corpus of more than one document.
     """
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(characters)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
-    if end:
+    if with_end_token:
         tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return TokenizerFiles(text=tokenizer.to_str(), settings=_settings(END_OF_TEXT if end else None))
+    return TokenizerFiles(text=tokenizer.to_str(), settings=_default_settings(END_OF_TEXT if with_end_token else None))
 
 
 def given_tokenizer(name: str) -> TokenizerFiles:
     """Reads a Hugging Face tokenizer: a directory, a ``tokenizer.json``, or a hub name (needs a network or its cache).
 
     Raises:
-        DataError: when nothing readable is there.
+        DataError: when none can be read.
     """
     path = Path(os.path.expanduser(name))
     try:
         if path.is_file():
-            return _read(path)
+            return _read_tokenizer_json(path)
         if (path / TOKENIZER).is_file():
-            return _read(path / TOKENIZER)
+            return _read_tokenizer_json(path / TOKENIZER)
         if path.suffix == ".json" or (name.startswith(("/", ".", "~")) and not path.is_dir()):
             raise FileNotFoundError("no such file or directory")
-        return _converted(name)
+        return _convert_with_transformers(name)
     except Exception as error:  # tokenizers raises bare Exception, transformers anything
         raise DataError(
             f"data.tokenizer = {name!r} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
@@ -95,32 +96,32 @@ def given_tokenizer(name: str) -> TokenizerFiles:
         ) from error
 
 
-def _read(path: Path) -> TokenizerFiles:
+def _read_tokenizer_json(path: Path) -> TokenizerFiles:
     """Reads a ``tokenizer.json`` with the files beside it that belong to it."""
-    beside = path.with_name(SETTINGS)
-    settings = parse_json(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    settings_path = path.with_name(SETTINGS)
+    settings = parse_json(settings_path.read_text(encoding="utf-8")) if settings_path.is_file() else {}
     companions = {name: path.with_name(name) for name in COMPANIONS}
     texts = {name: file.read_text(encoding="utf-8") for name, file in companions.items() if file.is_file()}
     return _without_padding(Tokenizer.from_file(str(path)), settings, texts)
 
 
-def _converted(name: str) -> TokenizerFiles:
-    """Lets transformers find or convert a tokenizer that has no tokenizer.json here (sentencepiece, hub names)."""
+def _convert_with_transformers(name: str) -> TokenizerFiles:
+    """Converts a tokenizer without a local tokenizer.json by transformers (sentencepiece, hub names)."""
     from transformers import AutoTokenizer
 
-    whole = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
-    if not hasattr(whole, "backend_tokenizer"):
+    hf_tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
+    if not hasattr(hf_tokenizer, "backend_tokenizer"):
         raise ValueError("it has no fast form")
     with tempfile.TemporaryDirectory() as folder:
-        whole.save_pretrained(folder)
-        return _read(Path(folder) / TOKENIZER)
+        hf_tokenizer.save_pretrained(folder)
+        return _read_tokenizer_json(Path(folder) / TOKENIZER)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Loads a ``tokenizer.json``.
 
     Raises:
-        DataError: when it is none.
+        DataError: when the file isn't one.
     """
     try:
         return Tokenizer.from_file(str(path))
@@ -129,65 +130,67 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True where a directory in Hugging Face format holds a tokenizer."""
+    """Returns whether a directory in Hugging Face format holds a tokenizer."""
     return any((folder / name).is_file() for name in SOURCES)
 
 
-def same_tokenizer(name: str, other: str) -> bool:
-    """True where two tokenizers, as `given_tokenizer` takes them, give the same ids for any text.
+def same_tokenizer(name: str, other_name: str) -> bool:
+    """Returns whether two tokenizers give the same ids for any text; names as for `given_tokenizer`.
 
-    ``bpe`` and ``chars`` are made of a corpus and equal no given one.
+    ``bpe`` and ``chars`` are trained on a corpus and equal no given one.
     """
     if name in TRAINED_TOKENIZERS:
         return False
-    if tokenizer_digest(name) == tokenizer_digest(other):
+    if tokenizer_digest(name) == tokenizer_digest(other_name):
         return True
-    return given_tokenizer(name).text == given_tokenizer(other).text
+    return given_tokenizer(name).text == given_tokenizer(other_name).text
 
 
 def tokenizer_digest(name: str) -> str:
     """Returns a hash of a given tokenizer's files, or a hub name as it is.
 
     Args:
-        name: as `given_tokenizer` takes it.
+        name: a path or hub name, as for `given_tokenizer`.
     """
     path = Path(os.path.expanduser(name))
     if not path.exists():
         return name
-    folder, first = (path, ()) if path.is_dir() else (path.parent, (path.name,))
-    names = dict.fromkeys((*first, *SOURCES, "merges.txt", SETTINGS, *COMPANIONS))
+    folder, own_name = (path, ()) if path.is_dir() else (path.parent, (path.name,))
+    # Only files that change tokens or go with the tokenizer; weights beside them don't count.
+    names = dict.fromkeys((*own_name, *SOURCES, "merges.txt", SETTINGS, *COMPANIONS))
     files = [folder / name for name in names if (folder / name).is_file()]
-    told = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    file_digests = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return hashlib.sha256(json.dumps(file_digests).encode()).hexdigest()
 
 
 def _without_padding(tokenizer: Tokenizer, settings: dict[str, Any], companions: dict[str, str]) -> TokenizerFiles:
-    """Drops truncation and padding, which would cut or fill documents without a word."""
+    """Removes truncation and padding, which would cut or fill documents silently."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if _end_token(settings) is None:
-        known = [token for token in _KNOWN_ENDS if tokenizer.token_to_id(token) is not None]
-        settings = settings | _settings(known[0] if known else None)
+    # Without a declared end token, one of the well-known names in the vocabulary serves.
+    if _end_token_of(settings) is None:
+        end_tokens = [token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None]
+        settings = settings | _default_settings(end_tokens[0] if end_tokens else None)
     return TokenizerFiles(text=tokenizer.to_str(), settings=settings, companions=companions)
 
 
-def _settings(end: str | None) -> dict[str, Any]:
+def _default_settings(end_token: str | None) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000_000,
     }
-    return settings | ({"eos_token": end} if end else {})
+    return settings | ({"eos_token": end_token} if end_token else {})
 
 
-def _end_token(settings: dict[str, Any]) -> str | None:
+def _end_token_of(settings: dict[str, Any]) -> str | None:
     token = settings.get("eos_token")
     return token.get("content") if isinstance(token, dict) else token
 
 
 def end_id(tokenizer: Tokenizer, settings: dict[str, Any]) -> int | None:
     """Returns the id of the end-of-text token, or None when the tokenizer has none."""
-    token = _end_token(settings)
+    token = _end_token_of(settings)
     return None if token is None else tokenizer.token_to_id(token)
 
 
@@ -197,18 +200,18 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def splits_at_newlines(text: str) -> bool:
-    """Whether text may be cut after a lone newline between visible characters without changing a token.
+    """Returns whether text may be split after a lone newline between visible characters without changing a token.
 
-    True of a byte-level BPE with GPT-2's rule and no normaliser: there the newline is a piece of its own.
+    True for a byte-level BPE with GPT-2's rule and no normaliser, where a newline is a pre-token of its own.
 
     Args:
         text: contents of ``tokenizer.json``.
     """
-    parts = parse_json(text)
-    rule = parts.get("pre_tokenizer") or {}
+    tokenizer_fields = parse_json(text)
+    pre_tokenizer = tokenizer_fields.get("pre_tokenizer") or {}
     return (
-        parts.get("normalizer") is None
-        and rule.get("type") == "ByteLevel"
-        and rule.get("use_regex", True)
-        and not rule.get("add_prefix_space", True)
+        tokenizer_fields.get("normalizer") is None
+        and pre_tokenizer.get("type") == "ByteLevel"
+        and pre_tokenizer.get("use_regex", True)
+        and not pre_tokenizer.get("add_prefix_space", True)
     )

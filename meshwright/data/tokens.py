@@ -1,4 +1,4 @@
-"""Prepared text: token files mapped into memory, their document ends, and the manifest that vouches for them."""
+"""Prepared text: token files mapped into memory, their document ends, and the manifest that verifies them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MANIFEST = "manifest.json"
 VERSION = 2
 """Version of the files' format: since 2 with checksums of chunks, and of the manifest itself."""
 CHECKED = ("train.bin", "train.idx", "validation.bin", "validation.idx", "validation.txt")
-"""Files whose chunks have checksums; the others are small, and compared whole when a set is opened."""
+"""Files with chunk checksums; all other files are small, and verified when a set is opened."""
 SPLITS = ("train", "validation")
 DTYPES = ("<u2", "<u4")
-"""Of token ids."""
+"""Types of token ids in files."""
 _BASELINE_BYTES = 64 << 20
 
 
@@ -44,26 +44,33 @@ class TokenStream:
     tokens: NDArray[np.unsignedinteger]
     """(tokens,) little-endian uint16 or uint32, mapped into memory."""
     ends: NDArray[np.int64]
-    """(documents,) for each document the place after its last token, mapped into memory."""
+    """(documents,) int64, for each document the index after its last token, mapped into memory."""
     text_bytes: int
     """UTF-8 bytes of the text behind the tokens."""
     fingerprint: str
     """Hash of the whole set's contents."""
     vocab_size: int | None = None
-    """Ids are below it; None where there is none to hold them against."""
+    """Bound of the ids; None where it is unknown."""
     sums: Mapping[str, ChunkSums] = field(default_factory=dict)
-    """Checksums of ``bin`` and ``idx``; none for arrays in memory."""
+    """Chunk checksums of ``bin`` and ``idx``; empty for arrays in memory."""
 
     def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
-        """Returns tokens [start, stop), as far as there are any, from chunks whose checksums hold.
+        """Reads tokens [start, stop), clipped to the stream, from chunks that it verifies first.
+
+        Returns:
+            (tokens,) uint16 or uint32, a view of the mapped file.
 
         Raises:
-            DataError: when a chunk is damaged: file and chunk are named.
+            DataError: when a chunk is damaged, naming file and chunk.
         """
         if "bin" in self.sums:
-            width = self.tokens.dtype.itemsize
-            for first, last in self.sums["bin"].check(self.tokens.view(np.uint8), start * width, stop * width):
-                self._check_ids(first // width, -(-last // width))
+            token_bytes = self.tokens.dtype.itemsize
+            # Only chunks verified by this call need a look at their ids; each is looked at once.
+            for byte_start, byte_stop in self.sums["bin"].check(
+                self.tokens.view(np.uint8), start * token_bytes, stop * token_bytes
+            ):
+                # A tokenizer change or a damaged disk could give ids beyond the embedding's rows.
+                self._check_ids(byte_start // token_bytes, -(-byte_stop // token_bytes))
         return self.tokens[start:stop]
 
     def _check_ids(self, start: int, stop: int) -> None:
@@ -74,7 +81,7 @@ class TokenStream:
             )
 
     def check_index(self) -> None:
-        """Compares the whole index of document ends, which is searched at each step.
+        """Verifies the whole index of document ends, which every step searches.
 
         Raises:
             DataError: when it is damaged, or its ends don't ascend to the split's length at most.
@@ -82,6 +89,7 @@ class TokenStream:
         if "idx" not in self.sums or not len(self.ends):
             return
         self.sums["idx"].check(self.ends.view(np.uint8), 0, self.ends.nbytes)
+        # Searches in the index are only right if ends ascend.
         if self.ends[0] < 0 or self.ends[-1] > len(self.tokens) or bool((self.ends[1:] < self.ends[:-1]).any()):
             raise DataError(f"the {self.name} split's index isn't one of {len(self.tokens)} tokens; prepare it again")
 
@@ -98,22 +106,22 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSet:
-    """A directory that `prepare` made."""
+    """A directory of prepared token files, written by `prepare`."""
 
     path: Path
     """The directory."""
     manifest: Mapping[str, Any]
     """Contents of ``manifest.json``."""
     train: TokenStream
-    """What is trained on."""
+    """Training split."""
     validation: TokenStream
-    """What is held out; empty when the share was 0."""
+    """Held-out split; empty when the share was 0."""
     sums: Mapping[str, ChunkSums]
-    """Checksums of the files that are read in parts."""
+    """Chunk checksums of `CHECKED` files, by name."""
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> Self:
-        """Opens a prepared directory and checks that its files are as long as the manifest says.
+        """Opens a prepared directory and checks that its files have the manifest's sizes.
 
         Args:
             path: the directory.
@@ -125,11 +133,11 @@ class TokenSet:
         path = Path(path)
         manifest = read_manifest(path)
         for name, facts in manifest["files"].items():
-            # Small ones at once; the checksums of chunks when the first is needed.
+            # Small files are hashed now; large ones are verified by chunk as they are read.
             small = name not in CHECKED and name != SUMS
             _check_file(path, plain_name(name, path / MANIFEST, DataError), facts, verify or small)
         sums = ChunkSums.open_all(path, manifest)
-        splits = {name: _split(path, name, manifest, sums) for name in SPLITS}
+        splits = {name: _open_split(path, name, manifest, sums) for name in SPLITS}
         return cls(path=path, manifest=manifest, sums=sums, **splits)
 
     @property
@@ -148,18 +156,19 @@ class TokenSet:
         value = self.manifest["eos_id"]
         return None if value is None else int(value)
 
-    def held_out_text(self, most_bytes: int) -> bytes:
+    def held_out_text(self, limit_bytes: int) -> bytes:
         """Returns the first bytes of the held-out documents, one after the other, as UTF-8.
 
         Raises:
-            DataError: when what is read is damaged.
+            DataError: when a chunk of it is damaged.
         """
         path = self.path / "validation.txt"
         if not (size := path.stat().st_size):
             return b""
+        # Mapped, so that verifying and reading touch only the first bytes.
         text = np.memmap(path, dtype=np.uint8, mode="r")
-        self.sums[path.name].check(text, 0, min(size, most_bytes))
-        return text[:most_bytes].tobytes()
+        self.sums[path.name].check(text, 0, min(size, limit_bytes))
+        return text[:limit_bytes].tobytes()
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer."""
@@ -172,7 +181,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Reads the manifest of a prepared directory.
 
     Raises:
-        DataError: when there is none, or it isn't one of this format.
+        DataError: when it is missing, damaged or of another format.
     """
     try:
         manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
@@ -181,76 +190,81 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path / MANIFEST} is damaged ({error}); delete {path} and prepare again") from None
     if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
-        found = manifest.get("version") if isinstance(manifest, dict) else None
+        version = manifest.get("version") if isinstance(manifest, dict) else None
         raise DataError(
-            f"{path} has format version {found}, whose files have no checksums of their chunks where it is 1; this "
+            f"{path} has format version {version}, whose files have no checksums of their chunks where it is 1; this "
             f"program reads {VERSION}; prepare it again"
         )
-    if render_manifest(manifest) != (path / MANIFEST).read_bytes() or not _is_whole(manifest):
+    # Rendering must give the same bytes: no byte of the file is free to change.
+    if render_manifest(manifest) != (path / MANIFEST).read_bytes() or not _is_complete(manifest):
         raise DataError(f"{path / MANIFEST} is damaged: it doesn't give its checksum; delete {path} and prepare again")
     return manifest
 
 
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """Returns a manifest's only valid file contents, the checksum of the rest in it."""
+    """Renders a manifest with its checksum, as the only file contents that `read_manifest` accepts."""
     body = {name: value for name, value in manifest.items() if name != "checksum"}
     checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps(body | {"checksum": checksum}, indent=2, sort_keys=True).encode("utf-8")
 
 
 def fingerprint_of(files: Mapping[str, Mapping[str, Any]], dtype: str) -> str:
-    """Returns the hash of a set's contents: of token files, indexes and tokenizer."""
+    """Hashes a set's contents: token files, indexes, tokenizer and the ids' type."""
+    # Times, paths and settings don't enter: equal contents have equal fingerprints.
     identity = [files[name] for name in ("train.bin", "train.idx", "validation.bin", "validation.idx")]
     return hashlib.sha256(json.dumps([identity, files["tokenizer.json"]["sha256"], dtype]).encode()).hexdigest()
 
 
-def _is_whole(manifest: Mapping[str, Any]) -> bool:
-    """Whether everything stands in a manifest that its readers take for granted, of the right types."""
+def _is_complete(manifest: Mapping[str, Any]) -> bool:
+    """Returns whether a manifest has every field that its readers rely on, with the right types."""
     try:
         files, splits, chunks = manifest["files"], manifest["splits"], manifest["chunks"]
-        counts = [splits[name][what] for name in SPLITS for what in ("tokens", "documents", "text_bytes")]
+        counts = [splits[name][count_name] for name in SPLITS for count_name in ("tokens", "documents", "text_bytes")]
         sizes = [facts["bytes"] for facts in files.values()] + counts
-        known = {*CHECKED, SUMS, "tokenizer.json"} <= files.keys() and set(CHECKED) == set(chunks["files"])
-        sums = all(isinstance(facts["sha256"], str) for facts in files.values())
-        plain = all(type(size) is int and size >= 0 for size in sizes) and isinstance(manifest["key"], str)
-        tokens = isinstance(manifest["vocab_size"], int) and isinstance(manifest["eos_id"], int | None)
-        kinds = manifest["dtype"] in DTYPES and type(chunks["bytes"]) is int and chunks["bytes"] > 0
-        same = manifest["fingerprint"] == fingerprint_of(files, manifest["dtype"])
-        return bool(known and sums and plain and tokens and kinds and same)
+        has_files = {*CHECKED, SUMS, "tokenizer.json"} <= files.keys() and set(CHECKED) == set(chunks["files"])
+        has_hashes = all(isinstance(facts["sha256"], str) for facts in files.values())
+        has_sizes = all(type(size) is int and size >= 0 for size in sizes) and isinstance(manifest["key"], str)
+        has_vocabulary = isinstance(manifest["vocab_size"], int) and isinstance(manifest["eos_id"], int | None)
+        has_types = manifest["dtype"] in DTYPES and type(chunks["bytes"]) is int and chunks["bytes"] > 0
+        fingerprint_matches = manifest["fingerprint"] == fingerprint_of(files, manifest["dtype"])
+        return bool(has_files and has_hashes and has_sizes and has_vocabulary and has_types and fingerprint_matches)
     except (KeyError, TypeError, AttributeError):
         return False
 
 
-def _check_file(path: Path, name: str, facts: Mapping[str, Any], verify: bool) -> None:
+def _check_file(path: Path, name: str, file_facts: Mapping[str, Any], verify: bool) -> None:
+    """Compares a file with the manifest: its size, and with ``verify`` its SHA-256."""
     file = path / name
     size = file.stat().st_size if file.is_file() else None
     cure = f"delete {path} and prepare again"
     if size is None:
-        raise DataError(f"{file} is missing, the manifest says {facts['bytes']} bytes; {cure}")
-    if size != facts["bytes"]:
-        word = "truncated" if size < facts["bytes"] else "too long"
-        raise DataError(f"{file} is {word}: {size} bytes, the manifest says {facts['bytes']}; {cure}")
-    if verify and sha256(file) != facts["sha256"]:
+        raise DataError(f"{file} is missing, the manifest says {file_facts['bytes']} bytes; {cure}")
+    if size != file_facts["bytes"]:
+        fault = "truncated" if size < file_facts["bytes"] else "too long"
+        raise DataError(f"{file} is {fault}: {size} bytes, the manifest says {file_facts['bytes']}; {cure}")
+    if verify and sha256(file) != file_facts["sha256"]:
         raise DataError(f"{file} was changed: its SHA-256 is not the manifest's; {cure}")
 
 
-def _split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mapping[str, ChunkSums]) -> TokenStream:
-    facts = manifest["splits"][name]
+def _open_split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mapping[str, ChunkSums]) -> TokenStream:
+    """Maps the tokens and document ends of a split."""
+    split_facts = manifest["splits"][name]
     # Ends are stored unsigned and mapped signed: numpy compares unsigned with signed as float64, copying the index.
-    ends = _map(path / f"{name}.idx", "<i8", facts["documents"])
-    tokens = _map(path / f"{name}.bin", manifest["dtype"], facts["tokens"])
+    document_ends = _map_array(path / f"{name}.idx", "<i8", split_facts["documents"])
+    tokens = _map_array(path / f"{name}.bin", manifest["dtype"], split_facts["tokens"])
     return TokenStream(
         name=name,
         tokens=tokens,
-        ends=ends,
-        text_bytes=facts["text_bytes"],
+        ends=document_ends,
+        text_bytes=split_facts["text_bytes"],
         fingerprint=manifest["fingerprint"],
         vocab_size=manifest["vocab_size"],
         sums={kind: sums[f"{name}.{kind}"] for kind in ("bin", "idx")},
     )
 
 
-def _map(path: Path, dtype: str, count: int) -> NDArray[Any]:
+def _map_array(path: Path, dtype: str, count: int) -> NDArray[Any]:
+    """Maps a file as an array: (count,) of ``dtype``."""
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
         raise DataError(f"{path} does not hold the {count} entries that the manifest counts; prepare it again")
     if count == 0:
@@ -259,7 +273,7 @@ def _map(path: Path, dtype: str, count: int) -> NDArray[Any]:
 
 
 def check_vocabulary(token_set: TokenSet, model_vocab: int) -> None:
-    """Refuses tokens that a model's embedding has no row for.
+    """Refuses a token set with ids beyond the rows of a model's embedding.
 
     Args:
         token_set: the prepared text.
@@ -281,10 +295,10 @@ def compression_baselines(token_set: TokenSet, limit_bytes: int = _BASELINE_BYTE
 
     Args:
         token_set: the prepared text.
-        limit_bytes: compress no more than the first so many bytes.
+        limit_bytes: most bytes to compress, from the start.
 
     Returns:
-        ``gzip`` and ``xz`` in bits per byte, and ``bytes``, what was compressed; empty without held-out text.
+        ``gzip`` and ``xz`` in bits per byte, and ``bytes``, the size of the input; empty without held-out text.
     """
     data = token_set.held_out_text(limit_bytes)
     if not data:

@@ -1,4 +1,4 @@
-"""What a run shows: one line every few steps; `monitor.live` redraws a panel instead. Only rank 0 shows anything."""
+"""The plain display of a run: one line every few steps; `monitor.live` is the panel. Only rank 0 has a display."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from meshwright.events import Event, StepRecord
 from meshwright.monitor.progress import RankStamp, read_progress, waiting_sentences
 from meshwright.units import format_bytes, format_count, format_seconds
 
-_KEPT = 4096
+_MAX_LOSSES = 4096
 _RECENT = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHeader:
-    """What a display says about the run before its first step."""
+    """The run as a display shows it before the first step."""
 
     steps: int
-    """Steps that the run will have done at its end."""
+    """Step at which the run ends."""
     rows: Mapping[str, str] = field(default_factory=dict)
-    """What to say, in order: model, layout, devices, data, run."""
+    """Names and values to show, in order: model, layout, devices, data, run."""
     progress: Path | None = None
-    """The progress file, to say what ranks wait for."""
+    """The progress file, which shows what ranks wait for."""
     describe: Callable[[int], str] | None = None
-    """Turns a rank into ``rank 1: replicate 1``, as `Layout.describe_rank` does."""
+    """Formats a rank as ``rank 1: replicate 1``, by `Layout.describe_rank`."""
 
 
 class Course:
-    """What a display remembers of a run: losses, recent steps, the last evaluation, the last notes."""
+    """History of a run for a display: losses, recent step times, the last evaluation, the last notes."""
 
     def __init__(self, header: RunHeader) -> None:
-        """Starts with nothing but the header."""
+        """Starts with the header alone."""
         self.header = header
-        self.last: StepRecord | None = None
+        self.last_record: StepRecord | None = None
         self.losses: list[float] = []
         self.evaluation: Mapping[str, object] = {}
         self.notes: deque[str] = deque(maxlen=4)
@@ -47,21 +47,22 @@ class Course:
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def step(self, record: StepRecord) -> None:
-        """Remembers a step; losses are averaged over ever longer spans, so that memory stays small."""
-        self.last = record
+        """Records a step; losses are averaged over ever longer spans, so that memory stays bounded."""
+        self.last_record = record
         self._recent.append(record.step_s)
         self._sum += record.loss
         self._count += 1
         if self._count == self._stride:
             self.losses.append(self._sum / self._count)
             self._sum, self._count = 0.0, 0
-        if len(self.losses) >= _KEPT:
+        if len(self.losses) >= _MAX_LOSSES:
+            # Halve the resolution: each entry then stands for twice as many steps.
             pairs = zip(self.losses[::2], self.losses[1::2])
-            self.losses = [(first + second) / 2 for first, second in pairs]
+            self.losses = [(earlier + later) / 2 for earlier, later in pairs]
             self._stride *= 2
 
     def event(self, event: Event) -> str | None:
-        """Remembers an event and returns the line that says it; None for what isn't worth a line."""
+        """Records an event and returns its line; None for a kind that has none."""
         if event.kind == "evaluated":
             self.evaluation = dict(event.data)
         text = event_line(event)
@@ -70,38 +71,38 @@ class Course:
         return text
 
     def eta_s(self) -> float | None:
-        """Returns the seconds still to go at the pace of the recent steps; None before the first step."""
-        if self.last is None:
+        """Estimates the remaining seconds from the mean of recent steps; None before the first step."""
+        if self.last_record is None:
             return None
-        return (self.header.steps - self.last.step) * sum(self._recent) / len(self._recent)
+        return (self.header.steps - self.last_record.step) * sum(self._recent) / len(self._recent)
 
 
 def step_line(record: StepRecord, course: Course) -> str:
-    """Returns the line for one step: ``step 100/2000  loss 2.4123  ...``."""
-    parts = [f"step {record.step}/{course.header.steps}", f"loss {record.loss:.4f}"]
+    """Formats the line of one step: ``step 100/2000  loss 2.4123  ...``."""
+    fields = [f"step {record.step}/{course.header.steps}", f"loss {record.loss:.4f}"]
     if record.terms:
-        parts[-1] += f" ({', '.join(f'{name} {value:.4f}' for name, value in record.terms.items())})"
+        fields[-1] += f" ({', '.join(f'{name} {value:.4f}' for name, value in record.terms.items())})"
     loss = course.evaluation.get("loss")
     if isinstance(loss, float):
-        parts.append(f"val {loss:.4f}")
-    parts += [f"grad {record.grad_norm:.3g}", f"lr {record.lr:.2e}", f"{format_count(record.tokens_per_s)} tok/s"]
+        fields.append(f"val {loss:.4f}")
+    fields += [f"grad {record.grad_norm:.3g}", f"lr {record.lr:.2e}", f"{format_count(record.tokens_per_s)} tok/s"]
     if record.mfu is not None:
-        parts.append(f"mfu {record.mfu:.1%}")
+        fields.append(f"mfu {record.mfu:.1%}")
     if record.memory.get("peak"):
-        parts.append(f"mem {format_bytes(record.memory['peak'])}")
+        fields.append(f"mem {format_bytes(record.memory['peak'])}")
     if record.skipped:
-        parts.append("skipped")
+        fields.append("skipped")
     eta = course.eta_s()
     if eta:
-        parts.append(f"eta {format_seconds(eta)}")
-    return "  ".join(parts)
+        fields.append(f"eta {format_seconds(eta)}")
+    return "  ".join(fields)
 
 
 def show_event(event: Event, style: str) -> None:
-    """Writes an event's line, if it has one, for a process that has no display of its own.
+    """Writes an event's line, if it has one, for a process without a display.
 
     Args:
-        event: what happened.
+        event: the event.
         style: of the run's display; ``none`` shows nothing.
     """
     line = event_line(event)
@@ -110,59 +111,61 @@ def show_event(event: Event, style: str) -> None:
 
 
 def event_line(event: Event) -> str | None:
-    """Returns the line for an event, its numbers shortened; None for starts of single ranks and skipped steps."""
+    """Formats the line of an event, with short numbers; None for starts of single ranks and skipped steps."""
     if event.kind in ("rank_started", "step_skipped"):
         return None
-    words = [event.kind.replace("_", " ")]
+    phrases = [event.kind.replace("_", " ")]
     if event.rank > 0:
-        words.append(f"on rank {event.rank}")
+        phrases.append(f"on rank {event.rank}")
     values = dict(event.data)
     if "step" in values:
-        words.append(f"at step {values.pop('step')}")
+        phrases.append(f"at step {values.pop('step')}")
     text = values.pop("text", None)
-    shown = [f"{name} {_short(value)}" for name, value in values.items() if isinstance(value, (str, int, float))]
-    line = " ".join(words) + (": " + ", ".join(shown) if shown else "")
+    value_texts = [
+        f"{name} {_format_value(value)}" for name, value in values.items() if isinstance(value, (str, int, float))
+    ]
+    line = " ".join(phrases) + (": " + ", ".join(value_texts) if value_texts else "")
     return line if text is None else f"{line}\n  | " + str(text).strip().replace("\n", "\n  | ")
 
 
-def _short(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 class PlainDisplay:
-    """Prints one line every few steps and one for each event, and says when ranks wait long."""
+    """Prints one line every few steps and one for each event, and reports ranks that wait long."""
 
     def __init__(self, header: RunHeader, every: int, wait_s: float, stream: TextIO | None = None) -> None:
-        """Prints the header and starts watching for ranks that wait.
+        """Prints the header and starts to watch for waiting ranks.
 
         Args:
-            header: what the run is.
+            header: the run before its first step.
             every: steps between two lines.
-            wait_s: a wait is told after ten times as long.
-            stream: where to print; standard error by default.
+            wait_s: a tenth of the wait after which a rank is reported.
+            stream: to print to; standard error by default.
         """
         self._course, self._every, self._wait_s = Course(header), every, 10 * wait_s
         self._stream = sys.stderr if stream is None else stream
         self._lock = threading.Lock()
-        self._told: set[tuple[int, int, str]] = set()
+        self._reported_waits: set[tuple[int, int, str]] = set()
         self._stop = threading.Event()
         for name, value in header.rows.items():
-            self._line(f"{name:<8} {value}")
-        self._thread = threading.Thread(target=self._watch, name="meshwright-display", daemon=True)
+            self._print_line(f"{name:<8} {value}")
+        self._thread = threading.Thread(target=self._watch_waits, name="meshwright-display", daemon=True)
         if header.progress is not None:
             self._thread.start()
 
     def step(self, record: StepRecord) -> None:
-        """Prints the step when its turn has come; the first and the last step always."""
+        """Prints every k-th step, and always the first and the last."""
         self._course.step(record)
         if record.step % self._every == 0 or record.step in (1, self._course.header.steps):
-            self._line(step_line(record, self._course))
+            self._print_line(step_line(record, self._course))
 
     def event(self, event: Event) -> None:
         """Prints the event."""
         text = self._course.event(event)
         if text is not None:
-            self._line(text)
+            self._print_line(text)
 
     def close(self) -> None:
         """Stops watching."""
@@ -170,28 +173,35 @@ class PlainDisplay:
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         # One write a line: two writers of a pipe can't mix within it.
         with self._lock:
+            # A terminal of another encoding must not end a run over an arrow or a mu.
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
 
-    def _watch(self) -> None:
+    def _watch_waits(self) -> None:
+        """Reports long waits until the display is closed or the progress file is gone."""
         header = self._course.header
         assert header.progress is not None
         while not self._stop.wait(min(1.0, self._wait_s / 2)):
             try:
                 ranks = read_progress(header.progress)
                 for text in self._new_waits(ranks):
-                    self._line(text)
+                    self._print_line(text)
             except (OSError, ValueError):
                 return
 
     def _new_waits(self, ranks: list[RankStamp]) -> list[str]:
-        """Returns sentences for waits that weren't told yet."""
+        """Returns sentences for waits that weren't reported yet."""
         now = time.monotonic()
-        late = {(one.rank, one.step, one.phase) for one in ranks if one.waits_for and one.age_s(now) >= self._wait_s}
-        fresh = late - self._told
-        self._told |= fresh
-        return waiting_sentences(ranks, self._wait_s, self._course.header.describe, now) if fresh else []
+        long_waits = {
+            (stamp.rank, stamp.step, stamp.phase)
+            for stamp in ranks
+            if stamp.waits_for and stamp.age_s(now) >= self._wait_s
+        }
+        # Each wait once, by rank, step and phase: a hang would else print a line a second.
+        new_waits = long_waits - self._reported_waits
+        self._reported_waits |= new_waits
+        return waiting_sentences(ranks, self._wait_s, self._course.header.describe, now) if new_waits else []

@@ -1,4 +1,4 @@
-"""Planned against measured: how far each part of a run was from its plan."""
+"""Drift: the difference of each part of a run from its plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Drift:
     part: str
     """Dotted name: ``memory.parameters``, ``parts.forward``, ``traffic.shard``, ``step_s``."""
     planned: float
-    """Planned value: bytes for memory and traffic, seconds for the rest."""
+    """Planned value: bytes for memory and traffic, seconds for everything else."""
     measured: float
     """Measured value, in the same unit."""
     relative: float
-    """(measured - planned) / planned; infinite where nothing was planned and something measured."""
+    """(measured - planned) / planned; infinite where zero was planned and more measured."""
     beyond: bool
     """Whether the difference exceeds the bound."""
 
@@ -31,14 +31,14 @@ class Drift:
 
 
 def compare(plan: Mapping[str, Any], measured: Mapping[str, Any], bound: float) -> list[Drift]:
-    """Compares a plan's prediction with what was measured; what only one of them knows is left out.
+    """Compares a plan's prediction with the measurement; quantities that only one of them has are left out.
 
-    Traffic is whole on both sides: an axis that one of them lacks carried, or was to carry, nothing.
+    Traffic is complete on both sides: an axis that one of them lacks counts as zero bytes.
 
     Args:
         plan: a plan as in plan.json, or its prediction alone.
         measured: ``{"memory": {part: bytes}, "step_s": s, "parts": {part: s}, "traffic": {axis: bytes}}``, as
-            `measure` gives it.
+            returned by `measure`.
         bound: relative difference from which a part counts as drifted.
 
     Returns:
@@ -47,59 +47,67 @@ def compare(plan: Mapping[str, Any], measured: Mapping[str, Any], bound: float) 
     prediction = plan.get("prediction") or plan
     pairs: list[tuple[str, Any, Any]] = [("step_s", prediction.get("step_s"), measured.get("step_s"))]
     for group in GROUPS:
-        planned, found = prediction.get(group) or {}, measured.get(group) or {}
-        if group == "traffic" and planned and found:
-            names = dict.fromkeys((*planned, *found))
-            pairs += [(f"{group}.{name}", planned.get(name, 0), found.get(name, 0)) for name in names]
+        planned, measured_group = prediction.get(group) or {}, measured.get(group) or {}
+        if group == "traffic" and planned and measured_group:
+            names = dict.fromkeys((*planned, *measured_group))
+            pairs += [(f"{group}.{name}", planned.get(name, 0), measured_group.get(name, 0)) for name in names]
             continue
-        pairs += [(f"{group}.{name}", planned[name], found[name]) for name in planned if name in found]
+        pairs += [
+            (f"{group}.{name}", planned[name], measured_group[name]) for name in planned if name in measured_group
+        ]
     pairs.sort(key=lambda pair: ("memory", "step_s", "parts", "traffic").index(pair[0].partition(".")[0]))
     return [
-        _drift(part, float(plan_value), float(value), bound)
-        for part, plan_value, value in pairs
+        _compare_value(quantity, float(plan_value), float(value), bound)
+        for quantity, plan_value, value in pairs
         if plan_value is not None and value is not None
     ]
 
 
-def _drift(part: str, planned: float, measured: float, bound: float) -> Drift:
-    nothing = float("inf") if measured else 0.0
-    relative = (measured - planned) / planned if planned else nothing
-    return Drift(part=part, planned=planned, measured=measured, relative=relative, beyond=abs(relative) > bound)
+def _compare_value(quantity: str, planned: float, measured: float, bound: float) -> Drift:
+    relative_to_zero = float("inf") if measured else 0.0
+    relative = (measured - planned) / planned if planned else relative_to_zero
+    return Drift(part=quantity, planned=planned, measured=measured, relative=relative, beyond=abs(relative) > bound)
 
 
 def measure(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Condenses step records to what `compare` takes: medians of times and traffic, maxima of memory.
+    """Summarises step records for `compare`: medians of times and traffic, maxima of memory.
 
-    The first steps, in which caches fill and kernels are chosen, are left out of the medians where there are enough.
+    The medians exclude the first steps, which fill caches and choose kernels, where the run has enough others.
 
     Args:
         steps: lines of metrics.jsonl.
     """
+    # At least half of the steps remain where a run has few.
     warm = steps[min(5, len(steps) // 2) :]
     return {
-        "step_s": _middle(step.get("step_s") for step in warm),
-        "parts": {name: _middle((step.get("parts") or {}).get(name) for step in warm) for name in _keys(warm, "parts")},
-        "memory": {
-            name: max((step.get("memory") or {}).get(name) or 0 for step in steps) for name in _keys(steps, "memory")
+        "step_s": _median_of_known(step.get("step_s") for step in warm),
+        "parts": {
+            name: _median_of_known((step.get("parts") or {}).get(name) for step in warm)
+            for name in _field_names(warm, "parts")
         },
-        "traffic": _traffic(warm),
+        "memory": {
+            name: max((step.get("memory") or {}).get(name) or 0 for step in steps)
+            for name in _field_names(steps, "memory")
+        },
+        "traffic": _median_traffic(warm),
     }
 
 
-def _traffic(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    sums: list[dict[str, float]] = []
+def _median_traffic(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns each axis' median bytes a step; a step without traffic on an axis counts as 0."""
+    bytes_by_step: list[dict[str, float]] = []
     for step in steps:
-        sums.append({})
+        bytes_by_step.append({})
         for total in step.get("comm") or ():
-            sums[-1][total["axis"]] = sums[-1].get(total["axis"], 0) + total["bytes"]
-    axes = dict.fromkeys(axis for one in sums for axis in one)
-    return {axis: median(one.get(axis, 0) for one in sums) for axis in axes}
+            bytes_by_step[-1][total["axis"]] = bytes_by_step[-1].get(total["axis"], 0) + total["bytes"]
+    axes = dict.fromkeys(axis for axis_bytes in bytes_by_step for axis in axis_bytes)
+    return {axis: median(axis_bytes.get(axis, 0) for axis_bytes in bytes_by_step) for axis in axes}
 
 
-def _keys(steps: Sequence[Mapping[str, Any]], group: str) -> list[str]:
+def _field_names(steps: Sequence[Mapping[str, Any]], group: str) -> list[str]:
     return list(dict.fromkeys(name for step in steps for name in step.get(group) or {}))
 
 
-def _middle(values: Iterable[float | None]) -> float | None:
-    kept = [value for value in values if value is not None]
-    return median(kept) if kept else None
+def _median_of_known(values: Iterable[float | None]) -> float | None:
+    known_values = [value for value in values if value is not None]
+    return median(known_values) if known_values else None

@@ -1,7 +1,7 @@
-"""What NCCL's flight recorder says of a rank: the collective that its device has not finished.
+"""Reads NCCL's flight recorder: the collective that a rank's device has not finished.
 
-A host that hands work to a GPU goes on at once, so its stamps don't say what the GPU waits for. The recorder keeps the
-last collectives of a process with their state; what it dumps is told here in words.
+A host enqueues work on a GPU and continues at once, so its stamps don't show what the GPU waits for. The recorder keeps
+the last collectives of a process with their state; this module parses its dump.
 Source: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, version 2.10 of the dump (torch 2.11 to
 2.13); gloo records nothing in 2.11.
 """
@@ -18,29 +18,29 @@ from meshwright.units import format_bytes
 
 _COMPLETED, _STARTED = "completed", "started"
 _UNNAMED = ("", "undefined")
-_BYTES = {
+_ELEMENT_BYTES = {
     "Bool": 1, "Byte": 1, "Char": 1, "UInt16": 2, "UInt32": 4, "UInt64": 8, "Short": 2, "Int": 4, "Long": 8, "Half": 2,
     "BFloat16": 2, "Float": 4, "Double": 8, "ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16,
 }  # fmt: skip
-"""Size of an element by the name that c10::toString gives its type; names of eight bits end so."""
+"""Bytes of an element by its type's name in c10::toString."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unfinished:
-    """A collective that a device was given and has not finished."""
+    """A collective that was enqueued on a device and has not finished."""
 
     op: str
-    """Its kind, as ``all_reduce``."""
+    """Its operation, as ``all_reduce``."""
     group: str
-    """The axis over which it goes, or the name of its group."""
+    """Axis of its process group, or the group's name."""
     number: int
-    """Which of its group's collectives it is, as the recorder counts: the same on all ranks of the group."""
+    """Its sequence number within the group, which is the same on all ranks of the group."""
     size_bytes: int
-    """Of what this rank gives to it; 0 where that isn't known."""
+    """Bytes of this rank's inputs; 0 where unknown."""
     started: bool
-    """Whether the recorder knows that the device began with it."""
+    """Whether the recorder has seen the device start it."""
     behind: int
-    """Collectives that wait behind it."""
+    """Number of collectives queued behind it."""
 
     def __str__(self) -> str:
         """Returns ``all_reduce over tp, 2.00 MiB (number 41 of its group), and 3 behind it``."""
@@ -50,39 +50,40 @@ class Unfinished:
 
 
 def unfinished(dump: Mapping[str, Any]) -> Unfinished | None:
-    """Returns the collective that a device is at: of those that aren't complete the first that it was given.
+    """Finds the collective that a device is executing: the first incomplete one that was enqueued.
 
-    Those behind it in its stream can't begin before it ends. One that is known to have started comes before any that
-    isn't, since other streams may have been given something earlier.
+    Those behind it in its stream can't start before it ends. One that has started precedes any that hasn't, since
+    another stream may have an earlier one in its queue.
 
     Args:
-        dump: as `read_dump` returns it.
+        dump: result of `read_dump`.
 
     Returns:
-        The collective; None when all that were recorded are complete, or none was.
+        The collective; None when all recorded ones are complete, or none was recorded.
     """
-    left = [one for one in dump.get("entries", ()) if not _ended(one)]
-    if not left:
+    incomplete = [entry for entry in dump.get("entries", ()) if not _is_complete(entry)]
+    if not incomplete:
         return None
-    first = min(left, key=lambda one: (one.get("state") != _STARTED, one.get("record_id", 0)))
+    # Started ones first; among equals the order in which they were enqueued.
+    earliest = min(incomplete, key=lambda entry: (entry.get("state") != _STARTED, entry.get("record_id", 0)))
     return Unfinished(
-        op=str(first["profiling_name"]).partition(":")[2].partition(" ")[0].lstrip("_") or "collective",
-        group=_group(first.get("process_group", ())),
-        number=int(first["p2p_seq_id"] if first.get("is_p2p") else first["collective_seq_id"]),
-        size_bytes=_size_bytes(first.get("input_sizes", ()), first.get("input_dtypes", ())),
-        started=first.get("state") == _STARTED,
-        behind=len(left) - 1,
+        op=str(earliest["profiling_name"]).partition(":")[2].partition(" ")[0].lstrip("_") or "collective",
+        group=_group_name(earliest.get("process_group", ())),
+        number=int(earliest["p2p_seq_id"] if earliest.get("is_p2p") else earliest["collective_seq_id"]),
+        size_bytes=_size_bytes(earliest.get("input_sizes", ()), earliest.get("input_dtypes", ())),
+        started=earliest.get("state") == _STARTED,
+        behind=len(incomplete) - 1,
     )
 
 
-def _ended(entry: Mapping[str, Any]) -> bool:
-    """Whether a collective is done. NCCL's that is put away and not complete has timed out; gloo's never says so."""
-    kind = str(entry.get("profiling_name", "")).partition(":")[0]
-    return entry.get("state") == _COMPLETED or (bool(entry.get("retired")) and kind == "gloo")
+def _is_complete(entry: Mapping[str, Any]) -> bool:
+    """Returns whether a collective is complete. NCCL retires those that timed out; gloo marks none complete."""
+    backend = str(entry.get("profiling_name", "")).partition(":")[0]
+    return entry.get("state") == _COMPLETED or (bool(entry.get("retired")) and backend == "gloo")
 
 
-def _group(names: Any) -> str:
-    """Returns the axis of a group of a device mesh, else its description or name."""
+def _group_name(names: Any) -> str:
+    """Returns the axis of a device mesh's group, else the group's description or name."""
     name, description = (*names, "", "")[:2]
     if description == "default_pg":
         return "world"
@@ -92,29 +93,29 @@ def _group(names: Any) -> str:
 
 
 def _size_bytes(sizes: Any, types: Any) -> int:
-    """Returns the bytes of tensors; 0 where one is of a type that isn't known."""
-    found = 0
-    for shape, kind in zip(sizes, types):
-        element = _BYTES.get(kind, 1 if str(kind).startswith(("Float8", "Float4")) else 0)
-        if not element:
+    """Returns the bytes of tensors; 0 where a type is unknown."""
+    total_bytes = 0
+    for shape, type_name in zip(sizes, types):
+        element_bytes = _ELEMENT_BYTES.get(type_name, 1 if str(type_name).startswith(("Float8", "Float4")) else 0)
+        if not element_bytes:
             return 0
-        found += element * math.prod(shape)
-    return found
+        total_bytes += element_bytes * math.prod(shape)
+    return total_bytes
 
 
 def read_dump(data: bytes) -> Mapping[str, Any]:
-    """Returns a dump in JSON as plain values; empty for what is none."""
+    """Parses a dump in JSON; empty for bytes that aren't one."""
     try:
-        found = parse_json(data)
+        contents = parse_json(data)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return contents if isinstance(contents, dict) else {}
 
 
 def find_recorder() -> Callable[[], bytes] | None:
-    """Returns what dumps this process's collectives that aren't complete, as JSON; None where torch has no recorder."""
+    """Returns a function that dumps this process's active collectives as JSON; None where torch has no recorder."""
     import torch._C._distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
-    # Collectives, not the state of groups alone; of them those that are active.
+    # Arguments: include collectives (not just the state of groups), and of them only active ones.
     return (lambda: bytes(dump(True, True))) if dump is not None else None

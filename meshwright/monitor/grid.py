@@ -1,4 +1,4 @@
-"""The layout drawn as a grid: every rank in its place on the mesh, with its coordinates and its device."""
+"""The layout as a grid: every rank at its position in the mesh, with coordinates and device."""
 
 from __future__ import annotations
 
@@ -12,62 +12,79 @@ from meshwright.monitor.charts import legend, svg
 from meshwright.monitor.rundir import RunFiles
 from meshwright.spec.layout import Layout
 
-_MOST_RANKS = 256
-_MOST_COLUMNS = 16
-_NARROW = 90.0
-"""Width below which a cell holds its number alone."""
+_MAX_RANKS = 256
+_MAX_COLUMNS = 16
+_NARROW_WIDTH = 90.0
+"""Width in pixels below which a cell shows its rank alone."""
 
 
 def layout_grid(run: RunFiles) -> str:
-    """Returns the figure of a run's layout: the innermost axis from left to right, the others downwards.
+    """Draws a run's layout: the innermost axis from left to right, all others downwards.
 
     Args:
-        run: the run; its plan or its step records name the layout, its ``rank_started`` events the devices.
+        run: the run; the layout comes from its plan or step records, devices from its ``rank_started`` events.
     """
-    layout = _layout(run)
+    layout = _parse_layout(run)
     if layout is None:
         return ""
     shape = {name: degree for name, degree in layout.shape().items() if degree > 1} or {"replicate": 1}
-    *outer, inner = shape
-    columns = shape[inner] if shape[inner] <= _MOST_COLUMNS else _MOST_COLUMNS
-    shown = min(layout.world, _MOST_RANKS)
-    seen = {event.get("rank"): event for event in run.of_kind("rank_started")}
-    wide = min(190.0, 990.0 / columns)
-    tall = 32 + 15 * ((len(shape) + bool(seen)) if wide >= _NARROW else 0)
+    # The innermost axis has consecutive ranks: it runs along a row.
+    *outer_names, inner_name = shape
+    columns = shape[inner_name] if shape[inner_name] <= _MAX_COLUMNS else _MAX_COLUMNS
+    drawn_ranks = min(layout.world, _MAX_RANKS)
+    start_events = {event.get("rank"): event for event in run.of_kind("rank_started")}
+    cell_width = min(190.0, 990.0 / columns)
+    cell_height = 32 + 15 * ((len(shape) + bool(start_events)) if cell_width >= _NARROW_WIDTH else 0)
     cells = []
-    for rank in range(shown):
+    for rank in range(drawn_ranks):
         row, column = divmod(rank, columns)
         lines = layout.describe_rank(rank).partition(": ")[2].split(", ")
-        cells.append(_cell(46 + column * wide, 26 + row * tall, wide, tall, rank, [*lines, _device(seen.get(rank))]))
-    rows = math.ceil(shown / columns)
-    cells.append(f'<text class="label" x="46" y="16">{escape(inner)} ({shape[inner]}) →</text>')
-    if outer:
-        words = " x ".join(f"{name} ({shape[name]})" for name in outer) + " →"
-        middle = 26 + rows * tall / 2
-        turn = f'transform="rotate(90 30 {middle:.0f})"'
-        cells.append(f'<text class="label" x="30" y="{middle:.0f}" text-anchor="middle" {turn}>{escape(words)}</text>')
+        cells.append(
+            _draw_cell(
+                46 + column * cell_width,
+                26 + row * cell_height,
+                cell_width,
+                cell_height,
+                rank,
+                [*lines, _device_text(start_events.get(rank))],
+            )
+        )
+    rows = math.ceil(drawn_ranks / columns)
+    cells.append(f'<text class="label" x="46" y="16">{escape(inner_name)} ({shape[inner_name]}) →</text>')
+    if outer_names:
+        outer_axes = " x ".join(f"{name} ({shape[name]})" for name in outer_names) + " →"
+        centre_y = 26 + rows * cell_height / 2
+        rotation = f'transform="rotate(90 30 {centre_y:.0f})"'
+        cells.append(
+            f'<text class="label" x="30" y="{centre_y:.0f}" text-anchor="middle" {rotation}>{escape(outer_axes)}</text>'
+        )
     title = f"{layout.world} rank{'s' if layout.world > 1 else ''}"
-    rest = escape(f"the first {shown} are drawn") if shown < layout.world else ""
-    figure = f"<figure>{legend(title, [], rest)}{svg(1046, int(34 + rows * tall), title, ''.join(cells))}</figure>"
+    remark = escape(f"the first {drawn_ranks} are drawn") if drawn_ranks < layout.world else ""
+    figure = (
+        f"<figure>{legend(title, [], remark)}{svg(1046, int(34 + rows * cell_height), title, ''.join(cells))}</figure>"
+    )
     return f"<p><b>{escape(str(layout))}</b></p>{figure}"
 
 
-def _layout(run: RunFiles) -> Layout | None:
+def _parse_layout(run: RunFiles) -> Layout | None:
     try:
         return Layout.parse(run.layout) if run.layout else None
     except PlanError:
         return None
 
 
-def _cell(x: float, y: float, wide: float, tall: float, rank: int, lines: list[str]) -> str:
-    parts = [f'<rect class="cell" x="{x:.1f}" y="{y}" width="{wide - 6:.1f}" height="{tall - 6}" rx="5"/>']
-    parts.append(f'<text class="rank" x="{x + 8:.1f}" y="{y + 17}">{rank if wide < _NARROW else f"rank {rank}"}</text>')
-    for place, line in enumerate(line for line in lines if line and wide >= _NARROW):
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 33 + 15 * place}">{escape(line)}</text>')
-    return "".join(parts)
+def _draw_cell(x: float, y: float, width: float, height: float, rank: int, lines: list[str]) -> str:
+    """Draws the cell of one rank with its lines of text."""
+    elements = [f'<rect class="cell" x="{x:.1f}" y="{y}" width="{width - 6:.1f}" height="{height - 6}" rx="5"/>']
+    elements.append(
+        f'<text class="rank" x="{x + 8:.1f}" y="{y + 17}">{rank if width < _NARROW_WIDTH else f"rank {rank}"}</text>'
+    )
+    for line_index, line in enumerate(line for line in lines if line and width >= _NARROW_WIDTH):
+        elements.append(f'<text x="{x + 8:.1f}" y="{y + 33 + 15 * line_index}">{escape(line)}</text>')
+    return "".join(elements)
 
 
-def _device(event: Mapping[str, Any] | None) -> str:
+def _device_text(event: Mapping[str, Any] | None) -> str:
     if event is None:
         return ""
     return " ".join(str(event[key]) for key in ("host", "device") if event.get(key))

@@ -1,4 +1,4 @@
-"""The run's monitor: builds the sinks that a config asks for and hands every record and event to each of them."""
+"""The run's monitor: builds the config's sinks and passes every record and event to each of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from meshwright.monitor.tensorboard import TensorBoardSink
 
 
 class Monitor:
-    """A sink of sinks. The JSON lines must be written and may raise; what only shows is dropped when it fails."""
+    """A sink of sinks. Writing the JSON lines may raise; a display that fails is dropped."""
 
     def __init__(self, config: MonitorConfig, run_dir: Path, rank: int, lines: JsonlSink) -> None:
-        """Starts with the JSON lines alone; use `Monitor.build`."""
-        self._config, self._run_dir, self._rank, self._lines = config, run_dir, rank, lines
-        self._shows: list[Sink] = []
+        """Starts with the JSON lines alone; callers use `Monitor.build`."""
+        self._config, self._run_dir, self._rank, self._jsonl = config, run_dir, rank, lines
+        self._displays: list[Sink] = []
         self._lock = threading.Lock()
         self._closed = False
         self.goes_on = False
-        """Whether other ranks go on with the run: the one who ends it says how it was."""
-        self._tail = EventTail(run_dir / EVENTS) if rank == 0 else None
+        """Whether other ranks continue the run: only the rank that ends it writes the report."""
+        self._supervisor_events = EventTail(run_dir / EVENTS) if rank == 0 else None
 
     @classmethod
     def build(
@@ -47,12 +47,12 @@ class Monitor:
         """Opens the run's files and, on rank 0, its display.
 
         Args:
-            config: what to show and record.
+            config: display, TensorBoard, report and their bounds.
             run_dir: the run directory, which exists.
-            header: what the display says about the run.
+            header: the run before its first step, for the display.
             rank: global rank; other ranks than 0 write events alone.
-            resumed_step: the step a resumed run goes on after; later metrics are dropped.
-            stream: where to show; standard error by default.
+            resumed_step: the step after which a resumed run continues; later metrics are dropped.
+            stream: of the display; standard error by default.
         """
         if rank == 0 and resumed_step is not None:
             truncate_metrics(run_dir / METRICS, resumed_step)
@@ -60,30 +60,32 @@ class Monitor:
         if rank == 0:
             if config.tensorboard:
                 folder = run_dir / "tensorboard"
-                monitor._add("tensorboard", lambda: TensorBoardSink(folder, config.every, resumed_step))
+                monitor._add_display("tensorboard", lambda: TensorBoardSink(folder, config.every, resumed_step))
             if config.display != "none":
-                monitor._add("display", lambda: monitor._display(header, stream or sys.stderr))
+                monitor._add_display("display", lambda: monitor._build_display(header, stream or sys.stderr))
         return monitor
 
     def step(self, record: StepRecord) -> None:
-        """Records and shows one step, and shows what the supervisor has to say meanwhile."""
+        """Records and shows one step, and shows new events of the supervisor."""
         with self._lock:
-            self._lines.step(record)
-            for sink in list(self._shows):
-                self._guard(sink, partial(sink.step, record))
-            for event in self._tail.read() if self._tail is not None and self._shows else ():
-                for sink in list(self._shows):
-                    self._guard(sink, partial(sink.event, event))
+            self._jsonl.step(record)
+            for sink in list(self._displays):
+                self._call_or_drop(sink, partial(sink.step, record))
+            for event in (
+                self._supervisor_events.read() if self._supervisor_events is not None and self._displays else ()
+            ):
+                for sink in list(self._displays):
+                    self._call_or_drop(sink, partial(sink.event, event))
 
     def event(self, event: Event) -> None:
         """Records and shows one event; any thread may call it."""
         with self._lock:
-            self._lines.event(event)
-            for sink in list(self._shows):
-                self._guard(sink, partial(sink.event, event))
+            self._jsonl.event(event)
+            for sink in list(self._displays):
+                self._call_or_drop(sink, partial(sink.event, event))
 
     def __enter__(self) -> Self:
-        """Returns the monitor, which the block's end closes however it ends."""
+        """Returns the monitor; the end of the block closes it in any case."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,62 +93,66 @@ class Monitor:
         self.close()
 
     def close(self) -> None:
-        """Gives the terminal back, says which parts drifted from the plan, and writes the report where the run ends.
+        """Restores the terminal, records parts that drifted from the plan, and writes the report where the run ends.
 
-        Call it after the last event, on every rank, whatever way the run ended. A second call does nothing.
+        Call it after the last event, on every rank, however the run ended. A second call does nothing.
         """
         if self._closed:
             return
         self._closed = True
-        for sink in list(self._shows):
-            self._guard(sink, sink.close)
-        self._shows.clear()
+        for sink in list(self._displays):
+            self._call_or_drop(sink, sink.close)
+        self._displays.clear()
         try:
             if self._rank == 0 and not self.goes_on:
-                self._finish()
+                self._compare_and_report()
         finally:
-            self._lines.close()
+            self._jsonl.close()
 
-    def _finish(self) -> None:
+    def _compare_and_report(self) -> None:
+        """Records parts that drifted from the plan, and writes the report."""
         try:
             run = read_run(self._run_dir)
             drifts = compare(run.plan, measure(run.steps), self._config.drift_bound)
-            beyond = [drift.to_json() for drift in drifts if drift.beyond]
-            if beyond:
-                self._lines.event(Event(kind="drifted", rank=0, data={"parts": beyond}))
+            drifted = [drift.to_json() for drift in drifts if drift.beyond]
+            if drifted:
+                self._jsonl.event(Event(kind="drifted", rank=0, data={"parts": drifted}))
             if self._config.report:
                 write_report(self._run_dir, self._config.drift_bound)
-        # The training is done and saved; a report that can't be written must not turn it into a failure.
+        # Training has finished and is saved; a report that can't be written must not turn it into a failure.
         except Exception as error:
-            self._lines.event(_failure("report", error))
+            self._jsonl.event(_failure("report", error))
 
-    def _display(self, header: RunHeader, stream: TextIO) -> Sink:
+    def _build_display(self, header: RunHeader, stream: TextIO) -> Sink:
+        """Builds the panel on a capable terminal, else the plain display."""
         from rich.console import Console
 
         console = Console(file=stream)
         can_draw = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
         if self._config.display == "live" or (self._config.display == "auto" and can_draw):
-            return LiveDisplay(header, self._config.wait_s, console, self._drawing_failed)
+            return LiveDisplay(header, self._config.wait_s, console, self._record_display_failure)
         return PlainDisplay(header, self._config.every, self._config.wait_s, stream)
 
-    def _drawing_failed(self, error: Exception) -> None:
-        self._lines.event(_failure("display", error))
+    def _record_display_failure(self, error: Exception) -> None:
+        self._jsonl.event(_failure("display", error))
 
-    def _add(self, name: str, make: Callable[[], Sink]) -> None:
+    def _add_display(self, name: str, build_sink: Callable[[], Sink]) -> None:
         try:
-            self._shows.append(make())
+            self._displays.append(build_sink())
         except Exception as error:
-            self._lines.event(_failure(name, error))
+            self._jsonl.event(_failure(name, error))
 
-    def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
+    def _call_or_drop(self, sink: Sink, action: Callable[[], None]) -> None:
+        """Calls a display; one that raises is closed and dropped."""
         try:
-            call()
+            action()
         except Exception as error:
-            if sink in self._shows:
-                self._shows.remove(sink)
+            # A display that raised once is closed and never called again; training continues.
+            if sink in self._displays:
+                self._displays.remove(sink)
             with contextlib.suppress(Exception):
                 sink.close()
-            self._lines.event(_failure(type(sink).__name__, error))
+            self._jsonl.event(_failure(type(sink).__name__, error))
 
 
 def _failure(name: str, error: Exception) -> Event:

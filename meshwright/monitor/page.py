@@ -1,14 +1,14 @@
-"""The frame of report.html: its style, its tables, its tiles. Nothing is loaded from elsewhere."""
+"""The HTML frame of report.html: style, tables and tiles, without any external file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-# Okabe-Ito hues, which readers with any colour vision tell apart. Source: Okabe and Ito, Color Universal Design (2008).
+# Okabe-Ito hues, distinct for readers with any colour vision. Source: Okabe and Ito, Color Universal Design (2008).
 _LIGHT = ("#0067b0", "#d1600a", "#00805c", "#b0478c", "#9a7b00", "#8b929c", "#3b9fd6")
 _DARK = ("#5eb3f2", "#f59b51", "#3cc49b", "#e391c2", "#e3c452", "#7d8590", "#9fd6f7")
-_SHORT = 24
+_UNBROKEN_CHARACTERS = 24
 """Characters up to which a table's cell isn't broken into lines."""
 
 _STYLE = """
@@ -57,46 +57,56 @@ _DARK_TONES = "--page:#0f1216;--card:#181c22;--ink:#e7eaee;--soft:#a0a9b4;--line
 
 
 def page(title: str, body: str) -> str:
-    """Returns the whole HTML document."""
-    light = _LIGHT_TONES + "".join(f"--c{at}:{colour};" for at, colour in enumerate(_LIGHT))
-    dark = _DARK_TONES + "".join(f"--c{at}:{colour};" for at, colour in enumerate(_DARK))
+    """Renders the HTML document."""
+    light = _LIGHT_TONES + "".join(f"--c{index}:{colour};" for index, colour in enumerate(_LIGHT))
+    dark = _DARK_TONES + "".join(f"--c{index}:{colour};" for index, colour in enumerate(_DARK))
     colours = "".join(
-        f".s{at}{{stroke:var(--c{at})}}.f{at},.dot.s{at}{{fill:var(--c{at})}}.b{at}{{background:var(--c{at})}}"
-        for at in range(len(_LIGHT))
+        f".s{index}{{stroke:var(--c{index})}}.f{index},.dot.s{index}{{fill:var(--c{index})}}.b{index}{{background:var(--c{index})}}"
+        for index in range(len(_LIGHT))
     )
     style = f":root{{color-scheme:light dark;{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     return (
-        f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head>{meta}<title>{escape(title)}</title>'
         f"<style>{style}{_STYLE}{colours}</style></head><body>{body}</body></html>\n"
     )
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = (), bad: str = "") -> str:
-    """Returns a table; all text is escaped.
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], numeric_columns: Sequence[int] = (), warning_text: str = ""
+) -> str:
+    """Renders a table; all text is escaped.
 
     Args:
-        heads: column titles, none for a table of names and values.
+        headings: column titles; empty for a table of names and values.
         rows: cells.
-        numbers: columns that are aligned to the right.
-        bad: a cell with exactly this text is shown in the colour of warnings.
+        numeric_columns: indices of columns that are aligned to the right.
+        warning_text: a cell with exactly this text gets the colour of warnings.
     """
 
-    def cell(tag: str, at: int, text: str) -> str:
-        classes = (("num", at in numbers), ("bad", bool(bad) and text == bad), ("word", len(text) <= _SHORT))
-        names = [name for name, given in classes if given]
+    def cell(tag: str, column: int, text: str) -> str:
+        classes = (
+            ("num", column in numeric_columns),
+            ("bad", bool(warning_text) and text == warning_text),
+            ("word", len(text) <= _UNBROKEN_CHARACTERS),
+        )
+        names = [name for name, applies in classes if applies]
         kind = f' class="{" ".join(names)}"' if names else ""
         return f"<{tag}{kind}>{escape(text)}</{tag}>"
 
-    head = "<tr>" + "".join(cell("th", at, text) for at, text in enumerate(heads)) + "</tr>" if heads else ""
-    lines = ["<tr>" + "".join(cell("td", at, text) for at, text in enumerate(row)) + "</tr>" for row in rows]
-    return f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'
+    header_row = (
+        "<tr>" + "".join(cell("th", column, text) for column, text in enumerate(headings)) + "</tr>" if headings else ""
+    )
+    body_rows = [
+        "<tr>" + "".join(cell("td", column, text) for column, text in enumerate(row)) + "</tr>" for row in rows
+    ]
+    return f'<div class="wide"><table>{header_row}{"".join(body_rows)}</table></div>'
 
 
 def tiles(entries: Sequence[tuple[str, str, str]]) -> str:
-    """Returns a row of tiles, each a name, a number and a remark."""
-    drawn = []
+    """Renders a row of tiles, each a name, a number and a remark."""
+    tile_elements = []
     for name, value, remark in entries:
         small = f"<small>{escape(remark)}</small>" if remark else ""
-        drawn.append(f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b>{small}</div>')
-    return f'<div class="tiles">{"".join(drawn)}</div>'
+        tile_elements.append(f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b>{small}</div>')
+    return f'<div class="tiles">{"".join(tile_elements)}</div>'

@@ -1,4 +1,4 @@
-"""``report.html``: what a run was, how it went, how far it was from its plan; from the run directory's files alone.
+"""``report.html``: a run's setup, its course and its distance from the plan, from the run directory's files alone.
 
 The report reads these values of events where they are present: ``run_started`` (all its data is listed),
 ``rank_started`` (rank, host, device), ``evaluated`` and ``run_finished`` (loss, accuracy, bits_per_byte, and any number
@@ -24,33 +24,33 @@ from meshwright.monitor.sections import compression, compressors, course, drift,
 from meshwright.units import format_bytes, format_count, format_seconds
 
 REPORT = "report.html"
-_MOST_EVENTS = 300
+_MAX_EVENTS = 300
 
 
-def _drawn(draw: Callable[[], str]) -> str:
-    """Returns a part of the report; one whose files hold values of other kinds says so."""
+def _render_safely(render: Callable[[], str]) -> str:
+    """Renders a section; where its files hold values of other types, a sentence says so."""
     try:
-        return draw()
+        return render()
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         return f"<p>The files that this is drawn from are damaged ({type(error).__name__}).</p>"
 
 
 def write_report(run_dir: Path, bound: float = 0.25) -> Path:
-    """Writes report.html into a run directory; parts whose files are missing are left out.
+    """Writes report.html into a run directory; sections whose files are missing are left out.
 
     Args:
         run_dir: the run directory.
-        bound: relative difference between planned and measured that is marked.
+        bound: relative difference from plan to measurement above which a row is marked.
 
     Returns:
-        The path of the report, which appears whole or not at all.
+        The path of the report, which is replaced atomically.
 
     Raises:
         OSError: when it can't be written.
     """
     run = read_run(run_dir)
     measured = measure(run.steps)
-    parts: list[tuple[str, Callable[[], str]]] = [
+    section_renderers: list[tuple[str, Callable[[], str]]] = [
         ("", lambda: _head(run)),
         ("What ran", lambda: _what_ran(run)),
         ("Course", lambda: course(run)),
@@ -63,128 +63,150 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
         ("Samples", lambda: _samples(run)),
         ("Events", lambda: _events(run)),
     ]
-    sections = [(name, _drawn(draw)) for name, draw in parts]
-    body = "".join((f"<h2>{name}</h2>" if name else "") + part for name, part in sections if part)
+    # Sections are rendered one by one: damaged files spoil their own section alone.
+    sections = [(name, _render_safely(draw)) for name, draw in section_renderers]
+    body = "".join(
+        (f"<h2>{name}</h2>" if name else "") + section_html for name, section_html in sections if section_html
+    )
     path = run_dir / REPORT
-    beside = path.with_name(f"{REPORT}.{os.getpid()}.new")
-    beside.write_text(page(f"{run.path.name} · meshwright", body), encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_name(f"{REPORT}.{os.getpid()}.new")
+    temporary.write_text(page(f"{run.path.name} · meshwright", body), encoding="utf-8")
+    # A browser that reloads never sees half a report.
+    temporary.replace(path)
     return path
 
 
 def _head(run: RunFiles) -> str:
-    done = run.steps[-1]["step"] if run.steps else 0
+    """Renders title, state and the tiles of main figures."""
+    steps_done = run.steps[-1]["step"] if run.steps else 0
     started = number(run.events[0].get("time")) if run.events else math.nan
-    words = [run.state, f"{done} steps"]
+    facts = [run.state, f"{steps_done} steps"]
     if run.layout:
-        words.append(run.layout)
+        facts.append(run.layout)
     if math.isfinite(started):
-        words.append(datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"))
-    sub = f'<p class="sub">{escape(" · ".join(words))}</p>'
-    return f"<h1>{escape(run.path.resolve().name)}</h1>{sub}{tiles(_numbers(run))}"
+        facts.append(datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"))
+    subtitle = f'<p class="sub">{escape(" · ".join(facts))}</p>'
+    return f"<h1>{escape(run.path.resolve().name)}</h1>{subtitle}{tiles(_numbers(run))}"
 
 
 def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
-    found: list[tuple[str, str, str]] = []
+    """Returns name, value and remark of each tile."""
+    tile_entries: list[tuple[str, str, str]] = []
     final, steps = run.final(), run.steps
     evaluations = [event for event in run.of_kind("evaluated") if math.isfinite(number(event.get("loss")))]
     if evaluations:
         best = min(evaluations, key=lambda event: event["loss"])
         remark = f"best {best['loss']:.4f} at step {best.get('step', '?')}"
-        found.append(("Validation loss", f"{evaluations[-1]['loss']:.4f}", remark))
+        tile_entries.append(("Validation loss", f"{evaluations[-1]['loss']:.4f}", remark))
     if math.isfinite(number(final.get("bits_per_byte"))):
-        others = ", ".join(f"{name} {value:.2f}" for name, value in compressors(final))
-        found.append(("Bits per byte", f"{final['bits_per_byte']:.3f}", others))
+        compressor_text = ", ".join(f"{name} {value:.2f}" for name, value in compressors(final))
+        tile_entries.append(("Bits per byte", f"{final['bits_per_byte']:.3f}", compressor_text))
     if not steps:
-        return found
+        return tile_entries
     losses = [value for value in column(steps[-50:], "loss") if math.isfinite(value)]
     if losses:
-        found.append(("Training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps"))
-    speeds = sorted(value for value in column(steps, "tokens_per_s") if math.isfinite(value))
-    if speeds:
-        found.append(("Tokens/s", format_count(speeds[len(speeds) // 2]), "median over steps"))
+        tile_entries.append(
+            ("Training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps")
+        )
+    # The median: pauses for checkpoints and evaluations would pull the mean down.
+    throughputs = sorted(value for value in column(steps, "tokens_per_s") if math.isfinite(value))
+    if throughputs:
+        tile_entries.append(("Tokens/s", format_count(throughputs[len(throughputs) // 2]), "median over steps"))
     mfu = sorted(value for value in column(steps, "mfu") if math.isfinite(value))
     if mfu:
-        found.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}", "model FLOP/s over the ranks' matrix-product rate"))
-    found.append(("Tokens", format_count(number(steps[-1].get("tokens_total"))), f"{len(steps)} steps recorded"))
+        tile_entries.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}", "model FLOP/s over the ranks' matrix-product rate"))
+    tile_entries.append(("Tokens", format_count(number(steps[-1].get("tokens_total"))), f"{len(steps)} steps recorded"))
     peak = max((number((step.get("memory") or {}).get("peak")) for step in steps), default=math.nan)
     if math.isfinite(peak):
-        found.append(("Peak memory", format_bytes(peak), "on rank 0"))
+        tile_entries.append(("Peak memory", format_bytes(peak), "on rank 0"))
     spent = sum(value for value in column(steps, "step_s") if math.isfinite(value))
-    found.append(("Time in steps", format_seconds(spent), _wall(run)))
-    return found
+    tile_entries.append(("Time in steps", format_seconds(spent), _wall_time_text(run)))
+    return tile_entries
 
 
-def _wall(run: RunFiles) -> str:
+def _wall_time_text(run: RunFiles) -> str:
     times = [event["time"] for event in run.events if isinstance(event.get("time"), (int, float))]
     return f"{format_seconds(max(times) - min(times))} from first to last event" if times else ""
 
 
 def _what_ran(run: RunFiles) -> str:
+    """Renders the run's setup: its start event, config, layout and the plan's reasons."""
     rows: list[tuple[str, str]] = []
+    # A resumed run has several; the last one describes the current setup.
     for event in run.of_kind("run_started")[-1:]:
         hidden = ("kind", "rank", "pid", "time")
-        rows += [(key, _flat(value)) for key, value in event.items() if key not in hidden and value not in (None, "")]
+        rows += [
+            (key, _format_value(value)) for key, value in event.items() if key not in hidden and value not in (None, "")
+        ]
     for section in ("model", "data", "devices", "launch", "layout"):
         if section in run.config and section not in dict(rows):
-            rows.append((section, _flat(run.config[section])))
+            rows.append((section, _format_value(run.config[section])))
     if run.layout:
         rows = [row for row in rows if row[0] != "layout"] + [("layout", run.layout)]
     if run.plan.get("reason"):
         rows.append(("why this layout", str(run.plan["reason"])))
-    rows += [(f"not {name}", str(why)) for name, why in (run.plan.get("rejected") or {}).items()]
-    parts = [table((), rows)] if rows else []
+    rows += [(f"not {name}", str(reason)) for name, reason in (run.plan.get("rejected") or {}).items()]
+    elements = [table((), rows)] if rows else []
     if run.config_text:
-        parts.append(f"<details><summary>config.toml</summary><pre>{escape(run.config_text)}</pre></details>")
-    return "".join(parts)
+        elements.append(f"<details><summary>config.toml</summary><pre>{escape(run.config_text)}</pre></details>")
+    return "".join(elements)
 
 
-def _flat(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_flat(item)}" for key, item in value.items() if item not in (None, ""))
+        return ", ".join(f"{key} {_format_value(item)}" for key, item in value.items() if item not in (None, ""))
     if isinstance(value, (list, tuple)):
-        return ", ".join(_flat(item) for item in value)
+        return ", ".join(_format_value(item) for item in value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _samples(run: RunFiles) -> str:
-    found = run.of_kind("sampled")
-    shown = []
-    for event in reversed(found[-6:]):
-        where = f"step {event.get('step', '?')}" + (f", prompt {event['prompt']!r}" if event.get("prompt") else "")
-        shown.append(f'<p class="small">{escape(where)}</p><pre>{escape(str(event.get("text", "")))}</pre>')
-    if len(shown) > 1:
-        shown[1:] = [f"<details><summary>earlier samples</summary>{''.join(shown[1:])}</details>"]
-    return "".join(shown)
+    """Renders the last samples, the newest open and the others folded."""
+    samples = run.of_kind("sampled")
+    elements = []
+    for event in reversed(samples[-6:]):
+        origin = f"step {event.get('step', '?')}" + (f", prompt {event['prompt']!r}" if event.get("prompt") else "")
+        elements.append(f'<p class="small">{escape(origin)}</p><pre>{escape(str(event.get("text", "")))}</pre>')
+    if len(elements) > 1:
+        elements[1:] = [f"<details><summary>earlier samples</summary>{''.join(elements[1:])}</details>"]
+    return "".join(elements)
 
 
 def _events(run: RunFiles) -> str:
-    """Returns the table of events; ranks that start one after the other share a line."""
+    """Renders the table of events; starts of consecutive ranks share a line."""
     if not run.events:
         return ""
-    begin = number(run.events[0].get("time"))
-    lines: list[tuple[str, ...]] = []
+    start_time = number(run.events[0].get("time"))
+    table_rows: list[tuple[str, ...]] = []
     for kind, group in itertools.groupby(run.events, key=lambda event: event["kind"]):
         events = list(group)
         if kind == "rank_started" and len(events) > 1:
             ranks = f"ranks {spans([event.get('rank', -1) for event in events])}"
             hosts = ", ".join(dict.fromkeys(str(event.get("host", "")) for event in events))
-            lines.append((_after(events[0], begin), ranks, kind, "", hosts))
+            table_rows.append((_elapsed(events[0], start_time), ranks, kind, "", hosts))
         else:
-            lines += [_event(event, begin) for event in events]
-    gone = len(lines) - _MOST_EVENTS
-    if gone > 0:
-        lines[100 : 100 + gone] = [("", "", f"{gone} more", "", "")]
-    return table(("after", "who", "what", "data", "process"), lines, (0,))
+            table_rows += [_event_row(event, start_time) for event in events]
+    hidden_count = len(table_rows) - _MAX_EVENTS
+    if hidden_count > 0:
+        # The first hundred and the latest events are kept, with the number of those between.
+        table_rows[100 : 100 + hidden_count] = [("", "", f"{hidden_count} more", "", "")]
+    return table(("after", "who", "what", "data", "process"), table_rows, (0,))
 
 
-def _event(event: Mapping[str, object], begin: float) -> tuple[str, ...]:
+def _event_row(event: Mapping[str, object], start_time: float) -> tuple[str, ...]:
+    """Returns an event's cells: time, source, kind, data and process."""
     hidden = ("kind", "rank", "pid", "host", "time", "text")
-    data = ", ".join(f"{key} {_flat(value)}" for key, value in event.items() if key not in hidden)
-    who = f"rank {event.get('rank', '?')}" if event.get("rank") != -1 else "launcher"
-    return _after(event, begin), who, str(event["kind"]), data[:600], f"{event.get('host', '')}:{event.get('pid', '')}"
+    data = ", ".join(f"{key} {_format_value(value)}" for key, value in event.items() if key not in hidden)
+    source = f"rank {event.get('rank', '?')}" if event.get("rank") != -1 else "launcher"
+    return (
+        _elapsed(event, start_time),
+        source,
+        str(event["kind"]),
+        data[:600],
+        f"{event.get('host', '')}:{event.get('pid', '')}",
+    )
 
 
-def _after(event: Mapping[str, object], begin: float) -> str:
-    after = number(event.get("time")) - begin
-    return format_seconds(after) if math.isfinite(after) else ""
+def _elapsed(event: Mapping[str, object], start_time: float) -> str:
+    elapsed_s = number(event.get("time")) - start_time
+    return format_seconds(elapsed_s) if math.isfinite(elapsed_s) else ""

@@ -1,4 +1,4 @@
-"""What a run directory says about its run, read from its files alone."""
+"""Reads a run directory's files: config, plan, step records and events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
 from meshwright.records import parse_json
 
-_ENDS = {"run_finished": "finished", "interrupted": "interrupted", "failed": "failed"}
+_FINAL_STATES = {"run_finished": "finished", "interrupted": "interrupted", "failed": "failed"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class RunFiles:
     config: Mapping[str, Any]
     """config.toml."""
     config_text: str
-    """config.toml as it stands in the file."""
+    """config.toml as text."""
     plan: Mapping[str, Any]
     """plan.json."""
     steps: list[dict[str, Any]]
@@ -38,43 +38,44 @@ class RunFiles:
 
     @property
     def state(self) -> str:
-        """How the run stands: running, finished, interrupted or failed, by the last event that says so."""
+        """State of the run: running, finished, interrupted or failed, by the last event that determines it."""
         for event in reversed(self.events):
             kind = event.get("kind")
-            if kind in _ENDS:
-                return _ENDS[kind]
+            if kind in _FINAL_STATES:
+                return _FINAL_STATES[kind]
             if kind in ("run_started", "resumed"):
                 return "running"
         return "running"
 
     @property
     def layout(self) -> str:
-        """The layout's text form, empty when nothing says it."""
+        """The layout's text form; empty when neither plan nor steps have one."""
         planned = self.plan.get("layout")
         if isinstance(planned, Mapping) and planned.get("text"):
             return str(planned["text"])
         return str(self.steps[-1].get("layout") or "") if self.steps else ""
 
     def final(self) -> dict[str, Any]:
-        """Returns the numbers of the evaluations and of the end of the run, later ones over earlier ones."""
-        found: dict[str, Any] = {}
+        """Merges the fields of evaluations and of the end of the run; later ones replace earlier ones."""
+        final_values: dict[str, Any] = {}
         for event in self.of_kind("evaluated", "run_finished"):
-            found |= {key: value for key, value in event.items() if value is not None}
-        return found
+            final_values |= {key: value for key, value in event.items() if value is not None}
+        return final_values
 
 
 def read_run(run_dir: Path) -> RunFiles:
     """Reads a run directory; damaged or missing files leave their part empty."""
-    text = _text(run_dir / "config.toml")
+    text = _read_text(run_dir / "config.toml")
     try:
         config = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):
         config = {}
     try:
-        plan = parse_json(_text(run_dir / "plan.json") or "{}")
+        plan = parse_json(_read_text(run_dir / "plan.json") or "{}")
     except ValueError:
         plan = {}
-    steps = {int(line["step"]): line for line in read_lines(run_dir / METRICS) if _whole(line.get("step"))}
+    # A step retrained after a rewind has several lines: the last one counts.
+    steps = {int(line["step"]): line for line in read_lines(run_dir / METRICS) if _is_step_number(line.get("step"))}
     events = [line for line in read_lines(run_dir / EVENTS) if isinstance(line.get("kind"), str)]
     events.sort(key=lambda event: number(event.get("time") or 0.0))
     return RunFiles(
@@ -88,21 +89,21 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def column(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Returns one value of every step as floats; what is missing or null is NaN."""
+    """Returns one field of every step as floats; NaN where it is missing or null."""
     return [number(step.get(name)) for step in steps]
 
 
 def number(value: object) -> float:
-    """Returns a number as a float, and NaN for anything else."""
+    """Converts a number to a float; NaN for any other value."""
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-def _whole(value: object) -> bool:
+def _is_step_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

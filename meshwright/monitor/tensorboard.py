@@ -1,4 +1,4 @@
-"""The TensorBoard sink: one event file, written with tensorboard's own records, so that torch isn't needed."""
+"""The TensorBoard sink: one event file, written by tensorboard's own record writer, without torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TensorBoardSink:
         """Opens a new event file.
 
         Args:
-            folder: the run's ``tensorboard`` folder, made when it isn't there.
+            folder: the run's ``tensorboard`` folder, created when it is missing.
             every: steps between two points.
-            resumed_step: the step a resumed run goes on after; older files' points beyond it are hidden.
+            resumed_step: the step after which a resumed run continues; later points of older files are hidden.
         """
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -37,57 +37,69 @@ class TensorBoardSink:
         self._file = RetryingFile(folder / name, shared=False)
         self._buffer = io.BytesIO()
         self._records = RecordWriter(self._buffer)
-        first = 0 if resumed_step is None else resumed_step + 1
-        self._write(event_pb2.Event(wall_time=time.time(), step=first, file_version="brain.Event:2"))
+        first_step = 0 if resumed_step is None else resumed_step + 1
+        self._write_event(event_pb2.Event(wall_time=time.time(), step=first_step, file_version="brain.Event:2"))
         if resumed_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(event_pb2.Event(wall_time=time.time(), step=first, session_log=start))
+            session_start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            # A session start hides the points of older files from this step on.
+            self._write_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=session_start))
 
     def step(self, record: StepRecord) -> None:
-        """Writes one step's scalars when its turn has come."""
+        """Writes the scalars of the first and of every k-th step."""
         if record.step == 1 or record.step % self._every == 0:
-            self._scalars(record.step, step_scalars(record))
+            self._write_scalars(record.step, step_scalars(record))
 
     def event(self, event: Event) -> None:
         """Writes the numbers of an evaluation, and the text of a sample."""
         step = int(event.data.get("step") or 0)
         if event.kind == "evaluated":
             numbers = {name: value for name, value in event.data.items() if name != "step" and _is_number(value)}
-            self._scalars(step, {f"evaluation/{name}": value for name, value in numbers.items()})
+            self._write_scalars(step, {f"evaluation/{name}": value for name, value in numbers.items()})
         elif event.kind == "sampled":
-            self._text(step, "sample", str(event.data.get("text", "")))
+            self._write_text(step, "sample", str(event.data.get("text", "")))
         elif event.kind == "run_started":
-            self._text(step, "run", json.dumps(dict(event.data), indent=2, default=str))
+            self._write_text(step, "run", json.dumps(dict(event.data), indent=2, default=str))
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
         self._file.close()
 
-    def _scalars(self, step: int, values: dict[str, float]) -> None:
-        make = self._summary_pb2.Summary
-        kept = [make.Value(tag=tag, simple_value=value) for tag, value in values.items() if math.isfinite(value)]
-        self._write(self._event_pb2.Event(wall_time=time.time(), step=step, summary=make(value=kept)))
+    def _write_scalars(self, step: int, values: dict[str, float]) -> None:
+        """Writes finite values as one event."""
+        summary_type = self._summary_pb2.Summary
+        summary_values = [
+            summary_type.Value(tag=tag, simple_value=value) for tag, value in values.items() if math.isfinite(value)
+        ]
+        self._write_event(
+            self._event_pb2.Event(wall_time=time.time(), step=step, summary=summary_type(value=summary_values))
+        )
 
-    def _text(self, step: int, tag: str, text: str) -> None:
+    def _write_text(self, step: int, tag: str, text: str) -> None:
+        """Writes a text as a tensor summary, in the form that TensorBoard's text plugin reads."""
         # TensorBoard renders text as Markdown: indented by four it is shown as it is.
-        shown = "\n".join("    " + line for line in text.splitlines())
-        make, types = self._summary_pb2, self._types_pb2
-        plugin = make.SummaryMetadata.PluginData(plugin_name="text", content=b"")
+        indented = "\n".join("    " + line for line in text.splitlines())
+        summary_pb2, types_pb2 = self._summary_pb2, self._types_pb2
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text", content=b"")
         shape = self._shape_pb2.TensorShapeProto(dim=[self._shape_pb2.TensorShapeProto.Dim(size=1)])
-        tensor = self._tensor_pb2.TensorProto(dtype=types.DT_STRING, string_val=[shown.encode()], tensor_shape=shape)
-        metadata = make.SummaryMetadata(plugin_data=plugin)
-        value = make.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
-        self._write(self._event_pb2.Event(wall_time=time.time(), step=step, summary=make.Summary(value=[value])))
+        tensor = self._tensor_pb2.TensorProto(
+            dtype=types_pb2.DT_STRING, string_val=[indented.encode()], tensor_shape=shape
+        )
+        metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
+        value = summary_pb2.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        self._write_event(
+            self._event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=[value]))
+        )
 
-    def _write(self, event: Any) -> None:
+    def _write_event(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
+        # Records pass through a buffer, so that a full disk is handled by `RetryingFile`.
         self._file.write(self._buffer.getvalue())
         self._buffer.seek(0)
         self._buffer.truncate()
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
-    """Returns the scalars of one step by TensorBoard tag; seconds, bytes and bytes per second."""
+    """Returns one step's scalars by TensorBoard tag; in seconds, bytes and bytes per second."""
     values: dict[str, float] = {
         "train/loss": record.loss,
         "train/accuracy": record.accuracy,
@@ -112,14 +124,15 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 
 
 def _comm_scalars(total: CommTotals) -> dict[str, float]:
-    where = f"{total.axis}/{total.op}"
+    """Returns bytes, seconds and bandwidth of one axis and operation by tag."""
+    tag = f"{total.axis}/{total.op}"
     values = {
-        f"comm_bytes/{where}": float(total.bytes),
-        f"comm_s/{where}": total.seconds,
-        f"comm_exposed_s/{where}": total.exposed_s,
+        f"comm_bytes/{tag}": float(total.bytes),
+        f"comm_s/{tag}": total.seconds,
+        f"comm_exposed_s/{tag}": total.exposed_s,
     }
     if total.seconds > 0:
-        values[f"comm_bytes_per_s/{where}"] = total.bytes / total.seconds
+        values[f"comm_bytes_per_s/{tag}"] = total.bytes / total.seconds
     return values
 
 

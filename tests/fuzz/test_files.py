@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.dcp import BACKEND as DCP
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin, _sealed
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin, _with_checksum
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.inputs import run_config
 from meshwright.cli.run_contents import read_text
@@ -179,7 +179,7 @@ def test_forged_checkpoints_whose_checksums_hold(tmp_path: Path, backend: str) -
         forged = changed(json.loads(json.dumps(body)), draw)
         if isinstance(forged, dict):
             try:
-                (folder / MANIFEST).write_bytes(_sealed(forged))
+                (folder / MANIFEST).write_bytes(_with_checksum(forged))
             except (ValueError, TypeError):
                 continue
             read()

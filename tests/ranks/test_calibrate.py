@@ -142,7 +142,7 @@ def test_every_axis_of_a_mesh_has_its_placement() -> None:
 
 
 def test_fewer_sizes_keep_the_smallest() -> None:
-    fewer = compute.CPU.fewer()
+    fewer = compute.CPU.thinned()
     assert fewer.tokens == (16, 512) and fewer.widths == (32, 512) and fewer.messages == compute.CPU.messages
 
 

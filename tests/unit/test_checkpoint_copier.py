@@ -57,7 +57,7 @@ def test_a_copy_without_its_checksums_is_no_snapshot(monkeypatch: pytest.MonkeyP
     writer.wait()
     assert sorted(one.step for one in read_snapshots(segments)) == [1, 2]
     # The rank is killed when it has copied, before a thread has made checksums and written the header.
-    monkeypatch.setattr(SnapshotWriter, "_seal", lambda self, *_: None)
+    monkeypatch.setattr(SnapshotWriter, "_commit_snapshot", lambda self, *_: None)
     state["w"].fill_(3.0)
     writer.take(3, None, {})
     writer.wait()

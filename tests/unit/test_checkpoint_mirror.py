@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.config import CheckpointConfig
-from meshwright.checkpoint.folder import whole
+from meshwright.checkpoint.folder import is_complete
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.mirror import Mirror, check_mirror
 from meshwright.checkpoint.store import CheckpointStore
@@ -127,7 +127,7 @@ def test_a_damaged_one_is_replaced_by_its_copy(tmp_path: Path, remote: str) -> N
     for step in range(1, 6):
         one = store.save(step, {"weight": torch.full((4, 8), float(step))}, {"tokens": step})
         assert one.told()["copy"] == f"{remote}/run/step-{step:08d}", one.told()
-    assert Mirror(remote, "run")._names() == ["step-00000003", "step-00000004", "step-00000005"]
+    assert Mirror(remote, "run")._list_complete() == ["step-00000003", "step-00000004", "step-00000005"]
     damaged(root / "step-00000005")
     (root / "step-00000004" / MANIFEST).unlink()
     value, refused, (asked,) = loaded(CheckpointStore(root, config))
@@ -170,7 +170,7 @@ def test_only_the_step_that_is_wanted_is_asked_for(tmp_path: Path) -> None:
     store = saved(tmp_path, range(1, 4), tmp_path / "other", keep=3)
     config = CheckpointConfig(mirror=f"file://{tmp_path}/other")
     damaged(store.root / "step-00000002")
-    assert loaded_step(store.root, config, 2) == 2 and whole(store.root / "step-00000002")
+    assert loaded_step(store.root, config, 2) == 2 and is_complete(store.root / "step-00000002")
 
 
 def test_a_name_that_is_taken_by_a_damaged_one_is_no_obstacle_to_a_copy(tmp_path: Path) -> None:
@@ -180,5 +180,5 @@ def test_a_name_that_is_taken_by_a_damaged_one_is_no_obstacle_to_a_copy(tmp_path
     latest = store.latest()
     assert latest is not None and latest.step == 2
     found = Mirror(f"file://{tmp_path}/other", "run").fetch(store.root, latest[:2])
-    assert found is not None and found.step == 3 and whole(store.root / "step-00000003")
+    assert found is not None and found.step == 3 and is_complete(store.root / "step-00000003")
     assert names(store.root) == ["step-00000001", "step-00000002", "step-00000003"]

@@ -126,7 +126,7 @@ def test_no_flipped_bit_is_loaded() -> None:
     places = [
         (rank, at)
         for rank, one in enumerate(clean.snapshots)
-        for first, size in [(0, 200), *((kept.at, kept.part.size_bytes) for kept in one.kept)]
+        for first, size in [(0, 200), *((stored.offset, stored.shard.size_bytes) for stored in one.stored_shards)]
         for at in range(first, first + size)
     ]
     draw, refused, harmless = random.Random(4), 0, 0

@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from meshwright.data.selection import DOCUMENT, TextPiece, cut, document_row, first_of_each, held_out, within_limit
+from meshwright.data.selection import (
+    DOCUMENT,
+    TextSpan,
+    split_document,
+    document_row,
+    mark_first_copies,
+    held_out,
+    within_limit,
+)
 from meshwright.data.tokenizer import splits_at_newlines, train_bpe
 
 
@@ -16,7 +24,7 @@ def rows(texts: list[str]) -> np.ndarray:
 
 
 def test_the_first_of_equal_documents_stays() -> None:
-    assert first_of_each(rows(["a", "b", "a", "c", "b", "a"])).tolist() == [True, True, False, True, False, False]
+    assert mark_first_copies(rows(["a", "b", "a", "c", "b", "a"])).tolist() == [True, True, False, True, False, False]
 
 
 def test_split_follows_the_document_not_its_place() -> None:
@@ -56,11 +64,11 @@ def test_a_cut_changes_no_token(tmp_path: Path) -> None:
     path = tmp_path / "text"
     data = text.encode()
     path.write_bytes(b"before" + data)
-    whole = TextPiece(shard=0, start=6, stop=6 + len(data), ends=True)
+    whole = TextSpan(shard=0, start=6, stop=6 + len(data), ends_document=True)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        pieces = list(cut(view, whole, 500))
+        pieces = list(split_document(view, whole, 500))
     assert len(pieces) > 20
-    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     parts = [(b"before" + data)[piece.start : piece.stop].decode() for piece in pieces]
     assert "".join(parts) == text
     assert [i for part in parts for i in tokenizer.encode(part).ids] == tokenizer.encode(text).ids
@@ -69,6 +77,6 @@ def test_a_cut_changes_no_token(tmp_path: Path) -> None:
 def test_a_text_without_lines_is_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"x" * 200_000)
-    whole = TextPiece(shard=0, start=0, stop=200_000, ends=True)
+    whole = TextSpan(shard=0, start=0, stop=200_000, ends_document=True)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        assert list(cut(view, whole, 1000)) == [whole]
+        assert list(split_document(view, whole, 1000)) == [whole]

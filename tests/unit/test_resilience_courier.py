@@ -59,7 +59,7 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
             if helper is not None:
                 helper.close()
     with pytest.raises(CheckpointError, match="lost contact"):
-        remote.values(remote.kept[0])
+        remote.values(remote.stored_shards[0])
     for pid in (sender.pid, receiver.pid):
         assert pid == 0
     client.close()
