@@ -181,7 +181,8 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
             )
         loss = scalars.pop(next(iter(scalars)))
     if not logits and loss is None:
-        _read(result, tokens, 1)  # raises, with what was given
+        # raises, with what was given
+        _read(result, tokens, 1)
     return ModelOutput(logits[0] if logits else None, loss, scalars)
 
 

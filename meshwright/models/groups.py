@@ -96,7 +96,7 @@ def _group_of_row(graph: Graph, row: str) -> ShardingGroup:
     replicated += [
         read_name for name in blocks for read_name in needs[name] - set(sources) if needs[read_name] & blocks.keys()
     ]
-    # reads another split matrix: row-parallel inside the group (as the second projection of a latent)
+    # reads another split matrix: row-parallel inside the group
     inner_rows = [name for name in (*blocks, *replicated) if needs[name] & (blocks.keys() - {name})]
     columns = tuple(name for name in blocks if name not in inner_rows)
     replicated = [name for name in dict.fromkeys(replicated) if name not in inner_rows]
@@ -269,17 +269,18 @@ def expert_groups(experts: TracedMatrix) -> Iterator[ShardingGroup]:
     if any(dim is None for dim in inner_dims.values()):
         return
     channels = min(item.shape[inner_dims[name] or 0] for name, item in matrices.items())
-    # two memory orders of fused gate and up projections: interleaved halves, or one half after the other
-    for interleaved in (True, False):
+    # a fused gate and up projection has one half after the other, or interleaves them
+    for concatenated in (True, False):
         splits = []
         for name, item in stacked.items():
             dim = inner_dims.get(name, 1)
             assert dim is not None
             size = item.shape[dim]
             if name not in inner_dims and (size == width or size % channels):
-                continue  # a bias of the output: whole
+                # a bias of the output: whole
+                continue
             blocks: Blocks = (Block(start=0, size=size // channels, count=channels),)
-            if interleaved:
+            if concatenated:
                 blocks = tuple(Block(start=start, size=1, count=channels) for start in range(0, size, channels))
             splits.append(ParameterSplit(name=f"{experts.name}.{name}", dim=dim, blocks=blocks))
         yield ShardingGroup(

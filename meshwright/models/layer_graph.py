@@ -52,7 +52,8 @@ def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> L
     """
     module, structure = _build_clone(built)
     if objective is not None and not objective.plain:
-        module.train()  # some terms are of training alone
+        # some terms are of training alone
+        module.train()
     arguments = _sample_tokens(built)
     try:
         # Copies: forward may leave tensors of its graph in the module, which then can't be copied any more.
@@ -111,7 +112,8 @@ def _shrink_layers(built: BuiltModel, elements: int) -> BuiltModel:
     assert built.hf_config is not None
     layers = layer_count(built.hf_config.get_text_config(decoder=True).to_dict()) or len(built.structure.layers)
     config_fields = shrink(built.config, layers=layers).to_dict() | {"dropout": 0.0}
-    for key in ("vocab", "context"):  # else the user's own would make the copy as large as these
+    # else the user's own would make the copy as large as these
+    for key in ("vocab", "context"):
         config_fields.pop(key, None)
     small_model = build_meta(ModelConfig.from_dict(config_fields), _VOCAB, 4 * _TOKENS)
     if small_model.structure.layers != built.structure.layers:
@@ -160,7 +162,7 @@ class _Probe:
         """Runs the clone and returns its layer graph."""
         buffers_before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         with contextlib.ExitStack() as stack:
-            # checkpointed layers would run twice and hide their graph
+            # a checkpoint would hide the graph of its inside
             stack.enter_context(inlined())
             for name in self._structure.layers:
                 layer = self._module.get_submodule(name)
@@ -279,7 +281,7 @@ class _Probe:
             for path, path_marks in marks.items():
                 sources = {index for source_kind, index in path_marks if source_kind == "layer"}
                 weights = {self._weight_names[index] for source_kind, index in path_marks if source_kind == "weight"}
-                # the next stage receives this tensor, so whatever it was made of needn't be there
+                # made from a layer's output: that layer's stage computes it and sends the result
                 from_boundary = sources and path[0] not in ("side", "tail")
                 paths += [path] if from_boundary else []
                 (used_between if from_boundary or layer_index == layer_count_ else used_inside).update(weights)

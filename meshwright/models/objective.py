@@ -94,7 +94,8 @@ class Objective:
     def values(self, output: ModelOutput, cross_entropy: torch.Tensor | float) -> list[torch.Tensor]:
         """Returns the value of each term, scalars, from one output and the mean cross-entropy of its logits."""
         assert output.loss is not None
-        zero = torch.zeros_like(output.loss)  # some terms are there in training alone
+        # some terms are there in training alone
+        zero = torch.zeros_like(output.loss)
         named = [term.coefficient * output.scalars.get(term.name, zero) for term in self.terms[:-1]]
         rest = output.loss - cross_entropy
         for value in named:

@@ -98,7 +98,8 @@ class Recording(TorchDispatchMode):
         ordinal = self._ordinals.get(storage._cdata)
         if ordinal is None:
             ordinal = self._ordinals[storage._cdata] = len(self._ordinals)
-            self._alive.append(storage)  # an address must not be used twice while the recording lives
+            # an address must not be used twice while the recording lives
+            self._alive.append(storage)
             self.sizes[ordinal] = (storage.nbytes() // tensor.element_size(), tensor.dtype)
         return TensorRef(ordinal, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
 

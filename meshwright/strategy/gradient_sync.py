@@ -64,7 +64,8 @@ class GradientSync:
         for weight in program.weights:
             _ArrivalHooks(self, weight.name, self._mean).attach(weight.parameter)
         for sync in program.parts[0].sync:
-            sync.begin(self.last)  # reducers attach their hooks after those of this class
+            # reducers attach their hooks after those of this class
+            sync.begin(self.last)
         self._own_hooks = {weight: _hook_counts(weight.parameter) for weight in program.weights}
 
     def expect(self, name: str) -> None:

@@ -87,7 +87,8 @@ class OptimizerBinding:
                     )
                 state = optimizer.state.pop(old, None)
                 weight = weights.get(names[id(old)])
-                if weight is None:  # another stage's
+                # another stage's
+                if weight is None:
                     continue
                 parts.append(self._parts.get(weight, weight.parameter))
                 if state is not None:
@@ -194,7 +195,8 @@ class OptimizerBinding:
             members = item["params"]
             members = [members] if isinstance(members, torch.Tensor) else list(members)
             return {**item, "params": [self._with_parts(member) for member in members]}
-        if isinstance(item, tuple):  # (name, parameter), as named_parameters() gives
+        # (name, parameter), as named_parameters() gives
+        if isinstance(item, tuple):
             return (item[0], self._with_parts(item[1]))
         weight = self._by_id.get(id(item))
         if weight is None:

@@ -174,7 +174,8 @@ def _one_by_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str
             first.owner.note_change()
         return first
     if all(part.weight.place.is_whole for part in parts):
-        return result  # a plain tensor is whole here, and a DTensor knows how to sum over its shards
+        # a plain tensor is whole here, and a DTensor knows how to sum over its shards
+        return result
     if name in _READERS:
         raise ConfigError(f"{name}() of the gradient of {parts[0].weight.name}, of which this rank has a part: {CURE}")
     if isinstance(result, torch.Tensor) and is_watched(first):
