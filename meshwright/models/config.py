@@ -1,4 +1,4 @@
-"""Which model, how large, and with which initial weights."""
+"""Configures a model: its name, sizes and initial weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelConfig(Config):
 
     @property
     def kind(self) -> Literal["type", "directory", "function"]:
-        """What ``name`` is."""
+        """How ``name`` is to be read."""
         if Path(self.name).is_dir():
             return "directory"
         return "function" if ":" in self.name else "type"
@@ -67,14 +67,14 @@ class ModelConfig(Config):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """``overrides`` with their strings read as TOML values where they are one."""
+        """``overrides`` with their strings parsed as TOML values where possible."""
         return {key: _toml_value(value) for key, value in self.overrides.items()}
 
     def check(self) -> None:
-        """Checks what can be checked without the model.
+        """Checks the fields without building the model.
 
         Raises:
-            ConfigError: for sizes below 1, heads that don't divide, a path that isn't there, sizes on a directory.
+            ConfigError: for sizes below 1, heads that don't divide, a missing path, sizes on a directory.
         """
         for key, value in self.sizes.items():
             if value < 1:
@@ -100,6 +100,7 @@ class ModelConfig(Config):
 
 
 def _toml_value(value: Any) -> Any:
+    """Returns a string parsed as a TOML value, unchanged where it is none."""
     if not isinstance(value, str):
         return value
     try:

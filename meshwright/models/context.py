@@ -63,7 +63,7 @@ def read_context(
     if not tokens and clone.refuses(longest_row):
         longest_row, shortened_because = TOKENS, f"the model doesn't run on {longest_row}"
     clone_table = (
-        table if clone.same else sharding_table(build_meta(narrowed(built), 128, CONTEXT), max(degree, tensor))
+        table if clone.full_size else sharding_table(build_meta(narrowed(built), 128, CONTEXT), max(degree, tensor))
     )
     refused: dict[str, str] = {}
     for attention_mode in (attention,) if attention else ("heads", "gather"):
@@ -106,7 +106,7 @@ def read_sequence(built: BuiltModel, table: ShardingTable, degree: int, tokens: 
     clone = clone_of(built, max(CONTEXT, length), window=max(2, length // (2 * degree)))
     if not tokens and clone.refuses(length):
         return ""
-    clone_table = table if clone.same else sharding_table(build_meta(narrowed(built), 128, CONTEXT), degree)
+    clone_table = table if clone.full_size else sharding_table(build_meta(narrowed(built), 128, CONTEXT), degree)
     reason = rehearse_model(clone, clone_table, degree, rows=1, tokens=length, sequence=True)
     return f"with rows of {length} tokens {reason}" if reason else ""
 

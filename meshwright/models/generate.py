@@ -56,10 +56,12 @@ def generate_tokens(
         with torch.no_grad():
             for step in range(max_tokens):
                 if cached:
+                    # the cache has the keys of all earlier tokens: read only the newest
                     new = torch.tensor([tokens if step == 0 else tokens[-1:]], device=device)
                     output = module(input_ids=new, past_key_values=cache, use_cache=True)
                     cache, logits = output.past_key_values, output.logits
                 else:
+                    # without a cache, or beyond the position table: read the last tokens again
                     window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
                     logits = model_forward(module, structure, window)
                 token = _pick(logits[0, -1, :vocab], temperature, top_k, generator)
@@ -91,6 +93,7 @@ def _cached(module: nn.Module, structure: ModelStructure) -> bool:
 
 def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     """Draws one token from logits (V,)."""
+    # float64 on the CPU, so that the same logits give the same draw on any device
     values = logits.double().cpu()
     if temperature == 0:
         return int(values.argmax())

@@ -67,14 +67,10 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
     try:
         clone = clone_of(built)
         for child in clone.module.modules():
-            for buffer_name, item in child._buffers.items():
-                if (
-                    item is not None
-                    and item.is_floating_point()
-                    and buffer_name not in child._non_persistent_buffers_set
-                ):
+            for key, item in child._buffers.items():
+                if item is not None and item.is_floating_point() and key not in child._non_persistent_buffers_set:
                     # Running statistics take the type of what they are of; tables of positions keep the model's.
-                    child._buffers[buffer_name] = item.double()
+                    child._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         return ForwardTrial(objective=trial.objective(), moving=trial.moving())
     except MeshwrightError:
@@ -125,7 +121,7 @@ class _Trial:
         outputs = [first_output, *(self._run_forward(sample, labels) for sample in samples[1:])]
         # otherwise explain the difference from the cross-entropy by scalars that the model returns
         extra_losses = [_extra_loss(as_counted, sample, output) for sample, output in zip(samples, outputs)]
-        scale = max(abs(_scalar_value(output.loss)) for output in outputs)
+        scale = max(abs(_float(output.loss)) for output in outputs)
         coefficients = _coefficients(extra_losses, outputs, scale)
         terms = [
             LossTerm(name=name, coefficient=coefficient, mean="", exact=False)
@@ -158,14 +154,10 @@ class _Trial:
         """Returns the first row length, in tokens, on which the model runs."""
         structure = self._clone.structure
         # some configs say -1 where there is no limit
-        context_limit = max(0, structure.positions or structure.context or 0)
-        lengths = [length for length in LENGTHS if not context_limit or length <= context_limit] or [
-            context_limit or LENGTHS[0]
-        ]
+        limit = max(0, structure.positions or structure.context or 0)
+        lengths = [length for length in LENGTHS if not limit or length <= limit] or [limit or LENGTHS[0]]
         first_error: Exception | None = None
-        for self._length in dict.fromkeys(
-            [*lengths, *([context_limit] if context_limit and context_limit <= 256 else [])]
-        ):
+        for self._length in dict.fromkeys([*lengths, *([limit] if limit and limit <= 256 else [])]):
             try:
                 self._run_forward(self._sample(0), "aligned" if structure.target_argument else "")
                 return self._length
@@ -234,11 +226,11 @@ class _Trial:
                 # it takes targets, and gives no loss
                 return ""
             changed_loss = self._run_forward(_Sample(sample.tokens, first_target_changed), labels).loss
-            if _scalar_value(changed_loss) != _scalar_value(loss):
+            if _float(changed_loss) != _float(loss):
                 return labels
-            depends_on_targets |= _scalar_value(
+            depends_on_targets |= _float(
                 self._run_forward(_Sample(sample.tokens, other_targets_changed), labels).loss
-            ) != _scalar_value(loss)
+            ) != _float(loss)
         if not depends_on_targets:
             raise ConfigError(
                 f"the loss that the model's forward gives doesn't depend on its argument "
@@ -252,7 +244,7 @@ class _Trial:
         trained = [item for item in self._clone.module.parameters() if item.requires_grad]
         with Float64Ops():
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
-        if abs(_scalar_value(output.loss) - _scalar_value(entropy)) > TOLERANCE * abs(_scalar_value(entropy)):
+        if abs(_float(output.loss) - _float(entropy)) > TOLERANCE * abs(_float(entropy)):
             return False
         # a detached or zero-valued term shows in the gradients alone
         expected_grads = torch.autograd.grad(entropy, trained, allow_unused=True, retain_graph=True)
@@ -271,7 +263,7 @@ class _Trial:
         """Returns the objective of a model that returns a loss and no logits."""
         term = LossTerm(name="loss", coefficient=1.0, mean="", exact=False)
         objective = Objective(labels=labels, logits=False, terms=(term,))
-        scale = abs(_scalar_value(self._run_forward(samples[0], labels).loss))
+        scale = abs(_float(self._run_forward(samples[0], labels).loss))
         return self._find_means(objective, samples, scale)
 
     def _find_means(self, objective: Objective, samples: Sequence[_Sample], scale: float) -> Objective:
@@ -332,15 +324,13 @@ class _Trial:
         entropy = torch.zeros(())
         if output.logits is not None:
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
-        return [_scalar_value(value) for value in objective.values(output, entropy)]
+        return [_float(value) for value in objective.values(output, entropy)]
 
 
 def _extra_loss(objective: Objective, batch: _Sample, output: ModelOutput) -> float:
     """Returns the loss minus the cross-entropy of its logits."""
     assert output.logits is not None
-    return _scalar_value(output.loss) - _scalar_value(
-        mean_cross_entropy(output.logits, objective.counted(batch.targets))
-    )
+    return _float(output.loss) - _float(mean_cross_entropy(output.logits, objective.counted(batch.targets)))
 
 
 def _coefficients(extra_losses: Sequence[float], outputs: Sequence[ModelOutput], scale: float) -> dict[str, float]:
@@ -350,7 +340,7 @@ def _coefficients(extra_losses: Sequence[float], outputs: Sequence[ModelOutput],
     if not names or len(names) >= len(outputs) - 1:
         return {}
     scalar_matrix = torch.tensor(
-        [[_scalar_value(output.scalars[name]) for name in names] for output in outputs], dtype=torch.float64
+        [[_float(output.scalars[name]) for name in names] for output in outputs], dtype=torch.float64
     )
     # proportional scalars can't be told apart
     if int(torch.linalg.matrix_rank(scalar_matrix)) < len(names):
@@ -370,15 +360,12 @@ def _unexplained(
 ) -> float:
     """Returns the largest extra loss, in absolute value, that the named scalars leave unexplained."""
     return max(
-        abs(
-            extra_loss
-            - sum(coefficient * _scalar_value(output.scalars[name]) for name, coefficient in coefficients.items())
-        )
+        abs(extra_loss - sum(coefficient * _float(output.scalars[name]) for name, coefficient in coefficients.items()))
         for extra_loss, output in zip(extra_losses, outputs)
     )
 
 
-def _scalar_value(value: torch.Tensor | None) -> float:
+def _float(value: torch.Tensor | None) -> float:
     """Returns the value of a scalar tensor."""
     assert value is not None
     return float(value.detach())

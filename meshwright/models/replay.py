@@ -61,7 +61,7 @@ class Replay:
         self._programs: dict[tuple[int, int], list[_FlatOp] | None] = {}
         self._blocks: dict[Any, torch.Tensor] = {}
 
-    def made(self, ref: TensorRef) -> bool:
+    def has_origin(self, ref: TensorRef) -> bool:
         """Returns whether the recording contains the tensor's creation."""
         writers = self._by_storage.get(ref.storage, ())
         return any(ref.storage == item.storage for op in writers for item in op.fresh if item)
@@ -74,7 +74,7 @@ class Replay:
         """Returns elements [low, high) of a tensor for which `by_runs` is true: (high - low,), in its original type."""
         return self._replay_run(ref, len(self.recording.ops), seed, low, high)
 
-    def whole(self, ref: TensorRef, seed: int) -> torch.Tensor:
+    def full_tensor(self, ref: TensorRef, seed: int) -> torch.Tensor:
         """Replays every operation that the tensor depends on, on real CPU tensors, and returns the tensor."""
         real: dict[int, torch.Tensor] = {}
 

@@ -47,7 +47,7 @@ class Clone:
     module: nn.Module
     structure: ModelStructure
     vocab: int
-    same: bool
+    full_size: bool
     """Whether its sizes are the model's own."""
     objective: Objective = field(default_factory=Objective)
     """The model's own loss, where it is more than the cross-entropy of the logits."""
@@ -194,7 +194,7 @@ def sharding_table(
             rows_by_kind[kind_key] = _read_layer_rows(layer_traces[name], partial(_opened_trace, traces, name), degree)
         layers[name] = rows_by_kind[kind_key]
     table = _add_vocabulary(clone, ShardingTable(layers=layers), degree)
-    return table if clone.same else _carry_to_full_size(table, clone, built)
+    return table if clone.full_size else _carry_to_full_size(table, clone, built)
 
 
 def _opened_trace(traces_of: Callable[[bool], dict[str, LayerTrace]], name: str) -> LayerTrace:

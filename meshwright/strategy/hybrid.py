@@ -389,7 +389,7 @@ def _check(layout: Layout) -> None:
 
 def _check_made(built: BuiltModel) -> None:
     """Refuses weights that nobody can make, before any rank waits for another."""
-    lost = [name for name, ref in built.recipe.refs.items() if ref.numel and not built.recipe.replay.made(ref)]
+    lost = [name for name, ref in built.recipe.refs.items() if ref.numel and not built.recipe.replay.has_origin(ref)]
     if lost:
         raise ConfigError(
             f"{lost[0]} is on meta, and nothing says what is in it: hand in the function that builds the model, or "
