@@ -249,6 +249,6 @@ def check_complete(module: nn.Module, recipe: InitRecipe) -> None:
     orphans = [name for name, ref in recipe.refs.items() if ref.numel and not recipe.replay.has_origin(ref)]
     if orphans:
         raise ConfigError(
-            f"{len(orphans)} tensors of the model have no recorded origin ({', '.join(orphans[:3])}, ...): they were made on "
-            "the meta device outside the model's function; build them inside it"
+            f"{len(orphans)} tensors of the model have no recorded origin ({', '.join(orphans[:3])}, ...): they were "
+            "made on the meta device outside the model's function; build them inside it"
         )

@@ -22,23 +22,23 @@ class Call:
     """An operator with the tensors that it read and wrote."""
 
     operator: Operator
-    given: tuple[torch.Tensor, ...]
-    """Read; kept here, so that no other tensor gets their place."""
-    made: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]
+    """Read; referenced here, so that no other tensor gets their address."""
+    outputs: tuple[torch.Tensor, ...]
     """Written."""
 
     @classmethod
-    def of(cls, operator: Operator, given: Any, made: Any) -> Self:
+    def of(cls, operator: Operator, inputs: Any, outputs: Any) -> Self:
         """Reads the tensors off an operator's arguments and results."""
-        return cls(operator, _tensors(given), _tensors(made))
+        return cls(operator, _tensors(inputs), _tensors(outputs))
 
 
-def fused(calls: Sequence[Call], wanted: Collection[int]) -> list[Operator]:
+def fused(calls: Sequence[Call], live_storages: Collection[int]) -> list[Operator]:
     """Returns the operators with each run of element-wise ones as a single ``fused`` one.
 
     Args:
         calls: in order.
-        wanted: storages that are needed after the last call.
+        live_storages: storages that are needed after the last call.
     """
     operators: list[Operator] = []
     elementwise_run: list[Call] = []
@@ -46,27 +46,31 @@ def fused(calls: Sequence[Call], wanted: Collection[int]) -> list[Operator]:
         if call.operator.kind == "element":
             elementwise_run.append(call)
             continue
-        operators += _fuse_run(elementwise_run, calls[index:], wanted)
+        operators += _fuse_run(elementwise_run, calls[index:], live_storages)
         operators.append(call.operator)
         elementwise_run = []
-    return operators + _fuse_run(elementwise_run, (), wanted)
+    return operators + _fuse_run(elementwise_run, (), live_storages)
 
 
-def _fuse_run(elementwise_run: Sequence[Call], later_calls: Sequence[Call], wanted: Collection[int]) -> list[Operator]:
+def _fuse_run(
+    elementwise_run: Sequence[Call], later_calls: Sequence[Call], live_storages: Collection[int]
+) -> list[Operator]:
     """Returns the fused operator of a run; none for an empty run."""
     if not elementwise_run:
         return []
     written_bytes, read_bytes = dict[int, int](), dict[int, int]()
     for call in elementwise_run:
-        for tensor in call.given:
+        for tensor in call.inputs:
             # written inside the run: stays in registers
             if _storage(tensor) not in written_bytes:
                 read_bytes[_storage(tensor)] = max(read_bytes.get(_storage(tensor), 0), _bytes_of(tensor))
-        for tensor in call.made:
+        for tensor in call.outputs:
             written_bytes[_storage(tensor)] = max(written_bytes.get(_storage(tensor), 0), _bytes_of(tensor))
-    read_later = {_storage(tensor) for call in later_calls for tensor in call.given}
+    read_later = {_storage(tensor) for call in later_calls for tensor in call.inputs}
     # only tensors that are needed later leave the chip
-    external_bytes = sum(size for storage, size in written_bytes.items() if storage in read_later or storage in wanted)
+    external_bytes = sum(
+        size for storage, size in written_bytes.items() if storage in read_later or storage in live_storages
+    )
     random_bytes = sum(call.operator.bytes for call in elementwise_run if call.operator.name == "draw")
     return [Operator("element", "fused", (), 0.0, sum(read_bytes.values()) + external_bytes + random_bytes)]
 

@@ -61,7 +61,6 @@ def generate_tokens(
                     output = module(input_ids=new, past_key_values=cache, use_cache=True)
                     cache, logits = output.past_key_values, output.logits
                 else:
-                    # without a cache, or beyond the position table: read the last tokens again
                     window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
                     logits = model_forward(module, structure, window)
                 token = _pick(logits[0, -1, :vocab], temperature, top_k, generator)

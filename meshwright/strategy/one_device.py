@@ -1,4 +1,4 @@
-"""One device with the face of a strategy, in plain torch: what a custom loop is compared with."""
+"""Implements a strategy's methods on one device in plain torch: the reference of a custom loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 
 
 class OneDevice:
-    """Does with a model what `HybridParallelStrategy` does, where there is nothing to share.
+    """Runs a loop on one device with the methods of `HybridParallelStrategy`.
 
-    It has that class's methods and none of its code, so that a loop written for a strategy runs on one device too.
+    It shares none of that class's code, so that it can serve as the reference.
     """
 
     def __init__(self) -> None:
@@ -29,19 +29,22 @@ class OneDevice:
         return self.model if optimizer is None else (self.model, optimizer)
 
     def optimizer(
-        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None = None, **settings: Any
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        groups: Iterable[Any] | None = None,
+        **settings: Any,
     ) -> torch.optim.Optimizer:
         """Makes an optimizer over the model's parameters."""
-        return make(self._parameters() if groups is None else list(groups), **settings)
+        return optimizer_class(self._parameters() if groups is None else list(groups), **settings)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Does nothing: gradients add up."""
         yield
 
-    def clip_grad_norm_(self, most: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clips by torch's own function."""
-        return nn.utils.clip_grad_norm_(self._parameters(), most)
+        return nn.utils.clip_grad_norm_(self._parameters(), max_norm)
 
     def grad_norm(self) -> torch.Tensor:
         """Returns the 2-norm of the gradient."""

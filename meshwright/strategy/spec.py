@@ -1,4 +1,4 @@
-"""What tutorials call a pipeline strategy and a sharding spec, as data that becomes a layout, or a sharded tensor."""
+"""Pipeline and sharding descriptions as in torch's tutorials, as data that becomes a layout or a sharded tensor."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class PipelineStrategy:
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """How a tensor lies over the dims of a mesh: ``ShardingSpec([Shard(0)])`` cuts its first dim."""
+    """Placement of a tensor over the dims of a mesh: ``ShardingSpec([Shard(0)])`` cuts its first dim."""
 
     placements: Sequence[Placement]
     """One for each dim of the mesh: ``Shard(dim)`` or ``Replicate()`` of torch.distributed.tensor."""
 
     def shard(self, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """Returns the tensor of which each rank of the mesh holds its part.
+        """Returns the tensor as a DTensor: each rank of the mesh has its shard.
 
         Raises:
             ConfigError: there isn't one placement for each dim of the mesh, or a dim that the tensor hasn't.
@@ -76,7 +76,7 @@ class ShardingSpec:
 
     @property
     def mode(self) -> str:
-        """What it makes of the weight (out, in) of a linear layer: ``columns``, ``rows`` or ``whole``."""
+        """The split of a linear layer's weight (out, in): ``columns``, ``rows`` or ``whole``."""
         dims = {item.dim for item in self.placements if isinstance(item, Shard)}
         if not dims:
             return "whole"

@@ -1,4 +1,4 @@
-"""ZeRO by the name that torch gives it: level 1, for loops that hold a copy on every rank and sum gradients already."""
+"""torch's ZeroRedundancyOptimizer, ZeRO 1, for loops with a copy of the model on every rank and summed gradients."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class ZeroRedundancyOptimizer(TorchZeroOptimizer):
         parameters_as_bucket_view: bool = False,
         **defaults: Any,
     ) -> None:
-        given = list(params)
-        single = [item for group in given for item in (group["params"] if isinstance(group, dict) else [group])]
-        if any(isinstance(item, DTensor) for item in single):
+        groups = list(params)
+        parameters = [item for group in groups for item in (group["params"] if isinstance(group, dict) else [group])]
+        if any(isinstance(item, DTensor) for item in parameters):
             raise ConfigError(
                 "the parameters are sharded already, and with them the state of any optimizer: use "
                 "torch.optim's own, through HybridParallelStrategy.optimizer"
             )
-        super().__init__(given, optimizer_class, process_group, parameters_as_bucket_view, **defaults)
+        super().__init__(groups, optimizer_class, process_group, parameters_as_bucket_view, **defaults)
