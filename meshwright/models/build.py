@@ -59,6 +59,7 @@ class BuiltModel:
         """
         config = self.hf_config
         assert config is not None
+        # the exported architecture has its cache on, as its author published it
         for caching in self.caching:
             caching.use_cache = True
         try:
@@ -92,6 +93,7 @@ class BuiltModel:
         materialise_buffers(module, self.recipe, self.config.seed, device)
         if self.source is None:
             return
+        # a checkpoint's persistent buffers win over recorded ones
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 if name in self.source:
@@ -116,6 +118,7 @@ def build_meta(
     config.check()
     prepare = _function_factory if config.kind == "function" else _transformers_factory
     build = prepare(config, vocab, context)
+    # nothing is computed: the recording replays the construction later, box by box
     with record(config.seed) as recording:
         try:
             module = build()
@@ -152,6 +155,7 @@ def without_cache(module: nn.Module) -> tuple[Any, ...]:
     """
     if not is_transformers(module):
         return ()
+    # composite models have a config for each submodel
     configs = [module.config.get_text_config(decoder=True), *(vars(child).get("config") for child in module.modules())]
     caching_configs = tuple({id(config): config for config in configs if getattr(config, "use_cache", False)}.values())
     for config in caching_configs:
@@ -190,6 +194,7 @@ def _function_factory(config: ModelConfig, vocab: int | None, context: int | Non
     """Imports ``module.path:function`` and binds the sizes that it has parameters for."""
     module_path, _, name = config.name.partition(":")
     working_directory = os.getcwd()
+    # as `python -m` would find the user's file
     if working_directory not in sys.path:
         sys.path.insert(0, working_directory)
     try:

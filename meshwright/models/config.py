@@ -81,6 +81,7 @@ class ModelConfig(Config):
                 raise ConfigError(f"model.{key} = {value}; it must be 1 or more")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout = {self.dropout}; it must lie in [0, 1)")
+        # a head size that is set by hand needn't divide the width
         if self.width and self.heads and self.width % self.heads and "head_dim" not in self.overrides:
             raise ConfigError(
                 f"model.width = {self.width} does not divide by model.heads = {self.heads}; choose a multiple, or set "

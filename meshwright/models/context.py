@@ -59,6 +59,7 @@ def read_context(
     longest_row, shortened_because = trial_tokens(
         tokens, elements if built.config.kind == "function" else min(elements, SMALL)
     )
+    # windows shorter than a rank's share of a row, so that attention must cross ranks
     clone = clone_of(built, max(CONTEXT, longest_row, 2 * degree), window=max(2, longest_row // (2 * degree)))
     if not tokens and clone.refuses(longest_row):
         longest_row, shortened_because = TOKENS, f"the model doesn't run on {longest_row}"
@@ -102,6 +103,7 @@ def read_sequence(built: BuiltModel, table: ShardingTable, degree: int, tokens: 
     """
     elements = sum(item.numel() for item in built.module.parameters())
     longest_row, _ = trial_tokens(tokens, elements if built.config.kind == "function" else min(elements, SMALL))
+    # every rank needs the same number of tokens
     length = degree * max(1, longest_row // degree)
     clone = clone_of(built, max(CONTEXT, length), window=max(2, length // (2 * degree)))
     if not tokens and clone.refuses(length):

@@ -78,6 +78,7 @@ def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
                     recipe.replay.labels.setdefault(ref.storage, name)
                 else:
                     recipe.constants[name] = tensor.detach()
+                    # a tied weight must stay one object
                     if id(tensor) not in meta_copies:
                         meta_tensor = tensor.detach().to("meta")
                         meta_copies[id(tensor)] = (
@@ -144,6 +145,7 @@ def materialise_buffers(module: nn.Module, recipe: InitRecipe, seed: int, device
             if tensor is None or (name not in recipe.refs and name not in recipe.constants):
                 continue
             value = materialise_tensor(recipe, name, seed, dtype=tensor.dtype)
+            # a plain attribute isn't moved by to_empty, so it is replaced
             if tensor.is_meta or key in attribute_tensors:
                 value = value.to(device)
                 if key in attribute_tensors:

@@ -59,6 +59,7 @@ def export_hf(
             if _is_tokenizer(file.name) and not (temporary_folder / file.name).exists():
                 shutil.copy(file, temporary_folder / file.name)
         with contextlib.suppress(FileNotFoundError):
+            # rename replaces no directory on every system, so remove the empty one first
             out.rmdir()
         temporary_folder.rename(out)
     except OSError as error:
@@ -88,6 +89,7 @@ def _complete_values(built: BuiltModel, values: dict[str, torch.Tensor]) -> dict
     for group in built.recipe.ties:
         tied_value = next((values[name] for name in group if name in values), None)
         if tied_value is not None:
+            # a tied weight may arrive under any of its names; the module lists the first
             values.setdefault(next(name for name in group if name in names), tied_value)
     missing = sorted(set(names) - set(values))
     foreign = sorted(set(values) - all_names - buffers)
@@ -129,6 +131,7 @@ def _save_plain(built: BuiltModel, values: dict[str, torch.Tensor], folder: Path
     """Saves parameters and persistent buffers as safetensors, with the config and ties as JSON."""
     names = dict(built.module.named_parameters())
     saved_tensors = {name: values[name].to(dtype or values[name].dtype).contiguous().clone() for name in names}
+    # persistent buffers, which aren't among the trained values
     for name in built.module.state_dict():
         if name not in saved_tensors and not any(name in group for group in built.recipe.ties):
             saved_tensors[name] = values[name] if name in values else built.tensor(name)

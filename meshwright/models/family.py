@@ -57,6 +57,7 @@ def directory_config(config: ModelConfig, vocab: int | None, context: int | None
         ConfigError: when there is no readable ``config.json``, or as `family_config`.
     """
     try:
+        # local_files_only: a name that is no directory must not reach the hub
         hf_config = AutoConfig.from_pretrained(config.name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged one meets whatever its class does with it
         raise ConfigError(f"model.name = '{config.name}' holds no transformers config: {str(error)[:500]}") from error
@@ -128,6 +129,7 @@ def _shorten(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     for sub_config in vars(config).values():
         if isinstance(sub_config, PreTrainedConfig) and sub_config is not text:
             for key in SYNONYMS["layers"]:
+                # one layer each is the least that their constructors accept
                 if isinstance(getattr(sub_config, key, None), int) and getattr(sub_config, key) > 1:
                     setattr(sub_config, key, 1)
 
@@ -147,6 +149,7 @@ def _construct(
             return kind(**values)
         except Exception as failure:
             error = failure
+        # transformers' strict configs name the field that they refuse
         field = re.search(r"field '(\w+)'", str(error))
         if field and field[1] in SPECIAL and values.get(field[1], 0) is None:
             values[field[1]] = 0
@@ -160,6 +163,7 @@ def _construct(
 
 def _derived_attributes(plain: dict[str, Any]) -> set[str]:
     """Returns the attributes that a constructor derives from sizes, which mustn't be inherited."""
+    # lists by layer have the old number of layers
     lists = {key for key, item in plain.items() if isinstance(item, list) and len(item) == layer_count(plain)}
     return lists | {"head_dim", "transformers_version", "model_type", "architectures"}
 
@@ -183,6 +187,7 @@ def _size_values(
         "context": config.context or context or pick("context", 256),
         "experts": pick("experts", 4),
     }
+    # a family may store one size under several attributes: all are set
     values = {name: size for key, size in sizes.items() for name in SYNONYMS[key] if name in text_fields}
     for name in SYNONYMS["ffn"]:
         if name in text_fields:
@@ -207,6 +212,7 @@ def _override(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
     """Sets the configured overrides on a directory's config, in place."""
     text = hf_config.get_text_config(decoder=True)
     _set_known(text, _known_overrides(config, text.to_dict()))
+    # a composite config stores the flag at both levels
     if config.tie is not None:
         hf_config.tie_word_embeddings = text.tie_word_embeddings = config.tie
 

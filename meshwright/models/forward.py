@@ -99,6 +99,7 @@ def model_output(
     Raises:
         ConfigError: for an output that is neither logits nor a loss, or masked documents without position ids.
     """
+    # transformers' models compute a loss from labels, which costs time and isn't used here
     if structure.transformers or targets is None or structure.target_argument is None:
         labels = {}
     else:
@@ -156,6 +157,7 @@ def _call_module(
         if not structure.takes_positions:
             raise ConfigError(_no_documents("its forward takes no position_ids"))
         arguments["position_ids"] = positions
+    # a cache of keys is of no use to training
     if structure.transformers and "use_cache" in structure.arguments:
         arguments["use_cache"] = False
     with repeated():
@@ -176,9 +178,11 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
         named = {key: item for key, item in vars(result).items() if not key.startswith("_")}
     tensors = {key: item for key, item in named.items() if isinstance(item, torch.Tensor)}
     logits = [item for item in tensors.values() if item.ndim == 3 and item.shape[:2] == tokens.shape]
+    # a tensor that is called logits wins over others of that shape
     if isinstance(tensors.get("logits"), torch.Tensor) and tensors["logits"].ndim == 3:
         logits.insert(0, tensors["logits"])
     scalars = {key: item.reshape(()) for key, item in tensors.items() if item.numel() == 1 and item.is_floating_point()}
+    # a single unnamed scalar is the loss; among several none can be chosen
     loss = scalars.pop("loss", None)
     if loss is None and scalars:
         if len(scalars) > 1:

@@ -31,6 +31,7 @@ def measure_shape(built: BuiltModel) -> ModelShape:
     embedding = sum(
         _parameters_below(sizes, name) for name in (structure.embedding, structure.position_embedding) if name
     )
+    # named_parameters lists a tied weight once, under the embedding: the head counts 0
     head = _parameters_below(sizes, structure.head) if structure.head else 0
     total = sum(sizes.values())
     text = built.hf_config.get_text_config(decoder=True).to_dict() if built.hf_config is not None else {}
@@ -73,6 +74,7 @@ def _matmul_parameters(module: nn.Module, structure: Any, share: float) -> int:
     """Returns the number of weights in matrices outside the embeddings; of experts the share that a token visits."""
     tables = tuple(f"{name}." for name in (structure.embedding, structure.position_embedding) if name)
     count = 0.0
+    # a tied head multiplies too, so duplicates count
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.ndim >= 2 and not name.startswith(tables):
             count += parameter.numel() * (share if _EXPERT.search(name) else 1.0)

@@ -106,6 +106,7 @@ def _operator_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None
     overload_packet = getattr(func, "overloadpacket", func)
     name = getattr(overload_packet, "__name__", str(overload_packet))
     results = [item for item in tree_flatten(out)[0] if isinstance(item, torch.Tensor)]
+    # views and uninitialised memory: no traffic
     if name in FREE or not results:
         return None
     tensor_inputs = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
@@ -130,6 +131,7 @@ def _operator_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None
         flops = 4.0 * rows * heads * queries * keys * size * (2.5 if is_backward else 1.0)
         saved_bytes = 0 if is_backward else sum(item.numel() * item.element_size() for item in results)
         return Operator("attention", name, (rows, heads, queries, keys, size), flops, moved_bytes, saved_bytes)
+    # stands for the runtime's keyed dropout, which moves more bytes
     if name.startswith("bernoulli"):
         name, moved_bytes = "draw", DRAWN_BYTES * sum(item.numel() for item in results)
     return Operator("element", name, (), 0.0, moved_bytes)
@@ -163,6 +165,7 @@ def measure_work(
             alive.append(item)
         return item
 
+    # pack sees every tensor that autograd saves for backward
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), _Counter(work.forward) as forward_counter:
         out = call()
     targets = [item for item in (*inputs, *module.parameters()) if item.requires_grad]

@@ -38,6 +38,7 @@ def draw(kind: str, values: tuple[float, ...], count: int, dtype: torch.dtype, a
     Returns:
         (count,) in float64 or float32.
     """
+    # bf16 and fp16 weights are rounded from float32 draws
     real = np.float64 if dtype == torch.float64 else np.float32
     generator = generator_at(address)
     if kind == "truncated":

@@ -127,6 +127,7 @@ class Recording(TorchDispatchMode):
         ]
         out = func(*args, **kwargs)
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
+        # an output with a known storage is a view, which needs no operation in the replay
         new = [isinstance(item, torch.Tensor) and item.is_meta and not self.knows(item) for item in outputs]
         if written or any(new):
             writes = [self.ref(item) for item in written]
@@ -187,6 +188,7 @@ def _stand_ins(recording: Recording) -> Iterator[None]:
 
 def _replace_everywhere(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
     """Replaces one function by another in every module that has it, and in transformers' table of them."""
+    # modules that imported the function by name have their own reference to it
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", {})
         table = space.get("TORCH_INIT_FUNCTIONS")
@@ -201,6 +203,7 @@ def _stand_in(recording: Recording, original: Callable[..., Any]) -> Callable[..
     def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not tensor.is_meta:
             return original(tensor, *args, **kwargs)
+        # an empty tensor has nothing to initialise
         if tensor.numel():
             recording.add(original, (tensor, *args), kwargs, [recording.ref(tensor)], [])
         return tensor

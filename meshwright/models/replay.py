@@ -87,6 +87,7 @@ class Replay:
             base = base if base.dtype == item.dtype else base.view(item.dtype)
             return base.as_strided(item.shape, item.stride, item.offset)
 
+        # the caller's random state must not change
         state, threads = torch.random.get_rng_state(), torch.get_num_threads()
         # the last bits of an orthogonal matrix depend on how many compute it
         torch.set_num_threads(1)
@@ -130,6 +131,7 @@ class Replay:
 
     def _steps_of(self, op: Op, target: TensorRef) -> list[_FlatOp] | None:
         """Returns the steps of one operation on its target; None when it can't be done run by run."""
+        # a strided or reinterpreted target has no run of flat elements
         if not target.is_flat or target.dtype != self.recording.sizes[target.storage][1]:
             return None
         simple_step = _simple_step(op, target)

@@ -27,6 +27,7 @@ def rescale_group(group: ShardingGroup, clone_layer: nn.Module, layer: nn.Module
     }
     # units that are heads keep their count and widen; channels keep their size and multiply
     channels = not group.heads and all(block.count == group.units for split in group.splits for block in split.blocks)
+    # channels of several tensors must multiply alike, or they no longer match
     if channels and len(set(factors.values())) > 1:
         return None
     units = group.units * factors[group.splits[0].name] if channels else Fraction(group.units)

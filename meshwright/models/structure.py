@@ -113,6 +113,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def _find_stacks(module: nn.Module) -> list[tuple[str, ...]]:
     """Returns the outermost runs of repeated blocks of a model, in order; else its lone blocks."""
     stacks = [stack for key, child in module.named_children() for stack in _stacks_below(child, key)]
+    # the model itself may be the stack, as an nn.Sequential of blocks is
     if not stacks and (blocks := _blocks(module) or _lone_blocks(module, "", _token_table(module))):
         return [tuple(blocks)]
     return stacks
@@ -129,6 +130,7 @@ def _stacks_below(child: nn.Module, name: str) -> list[tuple[str, ...]]:
         ]
     if not all(isinstance(child.get_submodule(block), _CONTAINERS) for block in blocks):
         return [tuple(f"{name}.{block}" for block in blocks)]
+    # blocks that are containers: each is a stack of its own
     stacks = []
     for block in blocks:
         block_child, path = child.get_submodule(block), f"{name}.{block}"
@@ -144,6 +146,7 @@ def _blocks(child: nn.Module) -> list[str]:
     if isinstance(child, nn.ModuleList):
         return [key for key, item in items if any(True for _ in item.children())]
     if isinstance(child, (nn.Sequential, nn.ModuleDict)):
+        # an nn.Sequential is a stack where one class repeats
         counts = Counter(type(item) for _, item in items)
         return [key for key, item in items if counts[type(item)] > 1 and any(True for _ in item.children())]
     return []
@@ -195,6 +198,7 @@ def _module_from_accessor(module: nn.Module, name: str, names: dict[int, str]) -
 def _first_embedding(outside: dict[str, nn.Module]) -> str | None:
     """Returns the name of the first embedding outside the blocks; one of positions only where it is alone."""
     tables = [name for name, child in outside.items() if isinstance(child, nn.Embedding)]
+    # a position table alone may be all that there is
     tables = [name for name in tables if not _is_position(name)] or tables
     return tables[0] if tables else None
 
@@ -223,6 +227,7 @@ def _position_rows(module: nn.Module, position: str | None) -> int | None:
 
 def _find_head(outside: dict[str, nn.Module], vocab: int | None) -> str | None:
     """Returns the name of the last Linear outside the blocks with one output for each vocabulary entry."""
+    # the last one: an earlier Linear of the same size may be an auxiliary head
     heads = [n for n, child in outside.items() if isinstance(child, nn.Linear) and vocab in (None, child.out_features)]
     return heads[-1] if heads else None
 

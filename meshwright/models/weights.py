@@ -141,6 +141,7 @@ class SafetensorsSource:
         foreign = [key for key in self._foreign if not any(re.search(pattern, key) for pattern in ignored_patterns)]
         missing = [name for name in self._tensors if self._stored_name(name) is None]
         optional_patterns = getattr(self._module, "_keys_to_ignore_on_load_missing", None) or ()
+        # transformers lists parameters that checkpoints of the family may lack
         missing = [name for name in missing if not any(re.search(pattern, name) for pattern in optional_patterns)]
         if missing or foreign:
             raise CheckpointError(
@@ -176,6 +177,7 @@ def _index_files(directory: Path) -> dict[str, Path]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as reader:
+                # headers alone: no tensor is read here
                 file_of_key |= dict.fromkeys(reader.keys(), file)
         except FileNotFoundError:
             raise CheckpointError(f"{file} is missing; only safetensors weights are read") from None

@@ -55,6 +55,7 @@ def measure_model(
     axis_group = BlankGroup(degree)
     if degree > 1:
         assert table is not None
+        # the axis group is a stand-in that records what a rank would send
         tensor.wrap_model(module, table, axis_group, degree, split_tokens)  # type: ignore[arg-type]
     layers = [module.get_submodule(name) for name in built.structure.layers]
     kinds = _LayerKinds(layers, axis_group)
@@ -150,6 +151,7 @@ class _LayerKinds:
 
     def _measuring_forward(self, layer: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a forward that measures the layer's kind once and counts the calls."""
+        # layers of one class, attention type and shapes cost the same
         key = (
             type(layer),
             getattr(layer, "attention_type", ""),
@@ -162,6 +164,7 @@ class _LayerKinds:
                 self._kind_index[key] = len(self.works)
                 self.works.append(self._measure_layer(layer, plain, args, kwargs))
                 self.counts.append(0)
+                # once more without counting, for an output of the right shape
                 with _HiddenFromModes():
                     self._outputs.append(plain(*_detached(args), **_detached(kwargs)))
                 # the second run's collectives were recorded too; only the measured run's count
@@ -208,6 +211,7 @@ class _HiddenFromModes:
     def __enter__(self) -> None:
         self._modes = torch.utils._python_dispatch._pop_mode_temporarily()
         self._mode = self._modes.__enter__()
+        # hooks that do nothing override those of the outer measurement
         self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda item: item, lambda item: item)
         self._hooks.__enter__()
 

@@ -43,6 +43,7 @@ def read_model(model: Model, seed: int) -> BuiltModel:
     Raises:
         ConfigError: for weights that are neither float32 nor float64, and for a function that returns no module.
     """
+    # an empty recording: the values are constants of the recipe
     if isinstance(model, nn.Module):
         module, recipe = model, recipe_of(model, Recording())
     else:
@@ -70,6 +71,7 @@ def _config_of(module: nn.Module) -> ModelConfig:
     config: Any = module.config
     config_values, changed = config.to_dict(), config.to_diff_dict()
     skipped = {*DROPOUTS, "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"}
+    # overrides hold what differs from the family's defaults, so that clones have it too
     changed_values = {
         key: item
         for key, item in changed.items()
@@ -177,6 +179,7 @@ def as_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, comput
             built.fill_buffers(module, device)
         for path, child in module.named_modules():
             for key, buffer in child._buffers.items():
+                # without fill, built.fill_buffers has set every buffer above
                 if buffer is not None and buffer.is_meta:
                     name = f"{path}.{key}" if path else key
                     assert fill is not None

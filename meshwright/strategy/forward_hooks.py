@@ -59,6 +59,7 @@ class ForwardHooks:
                     "torch.utils.checkpoint around the whole model draws other random numbers the second time: write "
                     "recompute=full in the layout instead"
                 )
+            # the global batch index of the first row addresses the dropout masks
             shape = next(item.shape for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
             program.chance.begin((self._seed, self._forwards), self._reader[0] * shape[0], shape)
             self._forwards += 1

@@ -40,6 +40,7 @@ def axis_group_over(ranks: Ranks) -> AxisGroup:
             f"ranks is a {type(ranks).__name__}: give a mesh of one dim, such as device_mesh('tp=2')['tp'], a process "
             "group, or None for all ranks"
         )
+    # a mesh of several dims doesn't say which of them splits the layer
     if isinstance(ranks, DeviceMesh):
         if ranks.ndim != 1:
             raise ConfigError(f"the mesh has dims {ranks.mesh_dim_names}; name the one to split over, as mesh['tp']")
@@ -127,6 +128,7 @@ class TensorParallelLinear(nn.Module):
         self._axis_group, self._dim = axis_group, dim
         with torch.no_grad():
             self.weight = nn.Parameter(full_linear.weight.chunk(axis_group.size, dim)[axis_group.index].clone())
+            # rows: the bias is added after the sum, so every rank has all of it
             bias = (
                 full_linear.bias
                 if full_linear.bias is None or dim
@@ -164,6 +166,7 @@ class TensorParallelLinear(nn.Module):
     def whole(self) -> nn.Linear:
         """Returns the full layer; all ranks call it together."""
         full_linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
+        # the shards in order of rank along the split dim
         full_linear.weight.copy_(gather(self.weight, self._axis_group, self._dim))
         if self.bias is not None:
             full_linear.bias.copy_(self.bias if self._dim else gather(self.bias, self._axis_group, 0))
@@ -210,6 +213,7 @@ class TensorParallelMultiheadAttention(nn.Module):
         super().__init__()
         width = _size_of_two_names("width", width, "embed_dim", embed_dim)
         heads = _size_of_two_names("heads", heads, "num_heads", num_heads)
+        # kv_heads' position may carry the ranks
         if not isinstance(kv_heads, int):
             kv_heads, mesh = None, mesh if kv_heads is None else kv_heads
         axis_group, key_heads = axis_group_over(mesh if ranks is None else ranks), kv_heads or heads
@@ -274,6 +278,7 @@ def _size_of_two_names(name: str, value: int | None, other_name: str, other_valu
 def seeded_linear(inputs: int, outputs: int, bias: bool, seed: int) -> nn.Linear:
     """Returns an `nn.Linear` whose weights are a function of its seed; torch's random state stays unchanged."""
     with torch.random.fork_rng(devices=[]):
+        # the full weight is drawn and cut, so that the degree doesn't change it
         torch.manual_seed(seed)
         return nn.Linear(inputs, outputs, bias=bias)
 

@@ -86,6 +86,7 @@ def load_loop(source: str) -> Loop:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # the loop's file imports its neighbours
     sys.path.insert(0, str(path.parent))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -101,6 +102,7 @@ def loop_layouts(ranks: int) -> list[Layout]:
     """Returns the layouts that a loop which calls the model itself can run on some ranks."""
     layouts = []
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    # replicate fills the ranks that tp and shard leave
     for tp, shard in ((tp, shard) for tp in divisors for shard in divisors if ranks % (tp * shard) == 0):
         degrees = {"replicate": ranks // (tp * shard), "shard": shard, "tp": tp}
         layouts += [Layout(degrees=degrees, zero=zero) for zero in ((1, 2, 3) if shard > 1 else (0,))]
@@ -128,6 +130,7 @@ def verify_loop(
         for layout in layouts:
             try:
                 ranks = _launch(layout.world, case, _candidate, str(layout), str(path))
+            # a refusal is a result: the other layouts are still run
             except MeshwrightError as error:
                 verdict = LoopVerdict(
                     layout=str(layout),
@@ -195,6 +198,7 @@ def _candidate(context: RankContext, case: LoopCase, text: str, path: str) -> di
     expected = torch.load(path, weights_only=True)
     strategy = HybridParallelStrategy(text)
     losses = [strategy.mean(loss) for loss in _run(case, strategy)]
+    # a loop that stops at another step has failed
     equal = len(losses) == len(expected["losses"])
     loss_errors = [
         _relative_gap(abs(loss - expected_loss), abs(expected_loss))

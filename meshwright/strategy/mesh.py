@@ -51,6 +51,7 @@ def device_mesh(layout: Layout | str, device_type: str = "cpu") -> DeviceMesh:
         ConfigError: when there is no process group.
     """
     plan = ranks_of(layout)
+    # axes of one rank are no dims; a single rank still needs one
     shape = {name: size for name, size in plan.shape().items() if size > 1} or {"replicate": 1}
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
@@ -133,6 +134,7 @@ def layout_of_dims(dims: Mapping[str, Dim], zero: int | None = None, mesh: Devic
     if degrees.get("ep", 1) > 1 and "shard" not in degrees and "ep" in ranks_by_axis:
         # Ranks of an expert dim read rows of their own: they are data ranks for all that isn't an expert.
         degrees["shard"], ranks_by_axis["shard"] = degrees["ep"], ranks_by_axis.pop("ep")
+    # ep divides ranks of other axes, so the layout has no dim to compare it with
     ranks_by_axis.pop("ep", None)
     sharded = degrees.get("shard", 1) > 1
     layout = Layout(degrees=degrees, zero=(3 if zero is None else zero) if sharded else 0)
@@ -184,6 +186,7 @@ def layout_given(
 ) -> Layout | str | DeviceMesh:
     """Returns the one source of the degrees: a layout, a mesh, or the layout of dims by keyword."""
     given_dims = {name: dim for name, dim in dims.items() if dim is not None}
+    # dims by keyword may be looked up in a mesh
     if given_dims and layout is None:
         return layout_of_dims(given_dims, zero, mesh)
     if given_dims or (layout is None) == (mesh is None):

@@ -41,15 +41,16 @@ def original_parameters(model: Any, optimizer: torch.optim.Optimizer | None) -> 
         return OriginalParameters([], {})
     if any(isinstance(child, nn.parallel.DistributedDataParallel) for child in model.modules()):
         raise ConfigError("the model is in DistributedDataParallel: shard the module itself, and write replicate=N")
-    found = dict(model.named_parameters())
-    for name, parameter in found.items():
+    # remove_duplicate: the first of tied names
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             raise ConfigError(f"'{name}' is a DTensor: the model is sharded already; shard one with whole weights")
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
                 f"a hook was registered on '{name}', which shard() replaces: change gradients after backward() instead"
             )
-    return OriginalParameters(list(found.values()), {id(item): name for name, item in found.items()})
+    return OriginalParameters(list(parameters.values()), {id(item): name for name, item in parameters.items()})
 
 
 def send_weights(model: Any, source: int) -> None:
@@ -85,6 +86,7 @@ def settle_module(module: nn.Module, program: Program) -> None:
     local_parameters = {name: weight.parameter for name, weight in _weights_by_name(module, program).items()}
     full_listing = type(module).named_parameters
 
+    # optimizers and clipping functions list parameters at any time
     def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         prefix = kwargs.get("prefix", args[0] if args else "")
         start = len(prefix) + 1 if prefix else 0
@@ -119,6 +121,7 @@ def guard_state_dict(module: nn.Module, program: Program) -> None:
             return
         for name, weight in weights.items():
             value = state.get(prefix + name)
+            # DTensors are shards already: torch.distributed.checkpoint has cut them
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
             if tuple(value.shape) == weight.shape:

@@ -25,6 +25,7 @@ class OneDevice:
 
     def shard(self, model: Any, optimizer: torch.optim.Optimizer | None = None, **_: Any) -> Any:
         """Returns the model, or what the function builds."""
+        # a function is called as strategy.shard would call it
         self.model = model if isinstance(model, nn.Module) else model()
         return self.model if optimizer is None else (self.model, optimizer)
 

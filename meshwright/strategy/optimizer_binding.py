@@ -94,6 +94,7 @@ class OptimizerBinding:
                     continue
                 local_parameters.append(self._local_parameters.get(weight, weight.parameter))
                 if state is not None:
+                    # moments follow their weight, cut as it was
                     optimizer.state[local_parameters[-1]] = _cut_state(state, weight)
             group["params"] = local_parameters
         self._bind(optimizer)
@@ -107,6 +108,7 @@ class OptimizerBinding:
         ]
         self._bound[id(optimizer)] = (weakref.ref(optimizer), weights)
         zero_grad = types.MethodType(_make_zero_grad(self, weights), optimizer)
+        # torch's own would clear the shards' gradients and leave the weights'
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         if self.split:
             optimizer.register_state_dict_pre_hook(_refuse_state_dict)

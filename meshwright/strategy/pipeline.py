@@ -95,6 +95,7 @@ class PipelineEngine:
         """Optimizer steps done."""
         self.norm: torch.Tensor | None = None
         """2-norm of the whole gradient in the last step, before it was clipped; None without clipping."""
+        # otherwise the first batch is the example
         if example is not None or not isinstance(self._model, nn.Module) or takes_tokens(self._model):
             self._build(example)
 
@@ -107,7 +108,9 @@ class PipelineEngine:
         self.layout = plan = precise(self.layout, built)
         check(plan, self._device.type, len(built.structure.layers))
         self._mesh = Mesh(plan, self._device.type, TrafficLog())
+        # before any stage is cut: unequal weights would train without an error
         check_equal(built, self._mesh.world)
+        # the engine's loss reads full logits
         facts = shared_facts(built, plan, example, split_vocabulary=False)
         source = as_source(built, facts, None, _compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
@@ -184,6 +187,7 @@ class PipelineEngine:
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Returns the mean loss over every row, without training on it; batches may be of any size."""
         sums = [self._program.evaluate(MicroBatch(*self._on_device(batch), None)) for batch in loader]
+        # no backward frees the gathered weights
         self.sharded_model.release()
         return self._mean(sums)
 
@@ -221,6 +225,7 @@ class PipelineEngine:
         ]
         # the loss is a mean over rows: its gradient is scaled to the mean over micro-batches and readers
         sums = self._program.forward_backward(batches, 1.0 / (count * readers), (0, self.steps))
+        # a weight without a gradient on this rank may have one on another
         fill_missing(self._program)
         if self._clip:
             self.norm = self.sharded_model.clip(self._clip)
@@ -300,6 +305,7 @@ def _single_module(model: Model | None, stages: Sequence[nn.Module] | None) -> M
 
 def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
     """Returns the layout with a number of micro-batches; refuses two different numbers, and unsupported choices."""
+    # 1 is the layout's default, so it isn't a second answer
     if microbatches is not None and layout.microbatches not in (1, microbatches):
         raise PlanError(
             f"microbatches={microbatches}, but the layout says microbatches={layout.microbatches}; give one of them"
@@ -320,6 +326,7 @@ def _compute(structure: ModelStructure, loss: Loss) -> Compute:
         is_plain_module = not structure.transformers
         output: Any = module(batch.tokens) if is_plain_module else module(batch.tokens, use_cache=False).logits
         micro_batch_loss = loss(output, batch.targets)
+        # a mean over rows becomes a sum, so that batches of any size add up
         loss_sum = micro_batch_loss.detach().to(torch.float64) * len(batch.targets)
         rows = torch.full_like(loss_sum, float(len(batch.targets)))
         return micro_batch_loss * scale, torch.stack([loss_sum, rows, torch.zeros_like(loss_sum)])

@@ -87,6 +87,7 @@ class ShardedModel:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scales the full model's gradient down to a norm of at most ``max_norm``; returns the norm before."""
         norm = self.norm()
+        # as torch.nn.utils.clip_grad_norm_ does
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         gradients = [weight.gradient for weight in self.program.weights if weight.gradient is not None]
         with torch._C.DisableTorchFunctionSubclass():
@@ -113,6 +114,7 @@ class ShardedModel:
         state: dict[str, Any] = {"model": model}
         if optimizer is None:
             return state
+        # loading in place needs tensors to load into
         if not optimizer.state:
             self._create_zero_state(optimizer)
         moments: dict[str, dict[str, Any]] = {}

@@ -39,6 +39,7 @@ class PipelineStrategy:
             near = max(size, rows // size * size) if size > 0 else 1
             raise PlanError(f"microbatch_size={size} doesn't divide {rows} rows of a batch; nearest that works: {near}")
         mesh = self.device_mesh
+        # an unnamed mesh of one dim is the pipeline
         if mesh is None or (mesh.ndim == 1 and mesh.mesh_dim_names is None):
             degrees = {"pp": self.num_stages}
             ranks = self.num_stages if mesh is None else mesh.size()
@@ -77,6 +78,7 @@ class ShardingSpec:
     @property
     def mode(self) -> str:
         """The split of a linear layer's weight (out, in): ``columns``, ``rows`` or ``whole``."""
+        # a linear weight is (out, in): dim 0 splits outputs, dim 1 inputs
         dims = {item.dim for item in self.placements if isinstance(item, Shard)}
         if not dims:
             return "whole"

@@ -29,6 +29,7 @@ class SavedShards(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for every operation: detach returns the same wrapper, any other is an error."""
+        # dcp detaches every tensor of a state dict
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func} reads values, but this rank holds only parts of them: save them with dcp")
