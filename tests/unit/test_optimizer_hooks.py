@@ -15,10 +15,10 @@ class _Quiet(OptimizerBinding):
         self.own, self.steps = self, 0  # a circle, which only the collector frees
         _observe_optimizers(self)
 
-    def _before(self, optimizer: object, args: object, kwargs: object) -> None:
+    def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
         self.steps += 1
 
-    def _after(self, optimizer: object, args: object, kwargs: object) -> None:
+    def _after_optimizer_step(self, optimizer: object, args: object, kwargs: object) -> None:
         self.steps += 1
 
 
