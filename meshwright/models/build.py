@@ -108,7 +108,7 @@ def build_meta(
     Args:
         config: which model.
         vocab: vocabulary of the data; used where the config is silent, and checked against a directory's.
-        context: tokens in a row of the data, likewise.
+        context: tokens in a row of the data; used where the config is silent, and checked against a directory's.
         weights: False leaves a directory's weights alone and reads its config only; they come from elsewhere.
 
     Raises:

@@ -197,7 +197,13 @@ def _rehearse_attention(
 def _grads_or_zeros(
     output: torch.Tensor, parameters: dict[str, Any], output_grad: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Returns the gradients of named parameters; zeros for those on which the output doesn't depend."""
+    """Returns the gradients of named parameters, of the parameters' shapes; zeros where the output is independent.
+
+    Args:
+        output: (B, S, V) float64, in the graph.
+        parameters: by name.
+        output_grad: (B, S, V) float64.
+    """
     grads = torch.autograd.grad(output, list(parameters.values()), output_grad, allow_unused=True)
     return {
         name: torch.zeros_like(item) if grad is None else grad for (name, item), grad in zip(parameters.items(), grads)
@@ -205,7 +211,7 @@ def _grads_or_zeros(
 
 
 def _exceeds_tolerance(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> bool:
-    """Returns whether two tensors differ by more than the tolerance."""
+    """Returns whether two tensors of one shape differ by more than the tolerance."""
     return not _relative_error(actual, expected, scale) <= TOLERANCE
 
 

@@ -194,7 +194,7 @@ def retie(module: nn.Module, ties: tuple[tuple[str, ...], ...]) -> None:
 
 
 def _slice_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Returns the box of a tensor, a view."""
+    """Returns a box of a tensor of any shape, a view with the box's sizes."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 

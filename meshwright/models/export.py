@@ -27,7 +27,7 @@ def export_hf(
     """Writes the model; on one rank, which needs memory for the full model.
 
     A transformers model goes through its own ``save_pretrained``, which undoes the conversions of loading, so that
-    ``AutoModelForCausalLM.from_pretrained`` gives the same logits. Another module becomes ``model.safetensors`` and
+    ``AutoModelForCausalLM.from_pretrained`` returns the same logits. Another module becomes ``model.safetensors`` and
     ``meshwright.json``. Everything is written beside the target and renamed.
 
     Args:
@@ -82,7 +82,7 @@ def _is_tokenizer(name: str) -> bool:
 
 
 def _complete_values(built: BuiltModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns one value for every parameter name that is first among its ties."""
+    """Returns one full value, of the parameter's shape, for every parameter name that is first among its ties."""
     names = dict(built.module.named_parameters())
     all_names = {name for name, _ in built.module.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in built.module.named_buffers()}

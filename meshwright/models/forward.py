@@ -46,17 +46,17 @@ def model_forward(
 
     Args:
         module: the model.
-        structure: its parts.
+        structure: of the model.
         tokens: (B, S) int64.
         positions: (B, S) int64, the position of each token in its document, starting anew at each boundary; None when
             no row has a boundary, which builds no mask and keeps the causal kernel.
-        mask_documents: whether tokens see only their own document. Without it positions are not used.
+        mask_documents: whether tokens attend only within their document. Without it positions are not used.
 
     Returns:
         Logits (B, S, V), in the type that the model computes them in.
 
     Raises:
-        ConfigError: for a model that gives only a loss, or that takes no positions though documents are masked.
+        ConfigError: for a model that returns only a loss, or without position ids though documents are masked.
     """
     # A forward may insist on targets, or without them give the logits of the last token alone.
     ignored_targets = (
@@ -151,7 +151,16 @@ def _call_module(
     positions: torch.Tensor | None,
     mask_documents: bool,
 ) -> Any:
-    """Calls forward with the arguments that it has."""
+    """Calls forward with the arguments that it has.
+
+    Args:
+        module: the model.
+        structure: of the model.
+        tokens: (B, S) int64.
+        labels: (B, S) int64 by argument name.
+        positions: (B, S) int64 or None.
+        mask_documents: whether positions are passed.
+    """
     arguments: dict[str, Any] = {structure.token_argument: tokens, **labels}
     if mask_documents and positions is not None:
         if not structure.takes_positions:
@@ -198,7 +207,7 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
 
 
 def _read_output(result: Any, tokens: torch.Tensor, token_parts: int) -> ModelOutput:
-    """Finds logits or a loss in a module's output."""
+    """Finds logits (B, S / token_parts, V) or a scalar loss in a module's output of any type."""
     if isinstance(result, torch.Tensor):
         candidates = [result]
     elif isinstance(result, dict):

@@ -76,12 +76,15 @@ def _fuse_run(
 
 
 def _tensors(some: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors in nested arguments."""
     return tuple(item for item in tree_flatten(some)[0] if isinstance(item, torch.Tensor))
 
 
 def _storage(item: torch.Tensor) -> int:
+    """Returns the address of a tensor's storage, by which views of one tensor are equal."""
     return int(item.untyped_storage()._cdata)
 
 
 def _bytes_of(item: torch.Tensor) -> int:
+    """Returns the bytes of a tensor's elements."""
     return item.numel() * item.element_size()

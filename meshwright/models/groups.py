@@ -166,7 +166,16 @@ def _find_units(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int
 
 
 def _global_norms_between(graph: Graph, target: torch.Tensor, sources: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Returns the passed-through norms over all features that lie between the sources and the target, by name."""
+    """Returns the passed-through norms over all features that lie between the sources and the target, by name.
+
+    Args:
+        graph: of the layer.
+        target: (B, S, F) or (B S, F), in the graph.
+        sources: names of matrices.
+
+    Returns:
+        (B, S, F) or (B S, F) each.
+    """
     opened = graph.trace.opened
     hits = reached(target, list(opened.values())) if opened else []
     source_outputs = [graph.cuts[name].output for name in sources]
@@ -223,7 +232,16 @@ def _inner_blocks(graph: Graph, name: str, columns: Sequence[str], blocks: dict[
 def _split_loose_parameters(
     graph: Graph, target: torch.Tensor, units: int, columns: Sequence[str], inlets: Sequence[str], meetings: list[str]
 ) -> tuple[list[ParameterSplit], list[str]]:
-    """Returns the splits of loose parameters between columns and row, and the names of those that units share."""
+    """Returns the splits of loose parameters between columns and row, and the names of those that units share.
+
+    Args:
+        graph: of the layer.
+        target: (B, S, F) or (B S, F) input of the row linear.
+        units: number of units.
+        columns: names of the column-parallel linears.
+        inlets: those of them whose input comes from outside the group.
+        meetings: names of norms over all features.
+    """
     loose = graph.trace.loose()
     # a few runs of units suffice to see along which dim a parameter follows the units
     probe_count = probes(units)

@@ -249,7 +249,7 @@ class _Probe:
         return any(self._weight_names[alias_index].startswith(prefix) for _, alias_index in same_weight)
 
     def _replace_by_marker(self, tensor: torch.Tensor, marks: set[Mark]) -> torch.Tensor:
-        """Returns a copy of a tensor whose graph begins at a leaf with these marks."""
+        """Returns a copy of a tensor, of any shape, whose graph begins at a leaf with these marks."""
         leaf = tensor.detach().requires_grad_()
         self._marks_of_leaf[id(leaf)] = marks
         marker = leaf.clone()
@@ -257,7 +257,7 @@ class _Probe:
         return marker
 
     def _marks(self, tensor: torch.Tensor) -> set[Mark]:
-        """Returns the sources of a tensor: layers and weights."""
+        """Returns the sources of a tensor of any shape: layers and weights."""
         if not tensor.requires_grad:
             return set(self._marks_of_constant.get(id(tensor), ()))
         marks: set[Mark] = set()
@@ -335,7 +335,7 @@ class _Probe:
 
 
 def _graph_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the leaves of the autograd graph behind a tensor."""
+    """Yields the leaves of the autograd graph behind a tensor of any shape."""
     if tensor.grad_fn is None:
         yield tensor
         return

@@ -49,6 +49,7 @@ class BlankGroup(DifferentiableCollectives):
         self.sent: list[tuple[str, int, int]] = []
 
     def _record_collective(self, op: str, tensor: torch.Tensor) -> _FinishedCollective:
+        """Records an operation with the bytes of a tensor of any shape."""
         self.sent.append((op, tensor.numel() * tensor.element_size(), self.size))
         return _FinishedCollective()
 

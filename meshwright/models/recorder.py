@@ -117,7 +117,7 @@ class Recording(TorchDispatchMode):
         return self.ref(tensor) if tensor.is_meta else tensor.detach().clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation and records it when it made or changed a meta tensor."""
+        """Runs the operation and records it when it created or changed a meta tensor."""
         kwargs = kwargs or {}
         # the schema marks arguments that an in-place operator writes
         written = [
@@ -137,7 +137,7 @@ class Recording(TorchDispatchMode):
 
 
 class MetaFactories(TorchFunctionMode):
-    """Sends tensor factories without a device to meta; `torch.tensor` keeps its values by way of the CPU."""
+    """Sends tensor factories without a device to meta; `torch.tensor` gets its values on the CPU first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Redirects one call."""

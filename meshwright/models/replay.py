@@ -46,7 +46,7 @@ class Replay:
     """A recording, indexed so that any run of elements of any of its tensors can be computed."""
 
     def __init__(self, recording: Recording) -> None:
-        """Sorts the operations by what they write.
+        """Indexes the operations by the storages that they write.
 
         Args:
             recording: finished; nothing is added to it any more.
@@ -75,7 +75,7 @@ class Replay:
         return self._replay_run(ref, len(self.recording.ops), seed, low, high)
 
     def full_tensor(self, ref: TensorRef, seed: int) -> torch.Tensor:
-        """Replays every operation that the tensor depends on, on real CPU tensors, and returns the tensor."""
+        """Replays every operation that the tensor depends on, on the CPU; returns the tensor in its recorded shape."""
         real: dict[int, torch.Tensor] = {}
 
         def view(item: TensorRef) -> torch.Tensor:
@@ -190,7 +190,16 @@ class Replay:
         return run
 
     def _fill_random(self, step: _FlatOp, storage: int, seed: int, elements: torch.Tensor, a: int, b: int) -> None:
-        """Fills elements [a, b) of a random step from its blocks; the last blocks are cached, since runs share them."""
+        """Fills elements [a, b) of a random step from its blocks; the last blocks are cached, since runs share them.
+
+        Args:
+            step: a draw.
+            storage: of the draw's target.
+            seed: of the weights.
+            elements: (b - a,), written.
+            a: first element, from the step's start on.
+            b: end of the elements.
+        """
         for block in range(a // BLOCK, (b - 1) // BLOCK + 1):
             # a block's numbers depend on its address alone, never on the layout or on which run needs it
             address = (seed, self._storage_label(storage), step.order, block)

@@ -101,7 +101,7 @@ def rehearse(
 
 
 def _compare_gradients(module: nn.Module, expected_grads: Mapping[str, torch.Tensor | None]) -> None:
-    """Compares a module's gradients with the full model's, and clears them."""
+    """Compares a module's gradients with the full model's, by name and of the parameter's shape; clears them."""
     largest = max((float(item.abs().max()) for item in expected_grads.values() if item is not None), default=1.0)
     for name, item in module.named_parameters():
         full_grad = expected_grads[name]

@@ -198,6 +198,7 @@ def sharding_table(
 
 
 def _opened_trace(traces_of: Callable[[bool], dict[str, LayerTrace]], name: str) -> LayerTrace:
+    """Returns a layer's trace with norms over all features passed through."""
     return traces_of(True)[name]
 
 

@@ -218,7 +218,7 @@ def _record_arguments_hook(layer: str, name: str, traces: dict[str, LayerTrace])
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
-    """Returns the first floating tensor among a layer's outputs, of whatever nesting."""
+    """Returns the first floating tensor, of any shape, among a layer's nested outputs."""
     if isinstance(value, torch.Tensor):
         return value if value.is_floating_point() else None
     for item in value if isinstance(value, (tuple, list)) else ():

@@ -41,6 +41,7 @@ class _FinishedExchange:
     """A work handle of a collective that has already completed."""
 
     def wait(self, timeout: Any = None) -> bool:
+        """Returns at once."""
         return True
 
 
@@ -204,7 +205,7 @@ def _run_traced_call(layer: nn.Module, trace: LayerTrace, inputs: dict[int, torc
 
 
 def _output_grad(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Returns fixed random numbers as the gradient of an output."""
+    """Returns fixed random numbers of an output's shape, as its gradient."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=dtype)
 
 

@@ -43,7 +43,7 @@ class SafetensorsSource:
         """Reads the headers and matches every key.
 
         Args:
-            directory: holds ``model.safetensors`` or ``model.safetensors.index.json`` with its files.
+            directory: with ``model.safetensors``, or ``model.safetensors.index.json`` and its files.
             module: the model on meta.
 
         Raises:
@@ -92,7 +92,7 @@ class SafetensorsSource:
         return next((alias for alias in (name, *self._ties.get(name, ())) if alias in self._origins), None)
 
     def _read_box(self, key: str, box: Box | None) -> torch.Tensor:
-        """Reads a box of one stored tensor."""
+        """Reads a box of one stored tensor: a CPU tensor with the box's sizes, in the file's type."""
         try:
             with safe_open(self._files[key], framework="pt") as file:
                 if box is None or not box:
@@ -118,7 +118,7 @@ class SafetensorsSource:
         keys_by_target: dict[str, list[tuple[str, str]]] = {}
         origins: dict[str, _Origin] = {}
         self._foreign: list[str] = []
-        for key in sorted(self._files, key=_natural):
+        for key in sorted(self._files, key=_natural_sort_key):
             target, pattern = rename(key)
             # the key is a name of the module already, so its renaming doesn't apply
             if target not in module_tensors and key in module_tensors:
@@ -226,6 +226,7 @@ def _conversion_outputs(converter: Any, target: str, module_names: Iterable[str]
 
 
 def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns the names of each tied parameter by each of its names."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -233,14 +234,17 @@ def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the buffers that a state dict contains, by name."""
     kept = set(module.state_dict(keep_vars=True))
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
-def _natural(key: str) -> list[tuple[int, int, str]]:
+def _natural_sort_key(key: str) -> list[tuple[int, int, str]]:
+    """Returns a sort key that orders numbers in a dotted name by value: experts.10 follows experts.9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]
 
 
 def _examples(names: list[str]) -> str:
+    """Returns the first names in parentheses, "" for none."""
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f" ({shown})" if names else ""

@@ -21,7 +21,7 @@ class ForwardHooks:
         sharded_model: this rank's shards of the model.
         seed: of dropout.
         reader: (index, count) of this rank among those that read other rows.
-        local_batch_norm: let BatchNorm take its statistics of this rank's rows.
+        local_batch_norm: let BatchNorm compute its statistics over this rank's rows.
     """
 
     def __init__(self, sharded_model: ShardedModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:

@@ -30,9 +30,9 @@ class GradientState(enum.Enum):
     NONE = "none"
     """No backward yet."""
     LOCAL = "local"
-    """Sums over this rank's micro-batches, unsent."""
+    """Sums over this rank's micro-batches, unreduced."""
     SUMMED = "summed"
-    """The gradient of the whole batch."""
+    """The gradient of the global batch."""
 
 
 class GradientSync:
@@ -80,7 +80,7 @@ class GradientSync:
 
     @property
     def summed(self) -> bool:
-        """Whether gradients are those of the whole batch."""
+        """True when gradients are those of the global batch."""
         return self.state is not GradientState.LOCAL
 
     def begin(self, *_: Any) -> None:
@@ -282,7 +282,7 @@ class GradientSync:
         return (-1, 0) if gradient is None else (gradient._version, self._changes)
 
     def any_rank(self, flag: torch.Tensor) -> None:
-        """Replaces a float flag by its maximum over all ranks, in place."""
+        """Replaces a float flag, one element, by its maximum over all ranks, in place."""
         flag_float64 = flag.to(torch.float64).reshape(1)
         self._world.all_reduce_max(flag_float64).wait()
         flag.copy_(flag_float64.reshape(flag.shape))
@@ -330,14 +330,16 @@ class _ArrivalHooks:
     def _scale_direct(self, gradient: torch.Tensor) -> torch.Tensor:
         # Shards get the model's gradient from the reduction, a penalty's from autograd: whole already, no sum of the
         # readers', so that the mean must leave it as it is.
-        """Multiplies a direct gradient by the number of readers, which the mean divides out again."""
+        """Multiplies a direct gradient, a DTensor shard, by the number of readers, which the mean divides out again."""
         self._sync.begin()
         return gradient * float(self._mean)
 
     def _expect(self, _: torch.Tensor) -> None:
+        """Notes that autograd computes the parameter's gradient."""
         self._sync.expect(self._name)
 
     def _arrived(self, _: torch.Tensor) -> None:
+        """Notes that the parameter's gradient is accumulated."""
         self._sync.arrived(self._name)
 
 
@@ -350,5 +352,5 @@ def _hook_counts(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient's local tensor."""
+    """Returns a gradient's local tensor: this rank's shard of a DTensor, else the gradient itself."""
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient

@@ -35,7 +35,7 @@ from meshwright.train.loss import IGNORED, cross_entropy_sums
 
 
 class HybridParallelStrategy:
-    """Copies, shards, tensor and expert parallel for a module of one's own, in a loop of one's own.
+    """Runs replicate, shard, tp and ep on a custom model in a custom loop.
 
     ::
 
@@ -65,13 +65,13 @@ class HybridParallelStrategy:
         expert_parallel_dim: ranks of ``ep``, over which experts are dealt out; a dim of a mesh of its own reads rows of
             its own.
         zero: level of the dim of ``shard``; 3 when None.
-        split_vocabulary: under ``tp``, split the head too: logits are then of a part of the vocabulary, and the loss
+        split_vocabulary: under ``tp``, split the head too: logits are then of a shard of the vocabulary, and the loss
             must be `loss`. Without it logits are whole.
         average: whether gradients are means over the readers, not sums.
-        local_batch_norm: let BatchNorm take its statistics of each rank's rows, as DistributedDataParallel does.
+        local_batch_norm: let BatchNorm compute its statistics over each rank's rows, as DistributedDataParallel does.
 
     Raises:
-        PlanError: for a layout that doesn't fit the ranks, or that a loop of one's own can't run.
+        PlanError: for a layout that doesn't fit the ranks, or that a custom loop can't run.
         ConfigError: when there is no process group.
     """
 
@@ -152,27 +152,27 @@ class HybridParallelStrategy:
         fill: Fill | None = None,
         seed: int = 1,
     ) -> nn.Module | tuple[nn.Module, Optimizer]:
-        """Leaves this rank its parts of a model; every rank calls it together.
+        """Shards a model and returns this rank's shards; every rank calls it together.
 
         Args:
             model: with real weights, the same on all ranks; or a function that builds one, which is run on meta, so
-                that no rank ever holds it whole; or a module on meta, with ``fill``.
-            optimizer: made of the model's parameters before; it is made one of the parts, in place: groups, rates,
+                that no rank ever has all of it; or a module on meta, with ``fill``.
+            optimizer: over the model's parameters; it is rebuilt over the shards, in place: groups, rates,
                 state and schedulers stay. One that isn't handed in is refused at its next step.
             loss: (output, targets) to a mean over rows, for `step`; cross-entropy when None. Given, or under ``pp``,
                 the strategy runs forward and backward itself.
-            microbatches: parts that `step` cuts a batch into.
+            microbatches: number of micro-batches of a `step`.
             clip: largest norm of the whole gradient in `step`; 0 for no clipping.
-            from_rank: take the weights and buffers of this rank's module, where others hold other ones.
+            from_rank: use the weights and buffers of this rank's module, where others hold other ones.
             example: one input (B, ...) of a model that doesn't take tokens (B, S); needed by ``tp``.
             device: where to compute; when None, this rank's GPU under nccl, else where the weights are. ``"meta"``
-                shapes the parts without memory.
+                shapes the shards without memory.
             fill: values of a box of a weight, by name, for a module on meta.
             seed: of the weights of a model that a function builds, and of dropout: each forward that trains draws anew,
                 the same numbers for the same rows of the global batch under every layout.
 
         Returns:
-            The module itself (or what the function built), whose parameters are now parts, float32 or float64; with the
+            The module itself (or the function's), whose parameters are now shards, float32 or float64; with the
             optimizer where one was given. Where an error is raised instead, the module is left without its weights.
 
         Raises:
@@ -310,10 +310,10 @@ class HybridParallelStrategy:
     def optimizer(
         self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None = None, **settings: Any
     ) -> torch.optim.Optimizer:
-        """Makes an optimizer over this rank's parts, plain tensors; its `step` waits for the gradients' sums.
+        """Creates an optimizer over this rank's shards, plain tensors; its `step` waits for reduced gradients.
 
         Args:
-            make: a class of torch.optim, or another that takes parameters and works element by element.
+            make: a class of torch.optim, or another over parameters that works element by element.
             groups: parameters of the sharded model or groups of them, as torch takes them; all when None.
             **settings: of ``make``.
         """
@@ -323,7 +323,7 @@ class HybridParallelStrategy:
         """Returns the mean cross-entropy over the targets of the global batch; -100 counts for nothing.
 
         Args:
-            logits: (B, S, V), or this rank's part of V.
+            logits: (B, S, V), or this rank's shard of V.
             targets: (B, S) int64; those of (B, S) logits, nothing is shifted.
 
         Returns:
@@ -345,7 +345,7 @@ class HybridParallelStrategy:
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Returns ``{"model": ..., "optimizer": ...}`` for torch.distributed.checkpoint, to save or to load in place.
 
-        Each entry says which boxes of the whole weight it is, so that any layout, or none, loads what another saved.
+        Each entry records its boxes of the full weight, so that any layout, or none, loads another's checkpoint.
         Numbers of the optimizer's groups (rates, decays) aren't part of it.
         """
         return self._require_sharded_model().state_dict(optimizer)

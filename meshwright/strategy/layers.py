@@ -51,20 +51,20 @@ def axis_group_over(ranks: Ranks) -> AxisGroup:
 class TensorParallelLinear(nn.Module):
     """`nn.Linear` whose weight is split over ranks; output and gradients are those of the whole layer.
 
-    ``columns`` splits the outputs: each rank has (out / n, in) and its part of the bias. ``rows`` splits the inputs:
+    ``columns`` splits the outputs: each rank has (out / n, in) and its shard of the bias. ``rows`` splits the inputs:
     each rank has (out, in / n) and the bias whole, added after the sum. A ``columns`` layer without ``gather_output``
     and a ``rows`` layer with ``input_is_split`` make a pair that communicates once.
     Source: Shoeybi et al., Megatron-LM (2019), section 3.
 
     Args:
         in_features: of the whole layer.
-        out_features: likewise.
+        out_features: of the whole layer.
         mode: which of them is split; or who shares the layer, whose outputs are split then.
         ranks: who shares the layer; ``mesh`` is the same.
         mesh: another name of ``ranks``.
         bias: whether it has one.
-        gather_output: of ``columns``: whether every rank gets all outputs, or its part.
-        input_is_split: of ``rows``: whether a rank is called with its part of the inputs, or with all.
+        gather_output: of ``columns``: whether every rank gets all outputs, or its shard.
+        input_is_split: of ``rows``: whether a rank is called with its shard of the inputs, or with all.
         seed: of the whole weight, which is drawn as `nn.Linear` does and cut: no degree changes it. Layers of one model
             want different seeds.
 

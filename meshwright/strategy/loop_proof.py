@@ -155,7 +155,7 @@ def _launch(ranks: int, case: LoopCase, work: Callable[..., Any], *args: Any) ->
 
 
 def _run(case: LoopCase, strategy: Any) -> list[torch.Tensor | float]:
-    """Runs the loop from the same random state on every rank."""
+    """Runs the loop from the same random state on every rank; returns its losses, scalars."""
     loop = load_loop(case.source)
     # the number of threads changes the order of sums
     torch.set_num_threads(1)

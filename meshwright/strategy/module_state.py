@@ -54,7 +54,7 @@ def original_parameters(model: Any, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def send_weights(model: Any, source: int) -> None:
-    """Makes a module's weights and buffers those of one rank.
+    """Broadcasts one rank's weights and buffers to the others, in place.
 
     Raises:
         ConfigError: there is no such rank, or no values to send.

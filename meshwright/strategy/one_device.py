@@ -35,7 +35,7 @@ class OneDevice:
         groups: Iterable[Any] | None = None,
         **settings: Any,
     ) -> torch.optim.Optimizer:
-        """Makes an optimizer over the model's parameters."""
+        """Creates an optimizer over the model's parameters."""
         return optimizer_class(self._parameters() if groups is None else list(groups), **settings)
 
     @contextlib.contextmanager
@@ -44,15 +44,20 @@ class OneDevice:
         yield
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clips by torch's own function."""
+        """Clips by torch's own function; returns the norm before, a scalar."""
         return nn.utils.clip_grad_norm_(self._parameters(), max_norm)
 
     def grad_norm(self) -> torch.Tensor:
-        """Returns the 2-norm of the gradient."""
+        """Returns the 2-norm of the gradient, a scalar."""
         return nn.utils.get_total_norm([item.grad for item in self._parameters() if item.grad is not None])
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Returns the mean cross-entropy over the targets."""
+        """Returns the mean cross-entropy over the targets, a scalar.
+
+        Args:
+            logits: (..., V).
+            targets: (...) int64.
+        """
         return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     def mean(self, value: torch.Tensor | float) -> float:
@@ -60,5 +65,6 @@ class OneDevice:
         return float(value)
 
     def _parameters(self) -> list[nn.Parameter]:
+        """Returns the model's parameters."""
         assert self.model is not None
         return list(self.model.parameters())

@@ -245,11 +245,13 @@ def _install_hooks() -> None:
 
 
 def _before_every_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Calls every binding before an optimizer's step."""
     for binding in list(_bindings):
         binding._before_step(optimizer, args, kwargs)
 
 
 def _after_every_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Calls every binding after an optimizer's step."""
     for binding in list(_bindings):
         binding._after_optimizer_step(optimizer, args, kwargs)
 

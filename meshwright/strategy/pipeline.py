@@ -34,7 +34,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class PipelineEngine:
-    """Trains a module of one's own as stages on the ranks of ``pp``, with data and tensor axes beside it.
+    """Trains a custom module as stages on the ranks of ``pp``, with data and tensor axes beside it.
 
     ::
 
@@ -44,7 +44,7 @@ class PipelineEngine:
             mean = engine.train_epoch(loader)     # DistributedSampler(data, count, index) of engine.reader
 
     The model repeats blocks, or is an `nn.Sequential`; its own forward runs on every stage, with the layers of other
-    stages left out, and is proven on a small copy first. What it computes is what one device would, where no layer
+    stages left out, and is proven on a small copy first. The result equals one device's where no layer
     mixes rows: a BatchNorm sees micro-batches, and its running statistics one more forward than there were steps.
 
     Args:
@@ -54,7 +54,7 @@ class PipelineEngine:
             when None.
         optimizer: parameters to an optimizer, which is stepped after each batch, or an optimizer of the model's
             parameters. AdamW at torch's own settings when None.
-        microbatches: parts that each batch is cut into; the layout's when None.
+        microbatches: number of micro-batches of each batch; the layout's when None.
         model_stages: instead of ``model``: modules that run one after another, at least one for each rank of ``pp``.
         device_mesh: instead of ``layout``: of one dim, which is the pipeline, or of named dims.
         num_microbatches: another name of ``microbatches``.
@@ -141,6 +141,7 @@ class PipelineEngine:
 
     @property
     def _program(self) -> Program:
+        """This rank's stages."""
         return self._require_built()[0]
 
     @property
@@ -196,12 +197,12 @@ class PipelineEngine:
         return self.sharded_model.state_dict(self.optimizer)
 
     def _on_device(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (inputs, targets) of a batch on this rank's device."""
+        """Returns (inputs, targets) of a batch, (B, ...) each, on this rank's device."""
         inputs, targets = pair_of(batch)
         return inputs.to(self._device), targets.to(self._device)
 
     def _training_batch(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (inputs, targets) of a batch for training, and builds the engine at the first."""
+        """Returns (inputs, targets) of a batch for training, (B, ...) each, and builds the engine at the first."""
         inputs, targets = self._on_device(batch)
         if self._built is None:
             self._build(inputs[:2])
@@ -235,7 +236,7 @@ class PipelineEngine:
         return sums
 
     def _mean(self, sums: list[torch.Tensor]) -> float:
-        """Sums (loss sum, rows) over batches and ranks; returns the mean loss."""
+        """Sums (3,) rows of (loss sum, rows, 0) over batches and ranks; returns the mean loss."""
         if not sums:
             raise DataError("the loader gave no batch; with drop_last=True a part smaller than a batch gives none")
         total = torch.stack(sums).sum(dim=0)

@@ -41,7 +41,7 @@ class GradientNorms(Protocol):
 
     @property
     def summed(self) -> bool:
-        """Whether gradients are those of the whole batch."""
+        """True when gradients are those of the global batch."""
 
 
 class ShardedGradient(torch.Tensor):
@@ -68,7 +68,7 @@ class ShardedDTensorGradient(DTensor):
 
 
 def watched(gradient: torch.Tensor, weight: Weight, owner: GradientNorms) -> torch.Tensor:
-    """Wraps a gradient for user code, sharing memory."""
+    """Wraps a gradient, of the shard's shape, for user code; shares memory."""
     wrapped: Any
     if isinstance(gradient, DTensor):
         wrapped = plain_gradient(gradient)
@@ -80,7 +80,7 @@ def watched(gradient: torch.Tensor, weight: Weight, owner: GradientNorms) -> tor
 
 
 def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient in the runtime's form, sharing memory: a plain tensor or a DTensor."""
+    """Returns the gradient in the runtime's form, of the same shape, sharing memory: a plain tensor or a DTensor."""
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(gradient, DTensor):
             return placed_like(gradient, gradient._local_tensor)
@@ -112,7 +112,7 @@ def is_watched(value: Any) -> bool:
 
 
 def _norm(gradient: Any, order: Any) -> torch.Tensor:
-    """Returns the norm of the full gradient for a shard, else of the tensor itself."""
+    """Returns the norm, a scalar, of the full gradient for a shard, else of the tensor itself."""
     if is_watched(gradient):
         norm = gradient.owner.weight_norm(gradient.weight, float(order))
         return norm.to(_local(gradient).dtype)
@@ -120,7 +120,7 @@ def _norm(gradient: Any, order: Any) -> torch.Tensor:
 
 
 def _vector_norm(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Returns the norm over all dims; refuses one over some dims of a shard."""
+    """Returns the norm over all dims, a scalar; refuses one over some dims of a shard."""
     gradient = args[0]
     options = dict(zip(("ord", "dim", "keepdim"), args[1:])) | kwargs
     # torch.norm calls the order p, torch.linalg.norm ord

@@ -85,7 +85,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scales the full model's gradient down to a norm of at most ``max_norm``; returns the norm before."""
+        """Scales the full gradient down to a norm of at most ``max_norm``; returns the norm before, float64 scalar."""
         norm = self.norm()
         # as torch.nn.utils.clip_grad_norm_ does
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -95,7 +95,7 @@ class ShardedModel:
         return norm
 
     def average(self, value: torch.Tensor | float) -> float:
-        """Returns the mean of a number over all readers: of the loss of each rank's rows, the loss of the batch."""
+        """Returns the mean of a number over all readers: from the losses of each rank's rows, the loss of the batch."""
         assert self.program.mesh is not None
         # ranks that read the same rows have the same number, so the mean over ranks is that over readers
         total = torch.as_tensor(value, dtype=torch.float64).detach().clone().to(self.program.weights[0].local.device)

@@ -46,5 +46,5 @@ class SavedShards(torch.Tensor):
         return self.local_boxes.__create_chunk_list__()
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """Called by both for the memory of a box."""
+        """Called by dcp for the memory of a box, a tensor of its sizes."""
         return self.local_boxes.__get_tensor_shard__(index)
