@@ -43,9 +43,9 @@ def _layer_shape(layer: nn.Module, width: int, config_fields: Mapping[str, Any],
     """Returns the sizes of one layer."""
     experts = _expert_count(layer)
     products = _products(layer, width, experts)
-    expert_products = [item for item in products if item.experts]
+    expert_products = [product for product in products if product.experts]
     heads = size_of(config_fields, "heads") or (1 if not config_fields else 0)
-    latent_width = sum(item.outer for item in products if _LOW_RANK.search(item.name))
+    latent_width = sum(product.outer for product in products if _LOW_RANK.search(product.name))
     head_size = config_fields.get("head_dim") or (width // heads if heads else 0)
     # latent attention: query heads are wider than values by the rotary dims
     if latent_width:
@@ -61,8 +61,10 @@ def _layer_shape(layer: nn.Module, width: int, config_fields: Mapping[str, Any],
     has_attention = (
         any("att" in key.lower() or "mixer" in key.lower() for key, _ in layer.named_children()) or not config_fields
     )
-    expert_parameters = sum(item.numel() for key, item in layer.named_parameters() if _is_expert(key, item, experts))
-    row_products = [item for item in products if item.split == "rows" and not item.experts]
+    expert_parameters = sum(
+        parameter.numel() for key, parameter in layer.named_parameters() if _is_expert(key, parameter, experts)
+    )
+    row_products = [product for product in products if product.split == "rows" and not product.experts]
     ffn, ffn_columns_out = 0, 0
     # the last row-parallel product is the feed-forward's; one alone is attention's
     if len(row_products) > 1 or (row_products and not heads):
@@ -70,15 +72,17 @@ def _layer_shape(layer: nn.Module, width: int, config_fields: Mapping[str, Any],
         ffn = row_products[-1].inner
         # gated: gate and up projections together have two outputs for each input of the down projection
         ffn_columns_out = sum(
-            item.outer for item in products if item.split == "columns" and _parent_module(item.name) == owner
+            product.outer
+            for product in products
+            if product.split == "columns" and _parent_module(product.name) == owner
         )
-    expert_ffn = max((item.inner for item in expert_products if item.split == "rows"), default=0)
-    expert_columns_out = sum(item.outer for item in expert_products if item.split == "columns")
+    expert_ffn = max((product.inner for product in expert_products if product.split == "rows"), default=0)
+    expert_columns_out = sum(product.outer for product in expert_products if product.split == "columns")
     dropout_count, drops_scores = _dropouts(layer)
     return LayerShape(
         products=products,
         width=width,
-        parameters=sum(item.numel() for item in layer.parameters()),
+        parameters=sum(parameter.numel() for parameter in layer.parameters()),
         expert_parameters=expert_parameters,
         heads=heads if has_attention else 0,
         kv_heads=kv_heads if has_attention else 0,
@@ -180,7 +184,9 @@ def _is_expert(path: str, item: Any, experts: int) -> bool:
 def _expert_count(layer: nn.Module) -> int:
     """Returns the number of experts of a layer: rows of 3-D weights, or numbered children."""
     stacked_counts = [
-        item.shape[0] for key, item in layer.named_parameters() if item.dim() == 3 and "expert" in key.lower()
+        parameter.shape[0]
+        for key, parameter in layer.named_parameters()
+        if parameter.dim() == 3 and "expert" in key.lower()
     ]
     numbers = [int(match[2]) + 1 for key, _ in layer.named_parameters() if (match := _NUMBERED.search(key))]
     return max([*stacked_counts, *numbers], default=0)

@@ -51,7 +51,7 @@ def shrink(config: ModelConfig, layers: int = 2, width: int = 64, parts: int = 2
         values.pop(key, None)
     # the user's overrides of sizes would undo the shrinking
     size_attributes = {name for key, names in SYNONYMS.items() if key not in ("vocab", "context") for name in names}
-    overrides = {key: item for key, item in config.overrides.items() if key not in size_attributes}
+    overrides = {key: value for key, value in config.overrides.items() if key not in size_attributes}
     heads, kv_heads = size_of(family_values, "heads"), size_of(family_values, "kv_heads")
     if heads:
         values |= _shrink_heads(heads, kv_heads or heads, width, parts)
@@ -202,7 +202,7 @@ def kinds_of(built: BuiltModel) -> tuple[Hashable, ...]:
 
 def _module_kind(path: str, module: nn.Module) -> Hashable:
     """Returns a module's share of its layer's kind: class, ranks of its parameters, flags and windows."""
-    parameter_ranks = tuple((key, item.dim()) for key, item in module.named_parameters(recurse=False))
+    parameter_ranks = tuple((key, parameter.dim()) for key, parameter in module.named_parameters(recurse=False))
     flags = tuple(sorted((key, str(value)) for key, value in vars(module).items() if isinstance(value, str | bool)))
     windows = tuple(key for key in WINDOWS if vars(module).get(key) is not None)
     # Experts of one list are as many as the clone has; the first stands for all.

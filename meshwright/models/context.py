@@ -55,7 +55,7 @@ def read_context(
     """
     if not table.layers:
         return Context(attention=attention, refused="the model has no stack of repeated layers")
-    elements = sum(item.numel() for item in built.module.parameters())
+    elements = sum(parameter.numel() for parameter in built.module.parameters())
     longest_row, shortened_because = trial_tokens(
         tokens, elements if built.config.kind == "function" else min(elements, SMALL)
     )
@@ -101,7 +101,7 @@ def read_sequence(built: BuiltModel, table: ShardingTable, degree: int, tokens: 
         degree: of ``tp``.
         tokens: in the run's rows; 0 where no run is known.
     """
-    elements = sum(item.numel() for item in built.module.parameters())
+    elements = sum(parameter.numel() for parameter in built.module.parameters())
     longest_row, _ = trial_tokens(tokens, elements if built.config.kind == "function" else min(elements, SMALL))
     # every rank needs the same number of tokens
     length = degree * max(1, longest_row // degree)
@@ -152,7 +152,7 @@ def _rehearse_attention(
     Returns:
         The difference in words; "" when they agree.
     """
-    trained = {name: item for name, item in clone.module.named_parameters() if item.requires_grad}
+    trained = {name: parameter for name, parameter in clone.module.named_parameters() if parameter.requires_grad}
     full_logits = clone.run(rows, tokens=tokens)
     if full_logits.dim() != 3:
         return "its forward gives a loss over all tokens, and no logits"
@@ -164,7 +164,7 @@ def _rehearse_attention(
         module = copy.deepcopy(clone.module)
         context.wrap_model(module, table, axis_group, attention=attention_mode)
         local_logits = clone.run(rows, module, tokens=tokens, parts=degree).reshape(rows, -1, full_logits.shape[-1])
-        local_parameters = {name: item for name, item in module.named_parameters() if item.requires_grad}
+        local_parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         local_output_grad = context.own_tokens(
             output_grad, axis_group.index, axis_group.size, attention_mode == "gather"
         )
@@ -181,7 +181,7 @@ def _rehearse_attention(
                     "number, elsewhere than in attention"
                 )
         # weights are replicated: each rank's gradient is a term of the sum over its tokens
-        scale = max(float(item.abs().max()) for item in full_grads.values())
+        scale = max(float(grad.abs().max()) for grad in full_grads.values())
         for name, expected in full_grads.items():
             total = torch.stack([grads[name] for _, grads in rank_results]).sum(0)
             if _exceeds_tolerance(total, expected, scale):

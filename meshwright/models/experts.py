@@ -51,8 +51,8 @@ def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in name.rpartition(".")[2].lower():
         return f"{name} is a list of {len(module)} modules, and only experts that are rows of one weight can travel"
     direct_parameters = dict(module.named_parameters(recurse=False))
-    stacked = [key for key, item in direct_parameters.items() if item.dim() == 3]
-    sizes = {int(item.shape[0]) if item.dim() else 1 for item in direct_parameters.values()}
+    stacked = [key for key, parameter in direct_parameters.items() if parameter.dim() == 3]
+    sizes = {int(parameter.shape[0]) if parameter.dim() else 1 for parameter in direct_parameters.values()}
     attributes_by_count = {size: attributes for size in sizes if (attributes := _count_attributes(module, size))}
     if not stacked or not attributes_by_count:
         return None
@@ -120,7 +120,9 @@ def routes_wide(module: nn.Module) -> bool:
         raise Reached
 
     block.get_submodule(child_name).register_forward_pre_hook(record_dtype, with_kwargs=True)
-    width = next((item.shape[1] for _, item in block.named_parameters(recurse=True) if item.dim() == 2), 0)
+    width = next(
+        (parameter.shape[1] for _, parameter in block.named_parameters(recurse=True) if parameter.dim() == 2), 0
+    )
     try:
         block(torch.empty(1, 2, width, dtype=torch.bfloat16, device="meta"))
     except Exception:  # its code is the author's: whatever it raises, nothing is known

@@ -78,7 +78,7 @@ def check_kernels(name: str, config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: names the field.
     """
-    for sub_config in (config, *(item for item in vars(config).values() if isinstance(item, PreTrainedConfig))):
+    for sub_config in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         for field in ("_attn_implementation", "_experts_implementation"):
             value = getattr(sub_config, field, None)
             # a kernel of the hub is named owner/repository
@@ -94,7 +94,7 @@ def _resized(
 ) -> PreTrainedConfig:
     """Builds a config anew from its class, so that the attributes that its constructor derives fit the new sizes."""
     text = default.get_text_config(decoder=True)
-    text_key = next((key for key, item in vars(default).items() if item is text), None)
+    text_key = next((key for key, value in vars(default).items() if value is text), None)
     text = text if text_key is not None else default
     text_fields = text.to_dict()
     for key in config.sizes:
@@ -110,7 +110,7 @@ def _resized(
     inherited = (
         {}
         if preset
-        else {key: item for key, item in text_fields.items() if key not in _derived_attributes(text_fields)}
+        else {key: value for key, value in text_fields.items() if key not in _derived_attributes(text_fields)}
     )
     sized = _construct(config, type(text), inherited | values | _known_overrides(config, text_fields), text_fields)
     if text_key is None:
@@ -140,7 +140,9 @@ def _construct(
     """Calls the config's class; a special token that must be a number becomes 0, lists by layer follow their number."""
     layers, old_layers = layer_count(values), layer_count(plain)
     lists = {
-        key: item for key, item in plain.items() if isinstance(item, list) and old_layers and len(item) == old_layers
+        key: value
+        for key, value in plain.items()
+        if isinstance(value, list) and old_layers and len(value) == old_layers
     }
     error: Exception | None = None
     # each attempt repairs one reason of a refusal, so their number bounds the attempts
@@ -164,7 +166,7 @@ def _construct(
 def _derived_attributes(plain: dict[str, Any]) -> set[str]:
     """Returns the attributes that a constructor derives from sizes, which mustn't be inherited."""
     # lists by layer have the old number of layers
-    lists = {key for key, item in plain.items() if isinstance(item, list) and len(item) == layer_count(plain)}
+    lists = {key for key, value in plain.items() if isinstance(value, list) and len(value) == layer_count(plain)}
     return lists | {"head_dim", "transformers_version", "model_type", "architectures"}
 
 

@@ -184,8 +184,8 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
     elif isinstance(result, (tuple, list)):
         named = {f"output {index}": item for index, item in enumerate(result)}
     else:
-        named = {key: item for key, item in vars(result).items() if not key.startswith("_")}
-    tensors = {key: item for key, item in named.items() if isinstance(item, torch.Tensor)}
+        named = {key: value for key, value in vars(result).items() if not key.startswith("_")}
+    tensors = {key: tensor for key, tensor in named.items() if isinstance(tensor, torch.Tensor)}
     logits = [item for item in tensors.values() if item.ndim == 3 and item.shape[:2] == tokens.shape]
     # a tensor that is called logits wins over others of that shape
     if isinstance(tensors.get("logits"), torch.Tensor) and tensors["logits"].ndim == 3:

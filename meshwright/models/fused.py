@@ -77,7 +77,7 @@ def _fuse_run(
 
 def _tensors(some: Any) -> tuple[torch.Tensor, ...]:
     """Returns the tensors in nested arguments."""
-    return tuple(item for item in tree_flatten(some)[0] if isinstance(item, torch.Tensor))
+    return tuple(tensor for tensor in tree_flatten(some)[0] if isinstance(tensor, torch.Tensor))
 
 
 def _storage(item: torch.Tensor) -> int:

@@ -281,7 +281,11 @@ def _column_splits(matrix: TracedMatrix, blocks: Blocks) -> list[ParameterSplit]
 def expert_groups(experts: TracedMatrix) -> Iterator[ShardingGroup]:
     """Yields candidate splits of stacked experts by channel; a rehearsal decides which is right."""
     width = experts.input.shape[-1]
-    stacked = {name: item for name, item in experts.module._parameters.items() if item is not None and item.dim() >= 2}
+    stacked = {
+        name: parameter
+        for name, parameter in experts.module._parameters.items()
+        if parameter is not None and parameter.dim() >= 2
+    }
     matrices = {name: item for name, item in stacked.items() if item.dim() == 3}
     inner_dims = {name: _inner_dim(experts.module, item, width) for name, item in matrices.items()}
     if any(dim is None for dim in inner_dims.values()):

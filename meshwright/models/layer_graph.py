@@ -82,7 +82,7 @@ def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> L
 
 def _build_clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
     """Builds a small float64 copy on the CPU with tied weights apart: each use of a weight has its own name."""
-    elements = sum(item.numel() for item in built.module.parameters())
+    elements = sum(parameter.numel() for parameter in built.module.parameters())
     source_model = built if elements <= _SMALL and not built.config.dropout else _shrink_layers(built, elements)
     module = copied(source_model.module)
     use_float64(module)

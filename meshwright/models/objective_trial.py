@@ -61,7 +61,7 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         ConfigError: for a loss that can't be distinguished from scalars that the model reports, or that no clone
             returns.
     """
-    elements = sum(item.numel() for item in built.module.parameters())
+    elements = sum(parameter.numel() for parameter in built.module.parameters())
     if built.config.kind == "function" and elements > LARGE:
         return ForwardTrial()
     try:
@@ -241,7 +241,7 @@ class _Trial:
     def _is_cross_entropy(self, objective: Objective, sample: _Sample, output: ModelOutput) -> bool:
         """Returns whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
         assert output.logits is not None and output.loss is not None
-        trained = [item for item in self._clone.module.parameters() if item.requires_grad]
+        trained = [parameter for parameter in self._clone.module.parameters() if parameter.requires_grad]
         with Float64Ops():
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
         if abs(_float(output.loss) - _float(entropy)) > TOLERANCE * abs(_float(entropy)):
@@ -249,7 +249,7 @@ class _Trial:
         # a detached or zero-valued term shows in the gradients alone
         expected_grads = torch.autograd.grad(entropy, trained, allow_unused=True, retain_graph=True)
         actual_grads = torch.autograd.grad(output.loss, trained, allow_unused=True, retain_graph=True)
-        largest_entries = [float(item.abs().max()) for item in expected_grads if item is not None and item.numel()]
+        largest_entries = [float(grad.abs().max()) for grad in expected_grads if grad is not None and grad.numel()]
         for actual, expected in zip(actual_grads, expected_grads):
             difference = torch.zeros(()) if actual is None else actual
             difference = difference if expected is None else difference - expected
@@ -309,7 +309,7 @@ class _Trial:
     @contextlib.contextmanager
     def _scale_matrices(self, factor: float) -> Iterator[None]:
         """Scales the clone's matrices while it is entered."""
-        matrices = [item for item in self._clone.module.parameters() if item.dim() > 1]
+        matrices = [parameter for parameter in self._clone.module.parameters() if parameter.dim() > 1]
         for item in matrices:
             item.data.mul_(factor)
         try:
@@ -373,7 +373,7 @@ def _float(value: torch.Tensor | None) -> float:
 
 def _copy_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns copies of a module's buffers by name."""
-    return {name: item.detach().clone() for name, item in module.named_buffers()}
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
 def _restore_buffers(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:

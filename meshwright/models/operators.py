@@ -106,11 +106,11 @@ def _operator_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None
     """Returns an operator's kind, dims, FLOPs and bytes; None for one that moves no bytes."""
     overload_packet = getattr(func, "overloadpacket", func)
     name = getattr(overload_packet, "__name__", str(overload_packet))
-    results = [item for item in tree_flatten(out)[0] if isinstance(item, torch.Tensor)]
+    results = [tensor for tensor in tree_flatten(out)[0] if isinstance(tensor, torch.Tensor)]
     # views and uninitialised memory: no traffic
     if name in FREE or not results:
         return None
-    tensor_inputs = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
+    tensor_inputs = [tensor for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, torch.Tensor)]
     moved_bytes = sum(item.numel() * item.element_size() for item in (*tensor_inputs, *results))
     if overload_packet in PRODUCTS:
         left, right = (args[argument_index] for argument_index in PRODUCTS[overload_packet])
@@ -153,7 +153,9 @@ def measure_work(
         lent: tensors that other modules keep too: tables of positions, masks; they aren't counted as saved.
     """
     work = ModuleWork()
-    unsaved_storages = {item.untyped_storage()._cdata for item in (*module.parameters(), *module.buffers(), *lent)}
+    unsaved_storages = {
+        parameter.untyped_storage()._cdata for parameter in (*module.parameters(), *module.buffers(), *lent)
+    }
     saved_bytes: dict[int, int] = {}
     alive: list[torch.Tensor] = []
 
@@ -169,15 +171,15 @@ def measure_work(
     # pack sees every tensor that autograd saves for backward
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), _Counter(work.forward) as forward_counter:
         out = call()
-    targets = [item for item in (*inputs, *module.parameters()) if item.requires_grad]
+    targets = [parameter for parameter in (*inputs, *module.parameters()) if parameter.requires_grad]
     with _Counter(work.backward) as backward_counter:
         grads = torch.autograd.grad(out, targets, torch.empty_like(out), allow_unused=True)
     work.fused_forward = fused(forward_counter.calls, {*saved_bytes, out.untyped_storage()._cdata})
     work.fused_backward = fused(
-        backward_counter.calls, {item.untyped_storage()._cdata for item in grads if item is not None}
+        backward_counter.calls, {grad.untyped_storage()._cdata for grad in grads if grad is not None}
     )
     work.saved_bytes = sum(saved_bytes.values())
-    work.input_bytes = sum(item.numel() * item.element_size() for item in inputs)
+    work.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
     return work
 
 

@@ -128,7 +128,7 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         # an output with a known storage is a view, which needs no operation in the replay
-        new = [isinstance(item, torch.Tensor) and item.is_meta and not self.knows(item) for item in outputs]
+        new = [isinstance(tensor, torch.Tensor) and tensor.is_meta and not self.knows(tensor) for tensor in outputs]
         if written or any(new):
             writes = [self.ref(item) for item in written]
             fresh = [self.ref(item) if is_new else None for item, is_new in zip(outputs, new)]

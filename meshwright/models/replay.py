@@ -228,7 +228,7 @@ class Replay:
                     needed_ops[op.order] = op
                     inputs: list[TensorRef] = []
                     tree_map_only(TensorRef, inputs.append, (op.args, op.kwargs))
-                    pending.extend((item.storage, op.order) for item in inputs)
+                    pending.extend((tensor.storage, op.order) for tensor in inputs)
         return [needed_ops[order] for order in sorted(needed_ops)]
 
     def _replay(self, op: Op, seed: int, view: Callable[[TensorRef], torch.Tensor]) -> None:

@@ -90,7 +90,7 @@ def _own_extent(cutting: Cutting, module: nn.Module) -> int | None:
     if cutting.kind == "output" and is_matrix(module):
         weight = module.get_parameter("weight")
         return weight.shape[0 if isinstance(module, nn.Linear) else 1]
-    lengths = {item.shape[-1] for item in module.parameters(recurse=False)}
+    lengths = {parameter.shape[-1] for parameter in module.parameters(recurse=False)}
     return lengths.pop() if cutting.kind == "meeting" and len(lengths) == 1 else None
 
 

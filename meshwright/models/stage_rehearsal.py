@@ -68,7 +68,7 @@ def rehearse(
     # a random gradient of the output, so that errors of different elements can't cancel
     (full_output * output_grad).sum().backward()
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    expected_grads = {name: item.grad for name, item in module.named_parameters()}
+    expected_grads = {name: parameter.grad for name, parameter in module.named_parameters()}
     module.zero_grad(set_to_none=True)
     layer_count = len(layer_graph.layers)
     open_boundaries = [boundary for boundary in range(1, layer_count) if boundary not in layer_graph.blocked]
@@ -102,7 +102,7 @@ def rehearse(
 
 def _compare_gradients(module: nn.Module, expected_grads: Mapping[str, torch.Tensor | None]) -> None:
     """Compares a module's gradients with the full model's, by name and of the parameter's shape; clears them."""
-    largest = max((float(item.abs().max()) for item in expected_grads.values() if item is not None), default=1.0)
+    largest = max((float(grad.abs().max()) for grad in expected_grads.values() if grad is not None), default=1.0)
     for name, item in module.named_parameters():
         full_grad = expected_grads[name]
         expected = full_grad if full_grad is not None else torch.zeros_like(item)
@@ -151,7 +151,7 @@ def _run_stages(
         sent_with_grad = [
             (item, grad) for item, grad in zip(sent, gradients) if item.requires_grad and grad is not None
         ]
-        outputs, output_grads = [item for item, _ in sent_with_grad], [grad for _, grad in sent_with_grad]
+        outputs, output_grads = [grad for grad, _ in sent_with_grad], [grad for _, grad in sent_with_grad]
         # the first stage has no input gradients to compute first
         if halves and received_inputs:
             gradients, groups = stage_backward_input(

@@ -117,7 +117,7 @@ def clone_of(built: BuiltModel, context: int = CONTEXT, window: int = 0, narrow:
         narrow: elements of a head of a clone that is narrower than the model even where that is small; 0 for the
             model itself there.
     """
-    keeps_size = not narrow and sum(item.numel() for item in built.module.parameters()) <= SMALL
+    keeps_size = not narrow and sum(parameter.numel() for parameter in built.module.parameters()) <= SMALL
     if keeps_size or built.config.kind == "function":
         # a window longer than the clone's rows would never mask anything
         windowed = with_windows(built, window)
@@ -204,7 +204,7 @@ def _opened_trace(traces_of: Callable[[bool], dict[str, LayerTrace]], name: str)
 
 def _layer_kind_key(layer: nn.Module) -> Any:
     """Returns a key that is equal for layers of the same code and shapes; weights' values don't count."""
-    parameter_shapes = tuple((name, tuple(item.shape)) for name, item in layer.named_parameters())
+    parameter_shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     module_types = tuple(type(child) for child in layer.modules())
     attributes = tuple(
         sorted((key, str(value)) for key, value in vars(layer).items() if isinstance(value, (str, bool)))
@@ -372,7 +372,7 @@ def _carry_to_full_size(table: ShardingTable, clone: Clone, built: BuiltModel) -
 
 def _carry_key(layer: nn.Module) -> Any:
     """Returns a key that a clone's layer and the model's layer share: type, parameter names and their ranks."""
-    return type(layer), tuple((name, item.dim()) for name, item in layer.named_parameters())
+    return type(layer), tuple((name, parameter.dim()) for name, parameter in layer.named_parameters())
 
 
 def layer_kinds(table: ShardingTable) -> Mapping[int, list[str]]:

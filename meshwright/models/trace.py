@@ -55,9 +55,11 @@ class LayerTrace:
 
     def loose(self) -> dict[str, nn.Parameter]:
         """Returns trained parameters that belong to no matrix, by name."""
-        owned = {id(item) for cut in self.cuts.values() for item in cut.module.parameters()}
+        owned = {id(parameter) for cut in self.cuts.values() for parameter in cut.module.parameters()}
         return {
-            name: item for name, item in self.layer.named_parameters() if id(item) not in owned and item.requires_grad
+            name: parameter
+            for name, parameter in self.layer.named_parameters()
+            if id(parameter) not in owned and parameter.requires_grad
         }
 
 
@@ -68,13 +70,13 @@ def is_matrix(module: nn.Module) -> bool:
 
 def is_experts(module: nn.Module) -> bool:
     """Returns whether a module holds the stacked matrices (X, a, b) of several experts."""
-    stacked = [item for item in module._parameters.values() if item is not None and item.dim() == 3]
+    stacked = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() == 3]
     return len(stacked) >= 2 and len({item.shape[0] for item in stacked}) == 1
 
 
 def is_norm(module: nn.Module) -> bool:
     """Returns whether a module may scale all features by a common statistic: its parameters are vectors of one size."""
-    scales = [item for item in module._parameters.values() if item is not None]
+    scales = [parameter for parameter in module._parameters.values() if parameter is not None]
     return (
         bool(scales)
         and not module._modules
@@ -190,7 +192,7 @@ def _pass_norm_hook(layer: str, name: str, traces: dict[str, LayerTrace]) -> Cal
         if traces[layer].calls > 1:
             return None
         arguments = [*args, *kwargs.values()]
-        same_shape = [item for item in arguments if isinstance(item, torch.Tensor) and item.shape == out.shape]
+        same_shape = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor) and tensor.shape == out.shape]
         hidden = traces[layer].inputs[0]
         if not same_shape or out.numel() // out.shape[-1] != hidden.numel() // hidden.shape[-1]:
             # a norm of each head
@@ -211,7 +213,7 @@ def _record_arguments_hook(layer: str, name: str, traces: dict[str, LayerTrace])
         if layer in traces and traces[layer].calls == 1:
             named_arguments = {str(position): item for position, item in enumerate(args)} | kwargs
             traces[layer].arguments[name] = {
-                key: item for key, item in named_arguments.items() if isinstance(item, torch.Tensor)
+                key: tensor for key, tensor in named_arguments.items() if isinstance(tensor, torch.Tensor)
             }
 
     return hook

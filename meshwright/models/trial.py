@@ -212,7 +212,7 @@ def _output_grad(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 def _run_full_layer(trace: LayerTrace) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     """Runs the whole layer: its output, its inputs' gradients, and each trained parameter's gradient by name."""
     inputs = {id(item): item.detach().clone().requires_grad_() for item in trace.inputs}
-    trained = {name: item for name, item in trace.layer.named_parameters() if item.requires_grad}
+    trained = {name: parameter for name, parameter in trace.layer.named_parameters() if parameter.requires_grad}
     out = _run_traced_call(trace.layer, trace, inputs)
     sources = [*inputs.values(), *trained.values()]
     grads = torch.autograd.grad(out, sources, _output_grad(out.shape, out.dtype), allow_unused=True)
@@ -245,7 +245,7 @@ def _run_split_layer(
     output_grad = _output_grad(trace.output.shape if trace.output is not None else out.shape, out.dtype)
     if sequence:
         output_grad = output_grad.chunk(axis_group.size, dim=1)[axis_group.index]
-    trained = {name: item for name, item in layer.named_parameters() if item.requires_grad}
+    trained = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
     sources = [*inputs.values(), *trained.values()]
     grads = torch.autograd.grad(out, sources, output_grad, allow_unused=True)
     grads_or_zero = [torch.zeros_like(source) if grad is None else grad for source, grad in zip(sources, grads)]
@@ -347,7 +347,7 @@ def rehearse_model(
         tokens: S.
         sequence: whether tokens are split between the groups.
     """
-    trained = {name: item for name, item in clone.module.named_parameters() if item.requires_grad}
+    trained = {name: parameter for name, parameter in clone.module.named_parameters() if parameter.requires_grad}
     full_logits = clone.run(rows, tokens=tokens)
     # the loss of a model without logits is a scalar, which has no vocabulary dim
     splits_vocabulary = bool(table.vocabulary) and full_logits.dim() == 3
@@ -367,13 +367,13 @@ def rehearse_model(
         if splits_vocabulary and rank_output.shape[-1] != full_logits.shape[-1]:
             start, stop = vocabulary_span(full_logits.shape[-1], axis_group.size, axis_group.index)
             rank_output_grad = output_grad[..., start:stop]
-        local_parameters = {name: item for name, item in module.named_parameters() if item.requires_grad}
+        local_parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         local_grads = torch.autograd.grad(
             rank_output, list(local_parameters.values()), rank_output_grad, allow_unused=True
         )
         parameter_grads = {
-            name: (sharded.places.get(name), torch.zeros_like(item) if grad is None else grad)
-            for (name, item), grad in zip(local_parameters.items(), local_grads)
+            name: (sharded.places.get(name), torch.zeros_like(parameter) if grad is None else grad)
+            for (name, parameter), grad in zip(local_parameters.items(), local_grads)
         }
         return rank_output.detach(), [], parameter_grads, sharded.owed
 

@@ -200,8 +200,8 @@ def _conversions(module: nn.Module) -> tuple[Any, dict[str, Any]]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(module)
-    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
-    converters = [item for item in mapping if isinstance(item, WeightConverter)]
+    renamings = [value for value in mapping if isinstance(value, WeightRenaming)]
+    converters = [value for value in mapping if isinstance(value, WeightConverter)]
     state, prefix = module.state_dict(), module.base_model_prefix
 
     def rename(key: str) -> tuple[str, str | None]:

@@ -155,7 +155,7 @@ class _LayerKinds:
         key = (
             type(layer),
             getattr(layer, "attention_type", ""),
-            tuple((name, tuple(item.shape)) for name, item in layer.named_parameters()),
+            tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()),
         )
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ class AgreementCheck:
         self._forwards += 1
         if self._same_rows is None or not _power_of_two(self._forwards):
             return
-        tensors = [item for item in tree_leaves(inputs) if isinstance(item, torch.Tensor)]
+        tensors = [tensor for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)]
         if tensors and _differing_indices([sum(map(checksum, tensors))], self._same_rows, tensors[0].device):
             raise ConfigError(
                 "ranks of one tensor parallel group were called on other rows: they share the work on the same ones; "

@@ -201,7 +201,7 @@ def as_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, comput
 
 def precise(layout: Layout, built: BuiltModel) -> Layout:
     """Keeps a float64 model in float64, and switches its kernels to those that support it."""
-    dtypes = {item.dtype for item in built.module.parameters() if item.is_floating_point()}
+    dtypes = {parameter.dtype for parameter in built.module.parameters() if parameter.is_floating_point()}
     if torch.float64 in dtypes and layout.precision == "float32":
         layout = dataclasses.replace(layout, precision="float64")
     if layout.precision == "float64":

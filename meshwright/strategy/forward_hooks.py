@@ -60,7 +60,7 @@ class ForwardHooks:
                     "recompute=full in the layout instead"
                 )
             # the global batch index of the first row addresses the dropout masks
-            shape = next(item.shape for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
+            shape = next(tensor.shape for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor))
             program.chance.begin((self._seed, self._forwards), self._reader[0] * shape[0], shape)
             self._forwards += 1
 
@@ -79,7 +79,7 @@ class ForwardHooks:
                 f"the model gave a {type(output).__name__} without tensors, so its backward can't be followed: return "
                 "tensors, or an object, dict, list or tuple of them"
             )
-        for item in (item for item in outputs if item.requires_grad):
+        for item in (tensor for tensor in outputs if tensor.requires_grad):
             item.register_hook(self._sync.begin)
 
 
@@ -89,4 +89,4 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif hasattr(leaf, "__dict__"):
-            yield from (item for item in tree_leaves(list(vars(leaf).values())) if isinstance(item, torch.Tensor))
+            yield from (tensor for tensor in tree_leaves(list(vars(leaf).values())) if isinstance(tensor, torch.Tensor))

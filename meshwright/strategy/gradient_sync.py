@@ -267,7 +267,7 @@ class GradientSync:
         cached = self._norms.get(order)
         # all ranks change gradients alike, so that all take this branch together
         if cached is None or cached[1][weight_index] != self._version(weight):
-            versions = [self._version(item) for item in self._program.weights]
+            versions = [self._version(weight) for weight in self._program.weights]
             cached = self._norms[order] = (self._all_norms(order), versions)
         return cached[0][weight_index]
 

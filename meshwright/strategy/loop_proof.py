@@ -48,7 +48,9 @@ class LoopVerdict:
     def to_json(self) -> dict[str, Any]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
         plain = asdict(self).items()
-        return {key: str(item) if isinstance(item, float) and not math.isfinite(item) else item for key, item in plain}
+        return {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in plain
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +179,7 @@ class _ExactDevice(OneDevice):
         """Returns the model, or what the function builds."""
         result = super().shard(model, optimizer, **options)
         assert self.model is not None
-        if any(item.dtype == torch.float64 for item in self.model.parameters()):
+        if any(parameter.dtype == torch.float64 for parameter in self.model.parameters()):
             float64_ops.apply([self.model])
         return result
 
@@ -188,7 +190,7 @@ def _reference(_: RankContext, case: LoopCase, path: str) -> None:
     losses = [float(loss) for loss in _run(case, device)]
     if device.model is None:
         raise ConfigError(f"--loop {case.source}: the function never called strategy.shard(model): nothing is proven")
-    weights = {name: item.detach().clone() for name, item in device.model.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in device.model.named_parameters()}
     torch.save({"losses": losses, "weights": weights}, path)
 
 

@@ -209,5 +209,5 @@ def compute_device(module: torch.nn.Module | None, device: torch.device | str | 
         return torch.device(device)
     if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    weights_device = next((item.device for item in module.parameters()), None) if module is not None else None
+    weights_device = next((parameter.device for parameter in module.parameters()), None) if module is not None else None
     return weights_device if weights_device is not None and weights_device.type != "meta" else torch.device("cpu")

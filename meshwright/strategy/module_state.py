@@ -59,7 +59,7 @@ def send_weights(model: Any, source: int) -> None:
     Raises:
         ConfigError: there is no such rank, or no values to send.
     """
-    if not isinstance(model, nn.Module) or any(item.is_meta for item in model.parameters()):
+    if not isinstance(model, nn.Module) or any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(f"from_rank={source} sends a module's values: give a module with real weights on every rank")
     if not 0 <= source < dist.get_world_size():
         raise ConfigError(f"from_rank={source}: ranks are 0 to {dist.get_world_size() - 1}")

@@ -49,7 +49,9 @@ class OneDevice:
 
     def grad_norm(self) -> torch.Tensor:
         """Returns the 2-norm of the gradient, a scalar."""
-        return nn.utils.get_total_norm([item.grad for item in self._parameters() if item.grad is not None])
+        return nn.utils.get_total_norm(
+            [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        )
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean cross-entropy over the targets, a scalar.
