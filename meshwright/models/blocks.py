@@ -26,43 +26,43 @@ _STATE = ("conv", "A_log", "bias")
 def read_blocks(built: BuiltModel) -> tuple[LayerShape, ...]:
     """Returns the sizes of every layer, in order; equal layers are one object."""
     config = built.hf_config
-    config_fields = config.get_text_config(decoder=True).to_dict() if config is not None else {}
+    hf_fields = config.get_text_config(decoder=True).to_dict() if config is not None else {}
     shape_by_kind: dict[Any, LayerShape] = {}
     shapes = []
     for layer_index, name in enumerate(built.structure.layers):
         layer = built.module.get_submodule(name)
-        window = _window_tokens(config_fields, layer_index, built.structure.context or 0)
+        window = _window_tokens(hf_fields, layer_index, built.structure.context or 0)
         key = (type(layer), window, tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters()))
         if key not in shape_by_kind:
-            shape_by_kind[key] = _layer_shape(layer, built.structure.width or 0, config_fields, window)
+            shape_by_kind[key] = _layer_shape(layer, built.structure.width or 0, hf_fields, window)
         shapes.append(shape_by_kind[key])
     return tuple(shapes)
 
 
-def _layer_shape(layer: nn.Module, width: int, config_fields: Mapping[str, Any], window: int) -> LayerShape:
+def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], window: int) -> LayerShape:
     """Returns the sizes of one layer."""
     experts = _expert_count(layer)
     products = _products(layer, width, experts)
     expert_products = [product for product in products if product.experts]
-    heads = size_of(config_fields, "heads") or (1 if not config_fields else 0)
+    heads = size_of(hf_fields, "heads") or (1 if not hf_fields else 0)
     latent_width = sum(product.outer for product in products if _LOW_RANK.search(product.name))
-    head_size = config_fields.get("head_dim") or (width // heads if heads else 0)
+    head_size = hf_fields.get("head_dim") or (width // heads if heads else 0)
     # latent attention: query heads are wider than values by the rotary dims
     if latent_width:
         head_size = (
-            config_fields.get("qk_head_dim")
-            or config_fields.get("qk_nope_head_dim", 0) + config_fields.get("qk_rope_head_dim", 0)
+            hf_fields.get("qk_head_dim")
+            or hf_fields.get("qk_nope_head_dim", 0) + hf_fields.get("qk_rope_head_dim", 0)
             or head_size
         )
-    kv_heads = size_of(config_fields, "kv_heads") or heads
+    kv_heads = size_of(hf_fields, "kv_heads") or heads
     # Falcon: one key head for all query heads, whatever num_kv_heads says
-    if config_fields.get("multi_query") and not config_fields.get("new_decoder_architecture"):
+    if hf_fields.get("multi_query") and not hf_fields.get("new_decoder_architecture"):
         kv_heads = 1
     has_attention = (
-        any("att" in key.lower() or "mixer" in key.lower() for key, _ in layer.named_children()) or not config_fields
+        any("att" in key.lower() or "mixer" in key.lower() for key, _ in layer.named_children()) or not hf_fields
     )
     expert_parameters = sum(
-        parameter.numel() for key, parameter in layer.named_parameters() if _is_expert(key, parameter, experts)
+        weight.numel() for name, weight in layer.named_parameters() if _is_expert(name, weight, experts)
     )
     row_products = [product for product in products if product.split == "rows" and not product.experts]
     ffn, ffn_columns_out = 0, 0
@@ -72,9 +72,7 @@ def _layer_shape(layer: nn.Module, width: int, config_fields: Mapping[str, Any],
         ffn = row_products[-1].inner
         # gated: gate and up projections together have two outputs for each input of the down projection
         ffn_columns_out = sum(
-            product.outer
-            for product in products
-            if product.split == "columns" and _parent_module(product.name) == owner
+            item.outer for item in products if item.split == "columns" and _parent_module(item.name) == owner
         )
     expert_ffn = max((product.inner for product in expert_products if product.split == "rows"), default=0)
     expert_columns_out = sum(product.outer for product in expert_products if product.split == "columns")
@@ -87,7 +85,7 @@ def _layer_shape(layer: nn.Module, width: int, config_fields: Mapping[str, Any],
         heads=heads if has_attention else 0,
         kv_heads=kv_heads if has_attention else 0,
         head_size=head_size if has_attention else 0,
-        value_size=(config_fields.get("v_head_dim") or head_size) if has_attention else 0,
+        value_size=(hf_fields.get("v_head_dim") or head_size) if has_attention else 0,
         window=window,
         latent=latent_width,
         ffn=ffn,
@@ -98,7 +96,7 @@ def _layer_shape(layer: nn.Module, width: int, config_fields: Mapping[str, Any],
         drops=dropout_count,
         drops_scores=drops_scores,
         experts=experts,
-        active_experts=_active_experts(config_fields) if experts else 0,
+        active_experts=_active_experts(hf_fields) if experts else 0,
         expert_ffn=expert_ffn,
     )
 
@@ -192,17 +190,17 @@ def _expert_count(layer: nn.Module) -> int:
     return max([*stacked_counts, *numbers], default=0)
 
 
-def _active_experts(config_fields: Mapping[str, Any]) -> int:
+def _active_experts(hf_fields: Mapping[str, Any]) -> int:
     """Returns the number of experts that a token visits."""
-    return max((value for key in ACTIVE_EXPERTS if isinstance(value := config_fields.get(key), int)), default=1)
+    return max((value for key in ACTIVE_EXPERTS if isinstance(value := hf_fields.get(key), int)), default=1)
 
 
-def _window_tokens(config_fields: Mapping[str, Any], layer_index: int, context: int) -> int:
+def _window_tokens(hf_fields: Mapping[str, Any], layer_index: int, context: int) -> int:
     """Returns how many tokens a layer's queries look back at; 0 for all."""
-    window = config_fields.get("sliding_window") or 0
-    layer_types = config_fields.get("layer_types") or ()
+    window = hf_fields.get("sliding_window") or 0
+    layer_types = hf_fields.get("layer_types") or ()
     if layer_types:
         return int(window) if "sliding" in str(layer_types[layer_index % len(layer_types)]) else 0
-    if config_fields.get("use_sliding_window") is False or int(window) >= (context or 1 << 62):
+    if hf_fields.get("use_sliding_window") is False or int(window) >= (context or 1 << 62):
         return 0
     return int(window)
