@@ -19,7 +19,7 @@ from meshwright.spec.model_shape import LayerShape, Product
 _NUMBERED = re.compile(r"(^|\.)experts\.(\d+)\.")
 _LOW_RANK = re.compile(r"_a_proj|_down_proj_|q_lora|kv_lora|compress")
 _CLOSING = re.compile(r"(o_proj|out\w*|down\w*|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h|down_proj)(\.weight)?$")
-"""How models call the product that leads back to the residual stream."""
+"""Names of the projection that returns to the residual stream."""
 _STATE = ("conv", "A_log", "bias")
 
 

@@ -34,17 +34,17 @@ class BuiltModel:
     """A module on the meta device with its structure and the origin of its weights."""
 
     config: ModelConfig
-    """What was asked for."""
+    """The config that it was built from."""
     module: nn.Module
     """The module; every parameter and buffer is on meta, in float32 unless its code says otherwise."""
     recipe: InitRecipe
-    """How its weights are initialised."""
+    """The recorded initialisation of its weights."""
     structure: ModelStructure
-    """Its parts by name."""
+    """Its embedding, layers, norm and head by name."""
     source: SafetensorsSource | None
-    """The directory's weights, None when they are made from the seed."""
+    """The directory's weights, None when they are drawn from the seed."""
     caching: tuple[Any, ...] = ()
-    """Configs that asked for a cache of keys before `without_cache`; an export says so again."""
+    """Configs whose key-value cache was on before `without_cache`; an export turns it on again."""
 
     @property
     def hf_config(self) -> Any | None:
@@ -183,7 +183,7 @@ def _transformers_factory(config: ModelConfig, vocab: int | None, context: int |
     def make_model() -> nn.Module:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **attention_option)
         if getattr(model, "loss_type", "") is None:
-            # what transformers takes then, with a warning at each first call
+            # transformers' own default, which it would use with a warning at the first call
             model.loss_type = "ForCausalLM"
         return model.train()
 

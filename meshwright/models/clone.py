@@ -25,9 +25,9 @@ CLONE_LAYERS = 8
 CLONE_EXPERTS = 8
 """Experts of a smaller clone, unless its tokens visit more than half as many or routing groups them."""
 CLONE_WINDOW = 11
-"""Most tokens of a clone's window of attention: shorter than any row that is proven, and no multiple of a degree."""
+"""Largest attention window of a clone in tokens: shorter than any row that is proven, and no multiple of a degree."""
 MOST_LAYERS = 64
-"""Layers up to which a clone is made longer until every kind of layer is in it."""
+"""Largest number of layers of a clone that is extended to include every kind of layer."""
 
 
 def shrink(config: ModelConfig, layers: int = 2, width: int = 64, parts: int = 2) -> ModelConfig:
@@ -132,7 +132,7 @@ def narrowed(built: BuiltModel, width: int = 8, layers: int = CLONE_LAYERS) -> M
         values.pop(key, None)
         if (size := size_of(family_values, key)) is not None:
             values[key] = size
-    # else the user's own would make the clone as large as these
+    # the user's sizes would make the clone as large as the model
     for key in ("vocab", "context"):
         values.pop(key, None)
     if "experts" in values:

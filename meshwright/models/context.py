@@ -17,7 +17,7 @@ from meshwright.parallel import context
 from meshwright.spec.sharding_table import ShardingTable
 
 TRIAL_WORK = 1 << 32
-"""Parameters x tokens of a trial's longest row: forward and backward of it take one core about a second, in float64."""
+"""Parameters x tokens of a trial's longest row: its forward and backward cost one core about a second, in float64."""
 LEAST_TOKENS, MOST_TOKENS = 128, 512
 """Bounds of a trial's longest row; attention's weights grow with its square, 64 MiB a layer of 32 heads at 512."""
 UNKNOWN_TOKENS = 256
@@ -31,12 +31,11 @@ class Context:
     attention: str
     """``heads`` or ``gather``."""
     refused: str = ""
-    """Why not, if not."""
+    """The reason for which they can't be split; "" when they can."""
     rows: int = 1
-    """Of how many rows a micro-batch must be a multiple: models that shape their output as whole rows need as many as
-    there are ranks."""
+    """Divisor of a micro-batch's rows: models that shape their output as full rows need as many rows as ranks."""
     tried: str = ""
-    """Lengths of the rows on which it was tried, and why none longer."""
+    """Row lengths of the rehearsal, and the reason for which none was longer."""
 
 
 @computed_by_helper
@@ -73,7 +72,7 @@ def read_context(
         length_multiple = degree * (2 if attention_mode == "gather" else 1)
         lengths = sorted({length_multiple * max(1, size // length_multiple) for size in (TOKENS, longest_row)})
         for rows in (1, degree) if not refused[attention_mode] else ():
-            # The short rows first: what they refuse costs little.
+            # The short rows first: a refusal there costs little.
             trials = (
                 _rehearse_attention(clone, clone_table, degree, rows, attention_mode, length) for length in lengths
             )

@@ -20,7 +20,7 @@ from meshwright.models.recorder import Recording, TensorRef
 from meshwright.models.replay import Replay
 
 CHUNK = 1 << 20
-"""Elements made at a time when a box takes only part of each row."""
+"""Elements computed at a time when a box has only a range of each row."""
 
 Box = tuple[tuple[int, int], ...]
 """A hyper-rectangle of a tensor: (start, stop) for each dim."""

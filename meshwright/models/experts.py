@@ -15,7 +15,7 @@ from meshwright.spec.experts import ExpertRows
 HIDDEN = ("hidden_states", "x", "hidden", "inputs", "tokens")
 CHOSEN = ("top_k_index", "router_indices", "selected_experts", "expert_indices", "topk_indices", "indices")
 WEIGHTS = ("top_k_weights", "routing_weights", "expert_weights", "topk_weights", "weights")
-"""What models call forward's arguments: hidden states (T, D), experts (T, k) and their weights (T, k)."""
+"""Names of forward's arguments in models: hidden states (T, D), experts (T, k) and their weights (T, k)."""
 
 
 def find_experts(module: nn.Module) -> tuple[ExpertRows, ...]:

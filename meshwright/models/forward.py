@@ -32,7 +32,7 @@ class ModelOutput:
     loss: torch.Tensor | None
     """Scalar, the model's own loss of the micro-batch."""
     scalars: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Other scalars that it returned by name: terms of its loss, or what it reports."""
+    """Other scalars of the output by name: terms of its loss, or reported values."""
 
 
 def model_forward(
@@ -58,7 +58,7 @@ def model_forward(
     Raises:
         ConfigError: for a model that returns only a loss, or without position ids though documents are masked.
     """
-    # A forward may insist on targets, or without them give the logits of the last token alone.
+    # A forward may require targets, or without them return the logits of the last token alone.
     ignored_targets = (
         torch.full_like(tokens, IGNORED) if structure.target_argument and not structure.transformers else None
     )
@@ -201,7 +201,7 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
             )
         loss = scalars.pop(next(iter(scalars)))
     if not logits and loss is None:
-        # raises, with what was given
+        # raises, naming the shapes
         _read_output(result, tokens, 1)
     return ModelOutput(logits[0] if logits else None, loss, scalars)
 

@@ -13,7 +13,7 @@ from meshwright.models.units import Blocks, blocks_of, finest_units, parameter_b
 from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
 
 ROUNDS = 4
-"""Most times that dependences are read, with other numbers: where a unit is zero it depends on nothing."""
+"""Largest number of random draws by which dependences are read: a unit that is zero depends on nothing."""
 MEET = "everything that it reads meets before it"
 
 
@@ -321,7 +321,7 @@ def _inner_dim(module: nn.Module, item: torch.Tensor, width: int) -> int | None:
     other_dims = [dim for dim in (1, 2) if item.shape[dim] != width]
     if len(other_dims) == 1:
         return other_dims[0]
-    # both dims differ from the width: nothing says which is the inner one
+    # both dims differ from the width: the inner one is unknown
     if other_dims:
         return None
     return 1 if bool(getattr(module, "is_transposed", False)) else 2

@@ -34,9 +34,9 @@ from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 
 _VOCAB, _ROWS, _TOKENS = 64, 2, 10
 _SMALL = 1 << 23
-"""Elements up to which a model is tried out as it is."""
+"""Elements up to which a model is its own clone."""
 _LARGE = 1 << 28
-"""Elements beyond which a function's model isn't tried out, for it can't be shrunk."""
+"""Elements beyond which a function's model is refused, for it can't be shrunk."""
 
 
 @computed_by_helper
@@ -91,7 +91,7 @@ def _build_clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = source_model.tensor(name)
         if value.is_floating_point():
-            # Freshly made weights hold zeros, behind which a path could hide.
+            # Fresh weights contain zeros, behind which a path could hide.
             value = value.double() + 0.02 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
             parameter.data, parameter.requires_grad = value, True
         else:
@@ -112,7 +112,7 @@ def _shrink_layers(built: BuiltModel, elements: int) -> BuiltModel:
     assert built.hf_config is not None
     layers = layer_count(built.hf_config.get_text_config(decoder=True).to_dict()) or len(built.structure.layers)
     config_fields = shrink(built.config, layers=layers).to_dict() | {"dropout": 0.0}
-    # else the user's own would make the copy as large as these
+    # the user's sizes would make the copy as large as the model
     for key in ("vocab", "context"):
         config_fields.pop(key, None)
     small_model = build_meta(ModelConfig.from_dict(config_fields), _VOCAB, 4 * _TOKENS)
@@ -129,7 +129,7 @@ def _sample_tokens(built: BuiltModel) -> Tokens:
 
 
 Mark = tuple[str, int]
-"""("layer", number) for what came through a layer, ("weight", place in the list of names)."""
+"""A source of a tensor: ("layer", call index), or ("weight", index in the list of names)."""
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _Probe:
         self._writes = False
         self._marks_of_leaf: dict[int, set[Mark]] = {}
         self._marks_of_constant: dict[int, set[Mark]] = {}
-        """Marks of tensors without a gradient that layers gave, by identity."""
+        """Marks of layers' outputs without a gradient, by id."""
         self._alive: list[Any] = []
         self._input_markers: list[list[torch.Tensor]] = []
         for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -30,11 +30,11 @@ class LossTerm:
     """One term of a model's own loss."""
 
     name: str
-    """As forward names it; ``rest`` for what forward doesn't name."""
+    """The scalar's name in forward's output; ``rest`` for the remainder of the loss."""
     coefficient: float
     """Factor of the scalar that forward returns by this name; 1 for ``rest``."""
     mean: str
-    """What it is a mean over: ``targets``, ``targets+K`` (those K tokens further) or ``rows``."""
+    """The set of its mean: ``targets``, ``targets+K`` (those K tokens further) or ``rows``."""
     exact: bool
     """False for a term whose value depends on which rows lie in one micro-batch."""
 
@@ -56,11 +56,11 @@ class Objective:
     """The terms of the loss that a model returns, found by trial."""
 
     labels: str = ""
-    """How forward takes targets, one of `forward.LABELS`; "" where it takes none, or gives no loss for them."""
+    """The form of forward's targets, one of `forward.LABELS`; "" for a forward without targets or loss."""
     logits: bool = True
-    """Whether it gives logits; a model that doesn't has its loss as its only term."""
+    """Whether it returns logits; a model without logits has its loss as its only term."""
     terms: tuple[LossTerm, ...] = ()
-    """Beside the cross-entropy of the logits; the value of the last is what the others leave of the loss."""
+    """Terms beside the cross-entropy of the logits; the last is the remainder of the loss."""
 
     @property
     def plain(self) -> bool:
@@ -96,7 +96,7 @@ class Objective:
     def values(self, output: ModelOutput, cross_entropy: torch.Tensor | float) -> list[torch.Tensor]:
         """Returns the value of each term, scalars, from one output and the mean cross-entropy of its logits."""
         assert output.loss is not None
-        # some terms are there in training alone
+        # some terms exist in training alone
         zero = torch.zeros_like(output.loss)
         named = [term.coefficient * output.scalars.get(term.name, zero) for term in self.terms[:-1]]
         # the last term is the remainder of the loss, so that the values always add up to it

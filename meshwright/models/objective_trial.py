@@ -20,13 +20,13 @@ from meshwright.parallel.float64_ops import Float64Ops
 LARGE = 1 << 28
 """Elements beyond which a function's model isn't tried, for it can't be shrunk."""
 ROWS = 4
-"""Rows of a trial, of which the first is one part and the others are another."""
+"""Rows of a trial; means are tested on its first row and the others."""
 SAMPLES = 6
 """Batches from which the factors of named terms are solved for."""
 SCALES = (1.0, 8.0)
 """Factors on the clone's matrices: with small ones a router may choose the same for all tokens, and look linear."""
 LENGTHS = (12, 8, 16, 64)
-"""Tokens of a row: the first that the model takes."""
+"""Candidate row lengths in tokens; the first on which the model runs is used."""
 TOLERANCE = 1e-9
 """Largest relative difference between equal losses, in float64."""
 
@@ -37,7 +37,7 @@ class MovingBuffer:
 
     name: str
     data: bool
-    """Whether what it becomes depends on the tokens."""
+    """Whether its new value depends on the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         for child in clone.module.modules():
             for key, item in child._buffers.items():
                 if item is not None and item.is_floating_point() and key not in child._non_persistent_buffers_set:
-                    # Running statistics take the type of what they are of; tables of positions keep the model's.
+                    # Running statistics have the activations' type, here float64; position tables keep theirs.
                     child._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         return ForwardTrial(objective=trial.objective(), moving=trial.moving())
@@ -220,10 +220,10 @@ class _Trial:
             try:
                 loss = self._run_forward(sample, labels).loss
             except TypeError:
-                # its forward takes no shift_labels
+                # its forward has no argument shift_labels
                 continue
             if loss is None:
-                # it takes targets, and gives no loss
+                # its forward has targets, and returns no loss
                 return ""
             changed_loss = self._run_forward(_Sample(sample.tokens, first_target_changed), labels).loss
             if _float(changed_loss) != _float(loss):
@@ -279,7 +279,7 @@ class _Trial:
         for term_index, term in enumerate(objective.terms):
             decided = dataclasses.replace(term, mean="rows")
             if not any(abs(value[term_index]) > TOLERANCE * scale for slice_triple in values for value in slice_triple):
-                # a gradient without a value doesn't say what it is a mean over
+                # a term with value 0 doesn't reveal the set of its mean
                 terms.append(decided)
                 continue
             for mean in ("targets", "rows", *(f"targets+{offset}" for offset in range(1, OFFSETS + 1))):

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 """Products of matrices, and which of their arguments are the factors."""
 ATTENTION = "_scaled_dot_product"
-"""How the names of fused attention operators begin."""
+"""Prefix of the names of fused attention operators."""
 FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
         "detach", "alias", "as_strided", "split", "unbind", "chunk", "empty", "empty_like", "new_empty", "reshape",
         "_reshape_alias", "split_with_sizes", "empty_strided", "new_empty_strided", "_to_copy_view"}  # fmt: skip

@@ -23,7 +23,7 @@ _POINTWISE = {
     *("sqrt", "square", "sub", "tanh"),
 }
 _OVERWRITES = {"fill_", "zero_", "normal_", "uniform_", "copy_", "trunc_normal_"}
-"""Operators that leave nothing of what a tensor held before."""
+"""Operators that overwrite all previous values of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Replay:
         """
         self.recording = recording
         self.labels: dict[int, str] = {}
-        """Storage to the first name that uses it: part of the address of its random draws."""
+        """Storage to its first name, a component of the address of its random draws."""
         self._by_storage: dict[int, list[Op]] = {}
         for op in recording.ops:
             for storage in {item.storage for item in (*op.fresh, *op.writes) if item is not None}:

@@ -28,7 +28,7 @@ DROPOUTS = (
 """Attributes that are probabilities of a dropout."""
 
 PLAIN_FFN = ("n_inner", "ffn_dim", "decoder_ffn_dim")
-"""Feed-forward sizes of parts without a gate."""
+"""Sizes of feed-forward modules without a gate."""
 EXPERT_FFN = (
     *("moe_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("shared_expert_intermediate_size", "shared_experts_intermediate_size"),
@@ -37,7 +37,7 @@ EXPERT_FFN = (
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 """Experts that one token visits."""
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "local_attention_window", "window_size")
-"""Tokens that a layer of local attention looks back on, or the size of the chunks in which it looks."""
+"""Window of local attention in tokens, or the size of its chunks."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
 """Ids of tokens that belong to a tokenizer, not to a preset."""
 
@@ -80,7 +80,7 @@ def dependent_values(plain: Mapping[str, Any], values: Mapping[str, Any], preset
     width, heads = size_of(values, "width") or 256, size_of(values, "heads")
     derived: dict[str, Any] = {key: None for key in SPECIAL if preset}
     if "type_vocab_size" in plain and plain.get("pad_token_id") is not None:
-        # these count positions from what isn't padding
+        # these families count positions from the padding id on
         pad_id = derived["pad_token_id"] = plain["pad_token_id"]
         derived |= {key: value + pad_id + 1 for key, value in values.items() if key in SYNONYMS["context"]}
     # else a family of encoders reads the tokens that it must predict

@@ -18,7 +18,7 @@ from meshwright.parallel.stage import Stage, copied
 from meshwright.spec.layer_graph import LayerGraph, held_names
 
 _STAGES = 16
-"""Most stages of a rehearsal."""
+"""Largest number of stages of a rehearsal."""
 _BOUND = 1e-6
 """Largest relative difference between stages and whole: the same operations on the same numbers, in float64."""
 Tokens = tuple[torch.Tensor, torch.Tensor]
@@ -92,7 +92,7 @@ def rehearse(
         _compare_gradients(module, expected_grads)
     # a refusal of zero-bubble schedules alone, not of the pipeline
     except (PlanError, RuntimeError, AssertionError) as error:
-        # torch lists all tensors in front of what went wrong
+        # torch's message lists all tensors before the error itself
         cause = error.__cause__ or error
         return " ".join(str(cause).split())[:200] or type(cause).__name__
     finally:

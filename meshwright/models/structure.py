@@ -82,7 +82,7 @@ def read_structure(module: nn.Module) -> ModelStructure:
     context = next((v for k in _CONTEXTS if isinstance(v := getattr(text_config, k, None), int)), None)
     position_name = _find_position_table(outside, embedding)
     arguments = inspect.signature(module.forward).parameters
-    # forward(**kwargs) takes any name, which says nothing about its arguments
+    # forward(**kwargs) accepts any name, so it isn't listed
     positional = [key for key, item in arguments.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
     return ModelStructure(
         embedding=embedding,

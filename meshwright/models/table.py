@@ -35,9 +35,9 @@ from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTab
 SMALL = 1 << 24
 """Parameters up to which a model is its own clone."""
 ROWS = 32
-"""Rows that the clone reads."""
+"""Rows of the clone's batch."""
 CONTEXT = 64
-"""Most tokens that a smaller clone takes."""
+"""Longest sequence of a smaller clone in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Clone:
     structure: ModelStructure
     vocab: int
     full_size: bool
-    """Whether its sizes are the model's own."""
+    """Whether its sizes are the model's."""
     objective: Objective = field(default_factory=Objective)
     """The model's own loss, where it is more than the cross-entropy of the logits."""
 
@@ -219,7 +219,7 @@ def _read_layer_rows(traced: LayerTrace, opened: Callable[[], LayerTrace], degre
     candidates, refused = find_groups(traced, ROWS)
     faults: set[str] = set()
     accepted = _accept_working_groups(traced, candidates, [], refused, faults, degree)
-    # Second attempt for what was refused: a norm over all features hides the units, so trace with norms passed through
+    # Second attempt for refused matrices: a norm over all features hides the units, so trace with norms passed through
     # and give these norms a global reduction.
     if refused:
         opened_groups, _ = find_groups(opened(), ROWS)

@@ -41,7 +41,7 @@ class LayerTrace:
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """What it was called with; tensors with a gradient are leaves."""
+    """Arguments of the call; tensors with a gradient are leaves."""
     inputs: list[torch.Tensor]
     """Those leaves."""
     cuts: dict[str, TracedMatrix] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class LayerTrace:
     output: torch.Tensor | None = None
     calls: int = 1
     opened: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What norms over all features gave, where these were opened."""
+    """Passed-through outputs of norms over all features, by name."""
     arguments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Tensors that each module inside was called with, by position or name."""
 
@@ -145,7 +145,7 @@ def _leaf_input_hook(name: str, traces: dict[str, LayerTrace]) -> Callable[..., 
             return None
         args, kwargs = tree_map_only(torch.Tensor, make_leaf, (args, kwargs))
         traces[name] = LayerTrace(name, layer, args, kwargs, leaves)
-        # The code may write into what it gets, but not into a leaf.
+        # The code may write into its arguments, but autograd forbids writing into a leaf.
         return tree_map_only(torch.Tensor, lambda item: item.clone() if item.requires_grad else item, (args, kwargs))
 
     return hook

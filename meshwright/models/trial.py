@@ -28,7 +28,7 @@ TOLERANCE = 1e-9
 TOKENS = 8
 """Tokens of a short row."""
 PATIENCE_S = 20.0
-"""How long a thread waits for the others."""
+"""Time for which a thread waits for the others."""
 LONG_PATIENCE_S = 60.0
 """The same with long rows."""
 
@@ -193,7 +193,7 @@ def _run_traced_call(layer: nn.Module, trace: LayerTrace, inputs: dict[int, torc
     """Calls a layer as traced, with ``inputs`` (by the traced leaf's id) as its leaves; returns (B, S, D) float64."""
 
     def substitute_input(item: torch.Tensor) -> torch.Tensor:
-        # The code may write into what it gets.
+        # The code may write into its arguments.
         return inputs[id(item)].clone() if id(item) in inputs else item
 
     args, kwargs = tree_map_only(torch.Tensor, substitute_input, (trace.args, trace.kwargs))
@@ -216,7 +216,7 @@ def _run_full_layer(trace: LayerTrace) -> tuple[torch.Tensor, list[torch.Tensor]
     out = _run_traced_call(trace.layer, trace, inputs)
     sources = [*inputs.values(), *trained.values()]
     grads = torch.autograd.grad(out, sources, _output_grad(out.shape, out.dtype), allow_unused=True)
-    # autograd returns None for what the output doesn't depend on: a zero gradient
+    # autograd returns None where the output doesn't depend on a tensor: a zero gradient
     grads_or_zero = [torch.zeros_like(source) if grad is None else grad for source, grad in zip(sources, grads)]
     return out.detach(), grads_or_zero[: len(inputs)], dict(zip(trained, grads_or_zero[len(inputs) :]))
 

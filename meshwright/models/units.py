@@ -9,7 +9,7 @@ import torch
 from meshwright.spec.sharding_table import Block
 
 PROBED_UNITS = 16
-"""Runs of units by which parameters between matrices are looked at, where there are more units."""
+"""Largest number of runs of units by which parameters between matrices are probed."""
 Blocks = tuple[Block, ...]
 
 

@@ -24,11 +24,11 @@ class _Origin:
     """The stored tensors of one parameter, and the conversion that builds it from them."""
 
     keys: tuple[tuple[str, str], ...]
-    """(pattern, key in the files), in the order that a conversion wants."""
+    """(pattern, key in the files), in the conversion's order."""
     converter: Any | None
     """transformers' conversion, None for a plain copy."""
     target: str
-    """First name that the conversion gives."""
+    """First name that the conversion yields."""
 
 
 class SafetensorsSource:

@@ -20,7 +20,7 @@ from meshwright.parallel.weights import Weight
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUM_BITS = 50
-"""Of a sum, so that float64 carries it exactly."""
+"""Bits of a sum, so that float64 represents it exactly."""
 
 
 class AgreementCheck:

@@ -61,7 +61,7 @@ class GradientSync:
         self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
         self._order = {weight: number for number, weight in enumerate(program.weights)}
         self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
-        """Whether this rank has a part alone of some weight."""
+        """Whether this rank has only a shard of some weight."""
         for weight in program.weights:
             _ArrivalHooks(self, weight.name, self._mean).attach(weight.parameter)
         for sync in program.parts[0].sync:
@@ -227,7 +227,7 @@ class GradientSync:
             return reached_locally
         flags = torch.tensor(reached_locally, dtype=torch.float32, device=self._program.weights[0].local.device)
         self._world.all_reduce(flags).wait()
-        # Only who lacks one waits for the device to tell.
+        # Only a rank that lacks a gradient waits for the device.
         return reached_locally if all(reached_locally) else [count > 0 for count in flags.tolist()]
 
     def _wrap_gradients(self) -> None:
@@ -265,7 +265,7 @@ class GradientSync:
             )
         weight_index = self._order[weight]
         cached = self._norms.get(order)
-        # all ranks change gradients alike, so that all take this branch together
+        # all ranks change gradients alike, so that all enter this branch together
         if cached is None or cached[1][weight_index] != self._version(weight):
             versions = [self._version(weight) for weight in self._program.weights]
             cached = self._norms[order] = (self._all_norms(order), versions)

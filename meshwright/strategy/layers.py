@@ -21,7 +21,7 @@ from meshwright.parallel.collectives import (
 )
 
 Ranks: TypeAlias = AxisGroup | DeviceMesh | dist.ProcessGroup | None
-"""Who shares a layer: a mesh of one dim (``device_mesh(...)["tp"]``), a process group, or all ranks."""
+"""Ranks that share a layer: a mesh of one dim (``device_mesh(...)["tp"]``), a process group, or all ranks."""
 Mode: TypeAlias = Literal["columns", "rows"]
 
 
@@ -59,17 +59,17 @@ class TensorParallelLinear(nn.Module):
     Args:
         in_features: of the whole layer.
         out_features: of the whole layer.
-        mode: which of them is split; or who shares the layer, whose outputs are split then.
-        ranks: who shares the layer; ``mesh`` is the same.
+        mode: which of them is split; or the ranks, for a layer split by outputs.
+        ranks: group that shares the layer; ``mesh`` is the same.
         mesh: another name of ``ranks``.
         bias: whether it has one.
         gather_output: of ``columns``: whether every rank gets all outputs, or its shard.
         input_is_split: of ``rows``: whether a rank is called with its shard of the inputs, or with all.
         seed: of the whole weight, which is drawn as `nn.Linear` does and cut: no degree changes it. Layers of one model
-            want different seeds.
+            need different seeds.
 
     Raises:
-        ConfigError: when the ranks don't divide what is split, or an option belongs to the other mode.
+        ConfigError: when the ranks don't divide the split dim, or an option belongs to the other mode.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class LoopVerdict:
     worst: str
     """The weight that is furthest off."""
     refused: str = ""
-    """Why the loop couldn't run under the layout, if it couldn't; nothing was compared then."""
+    """The reason for which the loop couldn't run under the layout; nothing was compared then."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values; infinite errors become strings that JSON can hold."""

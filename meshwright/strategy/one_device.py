@@ -19,7 +19,7 @@ class OneDevice:
 
     def __init__(self) -> None:
         self.model: nn.Module | None = None
-        """What was sharded last."""
+        """The model of the last `shard`."""
 
     reader = (0, 1)
 

@@ -51,7 +51,7 @@ class OptimizerBinding:
         self._published: dict[Weight, torch.Tensor] = {}
         self._stale: dict[int, weakref.ref[nn.Parameter]] = {}
         self.starting = False
-        """Whether a step is run for the sake of the state that it makes."""
+        """Whether a step is run only to create the optimizer's state."""
         self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
         self._shared = program.mesh is not None and program.mesh.world.size > 1
         self._elementwise: set[type] = set()
@@ -212,7 +212,7 @@ class OptimizerBinding:
             members = item["params"]
             members = [members] if isinstance(members, torch.Tensor) else list(members)
             return {**item, "params": [self._replace_by_local(member) for member in members]}
-        # (name, parameter), as named_parameters() gives
+        # (name, parameter), an item of named_parameters()
         if isinstance(item, tuple):
             return (item[0], self._replace_by_local(item[1]))
         weight = self._by_id.get(id(item))

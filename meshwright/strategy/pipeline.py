@@ -28,7 +28,7 @@ from meshwright.train.feed import MicroBatch
 from meshwright.train.step import fill_missing
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-"""(what the model gave, targets) to the mean over the rows (or targets) of a micro-batch."""
+"""(output, targets) to the mean over the rows (or targets) of a micro-batch."""
 Make = Callable[[Any], torch.optim.Optimizer]
 """Parameters to an optimizer: ``functools.partial(torch.optim.AdamW, lr=1e-3)``."""
 

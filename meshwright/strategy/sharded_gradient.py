@@ -97,7 +97,7 @@ def call_on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
         return _vector_norm(name, args, kwargs)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         _call_on_lists(func, args, kwargs)
-        # Ranks that hold finite parts must skip the step together with the one that doesn't.
+        # Ranks with finite shards must skip the step together with the one whose shard isn't.
         owner = next(item for item in args[0] if is_watched(item)).owner
         owner.any_rank(args[1])
         return None

@@ -48,9 +48,9 @@ class ShardedModel:
         self._local_parameters = local_shards(program.weights)
         self.agreement = AgreementCheck(program)
         self.sync = None if custom is None else GradientSync(program, *custom, self._publish)
-        """What makes gradients whole in a custom loop."""
+        """Reduces gradients in a custom loop; None with a schedule."""
         self.optimizers = OptimizerBinding(program, self._local_parameters, self.sync, self._after_step)
-        """Makes, rebuilds and checks optimizers over this rank's parts."""
+        """Creates, rebuilds and checks optimizers over this rank's shards."""
 
     def _publish(self) -> None:
         """Hands reduced gradients to the optimizers' shards."""

@@ -38,7 +38,7 @@ class RankRefusal:
     kind: str
     """Name of its class in `meshwright.errors`."""
     text: str
-    """What it says."""
+    """Its message."""
 
 
 CODEC = RecordCodec(
@@ -58,7 +58,7 @@ CODEC = RecordCodec(
     ),
     {TreeSpec: (treespec_dumps, treespec_loads)},
 )
-"""What the first rank tells the others; as JSON, never as a pickle."""
+"""Types of the first rank's broadcast; as JSON, never as a pickle."""
 
 
 def shared_facts(
@@ -96,7 +96,7 @@ def _analyse(built: BuiltModel, layout: Layout, example: torch.Tensor | None) ->
     """Analyses the model; returns an error as a value, since the other ranks wait for an answer."""
     needs_trial = layout.degree("pp") > 1 or layout.degree("tp") > 1
     try:
-        # The loop computes the loss, not the model: nothing of it is tried, nor told.
+        # The loop computes the loss, not the model: no trial of it is run or sent.
         without_trial = ModelAnalysis(trial=ForwardTrial())
         facts = analyse_model(tried_on(built, example) if needs_trial else built, layout, without_trial)
         facts = dataclasses.replace(facts, trial=None)
