@@ -1,1 +1,1 @@
-"""Reads and builds models: names to modules on meta, any part of any weight, structure, shape, export."""
+"""Reads and builds models: a config becomes a module on meta, with its structure, sizes, sharding table and weights."""

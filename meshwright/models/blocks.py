@@ -1,8 +1,7 @@
-"""A model's layers as sizes, read off its modules: the products of each, and the widths that its memory follows from.
+"""Reads the sizes of a model's layers off its modules: the matrix products, and the widths that set activation memory.
 
-What a layer multiplies is in its weights: the dims of each matrix say what it reads and gives, experts are rows of
-weights of three dims, or the numbered children of a list. What a config alone knows (heads, windows, experts that a
-token visits) comes from there.
+The dims of each matrix give the product's input and output; experts are rows of 3-D weights, or the numbered children
+of a list. Facts that the weights don't show (heads, windows, experts for each token) come from the config.
 """
 
 from __future__ import annotations
@@ -20,158 +19,188 @@ from meshwright.spec.model_shape import LayerShape, Product
 _NUMBERED = re.compile(r"(^|\.)experts\.(\d+)\.")
 _LOW_RANK = re.compile(r"_a_proj|_down_proj_|q_lora|kv_lora|compress")
 _CLOSING = re.compile(r"(o_proj|out\w*|down\w*|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h|down_proj)(\.weight)?$")
-"""How models call the product that leads back to the residual stream."""
+"""Names of the projection that returns to the residual stream."""
 _STATE = ("conv", "A_log", "bias")
 
 
 def read_blocks(built: BuiltModel) -> tuple[LayerShape, ...]:
     """Returns the sizes of every layer, in order; equal layers are one object."""
     config = built.hf_config
-    plain = config.get_text_config(decoder=True).to_dict() if config is not None else {}
-    known: dict[Any, LayerShape] = {}
-    found = []
-    for number, name in enumerate(built.structure.layers):
+    hf_fields = config.get_text_config(decoder=True).to_dict() if config is not None else {}
+    shape_by_kind: dict[Any, LayerShape] = {}
+    shapes = []
+    for layer_index, name in enumerate(built.structure.layers):
         layer = built.module.get_submodule(name)
-        window = _window(plain, number, built.structure.context or 0)
-        key = (type(layer), window, tuple((key, tuple(item.shape)) for key, item in layer.named_parameters()))
-        if key not in known:
-            known[key] = _block(layer, built.structure.width or 0, plain, window)
-        found.append(known[key])
-    return tuple(found)
+        window = _window_tokens(hf_fields, layer_index, built.structure.context or 0)
+        key = (type(layer), window, tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters()))
+        if key not in shape_by_kind:
+            shape_by_kind[key] = _layer_shape(layer, built.structure.width or 0, hf_fields, window)
+        shapes.append(shape_by_kind[key])
+    return tuple(shapes)
 
 
-def _block(layer: nn.Module, width: int, plain: Mapping[str, Any], window: int) -> LayerShape:
+def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], window: int) -> LayerShape:
+    """Returns the sizes of one layer."""
     experts = _expert_count(layer)
     products = _products(layer, width, experts)
-    routed = [item for item in products if item.experts]
-    heads = size_of(plain, "heads") or (1 if not plain else 0)
-    latent = sum(item.outer for item in products if _LOW_RANK.search(item.name))
-    size = plain.get("head_dim") or (width // heads if heads else 0)
-    if latent:
-        size = plain.get("qk_head_dim") or plain.get("qk_nope_head_dim", 0) + plain.get("qk_rope_head_dim", 0) or size
-    kv_heads = size_of(plain, "kv_heads") or heads
-    if plain.get("multi_query") and not plain.get("new_decoder_architecture"):
+    expert_products = [product for product in products if product.experts]
+    heads = size_of(hf_fields, "heads") or (1 if not hf_fields else 0)
+    latent_width = sum(product.outer for product in products if _LOW_RANK.search(product.name))
+    head_size = hf_fields.get("head_dim") or (width // heads if heads else 0)
+    # latent attention: query heads are wider than values by the rotary dims
+    if latent_width:
+        head_size = (
+            hf_fields.get("qk_head_dim")
+            or hf_fields.get("qk_nope_head_dim", 0) + hf_fields.get("qk_rope_head_dim", 0)
+            or head_size
+        )
+    kv_heads = size_of(hf_fields, "kv_heads") or heads
+    # Falcon: one key head for all query heads, whatever num_kv_heads says
+    if hf_fields.get("multi_query") and not hf_fields.get("new_decoder_architecture"):
         kv_heads = 1
-    meets = any("att" in key.lower() or "mixer" in key.lower() for key, _ in layer.named_children()) or not plain
-    spread = sum(item.numel() for key, item in layer.named_parameters() if _is_expert(key, item, experts))
-    closing = [item for item in products if item.split == "rows" and not item.experts]
-    feed, opened = 0, 0
-    if len(closing) > 1 or (closing and not heads):
-        owner = _owner(closing[-1].name)
-        feed = closing[-1].inner
-        opened = sum(item.outer for item in products if item.split == "columns" and _owner(item.name) == owner)
-    expert_ffn = max((item.inner for item in routed if item.split == "rows"), default=0)
-    entering = sum(item.outer for item in routed if item.split == "columns")
-    drops, drops_scores = _dropouts(layer)
+    has_attention = (
+        any("att" in key.lower() or "mixer" in key.lower() for key, _ in layer.named_children()) or not hf_fields
+    )
+    expert_parameters = sum(
+        weight.numel() for name, weight in layer.named_parameters() if _is_expert(name, weight, experts)
+    )
+    row_products = [product for product in products if product.split == "rows" and not product.experts]
+    ffn, ffn_columns_out = 0, 0
+    # the last row-parallel product is the feed-forward's; one alone is attention's
+    if len(row_products) > 1 or (row_products and not heads):
+        owner = _parent_module(row_products[-1].name)
+        ffn = row_products[-1].inner
+        # gated: gate and up projections together have two outputs for each input of the down projection
+        ffn_columns_out = sum(
+            item.outer for item in products if item.split == "columns" and _parent_module(item.name) == owner
+        )
+    expert_ffn = max((product.inner for product in expert_products if product.split == "rows"), default=0)
+    expert_columns_out = sum(product.outer for product in expert_products if product.split == "columns")
+    dropout_count, drops_scores = _dropouts(layer)
     return LayerShape(
         products=products,
         width=width,
-        parameters=sum(item.numel() for item in layer.parameters()),
-        expert_parameters=spread,
-        heads=heads if meets else 0,
-        kv_heads=kv_heads if meets else 0,
-        head_size=size if meets else 0,
-        value_size=(plain.get("v_head_dim") or size) if meets else 0,
+        parameters=sum(parameter.numel() for parameter in layer.parameters()),
+        expert_parameters=expert_parameters,
+        heads=heads if has_attention else 0,
+        kv_heads=kv_heads if has_attention else 0,
+        head_size=head_size if has_attention else 0,
+        value_size=(hf_fields.get("v_head_dim") or head_size) if has_attention else 0,
         window=window,
-        latent=latent,
-        ffn=feed,
-        gated=(bool(feed) and opened >= 2 * feed) or (bool(spread) and entering >= 2 * expert_ffn),
-        norm="rms" if any("rms" in type(part).__name__.lower() for part in layer.modules()) else "layer",
-        dropout=any(isinstance(part, nn.Dropout) and part.p > 0 for part in layer.modules()),
-        drops=drops,
+        latent=latent_width,
+        ffn=ffn,
+        gated=(bool(ffn) and ffn_columns_out >= 2 * ffn)
+        or (bool(expert_parameters) and expert_columns_out >= 2 * expert_ffn),
+        norm="rms" if any("rms" in type(child).__name__.lower() for child in layer.modules()) else "layer",
+        dropout=any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.modules()),
+        drops=dropout_count,
         drops_scores=drops_scores,
         experts=experts,
-        active_experts=_active(plain) if experts else 0,
+        active_experts=_active_experts(hf_fields) if experts else 0,
         expert_ffn=expert_ffn,
     )
 
 
 def _dropouts(layer: nn.Module) -> tuple[int, bool]:
-    """Dropouts of a layer beside attention's, and whether attention's weights are dropped too.
+    """Returns the number of a layer's dropouts outside attention, and whether attention weights are dropped.
 
-    A dropout is a module of its own or a probability by name. Of attention's weights is what is called so, and what is
-    a mere number of an attention module; a layer's own number serves both of its parts.
+    A dropout is a module or a float attribute named so. A probability named after attention, or a float of an attention
+    module, is one of attention weights; a float of the layer itself serves both of its sublayers.
     """
-    count, scores = 0, False
-    for path, part in layer.named_modules():
+    count, drops_attention = 0, False
+    for path, child in layer.named_modules():
         name = path.rpartition(".")[2]
-        if isinstance(part, nn.Dropout):
-            scores |= part.p > 0 and name.startswith("att")
-            count += part.p > 0 and not name.startswith("att")
+        if isinstance(child, nn.Dropout):
+            drops_attention |= child.p > 0 and name.startswith("att")
+            count += child.p > 0 and not name.startswith("att")
             continue
-        for key, value in vars(part).items():
+        for key, value in vars(child).items():
             if type(value) is float and value > 0 and "drop" in key:
-                own = key.startswith("att") or "attention" in type(part).__name__.lower()
-                scores |= own
-                count += 0 if own else (2 if part is layer else 1)
-    return count, scores
+                is_attention = key.startswith("att") or "attention" in type(child).__name__.lower()
+                drops_attention |= is_attention
+                count += 0 if is_attention else (2 if child is layer else 1)
+    return count, drops_attention
 
 
 def _products(layer: nn.Module, width: int, experts: int) -> tuple[Product, ...]:
-    """Matrix products in the order of the parameters; those of numbered experts once."""
-    seen: set[str] = set()
+    """Returns the matrix products in the order of the parameters; those of numbered experts once."""
+    seen_names: set[str] = set()
     groups: dict[str, list[tuple[str, int, int]]] = {}
     for path, item in layer.named_parameters():
         owner, _, key = path.rpartition(".")
-        part = layer.get_submodule(owner)
-        if item.dim() < 2 or isinstance(part, nn.Embedding) or any(word in path for word in _STATE):
+        owner_module = layer.get_submodule(owner)
+        if item.dim() < 2 or isinstance(owner_module, nn.Embedding) or any(state_name in path for state_name in _STATE):
             continue
-        routed = _is_expert(path, item, experts)
-        short = _NUMBERED.sub(r"\1experts.", path)
-        if short in seen:
+        is_expert = _is_expert(path, item, experts)
+        unnumbered_name = _NUMBERED.sub(r"\1experts.", path)
+        if unnumbered_name in seen_names:
             continue
-        seen.add(short)
-        group = owner.rpartition(".")[0] if isinstance(part, nn.Linear) or key == "weight" else owner
-        first, second = (int(size) for size in item.shape[-2:])
-        sides = (first, second) if type(part).__name__ == "Conv1D" else (second, first)
-        groups.setdefault(f"{group}{'*' if routed else ''}", []).append((short, *sides))
-    return tuple(product for group, rows in groups.items() for product in _split(group, rows, width, experts))
+        seen_names.add(unnumbered_name)
+        module_name = owner.rpartition(".")[0] if isinstance(owner_module, nn.Linear) or key == "weight" else owner
+        # Linear stores (out, in), transformers' Conv1D (in, out)
+        dim_0, dim_1 = (int(size) for size in item.shape[-2:])
+        inner_and_outer = (dim_0, dim_1) if type(owner_module).__name__ == "Conv1D" else (dim_1, dim_0)
+        groups.setdefault(f"{module_name}{'*' if is_expert else ''}", []).append((unnumbered_name, *inner_and_outer))
+    return tuple(
+        product
+        for module_name, products in groups.items()
+        for product in _assign_splits(module_name, products, width, experts)
+    )
 
 
-def _split(group: str, rows: list[tuple[str, int, int]], width: int, experts: int) -> list[Product]:
-    """Says what tp does to the products of one module: the last one back to the model's width is split by rows."""
-    routed, made = group.endswith("*"), []
-    named = [place for place, (name, _, outer) in enumerate(rows) if _CLOSING.search(name) and outer == width]
-    closing = named[-1] if named else len(rows) - 1
-    for place, (name, inner, outer) in enumerate(rows):
-        last = place == closing
-        if routed:
+def _assign_splits(group: str, matrices: list[tuple[str, int, int]], width: int, experts: int) -> list[Product]:
+    """Assigns tp's split to one module's products: the last one that returns to the model's width is row-parallel."""
+    is_expert, products = group.endswith("*"), []
+    closing_indices = [
+        index for index, (name, _, outer) in enumerate(matrices) if _CLOSING.search(name) and outer == width
+    ]
+    closing_index = closing_indices[-1] if closing_indices else len(matrices) - 1
+    for index, (name, inner, outer) in enumerate(matrices):
+        is_closing = index == closing_index
+        if is_expert:
             # Rows of experts lie either way; one of the sides is the model's width.
-            other = inner if outer == width else outer
-            inner, outer = (other, width) if last and len(rows) > 1 else (width, other)
-        split = "rows" if last and outer == width else "columns"
-        if (outer == experts and experts and not routed) or _LOW_RANK.search(name):
+            hidden = inner if outer == width else outer
+            inner, outer = (hidden, width) if is_closing and len(matrices) > 1 else (width, hidden)
+        split = "rows" if is_closing and outer == width else "columns"
+        # routers and low-rank projections are replicated
+        if (outer == experts and experts and not is_expert) or _LOW_RANK.search(name):
             split = ""
-        made.append(Product(name=name, inner=inner, outer=outer, split=split, experts=routed))
-    return made
+        products.append(Product(name=name, inner=inner, outer=outer, split=split, experts=is_expert))
+    return products
 
 
-def _owner(name: str) -> str:
-    """The module that a product belongs to: that of its matrix's parent."""
+def _parent_module(name: str) -> str:
+    """Returns the name of the module that a product belongs to: its matrix's parent."""
     return name.removesuffix(".weight").rpartition(".")[0]
 
 
 def _is_expert(path: str, item: Any, experts: int) -> bool:
+    """Returns whether a parameter belongs to experts."""
     return bool(experts) and (bool(_NUMBERED.search(path)) or (item.dim() == 3 and item.shape[0] == experts))
 
 
 def _expert_count(layer: nn.Module) -> int:
-    """Experts of a layer: rows of weights of three dims, or numbered children."""
-    rows = [item.shape[0] for key, item in layer.named_parameters() if item.dim() == 3 and "expert" in key.lower()]
-    numbers = [int(found[2]) + 1 for key, _ in layer.named_parameters() if (found := _NUMBERED.search(key))]
-    return max([*rows, *numbers], default=0)
+    """Returns the number of experts of a layer: rows of 3-D weights, or numbered children."""
+    stacked_counts = [
+        parameter.shape[0]
+        for key, parameter in layer.named_parameters()
+        if parameter.dim() == 3 and "expert" in key.lower()
+    ]
+    numbers = [int(match[2]) + 1 for key, _ in layer.named_parameters() if (match := _NUMBERED.search(key))]
+    return max([*stacked_counts, *numbers], default=0)
 
 
-def _active(plain: Mapping[str, Any]) -> int:
-    return max((value for key in ACTIVE_EXPERTS if isinstance(value := plain.get(key), int)), default=1)
+def _active_experts(hf_fields: Mapping[str, Any]) -> int:
+    """Returns the number of experts that a token visits."""
+    return max((value for key in ACTIVE_EXPERTS if isinstance(value := hf_fields.get(key), int)), default=1)
 
 
-def _window(plain: Mapping[str, Any], number: int, context: int) -> int:
-    """Tokens that a layer's queries look back at; 0 for all."""
-    window = plain.get("sliding_window") or 0
-    kinds = plain.get("layer_types") or ()
-    if kinds:
-        return int(window) if "sliding" in str(kinds[number % len(kinds)]) else 0
-    if plain.get("use_sliding_window") is False or int(window) >= (context or 1 << 62):
+def _window_tokens(hf_fields: Mapping[str, Any], layer_index: int, context: int) -> int:
+    """Returns how many tokens a layer's queries look back at; 0 for all."""
+    window = hf_fields.get("sliding_window") or 0
+    layer_types = hf_fields.get("layer_types") or ()
+    if layer_types:
+        return int(window) if "sliding" in str(layer_types[layer_index % len(layer_types)]) else 0
+    if hf_fields.get("use_sliding_window") is False or int(window) >= (context or 1 << 62):
         return 0
     return int(window)

@@ -1,4 +1,4 @@
-"""A `ModelConfig` to a module on the meta device, with a way to make any part of any of its weights."""
+"""Builds a `ModelConfig` into a module on the meta device, with a way to compute any box of any of its weights."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from meshwright.models.weights import SafetensorsSource
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A module on the meta device and where its weights come from."""
+    """A module on the meta device with its structure and the origin of its weights."""
 
     config: ModelConfig
-    """What was asked for."""
+    """The config that it was built from."""
     module: nn.Module
     """The module; every parameter and buffer is on meta, in float32 unless its code says otherwise."""
     recipe: InitRecipe
-    """How its weights are initialised."""
+    """The recorded initialisation of its weights."""
     structure: ModelStructure
-    """Its parts by name."""
+    """Its embedding, layers, norm and head by name."""
     source: SafetensorsSource | None
-    """The directory's weights, None when they are made from the seed."""
+    """The directory's weights, None when they are drawn from the seed."""
     caching: tuple[Any, ...] = ()
-    """Configs that asked for a cache of keys before `without_cache`; an export says so again."""
+    """Configs whose key-value cache was on before `without_cache`; an export turns it on again."""
 
     @property
     def hf_config(self) -> Any | None:
@@ -52,13 +52,14 @@ class BuiltModel:
         return getattr(self.module, "config", None) if is_transformers(self.module) else None
 
     def save_config(self, folder: Path) -> None:
-        """Writes the transformers config as it was before `without_cache`, from which the same architecture is built.
+        """Writes the transformers config as it was before `without_cache`, to build the same architecture from.
 
         Args:
             folder: an existing directory.
         """
         config = self.hf_config
         assert config is not None
+        # the exported architecture has its cache on, as its author published it
         for caching in self.caching:
             caching.use_cache = True
         try:
@@ -73,22 +74,26 @@ class BuiltModel:
         return self.structure.vocab
 
     def tensor(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Makes or reads one box of one parameter or buffer, on the CPU; the same bits on every rank.
+        """Computes or reads one box of one parameter or buffer, on the CPU; the same bits on every rank.
 
         Args:
             name: dotted name.
-            box: (start, stop) for each dim of the global tensor; None for all of it.
-            dtype: result type; None keeps the type it was made in.
+            box: (start, stop) for each dim of the global tensor; None for the full tensor.
+            dtype: result type; None keeps the type it was created in.
+
+        Returns:
+            A contiguous CPU tensor with the box's sizes.
         """
         if self.source is not None and name in self.source:
             return self.source.read(name, box, dtype)
         return materialise_tensor(self.recipe, name, self.config.seed, box=box, dtype=dtype)
 
     def fill_buffers(self, module: nn.Module, device: torch.device | str) -> None:
-        """Gives buffers and plain tensor attributes their values after ``to_empty``; see `materialise_buffers`."""
+        """Sets the values of buffers and plain tensor attributes after ``to_empty``, as `materialise_buffers` does."""
         materialise_buffers(module, self.recipe, self.config.seed, device)
         if self.source is None:
             return
+        # a checkpoint's persistent buffers win over recorded ones
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 if name in self.source:
@@ -103,7 +108,7 @@ def build_meta(
     Args:
         config: which model.
         vocab: vocabulary of the data; used where the config is silent, and checked against a directory's.
-        context: tokens in a row of the data, likewise.
+        context: tokens in a row of the data; used where the config is silent, and checked against a directory's.
         weights: False leaves a directory's weights alone and reads its config only; they come from elsewhere.
 
     Raises:
@@ -111,8 +116,9 @@ def build_meta(
         CheckpointError: for a directory whose weights are missing, foreign or of other sizes.
     """
     config.check()
-    prepare = _function if config.kind == "function" else _transformers
+    prepare = _function_factory if config.kind == "function" else _transformers_factory
     build = prepare(config, vocab, context)
+    # nothing is computed: the recording replays the construction later, box by box
     with record(config.seed) as recording:
         try:
             module = build()
@@ -135,81 +141,92 @@ def build_meta(
 
 
 def is_transformers(module: nn.Module) -> bool:
-    """True for a transformers model."""
+    """Returns whether a module is a transformers model."""
+    # without importing it: nobody has built a transformers model while it isn't loaded
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
 def without_cache(module: nn.Module) -> tuple[Any, ...]:
-    """Lets forward build no cache of keys unless it is asked to, in place; returns the configs that said otherwise.
+    """Turns the key-value cache off in a model's configs, in place; returns the configs in which it was on.
 
-    Some families' forwards take no argument that says so. Training never reads the cache, and a recomputed layer would
-    find in it what its first run left there.
+    Some families' forwards have no argument for it. Training never reads the cache, and a recomputed layer would find
+    the keys of its first run in it.
     """
     if not is_transformers(module):
         return ()
-    configs = [module.config.get_text_config(decoder=True), *(vars(part).get("config") for part in module.modules())]
-    found = tuple({id(config): config for config in configs if getattr(config, "use_cache", False)}.values())
-    for config in found:
+    # composite models have a config for each submodel
+    configs = [module.config.get_text_config(decoder=True), *(vars(child).get("config") for child in module.modules())]
+    caching_configs = tuple({id(config): config for config in configs if getattr(config, "use_cache", False)}.values())
+    for config in caching_configs:
         config.use_cache = False
-    return found
+    return caching_configs
 
 
 def use_float64(module: nn.Module) -> None:
-    """Switches kernels that know no float64 (grouped experts) to plain ones, in place."""
+    """Switches kernels without float64 support (grouped experts) to plain ones, in place."""
     if is_transformers(module) and hasattr(module.config, "_experts_implementation"):
         module.config._experts_implementation = "eager"
 
 
-def _transformers(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
+def _transformers_factory(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
+    """Returns a function that builds a transformers model of the config."""
     from transformers import AutoModelForCausalLM
 
     from meshwright.models.family import check_kernels, directory_config, family_config
 
-    make = directory_config if config.kind == "directory" else family_config
-    hf_config = make(config, vocab, context)
+    config_of = directory_config if config.kind == "directory" else family_config
+    hf_config = config_of(config, vocab, context)
     check_kernels(config.name, hf_config)
-    kernel = {} if config.attention == "auto" else {"attn_implementation": config.attention}
+    attention_option = {} if config.attention == "auto" else {"attn_implementation": config.attention}
 
     def make_model() -> nn.Module:
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **kernel)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **attention_option)
         if getattr(model, "loss_type", "") is None:
-            model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning at each first call
+            # transformers' own default, which it would use with a warning at the first call
+            model.loss_type = "ForCausalLM"
         return model.train()
 
     return make_model
 
 
-def _function(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
-    """Imports ``module.path:function`` and binds the sizes that it takes."""
-    path, _, name = config.name.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+def _function_factory(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
+    """Imports ``module.path:function`` and binds the sizes that it has parameters for."""
+    module_path, _, name = config.name.partition(":")
+    working_directory = os.getcwd()
+    # as `python -m` would find the user's file
+    if working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
     try:
-        found = importlib.import_module(path)
+        user_module = importlib.import_module(module_path)
     except ImportError as error:
-        raise ConfigError(f"model.name = '{config.name}': can't import '{path}' from {here}: {error}") from error
-    function = getattr(found, name, None)
+        raise ConfigError(
+            f"model.name = '{config.name}': can't import '{module_path}' from {working_directory}: {error}"
+        ) from error
+    function = getattr(user_module, name, None)
     if not callable(function):
-        hint = nearest(name, [key for key in vars(found) if not key.startswith("_")])
-        raise ConfigError(f"model.name = '{config.name}': '{path}' has no function '{name}'{hint}")
-    taken = inspect.signature(function).parameters
-    anything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in taken.values())
-    given = {"vocab": vocab, "context": context} | config.sizes | config.extra
-    if config.dropout or "dropout" in taken:
-        given["dropout"] = config.dropout
-    wanted = set(config.sizes) | set(config.extra) | ({"dropout"} if config.dropout else set())
-    for key in wanted:
-        if key not in taken and not anything:
-            raise ConfigError(f"model.{key} has no effect: {config.name} takes {', '.join(taken) or 'nothing'}")
+        hint = nearest(name, [key for key in vars(user_module) if not key.startswith("_")])
+        raise ConfigError(f"model.name = '{config.name}': '{module_path}' has no function '{name}'{hint}")
+    parameters = inspect.signature(function).parameters
+    takes_any = any(value.kind is inspect.Parameter.VAR_KEYWORD for value in parameters.values())
+    values = {"vocab": vocab, "context": context} | config.sizes | config.extra
+    if config.dropout or "dropout" in parameters:
+        values["dropout"] = config.dropout
+    required_keys = set(config.sizes) | set(config.extra) | ({"dropout"} if config.dropout else set())
+    for key in required_keys:
+        if key not in parameters and not takes_any:
+            raise ConfigError(f"model.{key} has no effect: {config.name} takes {', '.join(parameters) or 'nothing'}")
     if config.tie is not None:
         raise ConfigError(f"model.tie has no effect on the function {config.name}; drop it")
-    known = {key: item for key, item in given.items() if item is not None and (key in taken or key in wanted)}
-    return lambda: function(**known)
+    # an optional size is dropped where the function has no parameter for it; a configured one is an error above
+    bound_values = {
+        key: value for key, value in values.items() if value is not None and (key in parameters or key in required_keys)
+    }
+    return lambda: function(**bound_values)
 
 
 def _check_sizes(config: ModelConfig, structure: ModelStructure, vocab: int | None, context: int | None) -> None:
+    """Refuses a vocabulary or a row length of the data that the model has no rows for."""
     if vocab and structure.vocab and vocab > structure.vocab:
         raise ConfigError(
             f"the data's vocabulary of {vocab} is larger than the model's {structure.vocab}; set model.vocab to "

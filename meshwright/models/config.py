@@ -1,4 +1,4 @@
-"""Which model, how large, and with which initial weights."""
+"""Configures a model: its name, sizes and initial weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelConfig(Config):
 
     @property
     def kind(self) -> Literal["type", "directory", "function"]:
-        """What ``name`` is."""
+        """How ``name`` is to be read."""
         if Path(self.name).is_dir():
             return "directory"
         return "function" if ":" in self.name else "type"
@@ -67,20 +67,21 @@ class ModelConfig(Config):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """``overrides`` with their strings read as TOML values where they are one."""
+        """``overrides`` with their strings parsed as TOML values where possible."""
         return {key: _toml_value(value) for key, value in self.overrides.items()}
 
     def check(self) -> None:
-        """Checks what can be checked without the model.
+        """Checks the fields without building the model.
 
         Raises:
-            ConfigError: for sizes below 1, heads that don't divide, a path that isn't there, sizes on a directory.
+            ConfigError: for sizes below 1, heads that don't divide, a missing path, sizes on a directory.
         """
         for key, value in self.sizes.items():
             if value < 1:
                 raise ConfigError(f"model.{key} = {value}; it must be 1 or more")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout = {self.dropout}; it must lie in [0, 1)")
+        # a head size that is set by hand needn't divide the width
         if self.width and self.heads and self.width % self.heads and "head_dim" not in self.overrides:
             raise ConfigError(
                 f"model.width = {self.width} does not divide by model.heads = {self.heads}; choose a multiple, or set "
@@ -100,6 +101,7 @@ class ModelConfig(Config):
 
 
 def _toml_value(value: Any) -> Any:
+    """Returns a string parsed as a TOML value, unchanged where it is none."""
     if not isinstance(value, str):
         return value
     try:

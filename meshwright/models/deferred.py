@@ -1,9 +1,9 @@
-"""Deferred initialisation: any box of any weight, from one seed, without the rest of the weight.
+"""Deferred initialisation: computes any box of any weight from one seed, without the other elements of the weight.
 
 A weight's value is a function of (seed, name, number of the operation, flat element index), so it is the same for any
 layout and any number of ranks. Random operations are drawn in blocks of the row-major flattened weight, each from its
-own generator; element-wise operations are replayed on the part that is asked for. What is no chain of element-wise
-operations (tables made by arange, orthogonal matrices) is replayed whole for that one tensor and cut.
+own generator; element-wise operations are replayed on the requested run of elements. A weight that isn't a chain of
+element-wise operations (tables by arange, orthogonal matrices) is replayed in full and then cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.models.recorder import Recording, TensorRef
 from meshwright.models.replay import Replay
 
 CHUNK = 1 << 20
-"""Elements made at a time when a box takes only part of each row."""
+"""Elements computed at a time when a box has only a range of each row."""
 
 Box = tuple[tuple[int, int], ...]
 """A hyper-rectangle of a tensor: (start, stop) for each dim."""
@@ -28,7 +28,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass
 class InitRecipe:
-    """How every parameter and buffer of one module came to be."""
+    """The recorded initialisation of every parameter and buffer of one module."""
 
     replay: Replay
     """The operations of its construction."""
@@ -42,50 +42,54 @@ class InitRecipe:
     """Names that are neither parameter nor buffer."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Sizes of a recorded tensor."""
+        """Returns the sizes of a recorded tensor."""
         return tuple(self.constants[name].shape) if name in self.constants else self.refs[name].shape
 
     def whole_names(self) -> list[str]:
-        """Names that can only be made whole and are then cut: what a rank pays more memory for."""
+        """Returns the names that can only be computed in full and are then cut: these cost a rank more memory."""
         return sorted(name for name, ref in self.refs.items() if not self.replay.by_runs(ref))
 
 
 def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
-    """Reads a module built under `record`, and moves whatever of it is real to the meta device.
+    """Reads a module built under `record`, and moves its real tensors to the meta device.
 
     Args:
         module: the module; its parameters and buffers are on meta afterwards.
-        recording: what `record` yielded.
+        recording: the recording that `record` yielded.
 
     Returns:
         The recipe; names are those of ``named_parameters(remove_duplicate=False)`` and ``named_buffers``.
     """
     recipe = InitRecipe(Replay(recording))
     groups: dict[int, list[str]] = {}
-    moved: dict[int, torch.Tensor] = {}
+    meta_copies: dict[int, torch.Tensor] = {}
     attributes = []
     for path, child in module.named_modules(remove_duplicate=False):
-        plain = {key: value for key, value in vars(child).items() if isinstance(value, torch.Tensor)}
-        for kind, tensors in ((0, child._parameters), (1, child._buffers), (2, plain)):
+        attribute_tensors = {key: value for key, value in vars(child).items() if isinstance(value, torch.Tensor)}
+        for tensor_kind, tensors in ((0, child._parameters), (1, child._buffers), (2, attribute_tensors)):
             for key, tensor in list(tensors.items()):
                 if tensor is None:
                     continue
                 name = f"{path}.{key}" if path else key
-                attributes += [name] if kind == 2 else []
+                attributes += [name] if tensor_kind == 2 else []
+                # the first name of a storage is the address of its random draws: the same on every rank
                 if tensor.is_meta:
                     ref = recipe.refs[name] = recording.ref(tensor)
                     recipe.replay.labels.setdefault(ref.storage, name)
                 else:
                     recipe.constants[name] = tensor.detach()
-                    if id(tensor) not in moved:
-                        meta = tensor.detach().to("meta")
-                        moved[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if kind == 0 else meta
-                    if kind == 2:
-                        setattr(child, key, moved[id(tensor)])
+                    # a tied weight must stay one object
+                    if id(tensor) not in meta_copies:
+                        meta_tensor = tensor.detach().to("meta")
+                        meta_copies[id(tensor)] = (
+                            nn.Parameter(meta_tensor, tensor.requires_grad) if tensor_kind == 0 else meta_tensor
+                        )
+                    if tensor_kind == 2:
+                        setattr(child, key, meta_copies[id(tensor)])
                     else:
-                        tensors[key] = moved[id(tensor)]
-                    tensor = moved[id(tensor)]
-                if kind == 0:
+                        tensors[key] = meta_copies[id(tensor)]
+                    tensor = meta_copies[id(tensor)]
+                if tensor_kind == 0:
                     groups.setdefault(id(tensor), []).append(name)
     recipe.ties = tuple(tuple(names) for names in groups.values() if len(names) > 1)
     recipe.attributes = tuple(attributes)
@@ -95,15 +99,15 @@ def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
 def materialise_tensor(
     recipe: InitRecipe, name: str, seed: int, *, box: Box | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Makes one box of one weight.
+    """Computes one box of one weight.
 
     Args:
         recipe: from `recipe_of` (or `build_meta`).
         name: dotted name of a parameter or buffer.
         seed: seed of the weights.
-        box: (start, stop) for each dim of the global tensor; None for all of it.
-        dtype: result type; values are made in the type that the module was built with and then cast, so that runs in
-            float64 and float32 start from the same numbers.
+        box: (start, stop) for each dim of the global tensor; None for the full tensor.
+        dtype: result type; values are computed in the type that the module was built with and then cast, so that runs
+            in float64 and float32 start from the same numbers.
 
     Returns:
         A contiguous CPU tensor with the box's sizes.
@@ -112,37 +116,39 @@ def materialise_tensor(
         KeyError: for a name that the module hasn't.
     """
     shape = recipe.shape(name)
-    box = tuple((0, size) for size in shape) if box is None else tuple(box)
+    box = tuple((0, box_size) for box_size in shape) if box is None else tuple(box)
     if name in recipe.constants:
-        return _cut(recipe.constants[name], box).to(dtype=dtype, device="cpu", copy=True).contiguous()
+        return _slice_box(recipe.constants[name], box).to(dtype=dtype, device="cpu", copy=True).contiguous()
     ref = recipe.refs[name]
-    size = [max(0, stop - start) for start, stop in box]
-    if 0 in size:
-        return torch.empty(size, dtype=dtype or ref.dtype)
+    box_size = [max(0, stop - start) for start, stop in box]
+    if 0 in box_size:
+        return torch.empty(box_size, dtype=dtype or ref.dtype)
+    # an operation mixes elements: compute the full tensor and cut it
     if not recipe.replay.by_runs(ref):
-        return _cut(recipe.replay.whole(ref, seed), box).to(dtype or ref.dtype).contiguous()
-    return _boxed(recipe.replay, ref, seed, box).to(dtype or ref.dtype)
+        return _slice_box(recipe.replay.full_tensor(ref, seed), box).to(dtype or ref.dtype).contiguous()
+    return _materialise_box(recipe.replay, ref, seed, box).to(dtype or ref.dtype)
 
 
 def materialise_buffers(module: nn.Module, recipe: InitRecipe, seed: int, device: torch.device | str) -> None:
-    """Gives every buffer, persistent or not, and every plain tensor attribute its value, after ``to_empty``.
+    """Sets the value of every buffer, persistent or not, and of every plain tensor attribute, after ``to_empty``.
 
     Args:
-        module: the module of the recipe, or a part of it that kept its names (FSDP2 keeps them).
+        module: the recipe's module, or a submodule with unchanged names (FSDP2 keeps them).
         recipe: from `recipe_of`.
         seed: seed of the weights.
-        device: where buffers that are still on meta go.
+        device: of buffers that are still on meta.
     """
     for path, child in module.named_modules(remove_duplicate=False):
-        plain = {key: value for key, value in vars(child).items() if isinstance(value, torch.Tensor)}
-        for key, tensor in [*child._buffers.items(), *plain.items()]:
+        attribute_tensors = {key: value for key, value in vars(child).items() if isinstance(value, torch.Tensor)}
+        for key, tensor in [*child._buffers.items(), *attribute_tensors.items()]:
             name = f"{path}.{key}" if path else key
             if tensor is None or (name not in recipe.refs and name not in recipe.constants):
                 continue
             value = materialise_tensor(recipe, name, seed, dtype=tensor.dtype)
-            if tensor.is_meta or key in plain:
+            # a plain attribute isn't moved by to_empty, so it is replaced
+            if tensor.is_meta or key in attribute_tensors:
                 value = value.to(device)
-                if key in plain:
+                if key in attribute_tensors:
                     setattr(child, key, value)
                 else:
                     child._buffers[key] = value
@@ -152,26 +158,26 @@ def materialise_buffers(module: nn.Module, recipe: InitRecipe, seed: int, device
 
 
 def materialise(module: nn.Module, recipe: InitRecipe, seed: int, device: torch.device | str = "cpu") -> nn.Module:
-    """Makes a whole module real on one device, in the types that the module has: one rank without sharding.
+    """Computes all weights of a module on one device, in the module's types: one rank without sharding.
 
     Returns:
         The same module, ties kept.
     """
-    kinds = {name: tensor.dtype for name, tensor in module.named_parameters(remove_duplicate=False)}
+    dtypes = {name: tensor.dtype for name, tensor in module.named_parameters(remove_duplicate=False)}
     module.to_empty(device=device)
     retie(module, recipe.ties)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.copy_(materialise_tensor(recipe, name, seed, dtype=kinds[name]))
+            parameter.copy_(materialise_tensor(recipe, name, seed, dtype=dtypes[name]))
     materialise_buffers(module, recipe, seed, device)
     return module
 
 
 def retie(module: nn.Module, ties: tuple[tuple[str, ...], ...]) -> None:
-    """Makes the names of each group one parameter again; ``to_empty`` gives each name its own.
+    """Ties the names of each group to one parameter again; ``to_empty`` gives each name its own.
 
     Args:
-        module: module that holds the names; a group with names that it lacks (another stage) is skipped.
+        module: module with these names; a group with names that it lacks (another stage) is skipped.
         ties: groups of names, `InitRecipe.ties`.
     """
     for names in ties:
@@ -182,56 +188,69 @@ def retie(module: nn.Module, ties: tuple[tuple[str, ...], ...]) -> None:
                 owners.append((module.get_submodule(path), key))
             except AttributeError:
                 continue
-        first = owners[0][0]._parameters[owners[0][1]] if owners else None
+        shared_parameter = owners[0][0]._parameters[owners[0][1]] if owners else None
         for owner, key in owners[1:]:
-            owner._parameters[key] = first
+            owner._parameters[key] = shared_parameter
 
 
-def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def _slice_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Returns a box of a tensor of any shape, a view with the box's sizes."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-def _boxed(replay: Replay, ref: TensorRef, seed: int, box: Box) -> torch.Tensor:
-    """Fills a box run by run: ``cut`` is the last dim that the box doesn't take whole."""
+def _materialise_box(replay: Replay, ref: TensorRef, seed: int, box: Box) -> torch.Tensor:
+    """Fills a box run by run; ``cut_dim`` is the last dim of which the box has only a range.
+
+    Returns:
+        A tensor with the box's sizes, in the recorded type.
+    """
     shape = ref.shape
-    partial = [dim for dim, (start, stop) in enumerate(box) if (start, stop) != (0, shape[dim])]
-    cut = partial[-1] if partial else 0
-    inner = math.prod(shape[cut + 1 :])
+    partial_dims = [dim for dim, (start, stop) in enumerate(box) if (start, stop) != (0, shape[dim])]
+    cut_dim = partial_dims[-1] if partial_dims else 0
+    inner = math.prod(shape[cut_dim + 1 :])
     out = torch.empty([stop - start for start, stop in box], dtype=ref.dtype)
-    if cut == 0 or not shape:
-        first, last = box[0] if shape else (0, 1)
-        out.view(-1).copy_(replay.run(ref, seed, first * inner, last * inner))
+    # the box is one contiguous run
+    if cut_dim == 0 or not shape:
+        start_0, stop_0 = box[0] if shape else (0, 1)
+        out.view(-1).copy_(replay.run(ref, seed, start_0 * inner, stop_0 * inner))
         return out
-    row = shape[cut] * inner
-    (start, stop), per = box[cut], max(1, CHUNK // row)
-    rows_first, rows_last = box[cut - 1]
-    target = out.view(-1, rows_last - rows_first, stop - start, inner)
-    for outer, index in enumerate(np.ndindex(*[last - first for first, last in box[: cut - 1]])):
-        base = 0
-        for dim, step in enumerate(index):
-            base = base * shape[dim] + box[dim][0] + step
-        base *= shape[cut - 1]
-        for low in range(rows_first, rows_last, per):
-            high = min(low + per, rows_last)
-            if per == 1:
-                run = replay.run(ref, seed, (base + low) * row + start * inner, (base + low) * row + stop * inner)
-                target[outer, low - rows_first] = run.view(stop - start, inner)
+    # narrow rows are computed whole, many at a time, and cut; wide ones one by one, the box alone
+    row_elements = shape[cut_dim] * inner
+    (start, stop), rows_per_chunk = box[cut_dim], max(1, CHUNK // row_elements)
+    row_start, row_stop = box[cut_dim - 1]
+    target = out.view(-1, row_stop - row_start, stop - start, inner)
+    for outer_index, index in enumerate(np.ndindex(*[stop_0 - start_0 for start_0, stop_0 in box[: cut_dim - 1]])):
+        # row-major index of the box's row in the dims before cut_dim
+        base_row = 0
+        for dim, outer_step in enumerate(index):
+            base_row = base_row * shape[dim] + box[dim][0] + outer_step
+        base_row *= shape[cut_dim - 1]
+        for low in range(row_start, row_stop, rows_per_chunk):
+            high = min(low + rows_per_chunk, row_stop)
+            if rows_per_chunk == 1:
+                elements = replay.run(
+                    ref,
+                    seed,
+                    (base_row + low) * row_elements + start * inner,
+                    (base_row + low) * row_elements + stop * inner,
+                )
+                target[outer_index, low - row_start] = elements.view(stop - start, inner)
             else:
-                run = replay.run(ref, seed, (base + low) * row, (base + high) * row)
-                part = run.view(high - low, shape[cut], inner)[:, start:stop]
-                target[outer, low - rows_first : high - rows_first] = part
+                elements = replay.run(ref, seed, (base_row + low) * row_elements, (base_row + high) * row_elements)
+                columns = elements.view(high - low, shape[cut_dim], inner)[:, start:stop]
+                target[outer_index, low - row_start : high - row_start] = columns
     return out
 
 
 def check_complete(module: nn.Module, recipe: InitRecipe) -> None:
-    """Refuses a module with weights that the recipe can't make.
+    """Refuses a module with weights that the recipe can't compute.
 
     Raises:
         ConfigError: naming them; they were on the meta device before the module's own construction began.
     """
-    lost = [name for name, ref in recipe.refs.items() if ref.numel and not recipe.replay.made(ref)]
-    if lost:
+    orphans = [name for name, ref in recipe.refs.items() if ref.numel and not recipe.replay.has_origin(ref)]
+    if orphans:
         raise ConfigError(
-            f"{len(lost)} tensors of the model have no recorded origin ({', '.join(lost[:3])}, ...): they were made on "
-            "the meta device outside the model's function; build them inside it"
+            f"{len(orphans)} tensors of the model have no recorded origin ({', '.join(orphans[:3])}, ...): they were "
+            "made on the meta device outside the model's function; build them inside it"
         )

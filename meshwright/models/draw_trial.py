@@ -1,4 +1,4 @@
-"""Whether a model's forward may draw random numbers while it trains."""
+"""Decides whether a model's forward may draw random numbers in training."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ _WORDS = ("drop", "jitter")
 
 def drawing_parts(built: BuiltModel) -> list[str]:
     """Returns the names of the modules that have a probability of dropout, or a width of noise, above zero."""
-    return [name or "the model" for name, module in built.module.named_modules() if _draws(module)]
+    return [name or "the model" for name, module in built.module.named_modules() if _has_random_attribute(module)]
 
 
-def _draws(module: nn.Module) -> bool:
+def _has_random_attribute(module: nn.Module) -> bool:
+    """Returns whether a module has a positive float named after dropout or jitter."""
     for key, value in vars(module).items():
-        told = type(module).__name__ if key == "p" else key
-        if type(value) is float and value > 0 and any(word in told.lower() for word in _WORDS):
+        # nn.Dropout calls its probability p, so its class name decides
+        attribute_name = type(module).__name__ if key == "p" else key
+        if type(value) is float and value > 0 and any(marker in attribute_name.lower() for marker in _WORDS):
             return True
     return False
 
 
 def may_draw(built: BuiltModel) -> bool:
-    """Whether forward may draw: of a model that isn't a transformers one nobody knows before it has run."""
+    """Returns whether forward may draw: for a model outside transformers True, since only running it could tell."""
     return not built.structure.transformers or bool(drawing_parts(built))

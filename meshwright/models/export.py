@@ -1,4 +1,4 @@
-"""A trained model to a directory that others load: Hugging Face format, or safetensors with a note."""
+"""Writes a trained model to a directory in Hugging Face format, or as safetensors with a note of its config."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def export_hf(
     tokenizer: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Writes the model; on one rank, which needs memory for the whole of it.
+    """Writes the model; on one rank, which needs memory for the full model.
 
     A transformers model goes through its own ``save_pretrained``, which undoes the conversions of loading, so that
-    ``AutoModelForCausalLM.from_pretrained`` gives the same logits. Another module becomes ``model.safetensors`` and
+    ``AutoModelForCausalLM.from_pretrained`` returns the same logits. Another module becomes ``model.safetensors`` and
     ``meshwright.json``. Everything is written beside the target and renamed.
 
     Args:
         built: from `build_meta`; its module becomes real here.
-        tensors: (name, whole value) of every parameter; of tied names one is enough.
-        out: directory to make; it must be absent or empty.
-        tokenizer: directory whose tokenizer files go along.
+        tensors: (name, full value) of every parameter; of tied names one is enough.
+        out: directory to create; it must be absent or empty.
+        tokenizer: directory whose tokenizer files are copied.
         dtype: type of the written weights; None keeps that of ``tensors``.
 
     Returns:
@@ -45,44 +45,54 @@ def export_hf(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is in use; export into a new directory")
-    values = _complete(built, {name: value.detach().cpu() for name, value in tensors})
-    beside = out.with_name(f".{out.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
+    values = _complete_values(built, {name: value.detach().cpu() for name, value in tensors})
+    # a reader never sees a half-written directory: rename is atomic
+    temporary_folder = out.with_name(f".{out.name}.part")
+    shutil.rmtree(temporary_folder, ignore_errors=True)
     try:
-        beside.mkdir(parents=True)
+        temporary_folder.mkdir(parents=True)
         if built.hf_config is not None:
-            _save_transformers(built, values, beside, dtype)
+            _save_transformers(built, values, temporary_folder, dtype)
         else:
-            _save_plain(built, values, beside, dtype)
+            _save_plain(built, values, temporary_folder, dtype)
         for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-            if _is_tokenizer(file.name) and not (beside / file.name).exists():
-                shutil.copy(file, beside / file.name)
+            if _is_tokenizer(file.name) and not (temporary_folder / file.name).exists():
+                shutil.copy(file, temporary_folder / file.name)
         with contextlib.suppress(FileNotFoundError):
+            # rename replaces no directory on every system, so remove the empty one first
             out.rmdir()
-        beside.rename(out)
+        temporary_folder.rename(out)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
         raise CheckpointError(f"can't export to {out}: {error}") from error
     return out
 
 
 def _is_tokenizer(name: str) -> bool:
-    """True for the files that transformers reads a tokenizer from. Source: its ``save_pretrained`` of tokenizers."""
-    known = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
-    return name.startswith(("tokenizer", "chat_template")) or name in known
+    """Returns whether transformers reads a tokenizer from a file. Source: its tokenizers' ``save_pretrained``."""
+    other_names = (
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+    )
+    return name.startswith(("tokenizer", "chat_template")) or name in other_names
 
 
-def _complete(built: BuiltModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns one value for every parameter name that stands first among its ties."""
+def _complete_values(built: BuiltModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns one full value, of the parameter's shape, for every parameter name that is first among its ties."""
     names = dict(built.module.named_parameters())
-    every = {name for name, _ in built.module.named_parameters(remove_duplicate=False)}
+    all_names = {name for name, _ in built.module.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in built.module.named_buffers()}
     for group in built.recipe.ties:
-        given = next((values[name] for name in group if name in values), None)
-        if given is not None:
-            values.setdefault(next(name for name in group if name in names), given)
+        tied_value = next((values[name] for name in group if name in values), None)
+        if tied_value is not None:
+            # a tied weight may arrive under any of its names; the module lists the first
+            values.setdefault(next(name for name in group if name in names), tied_value)
     missing = sorted(set(names) - set(values))
-    foreign = sorted(set(values) - every - buffers)
+    foreign = sorted(set(values) - all_names - buffers)
     if missing or foreign:
         raise CheckpointError(
             f"the weights don't fit '{built.config.name}': missing {missing[:8]}, foreign {foreign[:8]}; "
@@ -97,9 +107,10 @@ def _complete(built: BuiltModel, values: dict[str, torch.Tensor]) -> dict[str, t
 def _save_transformers(
     built: BuiltModel, values: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None
 ) -> None:
+    """Fills the module with the values and saves it by transformers."""
     module = built.module
-    kind = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), torch.float32)
-    module.to(kind)
+    saved_dtype = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), torch.float32)
+    module.to(saved_dtype)
     module.to_empty(device="cpu")
     retie(module, built.recipe.ties)
     built.fill_buffers(module, "cpu")
@@ -109,18 +120,21 @@ def _save_transformers(
         for name, buffer in module.named_buffers():
             if name in values:
                 buffer.copy_(values[name])
-    module.config.dtype = kind
+    module.config.dtype = saved_dtype
+    # as the config was before training turned the cache off
     for config in built.caching:
         config.use_cache = True
     module.save_pretrained(folder)
 
 
 def _save_plain(built: BuiltModel, values: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None) -> None:
+    """Saves parameters and persistent buffers as safetensors, with the config and ties as JSON."""
     names = dict(built.module.named_parameters())
-    kept = {name: values[name].to(dtype or values[name].dtype).contiguous().clone() for name in names}
+    saved_tensors = {name: values[name].to(dtype or values[name].dtype).contiguous().clone() for name in names}
+    # persistent buffers, which aren't among the trained values
     for name in built.module.state_dict():
-        if name not in kept and not any(name in group for group in built.recipe.ties):
-            kept[name] = values[name] if name in values else built.tensor(name)
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        if name not in saved_tensors and not any(name in group for group in built.recipe.ties):
+            saved_tensors[name] = values[name] if name in values else built.tensor(name)
+    save_file(saved_tensors, folder / "model.safetensors", metadata={"format": "pt"})
     note = {"model": built.config.to_dict(), "ties": [list(group) for group in built.recipe.ties], "format": 1}
     (folder / "meshwright.json").write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Our size names onto the attribute names of each transformers family, with what depends on them kept consistent."""
+"""Maps size fields to the attributes of each transformers family, with the attributes that depend on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright.models.sizes import (
 
 
 def family_config(config: ModelConfig, vocab: int | None, context: int | None) -> PreTrainedConfig:
-    """Builds the transformers config of a model type in the wanted size.
+    """Builds the transformers config of a model type in the configured size.
 
     Args:
         config: a config whose ``name`` is a model type.
@@ -47,7 +47,7 @@ def family_config(config: ModelConfig, vocab: int | None, context: int | None) -
         default = kind()
     except Exception as error:  # families whose config has required parts
         raise ConfigError(f"model.name = '{config.name}': transformers can't make its config alone: {error}") from error
-    return _sized(config, default, vocab, context, preset=True)
+    return _resized(config, default, vocab, context, preset=True)
 
 
 def directory_config(config: ModelConfig, vocab: int | None, context: int | None) -> PreTrainedConfig:
@@ -57,14 +57,15 @@ def directory_config(config: ModelConfig, vocab: int | None, context: int | None
         ConfigError: when there is no readable ``config.json``, or as `family_config`.
     """
     try:
-        found = AutoConfig.from_pretrained(config.name, local_files_only=True, trust_remote_code=False)
+        # local_files_only: a name that is no directory must not reach the hub
+        hf_config = AutoConfig.from_pretrained(config.name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged one meets whatever its class does with it
         raise ConfigError(f"model.name = '{config.name}' holds no transformers config: {str(error)[:500]}") from error
     if config.fresh:
-        return _sized(config, found, vocab, context, preset=False)
-    _apply(found.get_text_config(decoder=True), dict.fromkeys(DROPOUTS, config.dropout))
-    _override(config, found)
-    return found
+        return _resized(config, hf_config, vocab, context, preset=False)
+    _set_known(hf_config.get_text_config(decoder=True), dict.fromkeys(DROPOUTS, config.dropout))
+    _override(config, hf_config)
+    return hf_config
 
 
 def check_kernels(name: str, config: PreTrainedConfig) -> None:
@@ -77,9 +78,10 @@ def check_kernels(name: str, config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: names the field.
     """
-    for part in (config, *(item for item in vars(config).values() if isinstance(item, PreTrainedConfig))):
+    for sub_config in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         for field in ("_attn_implementation", "_experts_implementation"):
-            value = getattr(part, field, None)
+            value = getattr(sub_config, field, None)
+            # a kernel of the hub is named owner/repository
             if any("/" in str(item) for item in (value.values() if isinstance(value, dict) else (value,))):
                 raise ConfigError(
                     f"the config of model '{name}' names code of the hub as its kernel: {field} = {value!r}; remove "
@@ -87,29 +89,34 @@ def check_kernels(name: str, config: PreTrainedConfig) -> None:
                 )
 
 
-def _sized(
+def _resized(
     config: ModelConfig, default: PreTrainedConfig, vocab: int | None, context: int | None, preset: bool
 ) -> PreTrainedConfig:
-    """Makes a config again from its class, so that whatever its constructor derives fits the new sizes."""
+    """Builds a config anew from its class, so that the attributes that its constructor derives fit the new sizes."""
     text = default.get_text_config(decoder=True)
-    part = next((key for key, item in vars(default).items() if item is text), None)
-    text = text if part is not None else default
-    plain = text.to_dict()
+    text_key = next((key for key, value in vars(default).items() if value is text), None)
+    text = text if text_key is not None else default
+    text_fields = text.to_dict()
     for key in config.sizes:
-        if not plain.keys() & set(SYNONYMS[key]):
+        if not text_fields.keys() & set(SYNONYMS[key]):
             raise ConfigError(f"model.{key} = {config.sizes[key]} has no effect on '{config.name}'; drop it")
-    if config.dropout and not plain.keys() & set(DROPOUTS):
+    if config.dropout and not text_fields.keys() & set(DROPOUTS):
         raise ConfigError(f"model.dropout = {config.dropout} has no effect on '{config.name}': it has none; drop it")
-    values = _sizes(config, plain, vocab, context, preset)
-    values |= dependent_values(plain, values, preset)
-    values |= {key: config.dropout for key in DROPOUTS if key in plain}
+    values = _size_values(config, text_fields, vocab, context, preset)
+    values |= dependent_values(text_fields, values, preset)
+    values |= {key: config.dropout for key in DROPOUTS if key in text_fields}
     values |= {} if config.tie is None else {"tie_word_embeddings": config.tie}
-    base = {} if preset else {key: item for key, item in plain.items() if key not in _derived(plain)}
-    sized = _construct(config, type(text), base | values | _known_overrides(config, plain), plain)
-    if part is None:
+    # a directory's other attributes stay, except those that the old sizes determined
+    inherited = (
+        {}
+        if preset
+        else {key: value for key, value in text_fields.items() if key not in _derived_attributes(text_fields)}
+    )
+    sized = _construct(config, type(text), inherited | values | _known_overrides(config, text_fields), text_fields)
+    if text_key is None:
         default = sized
     else:
-        setattr(default, part, sized)
+        setattr(default, text_key, sized)
     if preset:
         _shorten(default, sized)
     if config.tie is not None:
@@ -118,49 +125,58 @@ def _sized(
 
 
 def _shorten(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
-    """Gives the parts that read images or sound few layers: tokens alone never reach them."""
-    for part in vars(config).values():
-        if isinstance(part, PreTrainedConfig) and part is not text:
+    """Gives image and sound encoders few layers: tokens alone never reach them."""
+    for sub_config in vars(config).values():
+        if isinstance(sub_config, PreTrainedConfig) and sub_config is not text:
             for key in SYNONYMS["layers"]:
-                if isinstance(getattr(part, key, None), int) and getattr(part, key) > 1:
-                    setattr(part, key, 1)
+                # one layer each is the least that their constructors accept
+                if isinstance(getattr(sub_config, key, None), int) and getattr(sub_config, key) > 1:
+                    setattr(sub_config, key, 1)
 
 
 def _construct(
     config: ModelConfig, kind: type[PreTrainedConfig], values: dict[str, Any], plain: dict[str, Any]
 ) -> PreTrainedConfig:
     """Calls the config's class; a special token that must be a number becomes 0, lists by layer follow their number."""
-    count, old = layer_count(values), layer_count(plain)
-    lists = {key: item for key, item in plain.items() if isinstance(item, list) and old and len(item) == old}
+    layers, old_layers = layer_count(values), layer_count(plain)
+    lists = {
+        key: value
+        for key, value in plain.items()
+        if isinstance(value, list) and old_layers and len(value) == old_layers
+    }
     error: Exception | None = None
+    # each attempt repairs one reason of a refusal, so their number bounds the attempts
     for _ in range(len(SPECIAL) + 2):
         try:
             return kind(**values)
-        except Exception as refusal:
-            error = refusal
+        except Exception as failure:
+            error = failure
+        # transformers' strict configs name the field that they refuse
         field = re.search(r"field '(\w+)'", str(error))
         if field and field[1] in SPECIAL and values.get(field[1], 0) is None:
             values[field[1]] = 0
         elif lists:
-            values = {key: (item * (count // old + 1))[:count] for key, item in lists.items()} | values
+            values = {key: (item * (layers // old_layers + 1))[:layers] for key, item in lists.items()} | values
             lists = {}
         else:
             break
     raise ConfigError(f"model '{config.name}' refuses these sizes: {error}") from error
 
 
-def _derived(plain: dict[str, Any]) -> set[str]:
-    lists = {key for key, item in plain.items() if isinstance(item, list) and len(item) == layer_count(plain)}
+def _derived_attributes(plain: dict[str, Any]) -> set[str]:
+    """Returns the attributes that a constructor derives from sizes, which mustn't be inherited."""
+    # lists by layer have the old number of layers
+    lists = {key for key, value in plain.items() if isinstance(value, list) and len(value) == layer_count(plain)}
     return lists | {"head_dim", "transformers_version", "model_type", "architectures"}
 
 
-def _sizes(
-    config: ModelConfig, plain: dict[str, Any], vocab: int | None, context: int | None, preset: bool
+def _size_values(
+    config: ModelConfig, text_fields: dict[str, Any], vocab: int | None, context: int | None, preset: bool
 ) -> dict[str, Any]:
-    """Attribute values for every size field, our preset where nothing is set."""
+    """Returns attribute values for every size field, our preset where nothing is set."""
 
-    def pick(key: str, otherwise: int) -> int:
-        return getattr(config, key) or (otherwise if preset else size_of(plain, key) or otherwise)
+    def pick(key: str, default: int) -> int:
+        return getattr(config, key) or (default if preset else size_of(text_fields, key) or default)
 
     width = pick("width", 256)
     heads = pick("heads", preset_heads(width))
@@ -168,38 +184,43 @@ def _sizes(
         "layers": pick("layers", 4),
         "width": width,
         "heads": heads,
-        "kv_heads": config.kv_heads or (heads if preset else min(heads, size_of(plain, "kv_heads") or heads)),
+        "kv_heads": config.kv_heads or (heads if preset else min(heads, size_of(text_fields, "kv_heads") or heads)),
         "vocab": config.vocab or vocab or pick("vocab", 512),
         "context": config.context or context or pick("context", 256),
         "experts": pick("experts", 4),
     }
-    values = {name: size for key, size in sizes.items() for name in SYNONYMS[key] if name in plain}
+    # a family may store one size under several attributes: all are set
+    values = {name: size for key, size in sizes.items() for name in SYNONYMS[key] if name in text_fields}
     for name in SYNONYMS["ffn"]:
-        if name in plain:
+        if name in text_fields:
             values[name] = pick("ffn", 4 * width if name in PLAIN_FFN else gated_ffn(width))
     if preset or config.experts:
-        values |= {name: (config.ffn or gated_ffn(width) // 2) for name in EXPERT_FFN if name in plain}
+        values |= {name: (config.ffn or gated_ffn(width) // 2) for name in EXPERT_FFN if name in text_fields}
         for name in ACTIVE_EXPERTS:
-            if name in plain:
-                values[name] = min(2, sizes["experts"], plain[name] or 2)
+            if name in text_fields:
+                values[name] = min(2, sizes["experts"], text_fields[name] or 2)
     return values
 
 
-def _known_overrides(config: ModelConfig, known: Mapping[str, Any]) -> dict[str, Any]:
+def _known_overrides(config: ModelConfig, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the overrides; refuses one that is no attribute of the family."""
     for key in config.extra:
-        if key not in known:
-            raise ConfigError(f"model.overrides.{key} is no attribute of '{config.name}'{nearest(key, known)}")
+        if key not in attributes:
+            raise ConfigError(f"model.overrides.{key} is no attribute of '{config.name}'{nearest(key, attributes)}")
     return config.extra
 
 
-def _override(config: ModelConfig, found: PreTrainedConfig) -> None:
-    text = found.get_text_config(decoder=True)
-    _apply(text, _known_overrides(config, text.to_dict()))
+def _override(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
+    """Sets the configured overrides on a directory's config, in place."""
+    text = hf_config.get_text_config(decoder=True)
+    _set_known(text, _known_overrides(config, text.to_dict()))
+    # a composite config stores the flag at both levels
     if config.tie is not None:
-        found.tie_word_embeddings = text.tie_word_embeddings = config.tie
+        hf_config.tie_word_embeddings = text.tie_word_embeddings = config.tie
 
 
-def _apply(text: PreTrainedConfig, values: dict[str, Any]) -> None:
+def _set_known(text: PreTrainedConfig, values: dict[str, Any]) -> None:
+    """Sets the values whose attributes the config has."""
     for key, value in values.items():
         if key in text.to_dict():
             setattr(text, key, value)

@@ -1,4 +1,4 @@
-"""One way to call any model: tokens to logits, or as its author calls it, targets to the model's own loss."""
+"""Calls any model the same way: tokens to logits, or as its author calls it, targets to the model's own loss."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ shifts, so that the last token of a row has no target."""
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What a forward gave: logits, a loss, or both."""
+    """The output of one forward: logits, a loss, or both."""
 
     logits: torch.Tensor | None
     """(B, S, V), the logits of the token after each token."""
     loss: torch.Tensor | None
     """Scalar, the model's own loss of the micro-batch."""
     scalars: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Other scalars that it returned by name: terms of its loss, or what it reports."""
+    """Other scalars of the output by name: terms of its loss, or reported values."""
 
 
 def model_forward(
@@ -46,21 +46,23 @@ def model_forward(
 
     Args:
         module: the model.
-        structure: its parts.
+        structure: of the model.
         tokens: (B, S) int64.
         positions: (B, S) int64, the position of each token in its document, starting anew at each boundary; None when
             no row has a boundary, which builds no mask and keeps the causal kernel.
-        mask_documents: whether tokens see only their own document. Without it positions are not used.
+        mask_documents: whether tokens attend only within their document. Without it positions are not used.
 
     Returns:
         Logits (B, S, V), in the type that the model computes them in.
 
     Raises:
-        ConfigError: for a model that gives only a loss, or that takes no positions though documents are masked.
+        ConfigError: for a model that returns only a loss, or without position ids though documents are masked.
     """
-    # A forward may insist on targets, or without them give the logits of the last token alone.
-    none = torch.full_like(tokens, IGNORED) if structure.target_argument and not structure.transformers else None
-    output = model_output(module, structure, tokens, none, positions, mask_documents)
+    # A forward may require targets, or without them return the logits of the last token alone.
+    ignored_targets = (
+        torch.full_like(tokens, IGNORED) if structure.target_argument and not structure.transformers else None
+    )
+    output = model_output(module, structure, tokens, ignored_targets, positions, mask_documents)
     if output.logits is None:
         raise ConfigError("the model's forward gives only a loss; return logits (B, S, V) to use it here")
     return output.logits
@@ -75,30 +77,35 @@ def model_output(
     mask_documents: bool = False,
     token_parts: int = 1,
 ) -> ModelOutput:
-    """Computes logits, or the loss of a model that gives nothing else.
+    """Computes logits, or the loss of a model that returns nothing else.
 
     A transformers model isn't handed the targets here. Another module gets them when its forward has an argument for
-    them (``targets``, ``labels``, ``y``); if it returns logits for every token these are taken, else its loss. What a
-    model adds to the cross-entropy of its logits is found by `models.objective_trial` and trained by `author_output`.
+    them (``targets``, ``labels``, ``y``); if it returns logits for every token these are used, else its loss. Terms
+    that a model adds to the cross-entropy of its logits are found by `models.objective_trial` and trained by
+    `author_output`.
 
     Args:
-        module: as `model_forward`.
-        structure: as `model_forward`.
-        tokens: as `model_forward`.
+        module: the model.
+        structure: of the model.
+        tokens: (B, S) int64.
         targets: (B, S) int64, `IGNORED` where there is none.
-        positions: as `model_forward`.
-        mask_documents: as `model_forward`.
-        token_parts: into so many parts an axis splits the rows inside the module; logits are of one of them.
+        positions: (B, S) int64, as `model_forward`.
+        mask_documents: whether tokens see only their own document.
+        token_parts: number of shards into which an axis splits the rows' tokens inside the module; logits are of one.
+
+    Returns:
+        Logits (B, S / token_parts, V), or a scalar loss.
 
     Raises:
-        ConfigError: as `model_forward`, and for an output that is neither logits nor a loss.
+        ConfigError: for an output that is neither logits nor a loss, or masked documents without position ids.
     """
+    # transformers' models compute a loss from labels, which costs time and isn't used here
     if structure.transformers or targets is None or structure.target_argument is None:
         labels = {}
     else:
         labels = {structure.target_argument: targets}
-    result = _call(module, structure, tokens, labels, positions, mask_documents)
-    return ModelOutput(result.logits, None) if structure.transformers else _read(result, tokens, token_parts)
+    result = _call_module(module, structure, tokens, labels, positions, mask_documents)
+    return ModelOutput(result.logits, None) if structure.transformers else _read_output(result, tokens, token_parts)
 
 
 def author_output(
@@ -113,29 +120,30 @@ def author_output(
     """Calls a model with its targets, as its author does, and reads its loss beside the logits.
 
     Args:
-        module: as `model_forward`.
-        structure: as `model_forward`.
-        tokens: as `model_forward`.
+        module: the model.
+        structure: of the model.
+        tokens: (B, S) int64.
         targets: (B, S) int64, the token after each token; `IGNORED` where there is none.
-        labels: one of `LABELS`; "" for a forward that takes no targets.
-        positions: as `model_forward`.
-        mask_documents: as `model_forward`.
+        labels: one of `LABELS`; "" for a forward without targets.
+        positions: (B, S) int64, as `model_forward`.
+        mask_documents: whether tokens see only their own document.
 
     Raises:
-        ConfigError: as `model_forward`; for an output with neither logits nor a loss, or with several that could be it.
+        ConfigError: for an output with neither logits nor a loss, or with several scalars that could be the loss.
     """
-    given: dict[str, torch.Tensor] = {}
+    labels_by_argument: dict[str, torch.Tensor] = {}
     if labels:
         assert structure.target_argument is not None
-        given[structure.target_argument] = targets
+        labels_by_argument[structure.target_argument] = targets
         if labels == "shift_labels":
-            given["shift_labels"] = targets
+            labels_by_argument["shift_labels"] = targets
         elif labels == "shifted":
-            given[structure.target_argument] = torch.cat([tokens[:, :1], targets[:, :-1]], dim=1)
-    return _read_loss(_call(module, structure, tokens, given, positions, mask_documents), tokens)
+            # the model shifts: hand it the tokens so that its shift restores the targets
+            labels_by_argument[structure.target_argument] = torch.cat([tokens[:, :1], targets[:, :-1]], dim=1)
+    return _read_loss(_call_module(module, structure, tokens, labels_by_argument, positions, mask_documents), tokens)
 
 
-def _call(
+def _call_module(
     module: nn.Module,
     structure: ModelStructure,
     tokens: torch.Tensor,
@@ -143,12 +151,22 @@ def _call(
     positions: torch.Tensor | None,
     mask_documents: bool,
 ) -> Any:
-    """Calls forward with whatever of this it takes."""
+    """Calls forward with the arguments that it has.
+
+    Args:
+        module: the model.
+        structure: of the model.
+        tokens: (B, S) int64.
+        labels: (B, S) int64 by argument name.
+        positions: (B, S) int64 or None.
+        mask_documents: whether positions are passed.
+    """
     arguments: dict[str, Any] = {structure.token_argument: tokens, **labels}
     if mask_documents and positions is not None:
         if not structure.takes_positions:
             raise ConfigError(_no_documents("its forward takes no position_ids"))
         arguments["position_ids"] = positions
+    # a cache of keys is of no use to training
     if structure.transformers and "use_cache" in structure.arguments:
         arguments["use_cache"] = False
     with repeated():
@@ -156,7 +174,7 @@ def _call(
 
 
 def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
-    """Finds logits, loss and named scalars in whatever a module returned."""
+    """Finds logits, loss and named scalars in a module's output of any type."""
     if isinstance(result, torch.Tensor):
         named: dict[str, Any] = {"": result}
     elif isinstance(result, Mapping):
@@ -164,14 +182,16 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
     elif hasattr(result, "_asdict"):
         named = result._asdict()
     elif isinstance(result, (tuple, list)):
-        named = {f"output {place}": item for place, item in enumerate(result)}
+        named = {f"output {index}": item for index, item in enumerate(result)}
     else:
-        named = {key: item for key, item in vars(result).items() if not key.startswith("_")}
-    tensors = {key: item for key, item in named.items() if isinstance(item, torch.Tensor)}
+        named = {key: value for key, value in vars(result).items() if not key.startswith("_")}
+    tensors = {key: tensor for key, tensor in named.items() if isinstance(tensor, torch.Tensor)}
     logits = [item for item in tensors.values() if item.ndim == 3 and item.shape[:2] == tokens.shape]
+    # a tensor that is called logits wins over others of that shape
     if isinstance(tensors.get("logits"), torch.Tensor) and tensors["logits"].ndim == 3:
         logits.insert(0, tensors["logits"])
     scalars = {key: item.reshape(()) for key, item in tensors.items() if item.numel() == 1 and item.is_floating_point()}
+    # a single unnamed scalar is the loss; among several none can be chosen
     loss = scalars.pop("loss", None)
     if loss is None and scalars:
         if len(scalars) > 1:
@@ -181,28 +201,29 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
             )
         loss = scalars.pop(next(iter(scalars)))
     if not logits and loss is None:
-        _read(result, tokens, 1)  # raises, with what was given
+        # raises, naming the shapes
+        _read_output(result, tokens, 1)
     return ModelOutput(logits[0] if logits else None, loss, scalars)
 
 
-def _read(result: Any, tokens: torch.Tensor, token_parts: int) -> ModelOutput:
-    """Finds logits or a loss in whatever a user's module returned."""
+def _read_output(result: Any, tokens: torch.Tensor, token_parts: int) -> ModelOutput:
+    """Finds logits (B, S / token_parts, V) or a scalar loss in a module's output of any type."""
     if isinstance(result, torch.Tensor):
-        parts = [result]
+        candidates = [result]
     elif isinstance(result, dict):
-        parts = [result.get("logits"), result.get("loss")]
+        candidates = [result.get("logits"), result.get("loss")]
     elif isinstance(result, (tuple, list)):
-        parts = list(result)
+        candidates = list(result)
     else:
-        parts = [getattr(result, "logits", None), getattr(result, "loss", None)]
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    for part in tensors:
-        if part.ndim == 3 and part.shape[:2] == (tokens.shape[0], tokens.shape[1] // token_parts):
-            return ModelOutput(part, None)
-    for part in tensors:
-        if part.numel() == 1 and part.is_floating_point():
-            return ModelOutput(None, part.reshape(()))
-    shapes = ", ".join(str(tuple(part.shape)) for part in tensors) or type(result).__name__
+        candidates = [getattr(result, "logits", None), getattr(result, "loss", None)]
+    tensors = [candidate for candidate in candidates if isinstance(candidate, torch.Tensor)]
+    for candidate in tensors:
+        if candidate.ndim == 3 and candidate.shape[:2] == (tokens.shape[0], tokens.shape[1] // token_parts):
+            return ModelOutput(candidate, None)
+    for candidate in tensors:
+        if candidate.numel() == 1 and candidate.is_floating_point():
+            return ModelOutput(None, candidate.reshape(()))
+    shapes = ", ".join(str(tuple(candidate.shape)) for candidate in tensors) or type(result).__name__
     raise ConfigError(
         f"the model's forward gave {shapes} for tokens {tuple(tokens.shape)}; it must give logits (B, S, V), an "
         "object, dict or tuple that holds them, or a scalar loss"
@@ -222,10 +243,12 @@ def document_positions(starts: torch.Tensor) -> torch.Tensor | None:
     if not bool(starts[:, 1:].any()):
         return None
     index = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
-    first = torch.where(starts, index, 0)
-    first[:, 0] = 0
-    return index - first.cummax(dim=1).values
+    document_starts = torch.where(starts, index, 0)
+    document_starts[:, 0] = 0
+    # cummax spreads each start over the tokens of its document
+    return index - document_starts.cummax(dim=1).values
 
 
 def _no_documents(reason: str) -> str:
+    """Words the refusal of document masks."""
     return f"the model can't keep documents of a row apart: {reason}; set data.mask_documents = false"

@@ -24,15 +24,15 @@ def generate_tokens(
 ) -> list[int]:
     """Samples a continuation.
 
-    A transformers model that can generate keeps its cache; any other model reads the last tokens anew for each token.
-    The draws come from one CPU generator, so a seed gives the same text on any device with the same logits.
+    A transformers model that can generate uses its key-value cache; another model reads the last tokens for each token.
+    The draws come from one CPU generator, so a seed yields the same text on any device with the same logits.
 
     Args:
         module: the model, whole on this rank; put into eval mode for the time.
-        structure: its parts.
+        structure: of the model.
         prompt: token ids, at least one.
         max_tokens: number of tokens to add.
-        temperature: divides the logits; 0 takes the likeliest token.
+        temperature: divides the logits; 0 picks the likeliest token.
         top_k: draw from the k likeliest only; None from all.
         seed: of the draws.
         stop: token that ends the text; it is not returned.
@@ -56,6 +56,7 @@ def generate_tokens(
         with torch.no_grad():
             for step in range(max_tokens):
                 if cached:
+                    # the cache has the keys of all earlier tokens: read only the newest
                     new = torch.tensor([tokens if step == 0 else tokens[-1:]], device=device)
                     output = module(input_ids=new, past_key_values=cache, use_cache=True)
                     cache, logits = output.past_key_values, output.logits
@@ -72,7 +73,7 @@ def generate_tokens(
 
 
 def _check_request(structure: ModelStructure, prompt: list[int], temperature: float, top_k: int | None) -> None:
-    """Refuses what can't be continued or drawn from."""
+    """Refuses prompts that can't be continued and settings that can't be drawn from."""
     if structure.vocab is not None and max(prompt, default=0) >= structure.vocab:
         raise ConfigError(
             f"the prompt holds token {max(prompt)}, the model's vocabulary has {structure.vocab} entries: the "
@@ -85,12 +86,13 @@ def _check_request(structure: ModelStructure, prompt: list[int], temperature: fl
 
 
 def _cached(module: nn.Module, structure: ModelStructure) -> bool:
-    """True when forward takes and gives the key-value cache of attention."""
+    """Returns whether forward accepts and returns the key-value cache of attention."""
     return structure.transformers and {"past_key_values", "use_cache"} <= structure.arguments
 
 
 def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     """Draws one token from logits (V,)."""
+    # float64 on the CPU, so that the same logits give the same draw on any device
     values = logits.double().cpu()
     if temperature == 0:
         return int(values.argmax())

@@ -1,4 +1,4 @@
-"""Finds the groups of matrices in a traced layer, and into which units their work divides."""
+"""Finds the sharding groups of a traced layer, and the units (heads, channels) into which each group's work divides."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from meshwright.models.units import Blocks, blocks_of, finest_units, parameter_b
 from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
 
 ROUNDS = 4
-"""Most times that dependences are read, with other numbers: where a unit is zero it depends on nothing."""
+"""Largest number of random draws by which dependences are read: a unit that is zero depends on nothing."""
 MEET = "everything that it reads meets before it"
 
 
 class SplitRefusal(Exception):
-    """Why a matrix stays whole."""
+    """A reason for which a matrix can't be split."""
 
 
 @dataclass(slots=True)
 class Graph:
-    """What each matrix of a layer reads."""
+    """The data flow between a layer's matrices."""
 
     trace: LayerTrace
     rows: int
@@ -35,233 +35,304 @@ class Graph:
 
 
 def find_groups(trace: LayerTrace, rows: int) -> tuple[list[ShardingGroup], dict[str, str]]:
-    """Returns the groups of a layer, without numbers, and why other matrices stay whole.
+    """Returns the groups of a layer, without shape attributes, and the reason for each matrix that can't be split.
 
     Args:
         trace: of one layer.
         rows: B of the traced batch.
     """
-    graph = _graph(trace, rows)
-    refused = {name: "it is called several times in a step" for name, cut in trace.cuts.items() if cut.calls > 1}
+    graph = _build_graph(trace, rows)
+    # a matrix may belong to a group although it was refused as the row of another
+    refused = {name: "it is called several times in a step" for name, matrix in trace.cuts.items() if matrix.calls > 1}
     groups: list[ShardingGroup] = []
-    for name, cut in graph.cuts.items():
-        if cut.experts:
-            groups.extend(expert_groups(cut))
+    for name, matrix in graph.cuts.items():
+        if matrix.experts:
+            groups.extend(expert_groups(matrix))
         elif graph.needs[name] and not graph.outside[name]:
             try:
-                groups.append(_group(graph, name))
+                groups.append(_group_of_row(graph, name))
             except SplitRefusal as refusal:
                 refused[name] = str(refusal)
-    used = {name for group in groups for name in (*group.column_linears, *group.inner_row_linears, group.row_linear)}
+    grouped = {name for group in groups for name in (*group.column_linears, *group.inner_row_linears, group.row_linear)}
     for name in graph.cuts:
-        if name not in used:
+        if name not in grouped:
             refused.setdefault(name, "what it reads and gives isn't shared out by heads or channels")
-    return groups, {name: why for name, why in refused.items() if name not in used}
+    return groups, {name: reason for name, reason in refused.items() if name not in grouped}
 
 
-def _graph(trace: LayerTrace, rows: int) -> Graph:
-    cuts = {name: cut for name, cut in trace.cuts.items() if cut.calls == 1}
-    names, leaves = list(cuts), [cut.output for cut in cuts.values()]
+def _build_graph(trace: LayerTrace, rows: int) -> Graph:
+    """Reads the data flow between matrices off autograd's graph, without matrices that are called more than once."""
+    cuts = {name: matrix for name, matrix in trace.cuts.items() if matrix.calls == 1}
+    matrix_names, leaves = list(cuts), [matrix.output for matrix in cuts.values()]
     needs: dict[str, set[str]] = {}
     outside: dict[str, bool] = {}
     tokens = trace.inputs[0].shape[1] if trace.inputs and trace.inputs[0].dim() > 2 else 1
-    for name, cut in cuts.items():
-        hits = reached(cut.input, [*leaves, *trace.inputs])
-        needs[name] = {other for other, hit in zip(names, hits) if hit}
-        outside[name] = any(hits[len(names) :]) or cut.input.shape[0] not in (rows, rows * tokens)
-    last = reached(trace.output, leaves) if trace.output is not None else [False] * len(names)
-    needs[""] = {other for other, hit in zip(names, last) if hit}
+    for name, matrix in cuts.items():
+        reached_flags = reached(matrix.input, [*leaves, *trace.inputs])
+        needs[name] = {source_name for source_name, is_read in zip(matrix_names, reached_flags) if is_read}
+        # an input of another leading shape (an expert's tokens, a query table) isn't the batch's
+        outside[name] = any(reached_flags[len(matrix_names) :]) or matrix.input.shape[0] not in (rows, rows * tokens)
+    read_by_output = reached(trace.output, leaves) if trace.output is not None else [False] * len(matrix_names)
+    needs[""] = {source_name for source_name, is_read in zip(matrix_names, read_by_output) if is_read}
     return Graph(trace, rows, cuts, needs, outside)
 
 
-def _group(graph: Graph, row: str) -> ShardingGroup:
-    """The group whose results a matrix brings back."""
-    cuts, needs = graph.cuts, graph.needs
-    target = cuts[row].input
-    sources = [name for name in cuts if name in needs[row]]
-    if any(cuts[name].experts for name in sources):
+def _group_of_row(graph: Graph, row: str) -> ShardingGroup:
+    """Builds the group of the row-parallel linear ``row``: all from its column-parallel sources to its input."""
+    matrices, needs = graph.cuts, graph.needs
+    target = matrices[row].input
+    sources = [name for name in matrices if name in needs[row]]
+    if any(matrices[name].experts for name in sources):
         raise SplitRefusal("it reads experts' outputs")
-    meetings = _meetings(graph, target, sources)
-    units, found = _units(target, [cuts[name].output for name in sources] + list(meetings.values()), graph.rows)
-    held = dict(zip([*sources, *meetings], found))
-    blocks = {name: item for name in sources if (item := held[name]) is not None}
-    entries = [name for name in sources if name not in blocks]
-    entries += [other for name in blocks for other in needs[name] - set(sources) if needs[other] & blocks.keys()]
-    inner = [name for name in (*blocks, *entries) if needs[name] & (blocks.keys() - {name})]
-    columns = tuple(name for name in blocks if name not in inner)
-    entries = [name for name in dict.fromkeys(entries) if name not in inner]
+    global_norms = _global_norms_between(graph, target, sources)
+    units, source_blocks = _find_units(
+        target, [matrices[name].output for name in sources] + list(global_norms.values()), graph.rows
+    )
+    blocks_by_source = dict(zip([*sources, *global_norms], source_blocks))
+    # sources with blocks are split by unit; the others feed every unit and stay replicated
+    blocks = {name: source_block for name in sources if (source_block := blocks_by_source[name]) is not None}
+    replicated = [name for name in sources if name not in blocks]
+    # a replicated matrix between two split ones
+    replicated += [
+        read_name for name in blocks for read_name in needs[name] - set(sources) if needs[read_name] & blocks.keys()
+    ]
+    # reads another split matrix: row-parallel inside the group
+    inner_rows = [name for name in (*blocks, *replicated) if needs[name] & (blocks.keys() - {name})]
+    columns = tuple(name for name in blocks if name not in inner_rows)
+    replicated = [name for name in dict.fromkeys(replicated) if name not in inner_rows]
     if not columns:
         raise SplitRefusal("nothing that it reads is split")
-    inlets = _inlets(graph, columns, {*entries, *inner})
-    _check_readers(graph, row, columns, entries, inner)
-    splits = [_row_split(cuts[row], (Block(start=0, size=target.shape[-1] // units, count=units),))]
-    for name in inner:
-        splits.append(_row_split(cuts[name], _inner_blocks(graph, name, columns, blocks, units)))
-    between, shared = _loose(graph, target, units, columns, inlets, list(meetings))
+    column_inputs = _input_columns(graph, columns, {*replicated, *inner_rows})
+    _refuse_outside_readers(graph, row, columns, replicated, inner_rows)
+    # the row's own split is first; others may refer to it by position
+    splits = [_row_split(matrices[row], (Block(start=0, size=target.shape[-1] // units, count=units),))]
+    for name in inner_rows:
+        splits.append(_row_split(matrices[name], _inner_blocks(graph, name, columns, blocks, units)))
+    loose_splits, shared = _split_loose_parameters(graph, target, units, columns, column_inputs, list(global_norms))
     for name in columns:
-        splits += _column_splits(cuts[name], blocks[name])
-    cuttings = [Cutting(kind="output", module=name, dim=-1, blocks=blocks[name]) for name in inner if name in blocks]
-    for name in meetings:
-        if held[name] is not None:
-            cuttings.append(Cutting(kind="meeting", module=name, dim=-1, blocks=held[name] or ()))
+        splits += _column_splits(matrices[name], blocks[name])
+    cuttings = [
+        Cutting(kind="output", module=name, dim=-1, blocks=blocks[name]) for name in inner_rows if name in blocks
+    ]
+    # a norm over all features needs its sum of squares reduced over the ranks
+    for name in global_norms:
+        if blocks_by_source[name] is not None:
+            cuttings.append(Cutting(kind="meeting", module=name, dim=-1, blocks=blocks_by_source[name] or ()))
     return ShardingGroup(
-        module=_common([*columns, *entries, *inner]),
+        module=_common_module([*columns, *replicated, *inner_rows]),
         column_linears=columns,
-        column_inputs=inlets,
-        replicated_inputs=tuple(entries),
+        column_inputs=column_inputs,
+        replicated_inputs=tuple(replicated),
         row_linear=row,
         units=units,
-        splits=(*splits[:1], *between, *splits[1:]),
+        splits=(*splits[:1], *loose_splits, *splits[1:]),
         shared=tuple(shared),
-        inner_row_linears=tuple(inner),
+        inner_row_linears=tuple(inner_rows),
         cuttings=tuple(cuttings),
-        heads=mixes_tokens(target, [cuts[name].output for name in sources], graph.rows),
+        heads=mixes_tokens(target, [matrices[name].output for name in sources], graph.rows),
     )
 
 
-def _units(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int) -> tuple[int, list[Blocks | None]]:
+def _find_units(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int) -> tuple[int, list[Blocks | None]]:
+    """Finds the finest units of a row linear's input features.
+
+    Args:
+        target: (B, S, F) or (B S, F) input of the row linear, in the graph.
+        sources: (B, S, F') or (B S, F') leaves.
+        rows: B.
+
+    Returns:
+        The number of units, and for each source its blocks, None for one that every unit reads.
+
+    Raises:
+        SplitRefusal: when every feature depends on all others.
+    """
     matrices: list[torch.Tensor] = []
-    for number in range(ROUNDS):
-        more = dependence(target, sources, rows, number)
-        before, matrices = matrices, [old | new for old, new in zip(matrices, more)] or more
-        if (found := finest_units(target.shape[-1], matrices)) is not None:
-            return found
-        same = bool(before) and all(torch.equal(*pair) for pair in zip(before, matrices))
-        if same or all(bool(matrix.all()) for matrix in matrices):
+    for round_index in range(ROUNDS):
+        # A unit whose activation is zero shows no dependence, so the union over several random draws is used.
+        new_matrices = dependence(target, sources, rows, round_index)
+        previous, matrices = (
+            matrices,
+            [previous_matrix | new_matrix for previous_matrix, new_matrix in zip(matrices, new_matrices)]
+            or new_matrices,
+        )
+        if (units_and_blocks := finest_units(target.shape[-1], matrices)) is not None:
+            return units_and_blocks
+        # no new dependence, or everything depends on everything: more draws can't help
+        unchanged = bool(previous) and all(torch.equal(*pair) for pair in zip(previous, matrices))
+        if unchanged or all(bool(matrix.all()) for matrix in matrices):
             break
     raise SplitRefusal(MEET)
 
 
-def _meetings(graph: Graph, target: torch.Tensor, sources: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Modules between the sources and the target that were opened: each once looks at all units."""
+def _global_norms_between(graph: Graph, target: torch.Tensor, sources: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Returns the passed-through norms over all features that lie between the sources and the target, by name.
+
+    Args:
+        graph: of the layer.
+        target: (B, S, F) or (B S, F), in the graph.
+        sources: names of matrices.
+
+    Returns:
+        (B, S, F) or (B S, F) each.
+    """
     opened = graph.trace.opened
     hits = reached(target, list(opened.values())) if opened else []
-    leaves = [graph.cuts[name].output for name in sources]
-    return {name: item for (name, item), hit in zip(opened.items(), hits) if hit and any(reached(item, leaves))}
+    source_outputs = [graph.cuts[name].output for name in sources]
+    return {
+        name: norm_output
+        for (name, norm_output), is_read in zip(opened.items(), hits)
+        if is_read and any(reached(norm_output, source_outputs))
+    }
 
 
-def _inlets(graph: Graph, columns: tuple[str, ...], inside: set[str]) -> tuple[str, ...]:
-    """Columns whose input enters the group; the others read what is shared inside it alone."""
-    found = []
-    for name in columns:
-        within = graph.needs[name] & inside
-        if not within:
-            found.append(name)
-        elif graph.outside[name] or graph.needs[name] - within:
+def _input_columns(graph: Graph, column_names: tuple[str, ...], inside: set[str]) -> tuple[str, ...]:
+    """Returns the columns whose input comes from outside of the group; others read replicated tensors inside it."""
+    inlets = []
+    for name in column_names:
+        inside_reads = graph.needs[name] & inside
+        if not inside_reads:
+            inlets.append(name)
+        elif graph.outside[name] or graph.needs[name] - inside_reads:
             raise SplitRefusal(f"{name} reads both what is shared and what is not")
-    return tuple(found)
+    return tuple(inlets)
 
 
-def _check_readers(
+def _refuse_outside_readers(
     graph: Graph, row: str, columns: Sequence[str], entries: Sequence[str], inner: Sequence[str]
 ) -> None:
+    """Refuses a group of which a matrix is read by code outside the group."""
     for name in (*columns, *entries, *inner):
-        others = {reader for reader, read in graph.needs.items() if name in read} - {row, *columns, *inner}
-        if others:
-            readers = ", ".join(sorted(other or "the layer's output" for other in others))
+        outside_readers = {reader for reader, read_names in graph.needs.items() if name in read_names} - {
+            row,
+            *columns,
+            *inner,
+        }
+        if outside_readers:
+            readers = ", ".join(sorted(reader_name or "the layer's output" for reader_name in outside_readers))
             raise SplitRefusal(f"{name}, which it reads, is read by {readers} too")
 
 
 def _inner_blocks(graph: Graph, name: str, columns: Sequence[str], blocks: dict[str, Blocks], units: int) -> Blocks:
-    """Which of an inner matrix's input features belong to which unit, by the columns that they come from."""
+    """Returns the input features of an inner row linear by unit, from the columns that they come from."""
     if graph.outside[name] or graph.needs[name] - set(columns):
         raise SplitRefusal(f"{name}, which it reads, reads both what is split and what is not")
-    read = [other for other in columns if other in graph.needs[name]]
-    matrices = dependence(graph.cuts[name].input, [graph.cuts[other].output for other in read], graph.rows)
-    uses = torch.zeros(units, graph.cuts[name].input.shape[-1], dtype=torch.bool)
-    for other, matrix in zip(read, matrices):
-        uses |= (unit_masks(blocks[other], units).float() @ matrix.float().T) > 0
-    found = blocks_of(uses)
-    if not found or any(block.count != units for block in found):
+    read_columns = [column for column in columns if column in graph.needs[name]]
+    matrices = dependence(graph.cuts[name].input, [graph.cuts[column].output for column in read_columns], graph.rows)
+    used_by_unit = torch.zeros(units, graph.cuts[name].input.shape[-1], dtype=torch.bool)
+    for column, matrix in zip(read_columns, matrices):
+        # (units, F): features that depend on any output of the unit's columns
+        used_by_unit |= (unit_masks(blocks[column], units).float() @ matrix.float().T) > 0
+    input_blocks = blocks_of(used_by_unit)
+    if not input_blocks or any(block.count != units for block in input_blocks):
         raise SplitRefusal(f"{name}, which it reads, reads all of what is split")
-    return found
+    return input_blocks
 
 
-def _loose(
+def _split_loose_parameters(
     graph: Graph, target: torch.Tensor, units: int, columns: Sequence[str], inlets: Sequence[str], meetings: list[str]
 ) -> tuple[list[ParameterSplit], list[str]]:
-    """Splits of the parameters that lie between columns and row, and those that every unit shares."""
+    """Returns the splits of loose parameters between columns and row, and the names of those that units share.
+
+    Args:
+        graph: of the layer.
+        target: (B, S, F) or (B S, F) input of the row linear.
+        units: number of units.
+        columns: names of the column-parallel linears.
+        inlets: those of them whose input comes from outside the group.
+        meetings: names of norms over all features.
+    """
     loose = graph.trace.loose()
-    number = probes(units)
-    step = target.shape[-1] // number
-    runs = [(index * step, (index + 1) * step) for index in range(number)]
+    # a few runs of units suffice to see along which dim a parameter follows the units
+    probe_count = probes(units)
+    features_per_probe = target.shape[-1] // probe_count
+    feature_runs = [(index * features_per_probe, (index + 1) * features_per_probe) for index in range(probe_count)]
     splits: list[ParameterSplit] = []
     shared = [name for name in loose if name.rpartition(".")[0] in meetings]
-    for (name, _), masks in zip(loose.items(), touched(target, list(loose.values()), runs)):
+    for (name, _), masks in zip(loose.items(), touched(target, list(loose.values()), feature_runs)):
         if name in shared or not any(bool(mask.any()) for mask in masks):
             continue
-        if (found := parameter_blocks(masks, units)) is None:
+        if (split_dim_and_blocks := parameter_blocks(masks, units)) is None:
             shared.append(name)
         else:
-            splits.append(ParameterSplit(name=name, dim=found[0], blocks=found[1]))
+            splits.append(ParameterSplit(name=name, dim=split_dim_and_blocks[0], blocks=split_dim_and_blocks[1]))
     for column in columns:
         if column not in inlets:
             hits = reached(graph.cuts[column].input, list(loose.values()))
-            shared += [name for name, hit in zip(loose, hits) if hit and name not in shared]
+            shared += [name for name, is_read in zip(loose, hits) if is_read and name not in shared]
     return splits, shared
 
 
-def _row_split(cut: TracedMatrix, blocks: Blocks) -> ParameterSplit:
-    dim = 1 if isinstance(cut.module, nn.Linear) else 0
-    return ParameterSplit(name=f"{cut.name}.weight", dim=dim, blocks=blocks)
+def _row_split(matrix: TracedMatrix, blocks: Blocks) -> ParameterSplit:
+    """Returns the split of a row-parallel weight along its input features."""
+    dim = 1 if isinstance(matrix.module, nn.Linear) else 0
+    return ParameterSplit(name=f"{matrix.name}.weight", dim=dim, blocks=blocks)
 
 
-def _column_splits(cut: TracedMatrix, blocks: Blocks) -> list[ParameterSplit]:
-    dim = 0 if isinstance(cut.module, nn.Linear) else 1
-    found = [ParameterSplit(name=f"{cut.name}.weight", dim=dim, blocks=blocks)]
-    if getattr(cut.module, "bias", None) is not None:
-        found.append(ParameterSplit(name=f"{cut.name}.bias", dim=0, blocks=blocks))
-    return found
+def _column_splits(matrix: TracedMatrix, blocks: Blocks) -> list[ParameterSplit]:
+    """Returns the splits of a column-parallel weight and its bias along their output features."""
+    dim = 0 if isinstance(matrix.module, nn.Linear) else 1
+    splits = [ParameterSplit(name=f"{matrix.name}.weight", dim=dim, blocks=blocks)]
+    if getattr(matrix.module, "bias", None) is not None:
+        splits.append(ParameterSplit(name=f"{matrix.name}.bias", dim=0, blocks=blocks))
+    return splits
 
 
-def expert_groups(cut: TracedMatrix) -> Iterator[ShardingGroup]:
-    """Yields ways in which stacked experts could be split by channel; a rehearsal tells which is right."""
-    width = cut.input.shape[-1]
-    stacked = {name: item for name, item in cut.module._parameters.items() if item is not None and item.dim() >= 2}
+def expert_groups(experts: TracedMatrix) -> Iterator[ShardingGroup]:
+    """Yields candidate splits of stacked experts by channel; a rehearsal decides which is right."""
+    width = experts.input.shape[-1]
+    stacked = {
+        name: parameter
+        for name, parameter in experts.module._parameters.items()
+        if parameter is not None and parameter.dim() >= 2
+    }
     matrices = {name: item for name, item in stacked.items() if item.dim() == 3}
-    inner = {name: _inner(cut.module, item, width) for name, item in matrices.items()}
-    if any(dim is None for dim in inner.values()):
+    inner_dims = {name: _inner_dim(experts.module, item, width) for name, item in matrices.items()}
+    if any(dim is None for dim in inner_dims.values()):
         return
-    channels = min(item.shape[inner[name] or 0] for name, item in matrices.items())
-    for together in (True, False):
+    channels = min(item.shape[inner_dims[name] or 0] for name, item in matrices.items())
+    # a fused gate and up projection has one half after the other, or interleaves them
+    for concatenated in (True, False):
         splits = []
         for name, item in stacked.items():
-            dim = inner.get(name, 1)
+            dim = inner_dims.get(name, 1)
             assert dim is not None
             size = item.shape[dim]
-            if name not in inner and (size == width or size % channels):
-                continue  # a bias of the output: whole
+            if name not in inner_dims and (size == width or size % channels):
+                # a bias of the output: whole
+                continue
             blocks: Blocks = (Block(start=0, size=size // channels, count=channels),)
-            if together:
-                blocks = tuple(Block(start=at, size=1, count=channels) for at in range(0, size, channels))
-            splits.append(ParameterSplit(name=f"{cut.name}.{name}", dim=dim, blocks=blocks))
+            if concatenated:
+                blocks = tuple(Block(start=start, size=1, count=channels) for start in range(0, size, channels))
+            splits.append(ParameterSplit(name=f"{experts.name}.{name}", dim=dim, blocks=blocks))
         yield ShardingGroup(
-            module=cut.name,
+            module=experts.name,
             column_linears=(),
-            column_inputs=(cut.name,),
+            column_inputs=(experts.name,),
             replicated_inputs=(),
-            row_linear=cut.name,
+            row_linear=experts.name,
             units=channels,
             splits=tuple(splits),
         )
 
 
-def _inner(module: nn.Module, item: torch.Tensor, width: int) -> int | None:
-    """The dim of stacked matrices (X, a, b) that isn't the model's width."""
-    dims = [dim for dim in (1, 2) if item.shape[dim] != width]
-    if len(dims) == 1:
-        return dims[0]
-    if dims:
+def _inner_dim(module: nn.Module, item: torch.Tensor, width: int) -> int | None:
+    """Returns the dim of stacked matrices (X, a, b) whose size isn't the model's width."""
+    other_dims = [dim for dim in (1, 2) if item.shape[dim] != width]
+    if len(other_dims) == 1:
+        return other_dims[0]
+    # both dims differ from the width: the inner one is unknown
+    if other_dims:
         return None
     return 1 if bool(getattr(module, "is_transposed", False)) else 2
 
 
-def _common(names: Sequence[str]) -> str:
-    """The dotted name of the smallest module that holds all of them."""
-    parts = [name.split(".")[:-1] for name in names]
-    shared = []
-    for keys in zip(*parts):
-        if len(set(keys)) > 1:
+def _common_module(names: Sequence[str]) -> str:
+    """Returns the dotted name of the smallest module that contains all of them."""
+    module_paths = [name.split(".")[:-1] for name in names]
+    common_path = []
+    for level_names in zip(*module_paths):
+        if len(set(level_names)) > 1:
             break
-        shared.append(keys[0])
-    return ".".join(shared)
+        common_path.append(level_names[0])
+    return ".".join(common_path)

@@ -1,8 +1,9 @@
 """Finds the layer graph of any model by running a small clone of it.
 
 The clone has as many layers as the model, each narrow. Every tensor that enters or leaves a layer is replaced by a
-marker, so that autograd's graph tells what each was made of: the layer before, an earlier layer, or weights outside of
-the layers. What autograd can't tell (integers, values behind a detach) the rehearsal finds, `models.stage_rehearsal`.
+marker: a copy with a fresh autograd leaf. Autograd's graph then shows the sources of each tensor: the layer before, an
+earlier layer, or weights outside of the layers. Sources that autograd can't see (integers, values behind a detach) are
+found by the rehearsal, `models.stage_rehearsal`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 
 _VOCAB, _ROWS, _TOKENS = 64, 2, 10
 _SMALL = 1 << 23
-"""Elements up to which a model is tried out as it is."""
+"""Elements up to which a model is its own clone."""
 _LARGE = 1 << 28
-"""Elements beyond which a function's model isn't tried out, for it can't be shrunk."""
+"""Elements beyond which a function's model is refused, for it can't be shrunk."""
 
 
 @computed_by_helper
@@ -44,20 +45,24 @@ def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> L
 
     Args:
         built: on meta.
-        objective: the model's own loss, of which each stage must see what it is made of.
+        objective: the model's own loss, whose inputs must be present in each stage.
 
     Raises:
         PlanError: when the model can't be cut anywhere, with the reason.
     """
-    module, structure = _clone(built)
+    module, structure = _build_clone(built)
     if objective is not None and not objective.plain:
-        module.train()  # some terms are of training alone
-    arguments = _sample(built)
+        # some terms are of training alone
+        module.train()
+    arguments = _sample_tokens(built)
     try:
         # Copies: forward may leave tensors of its graph in the module, which then can't be copied any more.
         with torch.no_grad():
-            first, second = (output_of(copied(module, share=True), structure, arguments, objective) for _ in range(2))
-        if not torch.equal(first, second):
+            output_a, output_b = (
+                output_of(copied(module, share=True), structure, arguments, objective) for _ in range(2)
+            )
+        # forward draws random numbers: compare in evaluation mode, where it draws none
+        if not torch.equal(output_a, output_b):
             module.eval()
         layer_graph = _Probe(copied(module, share=True), structure, objective).run(arguments)
         layer_graph = dataclasses.replace(
@@ -68,33 +73,35 @@ def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> L
     except MeshwrightError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise PlanError(f"pp: the model '{built.config.name}' can't be cut into stages: a trial gave {why}") from error
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise PlanError(
+            f"pp: the model '{built.config.name}' can't be cut into stages: a trial gave {reason}"
+        ) from error
     return layer_graph
 
 
-def _clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
-    """A small real copy in float64, on the CPU, in which tied weights are apart, so that each use has its own name."""
-    elements = sum(item.numel() for item in built.module.parameters())
-    small = built if elements <= _SMALL and not built.config.dropout else _shrunk(built, elements)
-    module = copied(small.module)
+def _build_clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
+    """Builds a small float64 copy on the CPU with tied weights apart: each use of a weight has its own name."""
+    elements = sum(parameter.numel() for parameter in built.module.parameters())
+    source_model = built if elements <= _SMALL and not built.config.dropout else _shrink_layers(built, elements)
+    module = copied(source_model.module)
     use_float64(module)
     module = module.to_empty(device="cpu")
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        value = small.tensor(name)
+        value = source_model.tensor(name)
         if value.is_floating_point():
-            # Freshly made weights hold zeros, behind which a path could hide.
-            value = value.double() + 0.02 * torch.randn(value.shape, generator=draw, dtype=torch.float64)
+            # Fresh weights contain zeros, behind which a path could hide.
+            value = value.double() + 0.02 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
             parameter.data, parameter.requires_grad = value, True
         else:
             parameter.data = value
-    small.fill_buffers(module, "cpu")
-    return (module.eval() if built.config.kind == "function" else module.train()), small.structure
+    source_model.fill_buffers(module, "cpu")
+    return (module.eval() if built.config.kind == "function" else module.train()), source_model.structure
 
 
-def _shrunk(built: BuiltModel, elements: int) -> BuiltModel:
-    """A narrow model with the same layers; a function's model is what it is."""
+def _shrink_layers(built: BuiltModel, elements: int) -> BuiltModel:
+    """Builds a narrow model with the same layers; a model built by a function keeps its sizes."""
     if built.config.kind == "function":
         if elements > _LARGE:
             raise PlanError(
@@ -104,28 +111,30 @@ def _shrunk(built: BuiltModel, elements: int) -> BuiltModel:
         return built
     assert built.hf_config is not None
     layers = layer_count(built.hf_config.get_text_config(decoder=True).to_dict()) or len(built.structure.layers)
-    values = shrink(built.config, layers=layers).to_dict() | {"dropout": 0.0}
-    for key in ("vocab", "context"):  # else the user's own would make the copy as large as these
-        values.pop(key, None)
-    small = build_meta(ModelConfig.from_dict(values), _VOCAB, 4 * _TOKENS)
-    if small.structure.layers != built.structure.layers:
+    config_fields = shrink(built.config, layers=layers).to_dict() | {"dropout": 0.0}
+    # the user's sizes would make the copy as large as the model
+    for key in ("vocab", "context"):
+        config_fields.pop(key, None)
+    small_model = build_meta(ModelConfig.from_dict(config_fields), _VOCAB, 4 * _TOKENS)
+    if small_model.structure.layers != built.structure.layers:
         raise PlanError(f"pp: a small copy of '{built.config.name}' hasn't the same layers; use another axis")
-    return small
+    return small_model
 
 
-def _sample(built: BuiltModel) -> Tokens:
+def _sample_tokens(built: BuiltModel) -> Tokens:
+    """Returns random inputs and targets: two (2, 10) int64 tensors."""
     vocab = min(_VOCAB, built.structure.vocab or _VOCAB)
     tokens = torch.randint(vocab, (_ROWS, _TOKENS + 1), generator=torch.Generator().manual_seed(1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 Mark = tuple[str, int]
-"""("layer", number) for what came through a layer, ("weight", place in the list of names)."""
+"""A source of a tensor: ("layer", call index), or ("weight", index in the list of names)."""
 
 
 @dataclass
-class _Entry:
-    """What entered a layer: for each tensor its marks."""
+class _LayerInputs:
+    """Inputs of one call of a layer: the sources of each tensor among its arguments."""
 
     marks: dict[Path, set[Mark]] = field(default_factory=dict)
 
@@ -135,191 +144,217 @@ class _Probe:
 
     def __init__(self, module: nn.Module, structure: ModelStructure, objective: Objective | None = None) -> None:
         self._module, self._structure, self._objective = module, structure, objective
-        self._calls: list[str] = []
-        self._entries: list[_Entry] = []
-        self._given: list[Any] = []
-        self._names: list[str] = []
+        self._called_layers: list[str] = []
+        self._inputs_by_call: list[_LayerInputs] = []
+        self._outputs_by_call: list[Any] = []
+        self._weight_names: list[str] = []
         self._writes = False
-        self._leaf: dict[int, set[Mark]] = {}
-        self._whole: dict[int, set[Mark]] = {}
-        """Marks of tensors without a gradient that layers gave, by identity."""
+        self._marks_of_leaf: dict[int, set[Mark]] = {}
+        self._marks_of_constant: dict[int, set[Mark]] = {}
+        """Marks of layers' outputs without a gradient, by id."""
         self._alive: list[Any] = []
-        self._taken: list[list[torch.Tensor]] = []
+        self._input_markers: list[list[torch.Tensor]] = []
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._leaf.setdefault(id(parameter), set()).add(("weight", len(self._names)))
-            self._names.append(name)
+            self._marks_of_leaf.setdefault(id(parameter), set()).add(("weight", len(self._weight_names)))
+            self._weight_names.append(name)
 
     def run(self, arguments: Tokens) -> LayerGraph:
-        """Runs the clone and returns what it saw."""
-        before = {name: item.clone() for name, item in self._module.named_buffers()}
+        """Runs the clone and returns its layer graph."""
+        buffers_before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         with contextlib.ExitStack() as stack:
+            # a checkpoint would hide the graph of its inside
             stack.enter_context(inlined())
             for name in self._structure.layers:
                 layer = self._module.get_submodule(name)
                 for hook in (
-                    layer.register_forward_pre_hook(self._entering(name), with_kwargs=True),
-                    layer.register_forward_hook(self._leaving(), with_kwargs=False),
+                    layer.register_forward_pre_hook(self._mark_inputs(name), with_kwargs=True),
+                    layer.register_forward_hook(self._mark_outputs(), with_kwargs=False),
                 ):
                     stack.callback(hook.remove)
             output = output_of(self._module, self._structure, arguments, self._objective)
-        for name, item in self._module.named_buffers():
-            if name not in before or not torch.equal(item, before[name]):
+        for name, buffer in self._module.named_buffers():
+            # stages can't share a buffer that forward writes
+            if name not in buffers_before or not torch.equal(buffer, buffers_before[name]):
                 raise PlanError(f"its forward changes the buffer '{name}', of which each stage would have its own")
         self._check_calls()
-        return self._spine(self._marks(output))
+        return self._assemble(self._marks(output))
 
     def _check_calls(self) -> None:
-        twice = [(name, count) for name, count in Counter(self._calls).items() if count > 1]
-        if twice:
-            name, count = twice[0]
+        """Refuses a model that calls a layer twice, or fewer than two layers."""
+        repeated_layers = [(name, count) for name, count in Counter(self._called_layers).items() if count > 1]
+        if repeated_layers:
+            name, count = repeated_layers[0]
             raise PlanError(
                 f"its forward calls the layer '{name}' more than once ({count} times), so several stages would need "
                 "its weights; nearest that works: tp, cp or shard in place of pp"
             )
-        if len(self._calls) < 2:
-            raise PlanError(f"its forward calls {len(self._calls)} repeated layers, and a stage needs one")
+        if len(self._called_layers) < 2:
+            raise PlanError(f"its forward calls {len(self._called_layers)} repeated layers, and a stage needs one")
 
-    def _entering(self, name: str) -> Any:
+    def _mark_inputs(self, name: str) -> Any:
+        """Returns a pre-hook that notes the sources of a layer's arguments and puts markers in their place."""
+
         def hook(_layer: nn.Module, args: Any, kwargs: Any) -> Any:
-            number = len(self._calls)
-            self._calls.append(name)
-            entry, taken = _Entry(), []
+            layer_index = len(self._called_layers)
+            self._called_layers.append(name)
+            entry, markers = _LayerInputs(), []
             pairs, nest = tree_flatten_with_path((args, kwargs))
             leaves = []
             for keys, leaf in pairs:
                 if isinstance(leaf, torch.Tensor):
                     marks = self._marks(leaf)
                     if marks:
-                        entry.marks[_path(keys)] = marks
+                        entry.marks[_tensor_path(keys)] = marks
+                    # a fresh leaf: what is computed from here on has this layer as its source, and nothing before it
                     if leaf.requires_grad:
-                        leaf = self._marker(leaf, {("layer", number)})
-                        taken.append(leaf)
+                        leaf = self._replace_by_marker(leaf, {("layer", layer_index)})
+                        markers.append(leaf)
                 leaves.append(leaf)
-            self._entries.append(entry)
-            self._taken.append(taken)
+            self._inputs_by_call.append(entry)
+            self._input_markers.append(markers)
             return tree_unflatten(leaves, nest)
 
         return hook
 
-    def _leaving(self) -> Any:
+    def _mark_outputs(self) -> Any:
+        """Returns a hook that notes foreign sources of a layer's outputs and puts markers in their place."""
+
         def hook(_layer: nn.Module, _args: Any, output: Any) -> Any:
-            number = len(self._given)
-            self._writes |= any(item._version for item in self._taken[number])
+            layer_index = len(self._outputs_by_call)
+            # the version of a marker counts in-place writes by the layer into its inputs
+            self._writes |= any(item._version for item in self._input_markers[layer_index])
             pairs, nest = tree_flatten_with_path(output)
             leaves = []
-            prefix = f"{self._calls[number]}."
+            prefix = f"{self._called_layers[layer_index]}."
             for _, leaf in pairs:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    for mark in self._marks(leaf) - {("layer", number)}:
-                        if mark[0] == "layer" or not self._within(mark[1], prefix):
-                            self._entries[number].marks.setdefault(("side", *mark), set()).add(mark)
-                    leaf = self._marker(leaf, {("layer", number)})
+                    # a source other than the layer's own arguments and weights reached its output past them
+                    for mark in self._marks(leaf) - {("layer", layer_index)}:
+                        if mark[0] == "layer" or not self._is_weight_below(mark[1], prefix):
+                            self._inputs_by_call[layer_index].marks.setdefault(("side", *mark), set()).add(mark)
+                    leaf = self._replace_by_marker(leaf, {("layer", layer_index)})
                 elif isinstance(leaf, torch.Tensor):
-                    self._whole[id(leaf)] = {("layer", number)}
+                    self._marks_of_constant[id(leaf)] = {("layer", layer_index)}
+                    # ids are unique only among living objects
                     self._alive.append(leaf)
                 leaves.append(leaf)
-            self._given.append((nest, leaves))
+            self._outputs_by_call.append((nest, leaves))
             return tree_unflatten(leaves, nest)
 
         return hook
 
-    def _within(self, place: int, prefix: str) -> bool:
-        """Whether a weight has a name in a layer."""
-        shared = self._leaf[id(self._module.get_parameter(self._names[place]))]
-        return any(self._names[other].startswith(prefix) for _, other in shared)
+    def _is_weight_below(self, weight_index: int, prefix: str) -> bool:
+        """Returns whether a weight has a name below a layer; a tied weight has several names."""
+        same_weight = self._marks_of_leaf[id(self._module.get_parameter(self._weight_names[weight_index]))]
+        return any(self._weight_names[alias_index].startswith(prefix) for _, alias_index in same_weight)
 
-    def _marker(self, tensor: torch.Tensor, marks: set[Mark]) -> torch.Tensor:
+    def _replace_by_marker(self, tensor: torch.Tensor, marks: set[Mark]) -> torch.Tensor:
+        """Returns a copy of a tensor, of any shape, whose graph begins at a leaf with these marks."""
         leaf = tensor.detach().requires_grad_()
-        self._leaf[id(leaf)] = marks
-        made = leaf.clone()
-        self._alive += [leaf, made]
-        return made
+        self._marks_of_leaf[id(leaf)] = marks
+        marker = leaf.clone()
+        self._alive += [leaf, marker]
+        return marker
 
     def _marks(self, tensor: torch.Tensor) -> set[Mark]:
-        """What a tensor was made of."""
+        """Returns the sources of a tensor of any shape: layers and weights."""
         if not tensor.requires_grad:
-            return set(self._whole.get(id(tensor), ()))
-        found: set[Mark] = set()
-        for leaf in _leaves(tensor):
-            found |= self._leaf.get(id(leaf), set())
-        return found
+            return set(self._marks_of_constant.get(id(tensor), ()))
+        marks: set[Mark] = set()
+        for leaf in _graph_leaves(tensor):
+            marks |= self._marks_of_leaf.get(id(leaf), set())
+        return marks
 
-    def _spine(self, tail: set[Mark]) -> LayerGraph:
-        """Sorts what was seen."""
-        count, feeds, bridges, payload = len(self._calls), [], [], []
+    def _assemble(self, tail: set[Mark]) -> LayerGraph:
+        """Builds the layer graph from the noted sources.
+
+        Args:
+            tail: sources of the model's output.
+        """
+        layer_count_, input_weights, output_weights, boundary_tensors = len(self._called_layers), [], [], []
         blocked: dict[int, str] = {}
-        inside = tuple(f"{name}." for name in self._calls)
-        for number, marks in enumerate([*(entry.marks for entry in self._entries), {("tail",): tail}]):
-            direct: set[str] = set()
-            passing: set[str] = set()
+        inside = tuple(f"{name}." for name in self._called_layers)
+        for layer_index, marks in enumerate([*(entry.marks for entry in self._inputs_by_call), {("tail",): tail}]):
+            used_inside: set[str] = set()
+            used_between: set[str] = set()
             paths: list[Path] = []
-            for path, found in marks.items():
-                sources = {place for kind, place in found if kind == "layer"}
-                weights = {self._names[place] for kind, place in found if kind == "weight"}
-                carried = sources and path[0] not in ("side", "tail")
-                paths += [path] if carried else []
-                (passing if carried or number == count else direct).update(weights)
-                last = number if carried else number + 1
-                for source in sources - {number}:
-                    for bound in range(source + 1, min(last, count)):
-                        blocked.setdefault(bound, self._reason(source, number))
-            borrowed = [name for name in direct | passing if name.startswith(inside)]
-            if borrowed:
-                owner = next(n for n, start in enumerate(inside) if borrowed[0].startswith(start))
-                for bound in range(min(owner, number) + 1, min(max(owner, number) + 1, count)):
-                    blocked.setdefault(bound, f"'{borrowed[0]}' of one side is used on the other")
-            feeds.append(frozenset(direct))
-            bridges.append(frozenset(passing))
-            payload.append(tuple(paths))
-        for number in range(1, count):
-            if not payload[number]:
-                blocked.setdefault(number, "nothing is handed on that a gradient flows through")
+            for path, path_marks in marks.items():
+                sources = {index for source_kind, index in path_marks if source_kind == "layer"}
+                weights = {self._weight_names[index] for source_kind, index in path_marks if source_kind == "weight"}
+                # made from a layer's output: that layer's stage computes it and sends the result
+                from_boundary = sources and path[0] not in ("side", "tail")
+                paths += [path] if from_boundary else []
+                (used_between if from_boundary or layer_index == layer_count_ else used_inside).update(weights)
+                needed_until = layer_index if from_boundary else layer_index + 1
+                # a cut between a source and its reader would separate them, unless the tensor is passed on
+                for source in sources - {layer_index}:
+                    for boundary in range(source + 1, min(needed_until, layer_count_)):
+                        blocked.setdefault(boundary, self._skip_reason(source, layer_index))
+            # a weight of one layer that another layer's path uses: both must be in one stage
+            foreign_weights = [name for name in used_inside | used_between if name.startswith(inside)]
+            if foreign_weights:
+                owner = next(
+                    position for position, prefix in enumerate(inside) if foreign_weights[0].startswith(prefix)
+                )
+                for boundary in range(min(owner, layer_index) + 1, min(max(owner, layer_index) + 1, layer_count_)):
+                    blocked.setdefault(boundary, f"'{foreign_weights[0]}' of one side is used on the other")
+            input_weights.append(frozenset(used_inside))
+            output_weights.append(frozenset(used_between))
+            boundary_tensors.append(tuple(paths))
+        for layer_index in range(1, layer_count_):
+            # a boundary without a differentiable tensor has no backward
+            if not boundary_tensors[layer_index]:
+                blocked.setdefault(layer_index, "nothing is handed on that a gradient flows through")
         return LayerGraph(
-            layers=tuple(self._calls),
-            input_weights=tuple(feeds[:count]),
-            output_weights=tuple(bridges),
-            boundary_tensors=tuple(payload[:count]),
-            returns=tuple(self._returned(number) for number in range(count)),
+            layers=tuple(self._called_layers),
+            input_weights=tuple(input_weights[:layer_count_]),
+            output_weights=tuple(output_weights),
+            boundary_tensors=tuple(boundary_tensors[:layer_count_]),
+            returns=tuple(self._match_outputs(layer_index) for layer_index in range(layer_count_)),
             blocked=dict(sorted(blocked.items())),
             writes=self._writes,
         )
 
-    def _reason(self, source: int, number: int) -> str:
-        reader = f"layer {number}" if number < len(self._calls) else "the output"
+    def _skip_reason(self, source: int, reader_index: int) -> str:
+        """Words the refusal of a cut between a layer and a later reader of its output."""
+        reader = f"layer {reader_index}" if reader_index < len(self._called_layers) else "the output"
         return f"{reader} reads what layer {source} made, past the layers between"
 
-    def _returned(self, number: int) -> LayerOutput:
-        """Which of a layer's results is which argument of the next: by the only one there is, or by shape in order."""
-        nest, leaves = self._given[number]
-        following = self._entries[number + 1].marks if number + 1 < len(self._entries) else {}
-        free = [path for path, marks in following.items() if path[0] != "side" and ("layer", number) in marks]
+    def _match_outputs(self, layer_index: int) -> LayerOutput:
+        """Matches a layer's results to the next layer's arguments, in order."""
+        nest, leaves = self._outputs_by_call[layer_index]
+        next_marks = self._inputs_by_call[layer_index + 1].marks if layer_index + 1 < len(self._inputs_by_call) else {}
+        unmatched_paths = [
+            path for path, marks in next_marks.items() if path[0] != "side" and ("layer", layer_index) in marks
+        ]
         paths: list[Path | None] = []
         for leaf in leaves:
-            paths.append(free.pop(0) if free and isinstance(leaf, torch.Tensor) else None)
+            paths.append(unmatched_paths.pop(0) if unmatched_paths and isinstance(leaf, torch.Tensor) else None)
         tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         return LayerOutput(nest=nest, leaves=tuple(paths), tensors=tensors)
 
 
-def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Leaves of the graph behind a tensor."""
+def _graph_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the leaves of the autograd graph behind a tensor of any shape."""
     if tensor.grad_fn is None:
         yield tensor
         return
-    seen, open_nodes = {tensor.grad_fn}, [tensor.grad_fn]
+    visited, open_nodes = {tensor.grad_fn}, [tensor.grad_fn]
     while open_nodes:
         node: Any = open_nodes.pop()
         if hasattr(node, "variable"):
             yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                open_nodes.append(following)
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                open_nodes.append(next_node)
 
 
-def _path(keys: Any) -> Path:
-    found: list[Any] = []
+def _tensor_path(keys: Any) -> Path:
+    """Turns pytree keys into a path of indices and names."""
+    path: list[Any] = []
     for key in keys:
         if not isinstance(key, (SequenceKey, MappingKey)):
             raise PlanError(f"a layer takes tensors inside of an object ({key}), out of which a stage can't take them")
-        found.append(key.idx if isinstance(key, SequenceKey) else key.key)
-    return tuple(found)
+        path.append(key.idx if isinstance(key, SequenceKey) else key.key)
+    return tuple(path)

@@ -1,4 +1,4 @@
-"""Counts a model into a `ModelShape`."""
+"""Counts a model's parameters and sizes into a `ModelShape`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXPERT = re.compile(r"(^|\.)(experts?|expert_\w+)(\.|$)")
 
 
 def measure_shape(built: BuiltModel) -> ModelShape:
-    """Counts parameters by part, on meta: nothing is computed.
+    """Counts parameters by module, on meta: nothing is computed.
 
     Args:
         built: from `build_meta`.
@@ -27,15 +27,18 @@ def measure_shape(built: BuiltModel) -> ModelShape:
     """
     module, structure = built.module, built.structure
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    layers = tuple(_below(sizes, name) for name in structure.layers)
-    embedding = sum(_below(sizes, name) for name in (structure.embedding, structure.position_embedding) if name)
-    head = _below(sizes, structure.head) if structure.head else 0
+    layers = tuple(_parameters_below(sizes, name) for name in structure.layers)
+    embedding = sum(
+        _parameters_below(sizes, name) for name in (structure.embedding, structure.position_embedding) if name
+    )
+    # named_parameters lists a tied weight once, under the embedding: the head counts 0
+    head = _parameters_below(sizes, structure.head) if structure.head else 0
     total = sum(sizes.values())
     text = built.hf_config.get_text_config(decoder=True).to_dict() if built.hf_config is not None else {}
-    experts, active = _config(text, *SYNONYMS["experts"]), _config(text, *ACTIVE_EXPERTS)
+    experts, active = _first_int(text, *SYNONYMS["experts"]), _first_int(text, *ACTIVE_EXPERTS)
     width = structure.width or 0
-    heads = _config(text, *SYNONYMS["heads"]) if text else 1
-    head_size = _config(text, "head_dim") or (width // heads if heads else 0)
+    heads = _first_int(text, *SYNONYMS["heads"]) if text else 1
+    head_size = _first_int(text, "head_dim") or (width // heads if heads else 0)
     return ModelShape(
         name=built.config.name,
         parameters=total,
@@ -43,7 +46,7 @@ def measure_shape(built: BuiltModel) -> ModelShape:
         embedding_parameters=embedding,
         head_parameters=head,
         other_parameters=total - sum(layers) - embedding - head,
-        matmul_parameters=_matmul(module, structure, active / experts if experts and active else 1.0),
+        matmul_parameters=_matmul_parameters(module, structure, active / experts if experts and active else 1.0),
         layers=len(layers),
         width=width,
         heads=heads,
@@ -57,18 +60,21 @@ def measure_shape(built: BuiltModel) -> ModelShape:
     )
 
 
-def _below(sizes: dict[str, int], path: str) -> int:
+def _parameters_below(sizes: dict[str, int], path: str) -> int:
+    """Returns the number of parameters below a module."""
     return sum(size for name, size in sizes.items() if name.startswith(f"{path}."))
 
 
-def _config(text: dict[str, Any], *keys: str) -> int:
-    return next((found for key in keys if isinstance(found := text.get(key), int)), 0)
+def _first_int(text: dict[str, Any], *keys: str) -> int:
+    """Returns the first of several config attributes that is an integer, 0 for none."""
+    return next((value for key in keys if isinstance(value := text.get(key), int)), 0)
 
 
-def _matmul(module: nn.Module, structure: Any, share: float) -> int:
-    """Weights of two or more dims outside the embedding tables; of experts only the share that a token visits."""
+def _matmul_parameters(module: nn.Module, structure: Any, share: float) -> int:
+    """Returns the number of weights in matrices outside the embeddings; of experts the share that a token visits."""
     tables = tuple(f"{name}." for name in (structure.embedding, structure.position_embedding) if name)
     count = 0.0
+    # a tied head multiplies too, so duplicates count
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.ndim >= 2 and not name.startswith(tables):
             count += parameter.numel() * (share if _EXPERT.search(name) else 1.0)

@@ -1,9 +1,10 @@
-"""What a model's own loss is made of: the cross-entropy of its logits, and terms that are means over something else.
+"""Describes a model's own loss: the cross-entropy of its logits, and terms that are means over something else.
 
 A term of a global batch is defined by the author's call on one micro-batch: the mean of its values over all
-micro-batches of all readers, each weighted by what the term is a mean over. A term that is a mean over targets, tokens
-or rows has the same value however the rows are split. One that isn't, such as the balancing loss of a mixture, depends
-on which rows lie in one micro-batch; layouts with the same micro-batches agree, and it is weighted by rows.
+micro-batches of all readers, each weighted by the size of the set over which the term is a mean. A term that is a mean
+over targets, tokens or rows has the same value however the rows are split. Another term, such as the balancing loss of
+a mixture, depends on which rows lie in one micro-batch; layouts with the same micro-batches agree, and it is weighted
+by rows.
 """
 
 from __future__ import annotations
@@ -29,45 +30,46 @@ class LossTerm:
     """One term of a model's own loss."""
 
     name: str
-    """As forward names it; ``rest`` for what forward doesn't name."""
+    """The scalar's name in forward's output; ``rest`` for the remainder of the loss."""
     coefficient: float
     """Factor of the scalar that forward returns by this name; 1 for ``rest``."""
     mean: str
-    """What it is a mean over: ``targets``, ``targets+K`` (those K tokens further) or ``rows``."""
+    """The set of its mean: ``targets``, ``targets+K`` (those K tokens further) or ``rows``."""
     exact: bool
     """False for a term whose value depends on which rows lie in one micro-batch."""
 
     def weight(self, targets: torch.Tensor) -> torch.Tensor:
-        """Returns what a micro-batch counts for: float64, scalar.
+        """Returns a micro-batch's weight in the term's mean, a float64 scalar.
 
         Args:
             targets: (B, S) int64, `IGNORED` where there is none.
         """
         if self.mean == "rows":
             return torch.tensor(float(len(targets)), dtype=torch.float64, device=targets.device)
+        # targets+K: a term that predicts K tokens further has a target wherever that token has one
         offset = int(self.mean.partition("+")[2] or 0)
         return (targets[:, offset:] != IGNORED).sum().to(torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """The loss that a model returns, as it was found by trial."""
+    """The terms of the loss that a model returns, found by trial."""
 
     labels: str = ""
-    """How forward takes targets, one of `forward.LABELS`; "" where it takes none, or gives no loss for them."""
+    """The form of forward's targets, one of `forward.LABELS`; "" for a forward without targets or loss."""
     logits: bool = True
-    """Whether it gives logits; a model that doesn't has its loss as its only term."""
+    """Whether it returns logits; a model without logits has its loss as its only term."""
     terms: tuple[LossTerm, ...] = ()
-    """Beside the cross-entropy of the logits; the value of the last is what the others leave of the loss."""
+    """Terms beside the cross-entropy of the logits; the last is the remainder of the loss."""
 
     @property
     def plain(self) -> bool:
-        """Whether the cross-entropy of the logits is the whole loss."""
+        """True when the cross-entropy of the logits is the whole loss."""
         return not self.terms
 
     @property
     def exact(self) -> bool:
-        """Whether the loss of a batch doesn't depend on its micro-batches."""
+        """True when the loss of a batch doesn't depend on its micro-batches."""
         return all(term.exact for term in self.terms)
 
     @property
@@ -82,7 +84,7 @@ class Objective:
         return torch.cat([targets[:, :-1], torch.full_like(targets[:, :1], IGNORED)], dim=1)
 
     def weights(self, targets: torch.Tensor) -> torch.Tensor:
-        """Returns (1 + terms,) float64: targets, and what the micro-batch counts for in each term.
+        """Returns (1 + terms,) float64: the number of targets, and the micro-batch's weight in each term.
 
         Args:
             targets: (B, S) int64 of a micro-batch.
@@ -94,12 +96,14 @@ class Objective:
     def values(self, output: ModelOutput, cross_entropy: torch.Tensor | float) -> list[torch.Tensor]:
         """Returns the value of each term, scalars, from one output and the mean cross-entropy of its logits."""
         assert output.loss is not None
-        zero = torch.zeros_like(output.loss)  # some terms are there in training alone
+        # some terms exist in training alone
+        zero = torch.zeros_like(output.loss)
         named = [term.coefficient * output.scalars.get(term.name, zero) for term in self.terms[:-1]]
-        rest = output.loss - cross_entropy
+        # the last term is the remainder of the loss, so that the values always add up to it
+        unexplained = output.loss - cross_entropy
         for value in named:
-            rest = rest - value
-        return [*named, rest]
+            unexplained = unexplained - value
+        return [*named, unexplained]
 
 
 def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -115,43 +119,47 @@ def trial_output(
     targets: torch.Tensor,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns what a rehearsal compares: logits (B, S, V), to each of which the model's own terms are added.
+    """Returns the tensor that a rehearsal compares: logits (B, S, V), to each of which the model's own terms are added.
 
     Args:
-        module: the model, or a stage or part of it.
-        structure: its parts.
+        module: the model, or a stage of it.
+        structure: of the model.
         objective: its loss.
         tokens: (B, S) int64.
         targets: (B, S) int64.
         positions: (B, S) int64 where documents are masked.
+
+    Returns:
+        (B, S, V), or the scalar loss of a model without logits.
     """
     output = author_output(module, structure, tokens, targets, objective.labels, positions, positions is not None)
     if output.logits is None:
         assert output.loss is not None
         return output.loss
     counted = objective.counted(targets)
-    rest = sum(objective.values(output, mean_cross_entropy(output.logits, counted)))
-    return output.logits + rest
+    extra_terms = sum(objective.values(output, mean_cross_entropy(output.logits, counted)))
+    # a sum, so that one comparison of logits and gradients covers the terms too
+    return output.logits + extra_terms
 
 
-class _Kept:
-    """Random numbers that drop nothing, so that one row gives the same in any batch."""
+class _NoDropout:
+    """Random numbers that drop nothing, so that a row has the same result in any batch."""
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
-        """As `parallel.random_ops.RandomSource.kept`."""
+        """Returns a mask of ``shape`` that keeps every element."""
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """As `parallel.random_ops.RandomSource.uniform`."""
+        """Returns 0.5 everywhere, float64 of ``shape``."""
         return torch.full(tuple(shape), 0.5, dtype=torch.float64, device=device)
 
     def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
-        """As `parallel.random_ops.RandomSource.kept_scores`."""
+        """Returns a mask (B, H, S, keys) that keeps every attention weight."""
         return self.kept((*query.shape[:3], keys), p, query.device)
 
 
-class _Calm(RandomOpsMode):
-    """Leaves generators of others alone: those are hooks' of a trial, not forward's."""
+class _NoDropoutMode(RandomOpsMode):
+    """Leaves calls with an explicit generator alone: those come from a trial's hooks, not from forward."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -163,4 +171,4 @@ class _Calm(RandomOpsMode):
 
 def nothing_dropped() -> RandomOpsMode:
     """Returns a mode in which forward draws nothing that differs from row to row."""
-    return _Calm(_Kept())
+    return _NoDropoutMode(_NoDropout())

@@ -1,4 +1,4 @@
-"""Finds by trial on a small clone what a model's own loss is made of, and which of its buffers forward changes."""
+"""Finds by trial on a small clone which terms a model's own loss has, and which buffers its forward changes."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from meshwright.parallel.float64_ops import Float64Ops
 LARGE = 1 << 28
 """Elements beyond which a function's model isn't tried, for it can't be shrunk."""
 ROWS = 4
-"""Rows of a trial, of which the first is one part and the others are another."""
+"""Rows of a trial; means are tested on its first row and the others."""
 SAMPLES = 6
 """Batches from which the factors of named terms are solved for."""
 SCALES = (1.0, 8.0)
 """Factors on the clone's matrices: with small ones a router may choose the same for all tokens, and look linear."""
 LENGTHS = (12, 8, 16, 64)
-"""Tokens of a row: the first that the model takes."""
+"""Candidate row lengths in tokens; the first on which the model runs is used."""
 TOLERANCE = 1e-9
 """Largest relative difference between equal losses, in float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MovingBuffer:
-    """A buffer that forward changes while it trains."""
+    """A buffer that forward changes in training, such as running statistics."""
 
     name: str
     data: bool
-    """Whether what it becomes depends on the tokens."""
+    """Whether its new value depends on the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardTrial:
-    """What a trial of a model's forward, in training, has shown."""
+    """The results of a trial of a model's forward in training."""
 
     objective: Objective = field(default_factory=Objective)
     moving: tuple[MovingBuffer, ...] = ()
@@ -50,133 +50,152 @@ class ForwardTrial:
 
 @computed_by_helper
 def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
-    """Runs a model's forward as its author does, on a small clone.
+    """Runs a model's forward as its author calls it, on a small clone.
 
     Args:
-        built: on meta; it stays as it is.
+        built: on meta; it stays unchanged.
         training: in training mode, else in evaluation mode.
 
     Raises:
         PlanError: for random numbers that can't be placed, in training mode.
-        ConfigError: for a loss that can't be told apart from what the model reports, or that no clone gives.
+        ConfigError: for a loss that can't be distinguished from scalars that the model reports, or that no clone
+            returns.
     """
-    elements = sum(item.numel() for item in built.module.parameters())
+    elements = sum(parameter.numel() for parameter in built.module.parameters())
     if built.config.kind == "function" and elements > LARGE:
         return ForwardTrial()
     try:
         clone = clone_of(built)
-        for part in clone.module.modules():
-            for key, item in part._buffers.items():
-                if item is not None and item.is_floating_point() and key not in part._non_persistent_buffers_set:
-                    # Running statistics take the type of what they are of; tables of positions keep the model's.
-                    part._buffers[key] = item.double()
+        for child in clone.module.modules():
+            for key, item in child._buffers.items():
+                if item is not None and item.is_floating_point() and key not in child._non_persistent_buffers_set:
+                    # Running statistics have the activations' type, here float64; position tables keep theirs.
+                    child._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         return ForwardTrial(objective=trial.objective(), moving=trial.moving())
     except MeshwrightError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(
-            f"model '{built.config.name}': its loss can't be read, since a small clone doesn't run: {why}"
+            f"model '{built.config.name}': its loss can't be read, since a small clone doesn't run: {reason}"
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
+    """A batch: tokens and targets, (B, S) int64 each."""
+
     tokens: torch.Tensor
     targets: torch.Tensor
 
     def part(self, rows: slice) -> _Sample:
+        """Returns some rows of the batch."""
         return _Sample(self.tokens[rows], self.targets[rows])
 
 
 class _Trial:
-    """A clone and what it answers; its buffers are put back after each call."""
+    """A clone under trial; its buffers are restored after each call."""
 
     def __init__(self, clone: Clone) -> None:
         self._clone = clone
         self._length = self._fitting_length()
 
     def objective(self) -> Objective:
-        """Returns what the loss is made of."""
+        """Returns the terms of the model's loss."""
         structure = self._clone.structure
         if structure.target_argument is None:
-            self._check_scalars()
+            self._refuse_trained_scalars()
             return Objective()
-        labels = self._labels()
+        labels = self._find_labels()
         if not labels:
             return Objective()
         samples = [self._sample(seed) for seed in range(SAMPLES)]
-        first = self._call(samples[0], labels)
-        if first.logits is None:
-            return self._loss_alone(labels, samples)
+        first_output = self._run_forward(samples[0], labels)
+        if first_output.logits is None:
+            return self._objective_of_loss(labels, samples)
+        # first the common case: the loss is the cross-entropy alone
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
-        if self._is_cross_entropy(as_counted, samples[0], first):
+        if self._is_cross_entropy(as_counted, samples[0], first_output):
             return Objective(labels=labels)
-        outputs = [first, *(self._call(sample, labels) for sample in samples[1:])]
-        rests = [_rest(as_counted, sample, output) for sample, output in zip(samples, outputs)]
-        scale = max(abs(_number(output.loss)) for output in outputs)
-        coefficients = _coefficients(rests, outputs, scale)
-        terms = [LossTerm(name=name, coefficient=c, mean="", exact=False) for name, c in coefficients.items()]
-        if not terms or _unexplained(rests, outputs, coefficients) > TOLERANCE * scale:
+        outputs = [first_output, *(self._run_forward(sample, labels) for sample in samples[1:])]
+        # otherwise explain the difference from the cross-entropy by scalars that the model returns
+        extra_losses = [_extra_loss(as_counted, sample, output) for sample, output in zip(samples, outputs)]
+        scale = max(abs(_float(output.loss)) for output in outputs)
+        coefficients = _coefficients(extra_losses, outputs, scale)
+        terms = [
+            LossTerm(name=name, coefficient=coefficient, mean="", exact=False)
+            for name, coefficient in coefficients.items()
+        ]
+        if not terms or _unexplained(extra_losses, outputs, coefficients) > TOLERANCE * scale:
             terms.append(LossTerm(name="rest", coefficient=1.0, mean="", exact=False))
-        return self._with_means(Objective(labels=labels, terms=tuple(terms)), samples, scale)
+        return self._find_means(Objective(labels=labels, terms=tuple(terms)), samples, scale)
 
     def moving(self) -> tuple[MovingBuffer, ...]:
         """Returns the buffers that forward changes."""
-        before = _buffers(self._clone.module)
-        if not before:
+        buffers_before = _copy_buffers(self._clone.module)
+        if not buffers_before:
             return ()
-        after = []
+        buffers_after = []
+        # two batches from the same start: a buffer that ends equal doesn't depend on the tokens
         for seed in (0, 1):
-            self._call(self._sample(seed), "aligned" if self._clone.structure.target_argument else "", keep=True)
-            after.append(_buffers(self._clone.module))
-            _put_back(self._clone.module, before)
-        moved = [name for name in after[0] if not _same(after[0][name], before.get(name))]
-        return tuple(MovingBuffer(name=name, data=not _same(after[0][name], after[1].get(name))) for name in moved)
+            self._run_forward(self._sample(seed), "aligned" if self._clone.structure.target_argument else "", keep=True)
+            buffers_after.append(_copy_buffers(self._clone.module))
+            _restore_buffers(self._clone.module, buffers_before)
+        changed_names = [
+            name for name in buffers_after[0] if not _equal_tensors(buffers_after[0][name], buffers_before.get(name))
+        ]
+        return tuple(
+            MovingBuffer(name=name, data=not _equal_tensors(buffers_after[0][name], buffers_after[1].get(name)))
+            for name in changed_names
+        )
 
     def _fitting_length(self) -> int:
-        """Tokens of a row that the model takes."""
+        """Returns the first row length, in tokens, on which the model runs."""
         structure = self._clone.structure
-        most = max(0, structure.positions or structure.context or 0)  # some configs say -1 where there is no limit
-        lengths = [length for length in LENGTHS if not most or length <= most] or [most or LENGTHS[0]]
-        error: Exception | None = None
-        for self._length in dict.fromkeys([*lengths, *([most] if most and most <= 256 else [])]):
+        # some configs say -1 where there is no limit
+        limit = max(0, structure.positions or structure.context or 0)
+        lengths = [length for length in LENGTHS if not limit or length <= limit] or [limit or LENGTHS[0]]
+        first_error: Exception | None = None
+        for self._length in dict.fromkeys([*lengths, *([limit] if limit and limit <= 256 else [])]):
             try:
-                self._call(self._sample(0), "aligned" if structure.target_argument else "")
+                self._run_forward(self._sample(0), "aligned" if structure.target_argument else "")
                 return self._length
             except MeshwrightError:
                 raise
-            except Exception as failed:
-                error = error or failed
-        assert error is not None
-        raise error
+            except Exception as failure:
+                first_error = first_error or failure
+        assert first_error is not None
+        raise first_error
 
     def _sample(self, seed: int) -> _Sample:
-        """Made-up rows, each with targets of another number."""
-        draw = torch.Generator().manual_seed(20 + seed)
+        """Draws random rows; each has another number of targets."""
+        generator = torch.Generator().manual_seed(20 + seed)
         shape = (ROWS, self._length)
-        tokens, targets = (torch.randint(self._clone.vocab, shape, generator=draw) for _ in range(2))
-        inside = max(0, self._length - 2)  # the first and the last token always have a target
+        tokens, targets = (torch.randint(self._clone.vocab, shape, generator=generator) for _ in range(2))
+        # the first and the last token always have a target
+        inner_tokens = max(0, self._length - 2)
         for row in range(1, ROWS):
-            places = torch.randperm(inside, generator=draw)[: row * inside // (ROWS + 1)]
-            targets[row, 1 + places] = IGNORED
+            ignored_tokens = torch.randperm(inner_tokens, generator=generator)[: row * inner_tokens // (ROWS + 1)]
+            targets[row, 1 + ignored_tokens] = IGNORED
         return _Sample(tokens, targets)
 
-    def _call(self, sample: _Sample, labels: str, keep: bool = False) -> ModelOutput:
+    def _run_forward(self, sample: _Sample, labels: str, keep: bool = False) -> ModelOutput:
         """Runs forward in float64, with nothing dropped."""
-        before = {} if keep else _buffers(self._clone.module)
+        buffers_before = {} if keep else _copy_buffers(self._clone.module)
+        # the same draws at each call, so that two calls differ by their arguments alone
         torch.manual_seed(0)
         with Float64Ops(), nothing_dropped():
             output = author_output(self._clone.module, self._clone.structure, sample.tokens, sample.targets, labels)
         if not keep:
-            _put_back(self._clone.module, before)
+            _restore_buffers(self._clone.module, buffers_before)
         return output
 
-    def _check_scalars(self) -> None:
-        output = self._call(self._sample(0), "")
-        given = dict(output.scalars) | ({"loss": output.loss} if output.loss is not None else {})
-        trained = [name for name, item in given.items() if item.requires_grad]
+    def _refuse_trained_scalars(self) -> None:
+        """Refuses a trained scalar beside logits in a model without targets: its role in the loss is unknown."""
+        output = self._run_forward(self._sample(0), "")
+        scalars = dict(output.scalars) | ({"loss": output.loss} if output.loss is not None else {})
+        trained = [name for name, item in scalars.items() if item.requires_grad]
         if trained and output.logits is None:
             return
         if trained:
@@ -186,26 +205,33 @@ class _Trial:
                 "and return the whole loss beside the logits, or detach the scalar"
             )
 
-    def _labels(self) -> str:
-        """Finds how forward takes targets: where it doesn't look at the first of a row, its code shifts them."""
+    def _find_labels(self) -> str:
+        """Returns how forward takes targets: where the first target of a row has no effect, its code shifts them."""
         sample = self._sample(0)
-        first, any_ = sample.targets.clone(), sample.targets.clone()
-        first[:, 0] = (first[:, 0] + 1) % self._clone.vocab
-        any_[:, 1:] = torch.where(any_[:, 1:] == IGNORED, IGNORED, (any_[:, 1:] + 1) % self._clone.vocab)
-        ways = ("shift_labels", "aligned") if self._clone.structure.transformers else ("aligned",)
-        matters = False
-        for labels in ways:
+        first_target_changed, other_targets_changed = sample.targets.clone(), sample.targets.clone()
+        # another valid target id for the first token of each row
+        first_target_changed[:, 0] = (first_target_changed[:, 0] + 1) % self._clone.vocab
+        other_targets_changed[:, 1:] = torch.where(
+            other_targets_changed[:, 1:] == IGNORED, IGNORED, (other_targets_changed[:, 1:] + 1) % self._clone.vocab
+        )
+        label_conventions = ("shift_labels", "aligned") if self._clone.structure.transformers else ("aligned",)
+        depends_on_targets = False
+        for labels in label_conventions:
             try:
-                plain = self._call(sample, labels).loss
+                loss = self._run_forward(sample, labels).loss
             except TypeError:
-                continue  # its forward takes no shift_labels
-            if plain is None:
-                return ""  # it takes targets, and gives no loss
-            changed = self._call(_Sample(sample.tokens, first), labels).loss
-            if _number(changed) != _number(plain):
+                # its forward has no argument shift_labels
+                continue
+            if loss is None:
+                # its forward has targets, and returns no loss
+                return ""
+            changed_loss = self._run_forward(_Sample(sample.tokens, first_target_changed), labels).loss
+            if _float(changed_loss) != _float(loss):
                 return labels
-            matters |= _number(self._call(_Sample(sample.tokens, any_), labels).loss) != _number(plain)
-        if not matters:
+            depends_on_targets |= _float(
+                self._run_forward(_Sample(sample.tokens, other_targets_changed), labels).loss
+            ) != _float(loss)
+        if not depends_on_targets:
             raise ConfigError(
                 f"the loss that the model's forward gives doesn't depend on its argument "
                 f"'{self._clone.structure.target_argument}'; return the whole loss, with the cross-entropy in it"
@@ -213,65 +239,77 @@ class _Trial:
         return "shifted"
 
     def _is_cross_entropy(self, objective: Objective, sample: _Sample, output: ModelOutput) -> bool:
-        """Whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
+        """Returns whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
         assert output.logits is not None and output.loss is not None
-        named = [item for item in self._clone.module.parameters() if item.requires_grad]
+        trained = [parameter for parameter in self._clone.module.parameters() if parameter.requires_grad]
         with Float64Ops():
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
-        if abs(_number(output.loss) - _number(entropy)) > TOLERANCE * abs(_number(entropy)):
+        if abs(_float(output.loss) - _float(entropy)) > TOLERANCE * abs(_float(entropy)):
             return False
-        wanted = torch.autograd.grad(entropy, named, allow_unused=True, retain_graph=True)
-        found = torch.autograd.grad(output.loss, named, allow_unused=True, retain_graph=True)
-        sizes = [float(item.abs().max()) for item in wanted if item is not None and item.numel()]
-        for one, other in zip(found, wanted):
-            apart = torch.zeros(()) if one is None else one
-            apart = apart if other is None else apart - other
-            if float(apart.abs().sum()) and float(apart.abs().max()) > TOLERANCE * max(sizes, default=1.0):
+        # a detached or zero-valued term shows in the gradients alone
+        expected_grads = torch.autograd.grad(entropy, trained, allow_unused=True, retain_graph=True)
+        actual_grads = torch.autograd.grad(output.loss, trained, allow_unused=True, retain_graph=True)
+        largest_entries = [float(grad.abs().max()) for grad in expected_grads if grad is not None and grad.numel()]
+        for actual, expected in zip(actual_grads, expected_grads):
+            difference = torch.zeros(()) if actual is None else actual
+            difference = difference if expected is None else difference - expected
+            if float(difference.abs().sum()) and float(difference.abs().max()) > TOLERANCE * max(
+                largest_entries, default=1.0
+            ):
                 return False
         return True
 
-    def _loss_alone(self, labels: str, samples: Sequence[_Sample]) -> Objective:
+    def _objective_of_loss(self, labels: str, samples: Sequence[_Sample]) -> Objective:
+        """Returns the objective of a model that returns a loss and no logits."""
         term = LossTerm(name="loss", coefficient=1.0, mean="", exact=False)
         objective = Objective(labels=labels, logits=False, terms=(term,))
-        scale = abs(_number(self._call(samples[0], labels).loss))
-        return self._with_means(objective, samples, scale)
+        scale = abs(_float(self._run_forward(samples[0], labels).loss))
+        return self._find_means(objective, samples, scale)
 
-    def _with_means(self, objective: Objective, samples: Sequence[_Sample], scale: float) -> Objective:
-        """Finds what each term is a mean over: the whole of some rows must follow from their parts."""
-        tried = [samples[0], samples[1]] * len(SCALES)
-        parts = (slice(0, ROWS), slice(0, 1), slice(1, ROWS))
+    def _find_means(self, objective: Objective, samples: Sequence[_Sample], scale: float) -> Objective:
+        """Finds the set over which each term is a mean: a batch's value must follow from those of its row slices."""
+        trial_samples = [samples[0], samples[1]] * len(SCALES)
+        # the whole batch, its first row, the others
+        row_slices = (slice(0, ROWS), slice(0, 1), slice(1, ROWS))
         values = []
-        for number, sample in enumerate(tried):
-            with self._scaled(SCALES[number // 2]):
-                values.append([self._values(objective, sample.part(rows)) for rows in parts])
+        for trial_index, sample in enumerate(trial_samples):
+            with self._scale_matrices(SCALES[trial_index // 2]):
+                values.append([self._term_values(objective, sample.part(rows)) for rows in row_slices])
         terms = []
-        for place, term in enumerate(objective.terms):
-            found = dataclasses.replace(term, mean="rows")
-            if not any(abs(value[place]) > TOLERANCE * scale for triple in values for value in triple):
-                terms.append(found)  # a gradient without a value doesn't say what it is a mean over
+        for term_index, term in enumerate(objective.terms):
+            decided = dataclasses.replace(term, mean="rows")
+            if not any(abs(value[term_index]) > TOLERANCE * scale for slice_triple in values for value in slice_triple):
+                # a term with value 0 doesn't reveal the set of its mean
+                terms.append(decided)
                 continue
             for mean in ("targets", "rows", *(f"targets+{offset}" for offset in range(1, OFFSETS + 1))):
                 candidate = dataclasses.replace(term, mean=mean, exact=True)
 
-                def fits(number: int, candidate: LossTerm = candidate, place: int = place) -> bool:
-                    whole, *pieces = (value[place] for value in values[number])
+                def fits(trial_index: int, candidate: LossTerm = candidate, term_index: int = term_index) -> bool:
+                    full_value, *slice_values = (value[term_index] for value in values[trial_index])
                     weights = [
-                        float(candidate.weight(objective.counted(tried[number].part(rows).targets)))
-                        for rows in parts[1:]
+                        float(candidate.weight(objective.counted(trial_samples[trial_index].part(rows).targets)))
+                        for rows in row_slices[1:]
                     ]
                     total = sum(weights)
-                    mixed = sum(w * v for w, v in zip(weights, pieces)) / total if total else float("nan")
-                    return abs(whole - mixed) <= TOLERANCE * max(scale, abs(whole))
+                    # a mean over a set is the mean of the slices' means, weighted by the set's size in each
+                    weighted_mean = (
+                        sum(weight * slice_value for weight, slice_value in zip(weights, slice_values)) / total
+                        if total
+                        else float("nan")
+                    )
+                    return abs(full_value - weighted_mean) <= TOLERANCE * max(scale, abs(full_value))
 
-                if all(fits(number) for number in range(len(tried))):
-                    found = candidate
+                if all(fits(trial_index) for trial_index in range(len(trial_samples))):
+                    decided = candidate
                     break
-            terms.append(found)
+            terms.append(decided)
         return dataclasses.replace(objective, terms=tuple(terms))
 
     @contextlib.contextmanager
-    def _scaled(self, factor: float) -> Iterator[None]:
-        matrices = [item for item in self._clone.module.parameters() if item.dim() > 1]
+    def _scale_matrices(self, factor: float) -> Iterator[None]:
+        """Scales the clone's matrices while it is entered."""
+        matrices = [parameter for parameter in self._clone.module.parameters() if parameter.dim() > 1]
         for item in matrices:
             item.data.mul_(factor)
         try:
@@ -280,57 +318,73 @@ class _Trial:
             for item in matrices:
                 item.data.div_(factor)
 
-    def _values(self, objective: Objective, sample: _Sample) -> list[float]:
-        output = self._call(sample, objective.labels)
+    def _term_values(self, objective: Objective, sample: _Sample) -> list[float]:
+        """Returns the value of each term on a batch."""
+        output = self._run_forward(sample, objective.labels)
         entropy = torch.zeros(())
         if output.logits is not None:
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
-        return [_number(value) for value in objective.values(output, entropy)]
+        return [_float(value) for value in objective.values(output, entropy)]
 
 
-def _rest(objective: Objective, sample: _Sample, output: ModelOutput) -> float:
-    """What the loss has beside the cross-entropy of its logits."""
+def _extra_loss(objective: Objective, batch: _Sample, output: ModelOutput) -> float:
+    """Returns the loss minus the cross-entropy of its logits."""
     assert output.logits is not None
-    return _number(output.loss) - _number(mean_cross_entropy(output.logits, objective.counted(sample.targets)))
+    return _float(output.loss) - _float(mean_cross_entropy(output.logits, objective.counted(batch.targets)))
 
 
-def _coefficients(rests: Sequence[float], outputs: Sequence[ModelOutput], scale: float) -> dict[str, float]:
-    """Solves for the factor of each named scalar in the rest; none where the names don't explain anything."""
+def _coefficients(extra_losses: Sequence[float], outputs: Sequence[ModelOutput], scale: float) -> dict[str, float]:
+    """Solves for the factor of each named scalar in the extra losses; none where the scalars don't explain them."""
     names = [name for name in outputs[0].scalars if all(name in output.scalars for output in outputs)]
+    # more unknowns than batches: least squares would explain anything
     if not names or len(names) >= len(outputs) - 1:
         return {}
-    table = torch.tensor([[_number(output.scalars[name]) for name in names] for output in outputs], dtype=torch.float64)
-    if int(torch.linalg.matrix_rank(table)) < len(names):
+    scalar_matrix = torch.tensor(
+        [[_float(output.scalars[name]) for name in names] for output in outputs], dtype=torch.float64
+    )
+    # proportional scalars can't be told apart
+    if int(torch.linalg.matrix_rank(scalar_matrix)) < len(names):
         return {}
-    found = torch.linalg.lstsq(table, torch.tensor(rests, dtype=torch.float64).unsqueeze(1)).solution.squeeze(1)
-    coefficients = {name: float(c) for name, c in zip(names, found) if abs(float(c)) > 1e-6}
-    explained = _unexplained(rests, outputs, coefficients) <= 1e-7 * scale
+    solution = torch.linalg.lstsq(
+        scalar_matrix, torch.tensor(extra_losses, dtype=torch.float64).unsqueeze(1)
+    ).solution.squeeze(1)
+    coefficients = {
+        name: float(coefficient) for name, coefficient in zip(names, solution) if abs(float(coefficient)) > 1e-6
+    }
+    explained = _unexplained(extra_losses, outputs, coefficients) <= 1e-7 * scale
     return coefficients if explained else {}
 
 
-def _unexplained(rests: Sequence[float], outputs: Sequence[ModelOutput], coefficients: dict[str, float]) -> float:
+def _unexplained(
+    extra_losses: Sequence[float], outputs: Sequence[ModelOutput], coefficients: dict[str, float]
+) -> float:
+    """Returns the largest extra loss, in absolute value, that the named scalars leave unexplained."""
     return max(
-        abs(rest - sum(c * _number(output.scalars[name]) for name, c in coefficients.items()))
-        for rest, output in zip(rests, outputs)
+        abs(extra_loss - sum(coefficient * _float(output.scalars[name]) for name, coefficient in coefficients.items()))
+        for extra_loss, output in zip(extra_losses, outputs)
     )
 
 
-def _number(value: torch.Tensor | None) -> float:
+def _float(value: torch.Tensor | None) -> float:
+    """Returns the value of a scalar tensor."""
     assert value is not None
     return float(value.detach())
 
 
-def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: item.detach().clone() for name, item in module.named_buffers()}
+def _copy_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns copies of a module's buffers by name."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
-def _put_back(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
-    for path, part in module.named_modules():
-        for key in part._buffers:
+def _restore_buffers(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """Restores a module's buffers from copies."""
+    for path, child in module.named_modules():
+        for key in child._buffers:
             name = f"{path}.{key}" if path else key
-            if name in before:
-                part._buffers[key] = before[name].clone()
+            if name in saved:
+                child._buffers[key] = saved[name].clone()
 
 
-def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and bool(torch.equal(one, other))
+def _equal_tensors(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Returns whether two tensors have one shape and equal values."""
+    return other is not None and tensor.shape == other.shape and bool(torch.equal(tensor, other))

@@ -1,7 +1,7 @@
-"""What a module computes and keeps, operator by operator, read off fake tensors: nothing is computed, nothing held.
+"""Counts a module's operators and saved activations on fake tensors: nothing is computed and no memory is allocated.
 
 The module's own code runs forward and backward on tensors that have shapes and no memory. A dispatch mode sees every
-operator, and autograd's hooks see what is kept for backward.
+operator, and autograd's hooks see which tensors are saved for backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 """Products of matrices, and which of their arguments are the factors."""
 ATTENTION = "_scaled_dot_product"
-"""How the names of fused attention operators begin."""
+"""Prefix of the names of fused attention operators."""
 FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
         "detach", "alias", "as_strided", "split", "unbind", "chunk", "empty", "empty_like", "new_empty", "reshape",
         "_reshape_alias", "split_with_sizes", "empty_strided", "new_empty_strided", "_to_copy_view"}  # fmt: skip
@@ -36,7 +36,7 @@ DRAWN_BYTES = 125
 
 
 class BlankGroup(DifferentiableCollectives):
-    """Stands for a group's wire: collectives leave what is there, and are written down.
+    """Replaces an axis group: its collectives leave tensors unchanged and are recorded.
 
     Args:
         size: ranks.
@@ -48,41 +48,44 @@ class BlankGroup(DifferentiableCollectives):
         self.size, self.index = size, index
         self.sent: list[tuple[str, int, int]] = []
 
-    def _book(self, op: str, tensor: torch.Tensor) -> _FinishedCollective:
+    def _record_collective(self, op: str, tensor: torch.Tensor) -> _FinishedCollective:
+        """Records an operation with the bytes of a tensor of any shape."""
         self.sent.append((op, tensor.numel() * tensor.element_size(), self.size))
         return _FinishedCollective()
 
     def all_reduce(self, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `parallel.axis_group.AxisGroup.all_reduce`."""
-        return self._book("all_reduce", tensor)
+        """Records an all-reduce of the tensor's bytes."""
+        return self._record_collective("all_reduce", tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `parallel.axis_group.AxisGroup.all_reduce_max`."""
-        return self._book("all_reduce", tensor)
+        """Records an all-reduce of the tensor's bytes."""
+        return self._record_collective("all_reduce", tensor)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _FinishedCollective:
-        """As `parallel.axis_group.AxisGroup.all_gather`."""
-        return self._book("all_gather", output)
+        """Records an all-gather by the bytes of its output."""
+        return self._record_collective("all_gather", output)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedCollective:
-        """As `parallel.axis_group.AxisGroup.reduce_scatter`."""
-        return self._book("reduce_scatter", tensor)
+        """Records a reduce-scatter by the bytes of its input."""
+        return self._record_collective("reduce_scatter", tensor)
 
     def all_to_all(self, outputs: Any, parts: Any) -> _FinishedCollective:
-        """As `parallel.axis_group.AxisGroup.all_to_all`."""
-        whole = sum(part.numel() * part.element_size() for part in parts)
-        self.sent.append(("all_to_all", whole, self.size))
+        """Records an all-to-all by the bytes that this rank sends."""
+        sent_bytes = sum(tensor.numel() * tensor.element_size() for tensor in parts)
+        self.sent.append(("all_to_all", sent_bytes, self.size))
         return _FinishedCollective()
 
 
 class _FinishedCollective:
+    """A work handle of a collective that has already completed."""
+
     def wait(self, timeout: Any = None) -> bool:
-        """Nothing is under way."""
+        """Returns at once."""
         return True
 
 
 class _Counter(TorchDispatchMode):
-    """Writes down every operator."""
+    """Records every operator."""
 
     def __init__(self, rows: list[Operator]) -> None:
         super().__init__()
@@ -90,41 +93,49 @@ class _Counter(TorchDispatchMode):
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs and books one operator."""
+        """Runs and records one operator."""
         out = func(*args, **(kwargs or {}))
-        row = _row(func, args, kwargs or {}, out)
+        row = _operator_of(func, args, kwargs or {}, out)
         if row is not None:
             self.rows.append(row)
             self.calls.append(Call.of(row, (args, kwargs), out))
         return out
 
 
-def _row(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None:
-    packet = getattr(func, "overloadpacket", func)
-    name = getattr(packet, "__name__", str(packet))
-    results = [item for item in tree_flatten(out)[0] if isinstance(item, torch.Tensor)]
+def _operator_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None:
+    """Returns an operator's kind, dims, FLOPs and bytes; None for one that moves no bytes."""
+    overload_packet = getattr(func, "overloadpacket", func)
+    name = getattr(overload_packet, "__name__", str(overload_packet))
+    results = [tensor for tensor in tree_flatten(out)[0] if isinstance(tensor, torch.Tensor)]
+    # views and uninitialised memory: no traffic
     if name in FREE or not results:
         return None
-    given = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
-    moved = sum(item.numel() * item.element_size() for item in (*given, *results))
-    if packet in PRODUCTS:
-        left, right = (args[place] for place in PRODUCTS[packet])
+    tensor_inputs = [tensor for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, torch.Tensor)]
+    moved_bytes = sum(item.numel() * item.element_size() for item in (*tensor_inputs, *results))
+    if overload_packet in PRODUCTS:
+        left, right = (args[argument_index] for argument_index in PRODUCTS[overload_packet])
         batch = left.shape[0] if left.dim() == 3 else 1
+        # (m, k) x (k, n): two FLOPs for each multiply and add
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-        kept = sum(item.numel() * item.element_size() for item in results)
+        saved_bytes = sum(item.numel() * item.element_size() for item in results)
         flops = 2.0 * batch * m * n * k
-        return Operator("product", name, (batch, m, n, k), flops, moved, kept, left.stride(-1) != 1 and k > 1)
+        return Operator(
+            "product", name, (batch, m, n, k), flops, moved_bytes, saved_bytes, left.stride(-1) != 1 and k > 1
+        )
     if name.startswith(ATTENTION):
-        back = "backward" in name
-        query, key = (given[1], given[2]) if back else (given[0], given[1])
+        is_backward = "backward" in name
+        # the backward operator's first argument is the output gradient
+        query, key = (tensor_inputs[1], tensor_inputs[2]) if is_backward else (tensor_inputs[0], tensor_inputs[1])
         rows, heads, queries, size = query.shape
         keys = key.shape[-2]
-        flops = 4.0 * rows * heads * queries * keys * size * (2.5 if back else 1.0)
-        kept = 0 if back else sum(item.numel() * item.element_size() for item in results)
-        return Operator("attention", name, (rows, heads, queries, keys, size), flops, moved, kept)
+        # two products of 2·B·H·S·S'·E each; the backward has five such products, 2.5 times as many
+        flops = 4.0 * rows * heads * queries * keys * size * (2.5 if is_backward else 1.0)
+        saved_bytes = 0 if is_backward else sum(item.numel() * item.element_size() for item in results)
+        return Operator("attention", name, (rows, heads, queries, keys, size), flops, moved_bytes, saved_bytes)
+    # stands for the runtime's keyed dropout, which moves more bytes
     if name.startswith("bernoulli"):
-        name, moved = "draw", DRAWN_BYTES * sum(item.numel() for item in results)
-    return Operator("element", name, (), 0.0, moved)
+        name, moved_bytes = "draw", DRAWN_BYTES * sum(item.numel() for item in results)
+    return Operator("element", name, (), 0.0, moved_bytes)
 
 
 def measure_work(
@@ -133,35 +144,42 @@ def measure_work(
     inputs: Sequence[torch.Tensor],
     lent: Sequence[torch.Tensor] = (),
 ) -> ModuleWork:
-    """Runs a module forward and backward on fake tensors and returns what it computed and kept.
+    """Runs a module forward and backward on fake tensors and returns its operators and saved bytes.
 
     Args:
         module: its parameters are fake (`faked`).
-        call: runs it; gives what gradients start from.
+        call: runs it; returns the tensor from which gradients start.
         inputs: tensors that gradients flow to.
-        lent: tensors that others hold too: tables of positions, masks; they aren't counted as kept.
+        lent: tensors that other modules keep too: tables of positions, masks; they aren't counted as saved.
     """
     work = ModuleWork()
-    own = {item.untyped_storage()._cdata for item in (*module.parameters(), *module.buffers(), *lent)}
-    kept: dict[int, int] = {}
+    unsaved_storages = {
+        parameter.untyped_storage()._cdata for parameter in (*module.parameters(), *module.buffers(), *lent)
+    }
+    saved_bytes: dict[int, int] = {}
     alive: list[torch.Tensor] = []
 
     def pack(item: torch.Tensor) -> torch.Tensor:
+        # weights and lent tables are in memory anyway; a view counts by its storage, once
         storage = item.untyped_storage()
-        if storage._cdata not in own and storage._cdata not in kept:
-            kept[storage._cdata] = storage.nbytes()
-            alive.append(item)  # an address must not be used twice
+        if storage._cdata not in unsaved_storages and storage._cdata not in saved_bytes:
+            saved_bytes[storage._cdata] = storage.nbytes()
+            # an address must not be used twice
+            alive.append(item)
         return item
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), _Counter(work.forward) as ahead:
+    # pack sees every tensor that autograd saves for backward
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), _Counter(work.forward) as forward_counter:
         out = call()
-    targets = [item for item in (*inputs, *module.parameters()) if item.requires_grad]
-    with _Counter(work.backward) as back:
-        given = torch.autograd.grad(out, targets, torch.empty_like(out), allow_unused=True)
-    work.fused_forward = fused(ahead.calls, {*kept, out.untyped_storage()._cdata})
-    work.fused_backward = fused(back.calls, {item.untyped_storage()._cdata for item in given if item is not None})
-    work.saved_bytes = sum(kept.values())
-    work.input_bytes = sum(item.numel() * item.element_size() for item in inputs)
+    targets = [parameter for parameter in (*inputs, *module.parameters()) if parameter.requires_grad]
+    with _Counter(work.backward) as backward_counter:
+        grads = torch.autograd.grad(out, targets, torch.empty_like(out), allow_unused=True)
+    work.fused_forward = fused(forward_counter.calls, {*saved_bytes, out.untyped_storage()._cdata})
+    work.fused_backward = fused(
+        backward_counter.calls, {grad.untyped_storage()._cdata for grad in grads if grad is not None}
+    )
+    work.saved_bytes = sum(saved_bytes.values())
+    work.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
     return work
 
 
@@ -171,27 +189,30 @@ def faked(module: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
 
     Args:
         module: on meta.
-        dtype: that floating parameters get.
+        dtype: of floating parameters.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    made: dict[int, Any] = {}
+    originals: list[tuple[dict[str, Any], str, Any]] = []
+    fakes: dict[int, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        for part in module.modules():
-            for table in (part._parameters, part._buffers):
+        for child in module.modules():
+            for table in (child._parameters, child._buffers):
                 for key, item in table.items():
                     if item is None:
                         continue
-                    if id(item) not in made:
-                        kind = dtype if item.is_floating_point() and isinstance(item, nn.Parameter) else item.dtype
-                        fake: Any = torch.empty(item.shape, dtype=kind, device="cpu")
-                        trained = isinstance(item, nn.Parameter)
-                        made[id(item)] = nn.Parameter(fake, item.requires_grad) if trained else fake
-                    undo.append((table, key, item))
-                    table[key] = made[id(item)]
+                    # a tied weight stays one tensor
+                    if id(item) not in fakes:
+                        fake_dtype = (
+                            dtype if item.is_floating_point() and isinstance(item, nn.Parameter) else item.dtype
+                        )
+                        fake: Any = torch.empty(item.shape, dtype=fake_dtype, device="cpu")
+                        is_parameter = isinstance(item, nn.Parameter)
+                        fakes[id(item)] = nn.Parameter(fake, item.requires_grad) if is_parameter else fake
+                    originals.append((table, key, item))
+                    table[key] = fakes[id(item)]
         try:
             yield mode
         finally:
-            for table, key, item in undo:
+            for table, key, item in originals:
                 table[key] = item

@@ -1,4 +1,4 @@
-"""Small clones that answer what a signature can't: does this architecture keep the documents of a row apart?"""
+"""Tests on a small clone whether an architecture keeps the documents of a row apart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_documents(built: BuiltModel) -> None:
     documents in a row; when the first is changed, the logits of the second must not move.
 
     Raises:
-        ConfigError: saying why and to set ``data.mask_documents = false``.
+        ConfigError: with the reason, and the advice to set ``data.mask_documents = false``.
     """
     if not built.structure.takes_positions:
         raise ConfigError(_refusal(built.config.name, "its forward takes no position_ids"))
@@ -43,14 +43,18 @@ def document_leak(config: ModelConfig) -> float:
     module = materialise(built.module.double(), built.recipe, config.seed).eval()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(_VOCAB, (2, _ROW), generator=generator)
-    other = tokens.clone()
-    other[:, :_WALL] = (other[:, :_WALL] + 7) % _VOCAB
-    row = torch.cat([torch.arange(_WALL), torch.arange(_ROW - _WALL)])
-    positions = torch.stack([row, row])
+    changed_tokens = tokens.clone()
+    # every token of the first document changes, none of the second
+    changed_tokens[:, :_WALL] = (changed_tokens[:, :_WALL] + 7) % _VOCAB
+    row_positions = torch.cat([torch.arange(_WALL), torch.arange(_ROW - _WALL)])
+    positions = torch.stack([row_positions, row_positions])
     with torch.no_grad():
-        first, second = (model_forward(module, built.structure, rows, positions, True) for rows in (tokens, other))
-    return float((first - second)[:, _WALL:].abs().max())
+        logits, changed_logits = (
+            model_forward(module, built.structure, rows, positions, True) for rows in (tokens, changed_tokens)
+        )
+    return float((logits - changed_logits)[:, _WALL:].abs().max())
 
 
 def _refusal(name: str, reason: str) -> str:
+    """Words the refusal."""
     return f"the model '{name}' can't keep the documents of a row apart: {reason}; set data.mask_documents = false"

@@ -1,8 +1,8 @@
-"""Records how a module initialises itself, on the meta device, so that any part of any weight can be made later.
+"""Records a module's initialisation on the meta device, so that any box of any weight can be computed later.
 
-Three interceptors stand around the building: a function mode that sends every tensor factory to the meta device, a
-dispatch mode that writes down every operation which creates or changes a meta tensor, and stand-ins for the functions
-of `torch.nn.init` that do nothing on the meta device (`trunc_normal_`, `orthogonal_`, ...).
+Three interceptors are active while a module is built: a function mode that sends every tensor factory to the meta
+device, a dispatch mode that records every operation which creates or changes a meta tensor, and stand-ins for the
+functions of `torch.nn.init` that do nothing on the meta device (`trunc_normal_`, `orthogonal_`, ...).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SILENT_ON_META = ("trunc_normal_", "orthogonal_", "sparse_", "dirac_", "eye_")
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a tensor lies: its storage in the recording, and its view of it."""
+    """A tensor's storage in the recording, and its view of it."""
 
     storage: int
     """Ordinal of the storage."""
@@ -83,7 +83,7 @@ class Op:
 
 
 class Recording(TorchDispatchMode):
-    """The operations on meta tensors while it is entered, in order."""
+    """Records the operations on meta tensors while it is entered, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,17 +93,18 @@ class Recording(TorchDispatchMode):
         self._alive: list[Any] = []
 
     def ref(self, tensor: torch.Tensor) -> TensorRef:
-        """Returns where a meta tensor lies; a storage seen for the first time gets the next ordinal."""
+        """Returns the reference of a meta tensor; a storage seen for the first time gets the next ordinal."""
         storage = tensor.untyped_storage()
         ordinal = self._ordinals.get(storage._cdata)
         if ordinal is None:
             ordinal = self._ordinals[storage._cdata] = len(self._ordinals)
-            self._alive.append(storage)  # an address must not be used twice while the recording lives
+            # an address must not be used twice while the recording lives
+            self._alive.append(storage)
             self.sizes[ordinal] = (storage.nbytes() // tensor.element_size(), tensor.dtype)
         return TensorRef(ordinal, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """True when the tensor's storage was made under this recording."""
+        """Returns whether the tensor's storage was created under this recording."""
         return tensor.is_meta and tensor.untyped_storage()._cdata in self._ordinals
 
     def add(self, func: Callable[..., Any], args: Any, kwargs: Any, writes: Any, fresh: Any) -> None:
@@ -112,11 +113,13 @@ class Recording(TorchDispatchMode):
         self.ops.append(Op(len(self.ops), func, stored[0], stored[1], tuple(writes), tuple(fresh)))
 
     def _argument(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
+        """Returns a meta tensor's reference, or a copy of a real tensor, which may change later."""
         return self.ref(tensor) if tensor.is_meta else tensor.detach().clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation and records it when it made or changed a meta tensor."""
+        """Runs the operation and records it when it created or changed a meta tensor."""
         kwargs = kwargs or {}
+        # the schema marks arguments that an in-place operator writes
         written = [
             value
             for spec, value in zip(func._schema.arguments, args)
@@ -124,7 +127,8 @@ class Recording(TorchDispatchMode):
         ]
         out = func(*args, **kwargs)
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
-        new = [isinstance(item, torch.Tensor) and item.is_meta and not self.knows(item) for item in outputs]
+        # an output with a known storage is a view, which needs no operation in the replay
+        new = [isinstance(tensor, torch.Tensor) and tensor.is_meta and not self.knows(tensor) for tensor in outputs]
         if written or any(new):
             writes = [self.ref(item) for item in written]
             fresh = [self.ref(item) if is_new else None for item, is_new in zip(outputs, new)]
@@ -133,15 +137,15 @@ class Recording(TorchDispatchMode):
 
 
 class MetaFactories(TorchFunctionMode):
-    """Sends tensor factories without a device to meta; `torch.tensor` keeps its values by way of the CPU."""
+    """Sends tensor factories without a device to meta; `torch.tensor` gets its values on the CPU first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Redirects one call."""
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor, torch.asarray):
-            asked = kwargs.get("device")
-            if asked is None or torch.device(asked).type == "meta":
-                real = func(*args, **(kwargs | {"device": None if asked is None else "cpu"}))
+            device = kwargs.get("device")
+            if device is None or torch.device(device).type == "meta":
+                real = func(*args, **(kwargs | {"device": None if device is None else "cpu"}))
                 # transformers asks the device of an empty tensor whether to skip its own initialisation: it must not.
                 return real if real.numel() == 0 or real.is_meta else real.to("meta")
         elif func in _device_constructors() and kwargs.get("device") is None:
@@ -151,11 +155,11 @@ class MetaFactories(TorchFunctionMode):
 
 @contextlib.contextmanager
 def record(seed: int) -> Iterator[Recording]:
-    """Builds whatever is built inside on the meta device and yields the growing `Recording`.
+    """Builds modules on the meta device while it is entered, and yields the growing `Recording`.
 
     Args:
         seed: seeds the CPU generator for values that initialisation computes on real CPU tensors, so that every rank
-            sees the same ones; the generator's state is put back afterwards.
+            sees the same ones; the generator's state is restored afterwards.
     """
     recording = Recording()
     state = torch.random.get_rng_state()
@@ -169,21 +173,22 @@ def record(seed: int) -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def _stand_ins(recording: Recording) -> Iterator[None]:
-    """Replaces the `SILENT_ON_META` functions wherever they were imported to, and puts them back."""
+    """Replaces the `SILENT_ON_META` functions in every module that imported them, and restores them."""
     originals = {name: getattr(nn.init, name) for name in SILENT_ON_META}
     pairs = {name: (original, _stand_in(recording, original)) for name, original in originals.items()}
     for name, (original, stand_in) in pairs.items():
-        _exchange(name, original, stand_in)
+        _replace_everywhere(name, original, stand_in)
     try:
         yield
     finally:
         # Also where a module took one that was imported meanwhile: it would write into this recording for ever.
         for name, (original, stand_in) in pairs.items():
-            _exchange(name, stand_in, original)
+            _replace_everywhere(name, stand_in, original)
 
 
-def _exchange(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Puts one function in the place of another in every module that has it, and in transformers' table of them."""
+def _replace_everywhere(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Replaces one function by another in every module that has it, and in transformers' table of them."""
+    # modules that imported the function by name have their own reference to it
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", {})
         table = space.get("TORCH_INIT_FUNCTIONS")
@@ -193,9 +198,12 @@ def _exchange(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> No
 
 
 def _stand_in(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that records an initialisation on meta and runs the original on a real tensor."""
+
     def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not tensor.is_meta:
             return original(tensor, *args, **kwargs)
+        # an empty tensor has nothing to initialise
         if tensor.numel():
             recording.add(original, (tensor, *args), kwargs, [recording.ref(tensor)], [])
         return tensor

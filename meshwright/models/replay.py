@@ -1,4 +1,4 @@
-"""Replays recorded initialisation on a run of elements of one tensor, or, where that can't be, on the whole of it."""
+"""Replays recorded initialisation on a run of elements of a tensor, or on all where it isn't element-wise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POINTWISE = {
     *("sqrt", "square", "sub", "tanh"),
 }
 _OVERWRITES = {"fill_", "zero_", "normal_", "uniform_", "copy_", "trunc_normal_"}
-"""Operators that leave nothing of what a tensor held before."""
+"""Operators that overwrite all previous values of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class _FlatOp:
 
 
 class Replay:
-    """A recording, made ready to give any part of any tensor in it."""
+    """A recording, indexed so that any run of elements of any of its tensors can be computed."""
 
     def __init__(self, recording: Recording) -> None:
-        """Sorts the operations by what they write.
+        """Indexes the operations by the storages that they write.
 
         Args:
             recording: finished; nothing is added to it any more.
         """
         self.recording = recording
         self.labels: dict[int, str] = {}
-        """Storage to the first name that uses it: part of the address of its random draws."""
+        """Storage to its first name, a component of the address of its random draws."""
         self._by_storage: dict[int, list[Op]] = {}
         for op in recording.ops:
             for storage in {item.storage for item in (*op.fresh, *op.writes) if item is not None}:
@@ -61,21 +61,21 @@ class Replay:
         self._programs: dict[tuple[int, int], list[_FlatOp] | None] = {}
         self._blocks: dict[Any, torch.Tensor] = {}
 
-    def made(self, ref: TensorRef) -> bool:
-        """True when the recording holds the origin of the tensor."""
+    def has_origin(self, ref: TensorRef) -> bool:
+        """Returns whether the recording contains the tensor's creation."""
         writers = self._by_storage.get(ref.storage, ())
         return any(ref.storage == item.storage for op in writers for item in op.fresh if item)
 
     def by_runs(self, ref: TensorRef) -> bool:
-        """True when any run of the tensor can be made without the rest."""
-        return ref.is_flat and self._program(ref.storage, len(self.recording.ops)) is not None
+        """Returns whether any run of the tensor can be computed without its other elements."""
+        return ref.is_flat and self._program_of(ref.storage, len(self.recording.ops)) is not None
 
     def run(self, ref: TensorRef, seed: int, low: int, high: int) -> torch.Tensor:
-        """Returns elements [low, high) of a tensor for which `by_runs` holds, flat, in the type it was made in."""
-        return self._flat(ref, len(self.recording.ops), seed, low, high)
+        """Returns elements [low, high) of a tensor for which `by_runs` is true: (high - low,), in its original type."""
+        return self._replay_run(ref, len(self.recording.ops), seed, low, high)
 
-    def whole(self, ref: TensorRef, seed: int) -> torch.Tensor:
-        """Replays every operation that the tensor depends on, on real CPU tensors, and returns the tensor."""
+    def full_tensor(self, ref: TensorRef, seed: int) -> torch.Tensor:
+        """Replays every operation that the tensor depends on, on the CPU; returns the tensor in its recorded shape."""
         real: dict[int, torch.Tensor] = {}
 
         def view(item: TensorRef) -> torch.Tensor:
@@ -83,176 +83,201 @@ class Replay:
                 size, dtype = self.recording.sizes[item.storage]
                 real[item.storage] = torch.zeros(size, dtype=dtype)
             base = real[item.storage]
+            # a storage may be viewed as another type of the same size
             base = base if base.dtype == item.dtype else base.view(item.dtype)
             return base.as_strided(item.shape, item.stride, item.offset)
 
+        # the caller's random state must not change
         state, threads = torch.random.get_rng_state(), torch.get_num_threads()
-        torch.set_num_threads(1)  # the last bits of an orthogonal matrix depend on how many compute it
+        # the last bits of an orthogonal matrix depend on how many compute it
+        torch.set_num_threads(1)
         try:
             with torch.no_grad():
-                for op in self._needed(ref.storage, len(self.recording.ops)):
+                for op in self._operations_needed(ref.storage, len(self.recording.ops)):
                     self._replay(op, seed, view)
         finally:
             torch.random.set_rng_state(state)
             torch.set_num_threads(threads)
         return view(ref)
 
-    def _label(self, storage: int) -> str:
+    def _storage_label(self, storage: int) -> str:
+        """Returns the name under which a storage's random draws are addressed."""
         return self.labels.get(storage, f"#{storage}")
 
-    def _program(self, storage: int, before: int) -> list[_FlatOp] | None:
-        """Steps that fill a storage up to an operation; None when one isn't element-wise on a flat run."""
-        key = (storage, before)
+    def _program_of(self, storage: int, stop_order: int) -> list[_FlatOp] | None:
+        """Returns the steps that fill a storage up to an operation; None when one isn't element-wise on a flat run."""
+        key = (storage, stop_order)
         if key not in self._programs:
-            self._programs[key] = self._compile(storage, before)
+            self._programs[key] = self._compile(storage, stop_order)
         return self._programs[key]
 
-    def _compile(self, storage: int, before: int) -> list[_FlatOp] | None:
+    def _compile(self, storage: int, stop_order: int) -> list[_FlatOp] | None:
+        """Builds the program of a storage from the operations that write it."""
         steps: list[_FlatOp] = []
-        size, possible = self.recording.sizes[storage][0], True
+        size, is_elementwise = self.recording.sizes[storage][0], True
         for op in self._by_storage.get(storage, ()):
-            if op.order >= before:
+            if op.order >= stop_order:
                 break
             for target in (*op.fresh, *op.writes):
                 if target is None or target.storage != storage:
                     continue
-                made = self._steps(op, target)
+                op_steps = self._steps_of(op, target)
+                # an operation that overwrites the whole storage makes all earlier steps irrelevant
                 if op.name in _OVERWRITES and target.numel == size:
-                    steps, possible = [], True
-                possible = possible and made is not None
-                steps.extend(made or ())
-        return steps if possible else None
+                    steps, is_elementwise = [], True
+                is_elementwise = is_elementwise and op_steps is not None
+                steps.extend(op_steps or ())
+        return steps if is_elementwise else None
 
-    def _steps(self, op: Op, target: TensorRef) -> list[_FlatOp] | None:
-        """Steps of one operation on its target; None when it can't be done run by run."""
+    def _steps_of(self, op: Op, target: TensorRef) -> list[_FlatOp] | None:
+        """Returns the steps of one operation on its target; None when it can't be done run by run."""
+        # a strided or reinterpreted target has no run of flat elements
         if not target.is_flat or target.dtype != self.recording.sizes[target.storage][1]:
             return None
-        simple = _simple_step(op, target)
-        if simple is not None or op.name in _EMPTY:
-            return [simple] if simple is not None else []
-        where = (target.offset, target.numel, op.order, target.dtype)
+        simple_step = _simple_step(op, target)
+        if simple_step is not None or op.name in _EMPTY:
+            return [simple_step] if simple_step is not None else []
+        location = (target.offset, target.numel, op.order, target.dtype)
         in_place = bool(op.writes)
         if op.name in _COPIES:
-            copied = self._source(op.args[1] if in_place else op.args[0], target, op.order)
-            return None if copied is None else [copied]
-        if op.name.removesuffix("_") not in _POINTWISE or _holds_tensor((op.args[1:], op.kwargs)):
+            copy_step = self._copy_step(op.args[1] if in_place else op.args[0], target, op.order)
+            return None if copy_step is None else [copy_step]
+        # element-wise with a tensor operand would need that operand's run too: replayed whole
+        if op.name.removesuffix("_") not in _POINTWISE or _has_tensor((op.args[1:], op.kwargs)):
             return None
-        apply = _FlatOp("apply", *where, payload=op)
+        apply_step = _FlatOp("apply", *location, payload=op)
         if in_place:
-            return [apply]
-        copied = self._source(op.args[0], target, op.order)
-        return None if copied is None or op.args[0].dtype != target.dtype else [copied, apply]
+            return [apply_step]
+        copy_step = self._copy_step(op.args[0], target, op.order)
+        return None if copy_step is None or op.args[0].dtype != target.dtype else [copy_step, apply_step]
 
-    def _source(self, source: Any, target: TensorRef, order: int) -> _FlatOp | None:
-        """The step that copies a tensor of the same sizes, recorded or real."""
+    def _copy_step(self, source: Any, target: TensorRef, order: int) -> _FlatOp | None:
+        """Returns the step that copies a tensor of the same sizes; None when it can't be done run by run."""
         if tuple(source.shape) != target.shape:
             return None
         kind = "constant" if isinstance(source, torch.Tensor) else "copy"
-        if kind == "copy" and (not source.is_flat or self._program(source.storage, order) is None):
+        if kind == "copy" and (not source.is_flat or self._program_of(source.storage, order) is None):
             return None
         return _FlatOp(kind, target.offset, target.numel, order, target.dtype, payload=source)
 
-    def _flat(self, ref: TensorRef, before: int, seed: int, low: int, high: int) -> torch.Tensor:
-        steps = self._program(ref.storage, before)
+    def _replay_run(self, ref: TensorRef, stop_order: int, seed: int, low: int, high: int) -> torch.Tensor:
+        """Returns elements [low, high) of a tensor as they were before operation ``stop_order``."""
+        steps = self._program_of(ref.storage, stop_order)
         assert steps is not None, "asked for a run of a tensor that has none"
-        return self._perform(steps, ref.storage, seed, low + ref.offset, high + ref.offset, ref.dtype)
+        return self._perform_steps(steps, ref.storage, seed, low + ref.offset, high + ref.offset, ref.dtype)
 
-    def _perform(
+    def _perform_steps(
         self, steps: list[_FlatOp], storage: int, seed: int, low: int, high: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Performs steps on elements [low, high) of a storage."""
-        out = torch.zeros(high - low, dtype=dtype)
+        """Performs steps on elements [low, high) of a storage; returns (high - low,)."""
+        run = torch.zeros(high - low, dtype=dtype)
         for step in steps:
-            first, last = max(low, step.start), min(high, step.start + step.count)
-            if first >= last:
+            # the overlap of the wanted run and the step's elements; a, b: the same in the step's own indices
+            start, stop = max(low, step.start), min(high, step.start + step.count)
+            if start >= stop:
                 continue
-            part, a, b = out[first - low : last - low], first - step.start, last - step.start
+            elements, a, b = run[start - low : stop - low], start - step.start, stop - step.start
             if step.kind == "fill":
-                part.fill_(step.values[0])
+                elements.fill_(step.values[0])
             elif step.kind == "constant":
-                part.copy_(step.payload.reshape(-1)[a:b])
+                elements.copy_(step.payload.reshape(-1)[a:b])
             elif step.kind == "copy":
-                part.copy_(self._flat(step.payload, step.order, seed, a, b))
+                elements.copy_(self._replay_run(step.payload, step.order, seed, a, b))
             elif step.kind == "apply":
-                part.copy_(step.payload.func(part.clone(), *step.payload.args[1:], **step.payload.kwargs))
+                elements.copy_(step.payload.func(elements.clone(), *step.payload.args[1:], **step.payload.kwargs))
             else:
-                self._fill_random(step, storage, seed, part, a, b)
-        return out
+                self._fill_random(step, storage, seed, elements, a, b)
+        return run
 
-    def _fill_random(self, step: _FlatOp, storage: int, seed: int, part: torch.Tensor, a: int, b: int) -> None:
-        """Fills elements [a, b) of a random step from its blocks; the last blocks are kept, since runs share them."""
+    def _fill_random(self, step: _FlatOp, storage: int, seed: int, elements: torch.Tensor, a: int, b: int) -> None:
+        """Fills elements [a, b) of a random step from its blocks; the last blocks are cached, since runs share them.
+
+        Args:
+            step: a draw.
+            storage: of the draw's target.
+            seed: of the weights.
+            elements: (b - a,), written.
+            a: first element, from the step's start on.
+            b: end of the elements.
+        """
         for block in range(a // BLOCK, (b - 1) // BLOCK + 1):
-            address = (seed, self._label(storage), step.order, block)
-            drawn = self._blocks.get(address)
-            if drawn is None:
+            # a block's numbers depend on its address alone, never on the layout or on which run needs it
+            address = (seed, self._storage_label(storage), step.order, block)
+            block_values = self._blocks.get(address)
+            if block_values is None:
                 if len(self._blocks) > 4:
                     self._blocks.clear()
                 count = min(BLOCK, step.count - block * BLOCK)
-                drawn = self._blocks[address] = draw(step.kind, step.values, count, step.dtype, address)
-            begin, end = max(a, block * BLOCK), min(b, block * BLOCK + len(drawn))
-            part[begin - a : end - a] = drawn[begin - block * BLOCK : end - block * BLOCK]
+                block_values = self._blocks[address] = draw(step.kind, step.values, count, step.dtype, address)
+            start, stop = max(a, block * BLOCK), min(b, block * BLOCK + len(block_values))
+            elements[start - a : stop - a] = block_values[start - block * BLOCK : stop - block * BLOCK]
 
-    def _needed(self, storage: int, before: int) -> list[Op]:
-        """Operations, in order, that a storage's content before an operation depends on."""
-        wanted: dict[int, Op] = {}
-        reached: dict[int, int] = {}
-        todo = [(storage, before)]
-        while todo:
-            current, limit = todo.pop()
-            if reached.get(current, -1) >= limit:
+    def _operations_needed(self, storage: int, stop_order: int) -> list[Op]:
+        """Returns, in order, the operations on which a storage's content before an operation depends."""
+        needed_ops: dict[int, Op] = {}
+        searched_to: dict[int, int] = {}
+        pending = [(storage, stop_order)]
+        while pending:
+            current, order_limit = pending.pop()
+            if searched_to.get(current, -1) >= order_limit:
                 continue
-            reached[current] = limit
+            searched_to[current] = order_limit
+            # an operation's inputs are needed as they were just before it
             for op in self._by_storage.get(current, ()):
-                if op.order < limit and op.order not in wanted:
-                    wanted[op.order] = op
+                if op.order < order_limit and op.order not in needed_ops:
+                    needed_ops[op.order] = op
                     inputs: list[TensorRef] = []
                     tree_map_only(TensorRef, inputs.append, (op.args, op.kwargs))
-                    todo.extend((item.storage, op.order) for item in inputs)
-        return [wanted[order] for order in sorted(wanted)]
+                    pending.extend((tensor.storage, op.order) for tensor in inputs)
+        return [needed_ops[order] for order in sorted(needed_ops)]
 
     def _replay(self, op: Op, seed: int, view: Callable[[TensorRef], torch.Tensor]) -> None:
-        """Performs one operation on real tensors; random ones draw what they draw run by run."""
-        target = next(item for item in (*op.writes, *op.fresh) if item is not None)
-        simple = _simple_step(op, target) if target.is_flat else None
-        if simple is not None:
-            end = target.offset + target.numel
-            values = self._perform([simple], target.storage, seed, target.offset, end, target.dtype)
+        """Performs one operation on real tensors; random ones draw the same numbers as run by run."""
+        target = next(ref for ref in (*op.writes, *op.fresh) if ref is not None)
+        simple_step = _simple_step(op, target) if target.is_flat else None
+        if simple_step is not None:
+            stop = target.offset + target.numel
+            values = self._perform_steps([simple_step], target.storage, seed, target.offset, stop, target.dtype)
             view(target).copy_(values.view(target.shape))
             return
-        address = (seed, self._label(target.storage), op.order)
+        address = (seed, self._storage_label(target.storage), op.order)
+        # an operation without a run-by-run form (a permutation): seeded by its address too
         torch.default_generator.manual_seed(int(generator_at(address).integers(1 << 63)))
         args, kwargs = tree_map_only(TensorRef, view, (op.args, op.kwargs))
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device("cpu")}
-        out = op.func(*args, **kwargs)
-        for item, value in zip(op.fresh, out if isinstance(out, (tuple, list)) else [out]):
-            if item is not None:
-                view(item).copy_(value)
+        results = op.func(*args, **kwargs)
+        for ref, value in zip(op.fresh, results if isinstance(results, (tuple, list)) else [results]):
+            if ref is not None:
+                view(ref).copy_(value)
 
 
 def _simple_step(op: Op, target: TensorRef) -> _FlatOp | None:
-    """The step of a fill or a draw, which read no tensor; None for another operation."""
-    where = (target.offset, target.numel, op.order, target.dtype)
-    name, others = op.name, op.args[1:]
+    """Returns the step of a fill or a draw, which reads no tensor; None for another operation."""
+    location = (target.offset, target.numel, op.order, target.dtype)
+    name, arguments = op.name, op.args[1:]
     if name in _FILLED or name == "zero_":
-        return _FlatOp("fill", *where, (_FILLED.get(name, 0.0),))
+        return _FlatOp("fill", *location, (_FILLED.get(name, 0.0),))
     if name in ("full", "new_full", "full_like"):
-        return _FlatOp("fill", *where, (op.args[2] if name == "new_full" else op.args[1],))
-    if name == "fill_" and not isinstance(others[0], TensorRef):
-        return _FlatOp("fill", *where, (others[0].item() if isinstance(others[0], torch.Tensor) else others[0],))
+        return _FlatOp("fill", *location, (op.args[2] if name == "new_full" else op.args[1],))
+    if name == "fill_" and not isinstance(arguments[0], TensorRef):
+        return _FlatOp(
+            "fill", *location, (arguments[0].item() if isinstance(arguments[0], torch.Tensor) else arguments[0],)
+        )
     if name in _DRAWN:
-        return _FlatOp(_DRAWN[name], *where, (0.0, 1.0))
+        return _FlatOp(_DRAWN[name], *location, (0.0, 1.0))
     if name in ("normal_", "uniform_") and target.dtype.is_floating_point:
-        values = tuple(float(value) for value in others)
-        return _FlatOp(name[:-1], *where, values + (0.0, 1.0)[len(values) :])
+        parameters = tuple(float(value) for value in arguments)
+        return _FlatOp(name[:-1], *location, parameters + (0.0, 1.0)[len(parameters) :])
     if name == "trunc_normal_":
         bound = inspect.signature(op.func).bind(*op.args, **op.kwargs)
         bound.apply_defaults()
-        return _FlatOp("truncated", *where, tuple(float(bound.arguments[key]) for key in ("mean", "std", "a", "b")))
+        return _FlatOp("truncated", *location, tuple(float(bound.arguments[key]) for key in ("mean", "std", "a", "b")))
     return None
 
 
-def _holds_tensor(values: Any) -> bool:
-    found: list[Any] = []
-    tree_map_only((TensorRef, torch.Tensor), found.append, values)
-    return bool(found)
+def _has_tensor(values: Any) -> bool:
+    """Returns whether nested values contain a tensor."""
+    tensors: list[Any] = []
+    tree_map_only((TensorRef, torch.Tensor), tensors.append, values)
+    return bool(tensors)

@@ -1,4 +1,8 @@
-"""What else a group must have cut: integers that the code between its matrices reads, arguments and buffers by unit."""
+"""Finds what else a group must split: head counts that its code reads, and arguments and buffers with a dim of units.
+
+A layer's forward often reshapes by an integer (``num_heads``). Rehearsals decide which of the integers that the code
+reads must be divided on each rank.
+"""
 
 from __future__ import annotations
 
@@ -25,188 +29,208 @@ _NOT_COUNTS = ("head_dim", "head_size", "layer_idx", "layer_id", "top_k", "layer
 def find_numbers(
     traced: LayerTrace, group: ShardingGroup, works: Callable[[ShardingGroup], str]
 ) -> tuple[ShardingGroup | None, str]:
-    """Returns the group with the numbers and cuttings under which it works, or None and why it doesn't without any.
+    """Returns the group with the shape attributes and cuttings under which it works, or None with its first failure.
 
     Args:
         traced: the layer.
-        group: without numbers.
-        works: says why a group doesn't work, "" when it does.
+        group: without shape attributes.
+        works: returns the reason for which a group fails, "" when it passes.
     """
-    first = works(group)
-    if not first:
+    first_failure = works(group)
+    if not first_failure:
         return group, ""
-    numbers = list(_candidates(traced, group))
-    alike = [number for number in numbers if _matches(traced.layer, group, number)]
+    numbers = list(_candidate_attributes(traced, group))
+    matching_sizes = [number for number in numbers if _is_size_of_split(traced.layer, group, number)]
     trials = 0
-    for cuttings in _cuttings(traced, group):
-        more = dataclasses.replace(group, cuttings=(*group.cuttings, *cuttings))
-        options = [[], *_choices(numbers, alike)] if cuttings else list(_choices(numbers, alike))
-        for chosen in options[:8] if cuttings else options:
+    for cuttings in _cutting_sets(traced, group):
+        cut_group = dataclasses.replace(group, cuttings=(*group.cuttings, *cuttings))
+        # with a cutting, no number at all is an option too; without one that has failed already
+        options = (
+            [[], *_number_sets(numbers, matching_sizes)] if cuttings else list(_number_sets(numbers, matching_sizes))
+        )
+        for numbers_chosen in options[:8] if cuttings else options:
             trials += 1
             if trials > TRIALS:
-                return None, first
-            tried = dataclasses.replace(more, numbers=tuple(chosen))
-            if not works(tried):
-                return _fewest(tried, works), ""
-    return None, first
+                return None, first_failure
+            candidate = dataclasses.replace(cut_group, numbers=tuple(numbers_chosen))
+            if not works(candidate):
+                return _drop_unneeded_numbers(candidate, works), ""
+    return None, first_failure
 
 
-def _fewest(group: ShardingGroup, works: Callable[[ShardingGroup], str]) -> ShardingGroup:
-    """Drops numbers that change nothing."""
+def _drop_unneeded_numbers(group: ShardingGroup, works: Callable[[ShardingGroup], str]) -> ShardingGroup:
+    """Drops shape attributes without which the group works too."""
     for number in group.numbers:
-        rest = tuple(other for other in group.numbers if other != number)
-        tried = dataclasses.replace(group, numbers=rest)
-        if not works(tried):
-            group = tried
+        other_numbers = tuple(kept_number for kept_number in group.numbers if kept_number != number)
+        candidate = dataclasses.replace(group, numbers=other_numbers)
+        if not works(candidate):
+            group = candidate
     return group
 
 
-def _matches(layer: nn.Module, group: ShardingGroup, number: ShapeAttribute) -> bool:
-    """Whether an integer is the size or the count of something that is split."""
+def _is_size_of_split(layer: nn.Module, group: ShardingGroup, number: ShapeAttribute) -> bool:
+    """Returns whether an integer is the size or the count of a dim that is split."""
     value = read_number(layer.get_submodule(number.module), number.attribute)
     blocks = [block for split in group.splits for block in split.blocks if block.count > 1]
     totals = [sum(block.size * block.count for block in split.blocks) for split in group.splits]
     return value in {group.units, *totals, *(block.count for block in blocks), *(b.size * b.count for b in blocks)}
 
 
-def _choices(found: list[ShapeAttribute], alike: list[ShapeAttribute]) -> Iterator[list[ShapeAttribute]]:
-    """Likely sets first: sizes of what is split, counts of heads, all, then every small combination."""
-    heads = [number for number in found if "head" in number.attribute or "groups" in number.attribute]
-    seen: list[list[ShapeAttribute]] = []
-    fewer = [[other for other in alike if other is not one] for one in alike]
-    options = [alike, *fewer, heads, found, *([number] for number in found)]
+def _number_sets(numbers: list[ShapeAttribute], matching_sizes: list[ShapeAttribute]) -> Iterator[list[ShapeAttribute]]:
+    """Yields likely sets first: sizes of split dims, counts of heads, all, then every small combination."""
+    head_counts = [number for number in numbers if "head" in number.attribute or "groups" in number.attribute]
+    yielded: list[list[ShapeAttribute]] = []
+    all_but_one = [
+        [kept_number for kept_number in matching_sizes if kept_number is not dropped_number]
+        for dropped_number in matching_sizes
+    ]
+    options = [matching_sizes, *all_but_one, head_counts, numbers, *([number] for number in numbers)]
     for size in range(2, TOGETHER + 1):
-        options += [list(numbers) for numbers in combinations(found, size)]
-    for numbers in options:
-        if numbers and numbers not in seen:
-            seen.append(numbers)
-            yield numbers
+        options += [list(number_set) for number_set in combinations(numbers, size)]
+    for number_set in options:
+        if number_set and number_set not in yielded:
+            yielded.append(number_set)
+            yield number_set
 
 
-def _candidates(traced: LayerTrace, group: ShardingGroup) -> Iterator[ShapeAttribute]:
-    """Integers of the group's module, and below it, that the code reads."""
+def _candidate_attributes(traced: LayerTrace, group: ShardingGroup) -> Iterator[ShapeAttribute]:
+    """Yields integers of the group's module, and below it, that the code reads."""
     root = traced.layer.get_submodule(group.module)
     matrices = {*group.column_linears, *group.replicated_inputs, *group.inner_row_linears, group.row_linear} - {
         group.module
     }
     matrices |= {cutting.module for cutting in group.cuttings}
-    read = integers_read(traced, root)
+    reads_by_path = integers_read(traced, root)
     for path, module in root.named_modules():
-        full = ".".join(part for part in (group.module, path) if part)
-        if full in matrices or type(module).__module__.startswith("torch.nn"):
+        full_path = ".".join(name for name in (group.module, path) if name)
+        if full_path in matrices or type(module).__module__.startswith("torch.nn"):
             continue
-        for attribute, value in sorted(read.get(path, {}).items()):
+        for attribute, value in sorted(reads_by_path.get(path, {}).items()):
             if value > 1 and attribute.rpartition(".")[2] not in _NOT_COUNTS:
-                yield ShapeAttribute(module=full, attribute=attribute, scales_with=_over(group, attribute, value))
+                yield ShapeAttribute(
+                    module=full_path, attribute=attribute, scales_with=_scaling_parameter(group, attribute, value)
+                )
 
 
 def integers_read(traced: LayerTrace, root: nn.Module) -> dict[str, dict[str, int]]:
     """Returns the integer attributes that each module below ``root`` reads in a call of the layer, and of its config.
 
     Args:
-        traced: the layer is called once more.
+        traced: the layer, which is called once more.
         root: a module of the layer.
     """
-    found: dict[str, dict[str, int]] = {}
-    with torch.no_grad(), _spied(root, found):
+    reads_by_path: dict[str, dict[str, int]] = {}
+    with torch.no_grad(), _record_integer_reads(root, reads_by_path):
         traced.layer(*traced.args, **traced.kwargs)
-    return found
+    return reads_by_path
 
 
 @contextmanager
-def _spied(root: nn.Module, found: dict[str, dict[str, int]]) -> Iterator[None]:
-    """Notes what is read while it lasts; each module shows itself as one of a class that tells."""
-    kinds: list[tuple[Any, type]] = []
-    configs: dict[int, dict[str, int]] = {}
+def _record_integer_reads(root: nn.Module, reads_by_path: dict[str, dict[str, int]]) -> Iterator[None]:
+    """Records integer attributes that modules and their configs read, by swapping each object's class while entered."""
+    original_classes: list[tuple[Any, type]] = []
+    config_reads: dict[int, dict[str, int]] = {}
     for path, module in root.named_modules():
-        kinds.append((module, type(module)))
+        original_classes.append((module, type(module)))
         config = vars(module).get("config")
-        module.__class__ = _telling(type(module), found.setdefault(path, {}), "")
-        if config is not None and id(config) not in configs:
-            kinds.append((config, type(config)))
-            config.__class__ = _telling(type(config), configs.setdefault(id(config), {}), "config.")
+        # isinstance() and the class name stay as the code expects them
+        module.__class__ = _recording_class(type(module), reads_by_path.setdefault(path, {}), "")
+        if config is not None and id(config) not in config_reads:
+            original_classes.append((config, type(config)))
+            config.__class__ = _recording_class(type(config), config_reads.setdefault(id(config), {}), "config.")
     try:
         yield
     finally:
-        for thing, kind in reversed(kinds):
-            thing.__class__ = kind
+        for instance, original_class in reversed(original_classes):
+            # in reverse: a config may have been wrapped after the module that reads it
+            instance.__class__ = original_class
         for path, module in root.named_modules():
-            found[path] |= configs.get(id(vars(module).get("config")), {})
+            reads_by_path[path] |= config_reads.get(id(vars(module).get("config")), {})
 
 
-def _telling(kind: type, read: dict[str, int], prefix: str) -> type:
-    plain: Any = kind.__getattribute__
+def _recording_class(original_class: type, reads: dict[str, int], prefix: str) -> type:
+    """Returns a subclass whose attribute access stores every integer that it returns."""
+    original_getattribute: Any = original_class.__getattribute__
 
-    def tell(self: Any, name: str) -> Any:
-        value = plain(self, name)
+    def recording_getattribute(self: Any, name: str) -> Any:
+        value = original_getattribute(self, name)
         if type(value) is int and not name.startswith("_"):
-            read[prefix + name] = value
+            reads[prefix + name] = value
         return value
 
-    return type(kind.__name__, (kind,), {"__getattribute__": tell, "__module__": kind.__module__})
+    return type(
+        original_class.__name__,
+        (original_class,),
+        {"__getattribute__": recording_getattribute, "__module__": original_class.__module__},
+    )
 
 
-def _over(group: ShardingGroup, attribute: str, value: int) -> str:
-    """What an integer counts: units, the runs that several units share, or the indices of a parameter."""
-    row = group.splits[0].name
-    fewer = [
-        f"{split.name}#{place}"
+def _scaling_parameter(group: ShardingGroup, attribute: str, value: int) -> str:
+    """Returns what an integer counts: units, the runs that several units share, or the indices of a parameter."""
+    row_weight = group.splits[0].name
+    shared_blocks = [
+        f"{split.name}#{block_index}"
         for split in group.splits
-        for place, block in enumerate(split.blocks)
+        for block_index, block in enumerate(split.blocks)
         if 1 < block.count < group.units
     ]
-    if fewer and ("kv" in attribute or "key_value" in attribute or "k_head" in attribute):
-        return f"{row}/{fewer[0]}" if "group" in attribute else fewer[0]
+    # key heads that several query heads share: their count is that of a block with fewer runs
+    if shared_blocks and ("kv" in attribute or "key_value" in attribute or "k_head" in attribute):
+        return f"{row_weight}/{shared_blocks[0]}" if "group" in attribute else shared_blocks[0]
     for split in group.splits:
         if _uneven(split) and sum(block.size * block.count for block in split.blocks) == value:
             return f"={split.name}"
-    return row
+    return row_weight
 
 
 def _uneven(split: ParameterSplit) -> bool:
+    """Returns whether a parameter's blocks have different counts."""
     return len({block.count for block in split.blocks}) > 1
 
 
-def _cuttings(traced: LayerTrace, group: ShardingGroup) -> Iterator[tuple[Cutting, ...]]:
-    """Ways to cut what the group's module is called with and what it holds: nothing, all buffers, each argument."""
+def _cutting_sets(traced: LayerTrace, group: ShardingGroup) -> Iterator[tuple[Cutting, ...]]:
+    """Yields sets of cuttings of the module's arguments and buffers: none, all buffers, each argument."""
     yield ()
     counts = {group.units} | {block.count for split in group.splits for block in split.blocks if block.count > 1}
-    buffers = tuple(_buffers(traced, group, counts))
+    buffers = tuple(_buffer_cuttings(traced, group, counts))
     if buffers:
         yield buffers
-    found = list(_arguments(traced, group, counts))
-    for cutting in found:
+    arguments = list(_argument_cuttings(traced, group, counts))
+    for cutting in arguments:
         yield (cutting,)
     if buffers:
-        for cutting in found:
+        for cutting in arguments:
             yield (*buffers, cutting)
 
 
-def _arguments(traced: LayerTrace, group: ShardingGroup, counts: set[int]) -> Iterator[Cutting]:
+def _argument_cuttings(traced: LayerTrace, group: ShardingGroup, counts: set[int]) -> Iterator[Cutting]:
+    """Yields cuttings of the module's arguments: dims whose size is a count of units, flattened batch dims last."""
     rows = traced.inputs[0].shape[0]
-    later = []
+    flattened = []
     for key, item in traced.arguments.get(group.module, {}).items():
         for dim, size in enumerate(item.shape):
             for count in sorted(counts):
                 block = Block(start=0, size=1, count=count)
-                found = Cutting(kind="argument", module=group.module, key=key, dim=dim, blocks=(block,))
+                cutting = Cutting(kind="argument", module=group.module, key=key, dim=dim, blocks=(block,))
+                # a leading dim of the batch's rows is no dim of units, even where the numbers agree
                 if size == count and (dim or item.shape[0] != rows):
-                    yield found
+                    yield cutting
                 elif size == rows * count and dim == 0:
-                    later.append(found)
-    yield from later
+                    flattened.append(cutting)
+    yield from flattened
 
 
-def _buffers(traced: LayerTrace, group: ShardingGroup, counts: set[int]) -> Iterator[Cutting]:
-    whole = {sum(block.size * block.count for block in split.blocks): split.blocks for split in group.splits}
+def _buffer_cuttings(traced: LayerTrace, group: ShardingGroup, counts: set[int]) -> Iterator[Cutting]:
+    """Yields cuttings of buffers and plain tensor attributes below the group's module."""
+    blocks_by_size = {sum(block.size * block.count for block in split.blocks): split.blocks for split in group.splits}
     for path, module in traced.layer.get_submodule(group.module).named_modules():
-        full = ".".join(part for part in (group.module, path) if part)
-        held: dict[str, Any] = {**module._buffers, **vars(module)}
-        for key, item in held.items():
+        full_path = ".".join(name for name in (group.module, path) if name)
+        attributes: dict[str, Any] = {**module._buffers, **vars(module)}
+        for key, item in attributes.items():
             if not isinstance(item, torch.Tensor) or isinstance(item, nn.Parameter):
                 continue
             for dim, size in enumerate(item.shape):
-                blocks = whole.get(size) or ((Block(start=0, size=1, count=size),) if size in counts else ())
+                blocks = blocks_by_size.get(size) or ((Block(start=0, size=1, count=size),) if size in counts else ())
                 if blocks and size > 1:
-                    yield Cutting(kind="buffer", module=full, key=key, dim=dim, blocks=blocks)
+                    yield Cutting(kind="buffer", module=full_path, key=key, dim=dim, blocks=blocks)
                     break

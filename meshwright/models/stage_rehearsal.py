@@ -1,4 +1,4 @@
-"""Rehearses a pipeline on a small model, in one process: stage after stage and back must give what the whole gives."""
+"""Rehearses a pipeline on a small model in one process: stages must return the full model's output and gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.parallel.stage import Stage, copied
 from meshwright.spec.layer_graph import LayerGraph, held_names
 
 _STAGES = 16
-"""Most stages of a rehearsal."""
+"""Largest number of stages of a rehearsal."""
 _BOUND = 1e-6
 """Largest relative difference between stages and whole: the same operations on the same numbers, in float64."""
 Tokens = tuple[torch.Tensor, torch.Tensor]
@@ -28,12 +28,12 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 def output_of(
     module: nn.Module, structure: ModelStructure, arguments: Tokens, objective: Objective | None = None
 ) -> torch.Tensor:
-    """Returns the logits of a model, with the terms of its own loss in them, or the loss of one that has no logits."""
+    """Returns a model's logits (B, S, V) with the terms of its own loss in them, or the loss of one without logits."""
     if objective is not None and not objective.plain:
         with Float64Ops(), nothing_dropped():
             return trial_output(module, structure, objective, *arguments)
-    found = model_output(module, structure, *arguments)
-    output = found.logits if found.logits is not None else found.loss
+    result = model_output(module, structure, *arguments)
+    output = result.logits if result.logits is not None else result.loss
     assert output is not None
     return output
 
@@ -45,106 +45,138 @@ def rehearse(
     arguments: Tokens,
     objective: Objective | None = None,
 ) -> str:
-    """Cuts a model into stages and compares output and gradients with the whole.
+    """Cuts a model into stages and compares output and gradients with the full model.
 
     Args:
-        module: real, small, in float64; it is left as it was.
-        structure: its parts.
-        layer_graph: what is proven.
+        module: real, small, in float64; it stays unchanged.
+        structure: of the module.
+        layer_graph: to be proven.
         arguments: tokens and targets.
         objective: the model's own loss.
 
     Returns:
-        Why its backward can't come in two halves, as some schedules ask; "" when it can.
+        The reason for which its backward can't be split into input and weight gradients, as some schedules need; ""
+        when it can.
 
     Raises:
-        PlanError: it can't be cut anywhere, or stages compute something else than the whole.
+        PlanError: it can't be cut anywhere, or stages compute something else than the full model.
     """
-    whole = output_of(copied(module, share=True), structure, arguments, objective)
-    draw = torch.Generator().manual_seed(2)
-    slope = torch.randn(whole.shape, generator=draw, dtype=whole.dtype)
-    (whole * slope).sum().backward()
+    # a copy of the modules that shares the weights: forward may store tensors of its graph in a module
+    full_output = output_of(copied(module, share=True), structure, arguments, objective)
+    generator = torch.Generator().manual_seed(2)
+    output_grad = torch.randn(full_output.shape, generator=generator, dtype=full_output.dtype)
+    # a random gradient of the output, so that errors of different elements can't cancel
+    (full_output * output_grad).sum().backward()
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    wanted = {name: item.grad for name, item in module.named_parameters()}
+    expected_grads = {name: parameter.grad for name, parameter in module.named_parameters()}
     module.zero_grad(set_to_none=True)
-    count = len(layer_graph.layers)
-    cuts = [place for place in range(1, count) if place not in layer_graph.blocked]
-    if not cuts:
-        place, why = next(iter(layer_graph.blocked.items()))
-        raise PlanError(f"in front of layer {place}, {why}")
-    inner = [cuts[index * len(cuts) // (_STAGES - 1)] for index in range(_STAGES - 1)] if len(cuts) >= _STAGES else cuts
-    bounds = (0, *inner, count)
-    held = held_names(layer_graph, names, bounds, structure.ties)
-    call = functools.partial(_as_payload, structure=structure, arguments=arguments, objective=objective)
-    output = _through_stages(module, layer_graph, call, held, bounds, slope)
-    _compare("its output", output, whole)
-    _compare_gradients(module, wanted)
+    layer_count = len(layer_graph.layers)
+    open_boundaries = [boundary for boundary in range(1, layer_count) if boundary not in layer_graph.blocked]
+    if not open_boundaries:
+        boundary, reason = next(iter(layer_graph.blocked.items()))
+        raise PlanError(f"in front of layer {boundary}, {reason}")
+    # as many cuts as a rehearsal may have, spread evenly
+    inner_bounds = (
+        [open_boundaries[index * len(open_boundaries) // (_STAGES - 1)] for index in range(_STAGES - 1)]
+        if len(open_boundaries) >= _STAGES
+        else open_boundaries
+    )
+    bounds = (0, *inner_bounds, layer_count)
+    stage_weights = held_names(layer_graph, names, bounds, structure.ties)
+    run_model = functools.partial(_boundary_output, structure=structure, arguments=arguments, objective=objective)
+    output = _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad)
+    _compare("its output", output, full_output)
+    _compare_gradients(module, expected_grads)
     try:
-        _through_stages(module, layer_graph, call, held, bounds, slope, halves=True)
-        _compare_gradients(module, wanted)
+        _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad, halves=True)
+        _compare_gradients(module, expected_grads)
+    # a refusal of zero-bubble schedules alone, not of the pipeline
     except (PlanError, RuntimeError, AssertionError) as error:
-        cause = error.__cause__ or error  # torch lists all tensors in front of what went wrong
+        # torch's message lists all tensors before the error itself
+        cause = error.__cause__ or error
         return " ".join(str(cause).split())[:200] or type(cause).__name__
     finally:
         module.zero_grad(set_to_none=True)
     return ""
 
 
-def _compare_gradients(module: nn.Module, wanted: Mapping[str, torch.Tensor | None]) -> None:
-    """Compares a module's gradients with the whole model's, and clears them."""
-    size = max((float(item.abs().max()) for item in wanted.values() if item is not None), default=1.0)
+def _compare_gradients(module: nn.Module, expected_grads: Mapping[str, torch.Tensor | None]) -> None:
+    """Compares a module's gradients with the full model's, by name and of the parameter's shape; clears them."""
+    largest = max((float(grad.abs().max()) for grad in expected_grads.values() if grad is not None), default=1.0)
     for name, item in module.named_parameters():
-        whole = wanted[name]
-        wish = whole if whole is not None else torch.zeros_like(item)
-        found = item.grad if item.grad is not None else torch.zeros_like(item)
-        _compare(f"the gradient of '{name}'", found, wish, size)
+        full_grad = expected_grads[name]
+        expected = full_grad if full_grad is not None else torch.zeros_like(item)
+        actual = item.grad if item.grad is not None else torch.zeros_like(item)
+        _compare(f"the gradient of '{name}'", actual, expected, largest)
     module.zero_grad(set_to_none=True)
 
 
-def _through_stages(
+def _run_stages(
     module: nn.Module,
     layer_graph: LayerGraph,
-    call: Callable[[nn.Module], tuple[torch.Tensor, ...]],
-    held: list[frozenset[str]],
+    run_model: Callable[[nn.Module], tuple[torch.Tensor, ...]],
+    stage_weights: list[frozenset[str]],
     bounds: tuple[int, ...],
-    slope: torch.Tensor,
+    output_grad: torch.Tensor,
     halves: bool = False,
 ) -> torch.Tensor:
-    """Runs stage after stage and back; gradients add up in the clone's own weights, which the stages share.
+    """Runs stage after stage, forward and backward; gradients add up in the weights, which the stages share.
 
     With ``halves`` each stage after the first computes the gradients of its inputs first, then those of its weights.
+
+    Args:
+        module: the full model.
+        layer_graph: of the model.
+        run_model: runs a stage's module.
+        stage_weights: names of the weights of each stage.
+        bounds: first layer of each stage, and the number of layers.
+        output_grad: gradient of the last stage's output, of the same shape.
+        halves: splits each backward into input gradients and weight gradients.
+
+    Returns:
+        The last stage's output, detached.
     """
     received: tuple[torch.Tensor, ...] = ()
-    trail: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], nn.Module]] = []
-    for kept, first, stop in zip(held, bounds, bounds[1:]):
-        stage = Stage(copied(module, share=True), layer_graph, first, stop, kept)
+    stage_calls: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], nn.Module]] = []
+    for weight_names, start, stop in zip(stage_weights, bounds, bounds[1:]):
+        stage = Stage(copied(module, share=True), layer_graph, start, stop, weight_names)
         stage.arm(torch.float64, torch.device("cpu"))
-        given = stage.run(functools.partial(call, stage.module), received)
-        trail.append((received, given, stage.module))
-        received = tuple(item.detach().requires_grad_(item.requires_grad) for item in given)
-    gradients: tuple[torch.Tensor | None, ...] = (slope,)
-    output = trail[-1][1][0].detach()
-    for taken, given, part in reversed(trail):
-        pairs = [(item, grad) for item, grad in zip(given, gradients) if item.requires_grad and grad is not None]
-        outputs, slopes = [item for item, _ in pairs], [grad for _, grad in pairs]
-        if halves and taken:
-            gradients, groups = stage_backward_input(outputs, slopes, list(taken), part.parameters())
-            stage_backward_weight(part.parameters(), groups)
+        sent = stage.run(functools.partial(run_model, stage.module), received)
+        stage_calls.append((received, sent, stage.module))
+        # as after a receive from another process: same values, a new leaf
+        received = tuple(item.detach().requires_grad_(item.requires_grad) for item in sent)
+    gradients: tuple[torch.Tensor | None, ...] = (output_grad,)
+    output = stage_calls[-1][1][0].detach()
+    for received_inputs, sent, stage_module in reversed(stage_calls):
+        sent_with_grad = [
+            (item, grad) for item, grad in zip(sent, gradients) if item.requires_grad and grad is not None
+        ]
+        outputs, output_grads = [grad for grad, _ in sent_with_grad], [grad for _, grad in sent_with_grad]
+        # the first stage has no input gradients to compute first
+        if halves and received_inputs:
+            gradients, groups = stage_backward_input(
+                outputs, output_grads, list(received_inputs), stage_module.parameters()
+            )
+            stage_backward_weight(stage_module.parameters(), groups)
         else:
-            torch.autograd.backward(outputs, slopes)
-            gradients = tuple(item.grad for item in taken)
+            torch.autograd.backward(outputs, output_grads)
+            gradients = tuple(item.grad for item in received_inputs)
     return output
 
 
-def _as_payload(
+def _boundary_output(
     module: nn.Module, structure: ModelStructure, arguments: Tokens, objective: Objective | None
 ) -> tuple[torch.Tensor, ...]:
     # Not a view, which a backward in halves can't detach in place: the last stage of a run ends in a loss, no view.
+    """Runs the last stage's model; returns its output in a tuple."""
     return (output_of(module, structure, arguments, objective).clone(),)
 
 
-def _compare(what: str, found: torch.Tensor, wanted: torch.Tensor, size: float = 0.0) -> None:
-    difference = float((found.detach() - wanted.detach()).abs().max())
-    bound = _BOUND * max(float(wanted.detach().abs().max()), 1e-3 * size)
+def _compare(subject: str, actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> None:
+    """Refuses a tensor that differs from the full model's by more than rounding; both have one shape."""
+    difference = float((actual.detach() - expected.detach()).abs().max())
+    bound = _BOUND * max(float(expected.detach().abs().max()), 1e-3 * scale)
     if not difference <= bound:
-        raise PlanError(f"cut into stages, {what} moves by {difference:.1e}: some value reaches a layer on another way")
+        raise PlanError(
+            f"cut into stages, {subject} moves by {difference:.1e}: some value reaches a layer on another way"
+        )

@@ -1,4 +1,4 @@
-"""The parts of a model by name, read from its structure: what recompute, compile, sharding and later axes act on."""
+"""Finds a model's embedding, layers, norm and head by name, for recompute, compile, sharding and the axes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class ModelStructure:
-    """Names of the parts of one model; names are dotted module names unless said otherwise."""
+    """Names of the modules of one model that the trainer treats apart; names are dotted unless said otherwise."""
 
     embedding: str | None
     """The token embedding."""
@@ -56,42 +56,44 @@ class ModelStructure:
 
 
 def read_structure(module: nn.Module) -> ModelStructure:
-    """Reads the parts of a model, on any device.
+    """Reads the structure of a model, on any device.
 
     Args:
         module: a transformers model, or any nn.Module; blocks are the items of the `nn.ModuleList`, or the repeated
             items of the `nn.Sequential` or `nn.ModuleDict`, that lie outermost. A model of tokens without any of these
-            has its outermost modules with parts of their own as blocks, however often forward applies each.
+            has as blocks its outermost modules that have submodules, however often forward applies each.
     """
     names = {id(child): name for name, child in module.named_modules()}
-    stacks = tuple(_stacks(module))
+    stacks = tuple(_find_stacks(module))
     inside = tuple(f"{name}." for stack in stacks for name in stack)
+    # modules neither in a block nor around one
     outside = {
         name: child
         for name, child in module.named_modules()
         if name and not f"{name}.".startswith(inside) and not any(prefix.startswith(f"{name}.") for prefix in inside)
     }
-    embedding = _accessor(module, "get_input_embeddings", names) or _first_embedding(outside)
+    embedding = _module_from_accessor(module, "get_input_embeddings", names) or _first_embedding(outside)
     table = module.get_submodule(embedding) if embedding else None
-    rows, columns = (getattr(table, key, None) for key in ("num_embeddings", "embedding_dim"))
-    head = _accessor(module, "get_output_embeddings", names) or _head(outside, rows)
+    vocab, width = (getattr(table, key, None) for key in ("num_embeddings", "embedding_dim"))
+    head = _module_from_accessor(module, "get_output_embeddings", names) or _find_head(outside, vocab)
     config: Any = getattr(module, "config", None)
     transformers = config is not None and hasattr(config, "get_text_config")
-    text = config.get_text_config(decoder=True) if transformers else config
-    context = next((v for k in _CONTEXTS if isinstance(v := getattr(text, k, None), int)), None)
-    position = _position_table(outside, embedding)
+    text_config = config.get_text_config(decoder=True) if transformers else config
+    context = next((v for k in _CONTEXTS if isinstance(v := getattr(text_config, k, None), int)), None)
+    position_name = _find_position_table(outside, embedding)
     arguments = inspect.signature(module.forward).parameters
+    # forward(**kwargs) accepts any name, so it isn't listed
     positional = [key for key, item in arguments.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
     return ModelStructure(
         embedding=embedding,
-        vocab=rows,
-        width=columns,
+        vocab=vocab,
+        width=width,
         stacks=stacks,
         final_norm=_final_norm(outside, head),
         head=head,
-        ties=_ties(module),
-        position_embedding=position,
-        positions=_rows(module, position),
+        ties=_tied_parameters(module),
+        position_embedding=position_name,
+        positions=_position_rows(module, position_name),
         context=context,
         token_argument=next((key for key in _TOKENS if key in positional), (*positional, "input_ids")[0]),
         target_argument=next((key for key in _TARGETS if key in positional), None),
@@ -108,114 +110,141 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def _stacks(module: nn.Module) -> list[tuple[str, ...]]:
-    """Outermost runs of repeated blocks of a model, in order; else its lone blocks, each applied once or more."""
-    found = [stack for key, child in module.named_children() for stack in _stacks_below(child, key)]
-    if not found and (blocks := _blocks(module) or _lone_blocks(module, "", _token_table(module))):
+def _find_stacks(module: nn.Module) -> list[tuple[str, ...]]:
+    """Returns the outermost runs of repeated blocks of a model, in order; else its lone blocks."""
+    stacks = [stack for key, child in module.named_children() for stack in _stacks_below(child, key)]
+    # the model itself may be the stack, as an nn.Sequential of blocks is
+    if not stacks and (blocks := _blocks(module) or _lone_blocks(module, "", _token_table(module))):
         return [tuple(blocks)]
-    return found
+    return stacks
 
 
 def _stacks_below(child: nn.Module, name: str) -> list[tuple[str, ...]]:
-    """The stacks of a child; containers inside a container are stacks of their own."""
+    """Returns the stacks of a child; containers inside a container are stacks of their own."""
     blocks = _blocks(child)
     if not blocks:
-        return [stack for key, part in child.named_children() for stack in _stacks_below(part, f"{name}.{key}")]
+        return [
+            stack
+            for key, block_child in child.named_children()
+            for stack in _stacks_below(block_child, f"{name}.{key}")
+        ]
     if not all(isinstance(child.get_submodule(block), _CONTAINERS) for block in blocks):
         return [tuple(f"{name}.{block}" for block in blocks)]
-    found = []
+    # blocks that are containers: each is a stack of its own
+    stacks = []
     for block in blocks:
-        part, path = child.get_submodule(block), f"{name}.{block}"
-        found += _stacks_below(part, path) or [tuple(f"{path}.{key}" for key, _ in part.named_children())]
-    return found
+        block_child, path = child.get_submodule(block), f"{name}.{block}"
+        stacks += _stacks_below(block_child, path) or [
+            tuple(f"{path}.{key}" for key, _ in block_child.named_children())
+        ]
+    return stacks
 
 
 def _blocks(child: nn.Module) -> list[str]:
-    """Names of the blocks that a container repeats; none when it is no stack."""
+    """Returns the names of the blocks that a container repeats; none when it is no stack."""
     items = [(key, item) for key, item in child.named_children() if any(True for _ in item.parameters())]
     if isinstance(child, nn.ModuleList):
         return [key for key, item in items if any(True for _ in item.children())]
     if isinstance(child, (nn.Sequential, nn.ModuleDict)):
+        # an nn.Sequential is a stack where one class repeats
         counts = Counter(type(item) for _, item in items)
         return [key for key, item in items if counts[type(item)] > 1 and any(True for _ in item.children())]
     return []
 
 
 def _lone_blocks(module: nn.Module, path: str, table: nn.Module | None) -> list[str]:
-    """Outermost modules with parts of their own, in a model without a stack: one block may be applied several times.
+    """Returns the outermost modules with submodules, in a model without a stack; each may be applied several times.
 
     Args:
-        module: the model, or a part that is no block itself.
+        module: the model, or a submodule that is no block itself.
         path: its name.
-        table: the token embedding; what holds it, or a projection to its vocabulary, is no block.
+        table: the token embedding; a module that contains it, or a projection to its vocabulary, is no block.
     """
-    found: list[str] = []
+    names: list[str] = []
     vocab = getattr(table, "num_embeddings", None)
     for key, child in module.named_children():
-        name, parts = f"{path}.{key}" if path else key, list(child.modules())
-        if len(parts) == 1 or not any(True for _ in child.parameters()):
+        name, submodules = f"{path}.{key}" if path else key, list(child.modules())
+        if len(submodules) == 1 or not any(True for _ in child.parameters()):
             continue
-        heads = any(isinstance(part, nn.Linear) and part.out_features == vocab for part in parts)
-        if table is None or heads or any(part is table for part in parts) or isinstance(child, _CONTAINERS):
-            found += _lone_blocks(child, name, table) if table is not None else []
+        # a module with the head in it is no block, but blocks may lie beside the head
+        heads = any(isinstance(submodule, nn.Linear) and submodule.out_features == vocab for submodule in submodules)
+        if (
+            table is None
+            or heads
+            or any(submodule is table for submodule in submodules)
+            or isinstance(child, _CONTAINERS)
+        ):
+            names += _lone_blocks(child, name, table) if table is not None else []
         else:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _token_table(module: nn.Module) -> nn.Module | None:
+    """Returns the token embedding of a model, None without one."""
     name = _first_embedding(dict(module.named_modules()))
     return module.get_submodule(name) if name else None
 
 
-def _accessor(module: nn.Module, name: str, names: dict[int, str]) -> str | None:
+def _module_from_accessor(module: nn.Module, name: str, names: dict[int, str]) -> str | None:
+    """Returns the name of the module that a transformers accessor such as ``get_input_embeddings`` returns."""
     try:
-        part = getattr(module, name)()
+        child = getattr(module, name)()
     except (AttributeError, NotImplementedError):
         return None
-    return names.get(id(part)) if isinstance(part, nn.Module) else None
+    return names.get(id(child)) if isinstance(child, nn.Module) else None
 
 
 def _first_embedding(outside: dict[str, nn.Module]) -> str | None:
+    """Returns the name of the first embedding outside the blocks; one of positions only where it is alone."""
     tables = [name for name, child in outside.items() if isinstance(child, nn.Embedding)]
+    # a position table alone may be all that there is
     tables = [name for name in tables if not _is_position(name)] or tables
     return tables[0] if tables else None
 
 
 def _is_position(name: str) -> bool:
+    """Returns whether a name is that of a position table."""
     return "pos" in name.rpartition(".")[2].lower() or name.rpartition(".")[2] == "wpe"
 
 
-def _position_table(outside: dict[str, nn.Module], embedding: str | None) -> str | None:
+def _find_position_table(outside: dict[str, nn.Module], embedding: str | None) -> str | None:
+    """Returns the name of the learned position table, None without one."""
     for name, child in outside.items():
         if name != embedding and _is_position(name) and isinstance(getattr(child, "weight", None), nn.Parameter):
             return name
     return None
 
 
-def _rows(module: nn.Module, position: str | None) -> int | None:
+def _position_rows(module: nn.Module, position: str | None) -> int | None:
+    """Returns the number of tokens that the position table has rows for."""
     if position is None:
         return None
     table = module.get_submodule(position)
+    # transformers' OPT keeps two rows of padding in front of the first position
     return int(table.weight.shape[0]) - int(getattr(table, "offset", 0) or 0)
 
 
-def _head(outside: dict[str, nn.Module], vocab: int | None) -> str | None:
+def _find_head(outside: dict[str, nn.Module], vocab: int | None) -> str | None:
+    """Returns the name of the last Linear outside the blocks with one output for each vocabulary entry."""
+    # the last one: an earlier Linear of the same size may be an auxiliary head
     heads = [n for n, child in outside.items() if isinstance(child, nn.Linear) and vocab in (None, child.out_features)]
     return heads[-1] if heads else None
 
 
 def _final_norm(outside: dict[str, nn.Module], head: str | None) -> str | None:
-    """The last norm outside the blocks."""
-    norms = [name for name, child in outside.items() if name != head and _is_norm(child)]
-    return norms[-1] if norms else None
+    """Returns the name of the last norm outside the blocks."""
+    norm_names = [name for name, child in outside.items() if name != head and _is_norm(child)]
+    return norm_names[-1] if norm_names else None
 
 
 def _is_norm(child: nn.Module) -> bool:
+    """Returns whether a module is a norm, by its class name."""
     return "norm" in type(child).__name__.lower() and not any(True for _ in child.children())
 
 
-def _ties(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+def _tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Returns the groups of parameter names that are one parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)

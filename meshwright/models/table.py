@@ -1,4 +1,8 @@
-"""A model to its sharding table: read off a small real clone, rehearsed there, carried over to the model's sizes."""
+"""Reads a model's sharding table off a small float64 clone.
+
+The table is traced on the clone, every split is rehearsed there in threads, and the groups that pass are rescaled to
+the model's sizes.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +35,20 @@ from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTab
 SMALL = 1 << 24
 """Parameters up to which a model is its own clone."""
 ROWS = 32
-"""Rows that the clone reads."""
+"""Rows of the clone's batch."""
 CONTEXT = 64
-"""Most tokens that a smaller clone takes."""
+"""Longest sequence of a smaller clone in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clone:
-    """A small real model in float64, of the same architecture."""
+    """A small real model in float64, of the same architecture: what traces and rehearsals run."""
 
     module: nn.Module
     structure: ModelStructure
     vocab: int
-    same: bool
-    """Whether its sizes are the model's own."""
+    full_size: bool
+    """Whether its sizes are the model's."""
     objective: Objective = field(default_factory=Objective)
     """The model's own loss, where it is more than the cross-entropy of the logits."""
 
@@ -56,33 +60,45 @@ class Clone:
         tokens: int = TOKENS,
         parts: int = 1,
     ) -> torch.Tensor:
-        """Returns logits (B, S / parts, V) of made-up tokens, or the loss of a model that gives nothing else.
+        """Runs a forward on random tokens and returns its logits, or its loss where the model returns no logits.
 
         Args:
             rows: B.
             module: to run instead of the clone itself.
-            documents: two in each row where the model can tell, so that attention takes the way with a mask.
+            documents: packs two documents into each row where the model takes position ids, so that attention uses a
+                mask.
             tokens: S.
-            parts: into so many the rows are split inside ``module``.
+            parts: number of shards into which ``module`` splits the rows' tokens.
+
+        Returns:
+            (B, S / parts, V) float64 logits, or a float64 scalar.
         """
         ids = torch.randint(self.vocab, (rows, tokens), generator=torch.Generator().manual_seed(7))
-        places = None
+        position_ids = None
+        # positions restart at the middle of a row: two packed documents
         if documents and self.structure.takes_positions and self.structure.transformers:
-            places = (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens)
+            position_ids = (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens)
         if not self.objective.plain:
             with Float64Ops(), nothing_dropped():
-                return trial_output(module or self.module, self.structure, self.objective, ids, ids, places)
+                return trial_output(module or self.module, self.structure, self.objective, ids, ids, position_ids)
         with Float64Ops():
             output = model_output(
-                module or self.module, self.structure, ids, ids, places, places is not None, token_parts=parts
+                module or self.module,
+                self.structure,
+                ids,
+                ids,
+                position_ids,
+                position_ids is not None,
+                token_parts=parts,
             )
-        found = output.logits if output.logits is not None else output.loss
-        assert found is not None
-        return found
+        output_tensor = output.logits if output.logits is not None else output.loss
+        assert output_tensor is not None
+        return output_tensor
 
     def refuses(self, tokens: int) -> bool:
-        """Whether its code doesn't run on rows of so many tokens: a position table may be shorter."""
+        """Returns whether its forward fails on rows of so many tokens: a position table may be shorter."""
         try:
+            # a copy, since forward may change buffers before it fails
             with torch.no_grad():
                 self.run(1, copy.deepcopy(self.module), tokens=tokens)
         except Exception:
@@ -91,38 +107,44 @@ class Clone:
 
 
 def clone_of(built: BuiltModel, context: int = CONTEXT, window: int = 0, narrow: int = 0) -> Clone:
-    """Makes the clone: the model itself where it is small, else one with as many heads and experts but narrower.
+    """Builds the clone: the model itself where it is small, else one with as many heads and experts but narrower.
 
     Args:
         built: the model, on meta.
-        context: tokens that it takes where it is made anew.
-        window: most tokens of a window of attention, so that it is felt in the rows that the clone reads; 0 for any.
+        context: longest sequence of a clone that is built anew, in tokens.
+        window: upper limit of attention windows in tokens, so that a window matters in rows of the clone's length; 0
+            for no limit.
         narrow: elements of a head of a clone that is narrower than the model even where that is small; 0 for the
             model itself there.
     """
-    small = not narrow and sum(item.numel() for item in built.module.parameters()) <= SMALL
-    if small or built.config.kind == "function":
+    keeps_size = not narrow and sum(parameter.numel() for parameter in built.module.parameters()) <= SMALL
+    if keeps_size or built.config.kind == "function":
+        # a window longer than the clone's rows would never mask anything
         windowed = with_windows(built, window)
-        source = built if windowed is None else build_meta(windowed, built.vocab, context)
-        module = copy.deepcopy(built.module) if windowed is None else source.module
+        source_model = built if windowed is None else build_meta(windowed, built.vocab, context)
+        module = copy.deepcopy(built.module) if windowed is None else source_model.module
     else:
-        source = build_meta(narrowed(built, narrow) if narrow else narrowed(built), 128, context)
-        module = source.module
+        # vocabulary 128: the head's width doesn't matter to the layers' groups
+        source_model = build_meta(narrowed(built, narrow) if narrow else narrowed(built), 128, context)
+        module = source_model.module
+    # float64, so that a rehearsal's rounding (1e-13) is far below a wrong split's error
     use_float64(module)
     module.to_empty(device="cpu")
-    retie(module, source.recipe.ties)
-    source.fill_buffers(module, "cpu")
-    draw = torch.Generator().manual_seed(11)
+    retie(module, source_model.recipe.ties)
+    source_model.fill_buffers(module, "cpu")
+    generator = torch.Generator().manual_seed(11)
     for parameter in module.parameters():
-        values = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         # Around one for scales of norms; small for matrices, so that no activation saturates.
         scale = 0.2 if parameter.dim() < 2 else 0.5 / max(1, parameter.shape[-1]) ** 0.5
         parameter.data = values * scale + (1.0 if parameter.dim() < 2 else 0.0)
-    return Clone(module.eval(), source.structure, source.vocab or 128, small or built.config.kind == "function")
+    return Clone(
+        module.eval(), source_model.structure, source_model.vocab or 128, keeps_size or built.config.kind == "function"
+    )
 
 
 def with_objective(clone: Clone, objective: Objective | None) -> Clone:
-    """Returns a clone whose output has the terms of the model's own loss in it, in training mode: some are of it."""
+    """Returns a clone in training mode with the model's own loss in its output; some terms exist in training alone."""
     if objective is None or objective.plain:
         return clone
     return dataclasses.replace(clone, module=clone.module.train(), objective=objective)
@@ -135,10 +157,11 @@ def sharding_table(
     """Reads the sharding table of a model.
 
     Args:
-        built: on meta; it stays as it is.
-        degree: the groups are rehearsed for this many ranks (2 where one has fewer units).
+        built: on meta; it stays unchanged.
+        degree: number of ranks in each rehearsal of a group (2 where a group has fewer units).
         objective: the model's own loss, which is rehearsed too.
-        narrow: as `clone_of`: reads the table off a narrower clone and lets it grow, as a large model's does.
+        narrow: elements of a head of a clone narrower than the model, whose table is rescaled as a large model's is;
+            0 for the model's own sizes where it is small.
 
     Raises:
         ConfigError: when the model doesn't run on a small clone.
@@ -148,59 +171,68 @@ def sharding_table(
     modules = {name: clone.module.get_submodule(name) for name in names}
 
     @cache
+    # opened traces are needed only where a group is refused, so both runs are lazy
     def traces(opened: bool) -> dict[str, LayerTrace]:
         with torch.enable_grad():
             return trace(modules, lambda: clone.run(documents=True), opened)
 
     try:
-        called = traces(False)
+        layer_traces = traces(False)
     except Exception as error:
         raise ConfigError(
             f"model '{built.config.name}': its sharding can't be read, since a small clone doesn't run: {error}"
         ) from error
-    kinds: dict[Any, LayerRows] = {}
+    rows_by_kind: dict[Any, LayerRows] = {}
     layers: dict[str, LayerRows] = {}
     for name in names:
-        if name not in called:
+        if name not in layer_traces:
             layers[name] = LayerRows(groups=(), refused={"": "the layer isn't called"}, sequence=False)
             continue
-        key = _kind(modules[name])
-        if key not in kinds:
-            kinds[key] = _rows(called[name], partial(_item, traces, name), degree)
-        layers[name] = kinds[key]
-    table = _with_vocabulary(clone, ShardingTable(layers=layers), degree)
-    return table if clone.same else _carried(table, clone, built)
+        kind_key = _layer_kind_key(modules[name])
+        # layers of one kind share one LayerRows object; layer_kinds() relies on its identity
+        if kind_key not in rows_by_kind:
+            rows_by_kind[kind_key] = _read_layer_rows(layer_traces[name], partial(_opened_trace, traces, name), degree)
+        layers[name] = rows_by_kind[kind_key]
+    table = _add_vocabulary(clone, ShardingTable(layers=layers), degree)
+    return table if clone.full_size else _carry_to_full_size(table, clone, built)
 
 
-def _item(traces: Callable[[bool], dict[str, LayerTrace]], name: str) -> LayerTrace:
-    return traces(True)[name]
+def _opened_trace(traces_of: Callable[[bool], dict[str, LayerTrace]], name: str) -> LayerTrace:
+    """Returns a layer's trace with norms over all features passed through."""
+    return traces_of(True)[name]
 
 
-def _kind(layer: nn.Module) -> Any:
-    """What tells layers of one kind from others: code and shapes, not values."""
-    shapes = tuple((name, tuple(item.shape)) for name, item in layer.named_parameters())
-    kinds = tuple(type(part) for part in layer.modules())
-    flags = tuple(sorted((key, str(value)) for key, value in vars(layer).items() if isinstance(value, (str, bool))))
-    return shapes, kinds, flags
+def _layer_kind_key(layer: nn.Module) -> Any:
+    """Returns a key that is equal for layers of the same code and shapes; weights' values don't count."""
+    parameter_shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    module_types = tuple(type(child) for child in layer.modules())
+    attributes = tuple(
+        sorted((key, str(value)) for key, value in vars(layer).items() if isinstance(value, (str, bool)))
+    )
+    return parameter_shapes, module_types, attributes
 
 
-def _rows(traced: LayerTrace, opened: Callable[[], LayerTrace], degree: int) -> LayerRows:
-    """Finds, adapts and rehearses the groups of one kind of layer; ``opened`` gives the layer with its norms open."""
+def _read_layer_rows(traced: LayerTrace, opened: Callable[[], LayerTrace], degree: int) -> LayerRows:
+    """Finds, adapts and rehearses the groups of one kind of layer; ``opened`` traces it with norms passed through."""
     if traced.output is None or not traced.inputs:
         return LayerRows(groups=(), refused={"": "the layer takes or gives no hidden state"}, sequence=False)
     candidates, refused = find_groups(traced, ROWS)
     faults: set[str] = set()
-    accepted = _fitting(traced, candidates, [], refused, faults, degree)
+    accepted = _accept_working_groups(traced, candidates, [], refused, faults, degree)
+    # Second attempt for refused matrices: a norm over all features hides the units, so trace with norms passed through
+    # and give these norms a global reduction.
     if refused:
-        others, _ = find_groups(opened(), ROWS)
-        meeting = [group for group in others if any(item.kind == "meeting" for item in group.cuttings)]
-        accepted = _fitting(traced, meeting, accepted, refused, faults, degree)
+        opened_groups, _ = find_groups(opened(), ROWS)
+        global_norm_groups = [
+            group for group in opened_groups if any(item.kind == "meeting" for item in group.cuttings)
+        ]
+        accepted = _accept_working_groups(traced, global_norm_groups, accepted, refused, faults, degree)
     rows = LayerRows(groups=tuple(accepted), refused=refused, faults=tuple(sorted(faults & refused.keys())))
-    why = rehearse_layer(traced, rows, 2, sequence=True)
-    return dataclasses.replace(rows, sequence=not why, sequence_refused=why)
+    reason = rehearse_layer(traced, rows, 2, sequence=True)
+    return dataclasses.replace(rows, sequence=not reason, sequence_refused=reason)
 
 
-def _fitting(
+def _accept_working_groups(
     traced: LayerTrace,
     candidates: Sequence[ShardingGroup],
     accepted: list[ShardingGroup],
@@ -208,125 +240,144 @@ def _fitting(
     faults: set[str],
     degree: int,
 ) -> list[ShardingGroup]:
-    """Adds to ``accepted`` the candidates that work, and to ``refused`` and ``faults`` the others."""
-    for group in sorted(candidates, key=lambda group: -_weights(traced, group)):
-        held = {name for other in accepted for name in _matrices(other)}
-        if held & set(_matrices(group)):
+    """Adds the candidates whose rehearsal passes to ``accepted``, and their failures to ``refused`` and ``faults``."""
+    # largest first, so that of two overlapping groups the one with more weights is accepted
+    for group in sorted(candidates, key=lambda group: -_split_elements(traced, group)):
+        taken_matrices = {name for accepted_group in accepted for name in _matrix_names(accepted_group)}
+        if taken_matrices & set(_matrix_names(group)):
             continue
-        ranks = degree if group.shares(degree) is not None else 2
+        # fewer units than ranks: rehearse at degree 2
+        trial_ranks = degree if group.shares(degree) is not None else 2
 
-        def works(tried: ShardingGroup, ranks: int = ranks) -> str:
-            if tried.shares(ranks) is None:
-                return f"its {tried.units} heads or channels don't divide"
-            return rehearse_layer(traced, LayerRows(groups=(tried,)), ranks)
+        def works(candidate: ShardingGroup, trial_ranks: int = trial_ranks) -> str:
+            if candidate.shares(trial_ranks) is None:
+                return f"its {candidate.units} heads or channels don't divide"
+            return rehearse_layer(traced, LayerRows(groups=(candidate,)), trial_ranks)
 
-        found, why = find_numbers(traced, group, works)
-        if found is not None:
-            accepted = [*accepted, found]
+        working_group, reason = find_numbers(traced, group, works)
+        if working_group is not None:
+            accepted = [*accepted, working_group]
         else:
-            faults |= set(_matrices(group))
-            for name in _matrices(group):
-                refused.setdefault(name, _rule(why))
+            faults |= set(_matrix_names(group))
+            for name in _matrix_names(group):
+                refused.setdefault(name, _refusal_sentence(reason))
     for group in accepted:
-        for name in _matrices(group):
+        for name in _matrix_names(group):
             refused.pop(name, None)
     return accepted
 
 
-def _weights(traced: LayerTrace, group: ShardingGroup) -> int:
-    """Parameters that a group splits: where two want the same matrix, the larger one has it."""
+def _split_elements(traced: LayerTrace, group: ShardingGroup) -> int:
+    """Returns the number of parameters that a group splits: of two groups with one matrix, the larger wins."""
     return sum(traced.layer.get_parameter(split.name).numel() for split in group.splits)
 
 
-def _rule(why: str) -> str:
-    """What a failed trial says about the code, in words of the rule that it breaks."""
-    if " is off by " in why:
-        return f"computed in parts it gives something else, so its code looks at more than one head or channel ({why})"
-    if why.startswith("its ") or why.startswith("the ranks"):
-        return why
-    return f"its code doesn't run on a part of the heads or channels ({why})"
+def _refusal_sentence(reason: str) -> str:
+    """Turns a failed rehearsal's message into a sentence about the rule that the layer's code breaks."""
+    if " is off by " in reason:
+        return (
+            f"computed in parts it gives something else, so its code looks at more than one head or channel ({reason})"
+        )
+    if reason.startswith("its ") or reason.startswith("the ranks"):
+        return reason
+    return f"its code doesn't run on a part of the heads or channels ({reason})"
 
 
-def _matrices(group: ShardingGroup) -> tuple[str, ...]:
+def _matrix_names(group: ShardingGroup) -> tuple[str, ...]:
+    """Returns the dotted names of a group's linears, column-parallel first."""
     return (*group.column_linears, *group.inner_row_linears, group.row_linear)
 
 
-def _with_vocabulary(clone: Clone, table: ShardingTable, degree: int) -> ShardingTable:
-    """Adds embedding and head where the whole model, split, is the whole model."""
+def _add_vocabulary(clone: Clone, table: ShardingTable, degree: int) -> ShardingTable:
+    """Splits embedding and head by vocabulary, as far as the rehearsed model still matches the whole model."""
     structure, vocab = clone.structure, clone.structure.vocab or 0
-    names = []
+    vocab_names = []
     for name in (structure.embedding, structure.head):
-        part = clone.module.get_submodule(name) if name else None
-        if name and isinstance(part, (nn.Embedding, nn.Linear)) and part.weight.shape[0] == vocab:
-            names.append(name)
-    options = [tuple(names), tuple(names[:1]), ()] if structure.embedding and structure.head else [()]
-    tied = any(len({f"{name}.weight" for name in names} & set(group)) > 1 for group in structure.ties)
-    options = [chosen for chosen in options if not tied or len(chosen) != 1]
-    why = ""
-    for chosen in dict.fromkeys(options):
-        tried = dataclasses.replace(table, vocabulary=chosen, vocab=vocab, headless=structure.head not in chosen)
-        error = rehearse_model(clone, tried, 2)
-        if not error:
-            gone = [name for name in names if name not in chosen]
-            return dataclasses.replace(tried, refused=dict.fromkeys(gone, why), faults=tuple(gone))
-        why = why or error
-    return _fitting_layers(clone, table, why)
+        vocab_module = clone.module.get_submodule(name) if name else None
+        if name and isinstance(vocab_module, (nn.Embedding, nn.Linear)) and vocab_module.weight.shape[0] == vocab:
+            vocab_names.append(name)
+    # in order of preference: both split, embedding alone, neither
+    vocabulary_choices = (
+        [tuple(vocab_names), tuple(vocab_names[:1]), ()] if structure.embedding and structure.head else [()]
+    )
+    tied = any(len({f"{name}.weight" for name in vocab_names} & set(group)) > 1 for group in structure.ties)
+    # a tied weight can't be split in one module and whole in the other
+    vocabulary_choices = [vocabulary for vocabulary in vocabulary_choices if not tied or len(vocabulary) != 1]
+    first_failure = ""
+    for vocabulary in dict.fromkeys(vocabulary_choices):
+        candidate_table = dataclasses.replace(
+            table, vocabulary=vocabulary, vocab=vocab, headless=structure.head not in vocabulary
+        )
+        failure = rehearse_model(clone, candidate_table, 2)
+        if not failure:
+            refused_names = [name for name in vocab_names if name not in vocabulary]
+            return dataclasses.replace(
+                candidate_table, refused=dict.fromkeys(refused_names, first_failure), faults=tuple(refused_names)
+            )
+        first_failure = first_failure or failure
+    return _keep_working_layers(clone, table, first_failure)
 
 
-def _fitting_layers(clone: Clone, table: ShardingTable, why: str) -> ShardingTable:
-    """Keeps the kinds of layers with which the whole model, split, is the whole model; others are refused by name.
+def _keep_working_layers(clone: Clone, table: ShardingTable, reason_all_split: str) -> ShardingTable:
+    """Keeps the kinds of layers with which the split model matches the whole model; refuses the others by name.
 
     Args:
         clone: of the model.
-        table: that doesn't fit, without a vocabulary.
-        why: what was off with all layers split.
+        table: that doesn't match, without a vocabulary.
+        reason_all_split: difference with all layers split.
     """
-    layers = {name: LayerRows(groups=(), refused={"": why}, faults=("",), sequence=False) for name in table.layers}
-    faults: list[str] = []
+    # start from nothing split and add one kind of layer at a time
+    layers = {
+        name: LayerRows(groups=(), refused={"": reason_all_split}, faults=("",), sequence=False)
+        for name in table.layers
+    }
+    failures: list[str] = []
     for names in layer_kinds(table).values():
-        tried = ShardingTable(layers=layers | {name: table.layers[name] for name in names})
+        candidate_table = ShardingTable(layers=layers | {name: table.layers[name] for name in names})
         if not any(rows.groups for rows in (table.layers[name] for name in names)):
             continue
-        if error := rehearse_model(clone, tried, 2):
-            faults.append(f"with {names[0]} split over 2 ranks {error}")
-            refused = dataclasses.replace(layers[names[0]], refused={"": faults[-1]})
+        if failure := rehearse_model(clone, candidate_table, 2):
+            failures.append(f"with {names[0]} split over 2 ranks {failure}")
+            refused = dataclasses.replace(layers[names[0]], refused={"": failures[-1]})
             layers |= dict.fromkeys(names, refused)
         else:
-            layers = dict(tried.layers)
-    reason = f"the model, split, isn't the model: {'; '.join(faults[:3]) or why}"
+            layers = dict(candidate_table.layers)
+    reason = f"the model, split, isn't the model: {'; '.join(failures[:3]) or reason_all_split}"
     return ShardingTable(layers=layers, refused={"": reason}, faults=("",))
 
 
-def _carried(table: ShardingTable, clone: Clone, built: BuiltModel) -> ShardingTable:
-    """Carries a narrow clone's table over to the model: heads stay and grow, channels become more."""
-    read = {name: clone.module.get_submodule(name) for name in table.layers}
-    by_kind = {_carry_key(small): (small, table.layers[name]) for name, small in read.items()}
+def _carry_to_full_size(table: ShardingTable, clone: Clone, built: BuiltModel) -> ShardingTable:
+    """Rescales a narrow clone's table to the model: heads grow in size, channels in number."""
+    clone_layers = {name: clone.module.get_submodule(name) for name in table.layers}
+    # match by code and parameter names, not by index: the clone may have fewer layers
+    by_kind = {_carry_key(clone_layer): (clone_layer, table.layers[name]) for name, clone_layer in clone_layers.items()}
     layers = {}
     for name in built.structure.layers:
         layer = built.module.get_submodule(name)
-        known = by_kind.get(_carry_key(layer))
-        if known is None:
+        clone_match = by_kind.get(_carry_key(layer))
+        if clone_match is None:
             layers[name] = LayerRows(groups=(), refused={"": "no layer of the small clone is like it"}, sequence=False)
             continue
-        small, rows = known
+        clone_layer, rows = clone_match
         groups, refused = [], dict(rows.refused)
         for group in rows.groups:
-            grown = rescale_group(group, small, layer)
-            if grown is not None:
-                groups.append(grown)
+            rescaled_group = rescale_group(group, clone_layer, layer)
+            if rescaled_group is not None:
+                groups.append(rescaled_group)
             else:
-                refused |= dict.fromkeys(_matrices(group), "its parts don't grow alike with the model")
+                refused |= dict.fromkeys(_matrix_names(group), "its parts don't grow alike with the model")
         layers[name] = dataclasses.replace(rows, groups=tuple(groups), refused=refused)
     return dataclasses.replace(table, layers=layers, vocab=built.structure.vocab or 0)
 
 
 def _carry_key(layer: nn.Module) -> Any:
-    return type(layer), tuple((name, item.dim()) for name, item in layer.named_parameters())
+    """Returns a key that a clone's layer and the model's layer share: type, parameter names and their ranks."""
+    return type(layer), tuple((name, parameter.dim()) for name, parameter in layer.named_parameters())
 
 
 def layer_kinds(table: ShardingTable) -> Mapping[int, list[str]]:
     """Returns the names of layers that share rows, by the identity of these."""
-    found: dict[int, list[str]] = {}
+    names_by_rows: dict[int, list[str]] = {}
     for name, rows in table.layers.items():
-        found.setdefault(id(rows), []).append(name)
-    return found
+        names_by_rows.setdefault(id(rows), []).append(name)
+    return names_by_rows

@@ -1,4 +1,4 @@
-"""Turns what depends on what into units: which runs of which tensors belong to which part of the work."""
+"""Turns dependence matrices into units: the runs of each tensor's features that belong to one head or channel."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import torch
 from meshwright.spec.sharding_table import Block
 
 PROBED_UNITS = 16
-"""Runs of units by which parameters between matrices are looked at, where there are more units."""
+"""Largest number of runs of units by which parameters between matrices are probed."""
 Blocks = tuple[Block, ...]
 
 
 def finest_units(features: int, matrices: Sequence[torch.Tensor]) -> tuple[int, list[Blocks | None]] | None:
-    """Returns the finest units that most of what is read divides into, and the blocks of each source.
+    """Returns the finest units into which most of the sources' features divide, and the blocks of each source.
 
     Args:
-        features: of what reads, which the units share out in order.
+        features: of the reading tensor, which the units divide in order.
         matrices: for each source a bool matrix (features, its features): which depends on which.
 
     Returns:
-        None when everything meets. For a source, None when every unit reads all of it.
+        None when every feature depends on all. For a source, None when every unit reads all of it.
     """
-    for units in (number for number in range(features, 1, -1) if features % number == 0):
-        found = [blocks_of(matrix.view(units, -1, matrix.shape[1]).any(1)) for matrix in matrices]
-        if any(blocks == () for blocks in found):
+    # from the finest: each divisor of the features is a possible number of units
+    for units in (count for count in range(features, 1, -1) if features % count == 0):
+        source_blocks = [blocks_of(matrix.view(units, -1, matrix.shape[1]).any(1)) for matrix in matrices]
+        if any(blocks == () for blocks in source_blocks):
             continue
-        inside = [block for blocks in found if blocks is not None for block in blocks]
-        fine = sum(block.size * block.count for block in inside if block.count == units)
-        if inside and 2 * fine >= sum(block.size * block.count for block in inside):
-            return units, found
+        all_blocks = [block for blocks in source_blocks if blocks is not None for block in blocks]
+        finest_indices = sum(block.size * block.count for block in all_blocks if block.count == units)
+        # most indices must belong to single units; shared blocks (key heads) may be the smaller share
+        if all_blocks and 2 * finest_indices >= sum(block.size * block.count for block in all_blocks):
+            return units, source_blocks
     return None
 
 
@@ -42,46 +44,55 @@ def blocks_of(uses: torch.Tensor) -> Blocks | None:
     """
     units = uses.shape[0]
     active = uses.any(0)
-    first = uses.to(torch.uint8).argmax(0)
-    number = uses.sum(0)
-    last = units - 1 - uses.flip(0).to(torch.uint8).argmax(0)
-    whole = (last - first + 1 == number) & (first % number.clamp(min=1) == 0) & (units % number.clamp(min=1) == 0)
-    if bool((number[active] == units).all()):
+    first_unit = uses.to(torch.uint8).argmax(0)
+    unit_count = uses.sum(0)
+    last_unit = units - 1 - uses.flip(0).to(torch.uint8).argmax(0)
+    # each feature's users must be an aligned run of units, as key heads shared by neighbours are
+    is_aligned = (
+        (last_unit - first_unit + 1 == unit_count)
+        & (first_unit % unit_count.clamp(min=1) == 0)
+        & (units % unit_count.clamp(min=1) == 0)
+    )
+    if bool((unit_count[active] == units).all()):
         return None
-    if not bool((active & whole).all()):
+    if not bool((active & is_aligned).all()):
         return ()
     runs: list[list[int]] = []
-    for place, key in enumerate(zip(first.tolist(), number.tolist())):
-        if runs and (runs[-1][1], runs[-1][2]) == key:
+    # neighbouring features with the same users form a run
+    for feature, unit_key in enumerate(zip(first_unit.tolist(), unit_count.tolist())):
+        if runs and (runs[-1][1], runs[-1][2]) == unit_key:
             runs[-1][3] += 1
         else:
-            runs.append([place, *key, 1])
-    return tuple(_joined(runs, units)) if _regular(runs, units) else ()
+            runs.append([feature, *unit_key, 1])
+    return tuple(_joined_blocks(runs, units)) if _is_regular(runs, units) else ()
 
 
-def _regular(runs: list[list[int]], units: int) -> bool:
-    """Whether runs (start, first unit, units, size) follow one another as whole blocks."""
-    at = 0
-    while at < len(runs):
-        _, first, number, size = runs[at]
-        count = units // number
-        part = runs[at : at + count]
-        if first or [run[1:] for run in part] != [[index * number, number, size] for index in range(count)]:
+def _is_regular(runs: list[list[int]], units: int) -> bool:
+    """Returns whether runs (start, first unit, units, size) follow one another as whole blocks."""
+    position = 0
+    while position < len(runs):
+        _, first_unit, units_each, size = runs[position]
+        count = units // units_each
+        period = runs[position : position + count]
+        if first_unit or [run[1:] for run in period] != [
+            [index * units_each, units_each, size] for index in range(count)
+        ]:
             return False
-        at += count
+        position += count
     return True
 
 
-def _joined(runs: list[list[int]], units: int) -> Iterator[Block]:
-    at = 0
-    while at < len(runs):
-        start, _, number, size = runs[at]
-        yield Block(start=start, size=size, count=units // number)
-        at += units // number
+def _joined_blocks(runs: list[list[int]], units: int) -> Iterator[Block]:
+    """Yields the blocks that regular runs form."""
+    position = 0
+    while position < len(runs):
+        start, _, units_each, size = runs[position]
+        yield Block(start=start, size=size, count=units // units_each)
+        position += units // units_each
 
 
 def unit_masks(blocks: Blocks, units: int) -> torch.Tensor:
-    """Returns (units, features) bool: which unit uses which feature; the inverse of `blocks_of`."""
+    """Returns (units, features) bool: whether a unit uses a feature; the inverse of `blocks_of`."""
     total = sum(block.size * block.count for block in blocks)
     uses = torch.zeros(units, total, dtype=torch.bool)
     for unit in range(units):
@@ -92,7 +103,7 @@ def unit_masks(blocks: Blocks, units: int) -> torch.Tensor:
 
 
 def probes(units: int) -> int:
-    """Returns into how many runs of units a target is divided to look at parameters."""
+    """Returns the number of runs of units in which parameters are probed: the largest divisor up to the limit."""
     return next(count for count in range(min(units, PROBED_UNITS), 0, -1) if units % count == 0)
 
 
@@ -100,22 +111,22 @@ def parameter_blocks(masks: Sequence[torch.Tensor], units: int) -> tuple[int, Bl
     """Returns the dim along which a parameter belongs to units, and its blocks; None when it is shared.
 
     Args:
-        masks: for each of some equal runs of units, which elements these use.
+        masks: for each of some equal runs of units, a bool mask of the parameter's shape: the elements that it uses.
         units: in all.
     """
     for dim in range(masks[0].dim()):
-        others = [axis for axis in range(masks[0].dim()) if axis != dim]
-        uses = torch.stack([mask.any(dim=others) if others else mask for mask in masks])
-        blocks = blocks_of(uses) if len(masks) > 1 else None
+        other_dims = [axis for axis in range(masks[0].dim()) if axis != dim]
+        uses_by_run = torch.stack([mask.any(dim=other_dims) if other_dims else mask for mask in masks])
+        blocks = blocks_of(uses_by_run) if len(masks) > 1 else None
         if not blocks:
             continue
-        return dim, tuple(_refined(block, len(masks), units) for block in blocks)
+        return dim, tuple(_refine_block(block, len(masks), units) for block in blocks)
     return None
 
 
-def _refined(block: Block, probed: int, units: int) -> Block:
-    """A block that was seen at the resolution of some runs of units, in units where it has as many."""
+def _refine_block(block: Block, probed_runs: int, units: int) -> Block:
+    """Returns a block probed at the resolution of runs of units in single units, where its size allows."""
     size = block.size * block.count
-    if block.count != probed or size % units:
+    if block.count != probed_runs or size % units:
         return block
     return Block(start=block.start, size=size // units, count=units)

@@ -1,4 +1,4 @@
-"""What a whole model computes and keeps on one micro-batch: each kind of layer once, and everything around them."""
+"""Measures the operators and saved activations of a model on one micro-batch: each kind of layer once, and the rest."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def measure_model(
     degree: int = 1,
     split_tokens: bool = False,
 ) -> ModelWork:
-    """Runs a model's own modules on fake tensors, layers of one kind once, as ``tp`` would split them.
+    """Runs a model's own modules on fake tensors, layers of one kind once, split as ``tp`` would split them.
 
     Args:
-        built: on meta; it stays as it is.
-        rows: of a micro-batch.
-        sequence: tokens a row.
+        built: on meta; it stays unchanged.
+        rows: B of a micro-batch.
+        sequence: S.
         dtype: of parameters and compute.
         table: the model's, where ``degree`` is above 1.
-        degree: of tp; the first rank's part is measured.
-        split_tokens: as the layout's ``sequence``.
+        degree: of tp; the first rank's shard is measured.
+        split_tokens: the layout's ``sequence``.
 
     Raises:
         ConfigError: when the model's code needs values, and can't run without: routers that count tokens.
@@ -55,66 +55,68 @@ def measure_model(
     axis_group = BlankGroup(degree)
     if degree > 1:
         assert table is not None
+        # the axis group is a stand-in that records what a rank would send
         tensor.wrap_model(module, table, axis_group, degree, split_tokens)  # type: ignore[arg-type]
     layers = [module.get_submodule(name) for name in built.structure.layers]
-    kinds = _Kinds(layers, axis_group)
+    kinds = _LayerKinds(layers, axis_group)
     tokens = torch.zeros(rows, sequence, dtype=torch.int64)
 
     def call() -> torch.Tensor:
         output = model_output(module, built.structure, tokens, tokens)
-        found = output.logits if output.logits is not None else output.loss
-        assert found is not None
-        return found
+        result = output.logits if output.logits is not None else output.loss
+        assert result is not None
+        return result
 
     try:
-        with _unlogged(), faked(module, dtype), _whole_rows(), _drawn(built):
+        with _silence_fake_errors(), faked(module, dtype), _single_document_rows(), _random_ops_mode(built):
             tokens = torch.zeros(rows, sequence, dtype=torch.int64)
+            # outside_layers counts embedding, head and loss: layers hide their own work from it
             kinds.watch()
-            rest = measure_work(module, call, [])
+            outside_layers = measure_work(module, call, [])
     except Exception as error:
         raise ConfigError(f"model '{built.config.name}' can't be run on fake tensors: {str(error)[:200]}") from error
-    rest.sent = list(axis_group.sent)
-    return ModelWork(rows=rows, layers=tuple(kinds.works), counts=tuple(kinds.counts), rest=rest)
+    outside_layers.sent = list(axis_group.sent)
+    return ModelWork(rows=rows, layers=tuple(kinds.works), counts=tuple(kinds.counts), rest=outside_layers)
 
 
 @contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
+def _silence_fake_errors() -> Iterator[None]:
     """Keeps torch from printing the traceback of an operator that it can't fake, which is raised as an error too.
 
-    Grouped products of experts are one: their kernels take float32, their rule for fake tensors bf16 alone.
+    Grouped products of experts are one: their kernels accept float32, their rule for fake tensors bf16 alone.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.disabled = was_disabled
 
 
-def _drawn(built: BuiltModel) -> contextlib.AbstractContextManager[Any]:
-    """Draws as the runtime does, by masks from elsewhere, where a model may draw."""
+def _random_ops_mode(built: BuiltModel) -> contextlib.AbstractContextManager[Any]:
+    """Returns a mode that draws masks as the runtime does, where a model may draw; else a mode that does nothing."""
     return RandomOpsMode(_Masks()) if may_draw(built) else contextlib.nullcontext()
 
 
 class _Masks:
-    """Stands for the numbers of `parallel.dropout_rng`: a mask is one operator that is found again by its name."""
+    """Replaces `parallel.dropout_rng`: each mask is one operator that the counter recognises by its name."""
 
     def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
-        """As `parallel.random_ops.RandomSource.kept`."""
+        """Returns a bool mask of ``shape``, fake: True where an element is kept."""
         return torch.empty(tuple(shape), dtype=torch.bool, device=device).bernoulli_(1.0 - p)
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """As `parallel.random_ops.RandomSource.uniform`."""
+        """Returns float64 numbers of ``shape``, fake."""
         return torch.empty(tuple(shape), dtype=torch.float64, device=device).bernoulli_()
 
     def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
-        """As `parallel.random_ops.RandomSource.kept_scores`."""
+        """Returns a bool mask (B, H, S, keys) for attention weights, fake."""
         return self.kept((*query.shape[:3], keys), p, query.device)
 
 
 @contextlib.contextmanager
-def _whole_rows() -> Iterator[None]:
-    """Tells transformers what it can't see on fake tensors: no document begins inside a row, so no mask is needed."""
+def _single_document_rows() -> Iterator[None]:
+    """Keeps transformers from looking for documents in fake tensors: a row is one document and needs no mask."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     plain = getattr(masks, "find_packed_sequence_indices", None)
     if plain is None:
@@ -127,77 +129,89 @@ def _whole_rows() -> Iterator[None]:
         masks.find_packed_sequence_indices = plain
 
 
-class _Kinds:
-    """Replaces every layer by one that is measured the first time its kind is called, and else hands its input on."""
+class _LayerKinds:
+    """Replaces every layer by one that measures its kind at the first call, and otherwise passes its input on."""
 
     def __init__(self, layers: list[Any], axis_group: BlankGroup) -> None:
         self.works: list[ModuleWork] = []
         self.counts: list[int] = []
         self._layers, self._axis_group = layers, axis_group
-        self._known: dict[Any, int] = {}
-        self._given: list[Any] = []
+        self._kind_index: dict[Any, int] = {}
+        self._outputs: list[Any] = []
 
     def watch(self) -> None:
-        """Puts the replacements in place; the module is a copy that nobody else uses."""
+        """Wraps the layers' forwards; the module is a copy that nobody else uses."""
         for layer in self._layers:
             wrap_forward(
-                layer, ForwardLayer.PROBE, "measured once for each kind of layer", partial(self._replaced, layer)
+                layer,
+                ForwardLayer.PROBE,
+                "measured once for each kind of layer",
+                partial(self._measuring_forward, layer),
             )
 
-    def _replaced(self, layer: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _measuring_forward(self, layer: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a forward that measures the layer's kind once and counts the calls."""
+        # layers of one class, attention type and shapes cost the same
         key = (
             type(layer),
             getattr(layer, "attention_type", ""),
-            tuple((name, tuple(item.shape)) for name, item in layer.named_parameters()),
+            tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()),
         )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if key not in self._known:
-                sent = len(self._axis_group.sent)
-                self._known[key] = len(self.works)
-                self.works.append(self._measured(layer, plain, args, kwargs))
+            if key not in self._kind_index:
+                sent_before = len(self._axis_group.sent)
+                self._kind_index[key] = len(self.works)
+                self.works.append(self._measure_layer(layer, plain, args, kwargs))
                 self.counts.append(0)
-                with _Unseen():
-                    self._given.append(plain(*_detached(args), **_detached(kwargs)))
-                del self._axis_group.sent[sent:]
-            self.counts[self._known[key]] += 1
-            out = self._given[self._known[key]]
-            first = next(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
-            return tree_map_only(torch.Tensor, lambda item: _through(item, first), out)
+                # once more without counting, for an output of the right shape
+                with _HiddenFromModes():
+                    self._outputs.append(plain(*_detached(args), **_detached(kwargs)))
+                # the second run's collectives were recorded too; only the measured run's count
+                del self._axis_group.sent[sent_before:]
+            self.counts[self._kind_index[key]] += 1
+            layer_output = self._outputs[self._kind_index[key]]
+            layer_input = next(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+            return tree_map_only(torch.Tensor, lambda item: _skip_layer(item, layer_input), layer_output)
 
         return forward
 
-    def _measured(self, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> ModuleWork:
+    def _measure_layer(self, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> ModuleWork:
+        """Measures one layer on detached leaves of its arguments."""
         inputs: list[torch.Tensor] = []
         lent: list[torch.Tensor] = []
 
+        # differentiable arguments are inputs; others (masks, position tables) belong to every layer
         def leaf(item: torch.Tensor) -> torch.Tensor:
-            made = item.detach()
+            detached = item.detach()
             if item.requires_grad:
-                inputs.append(made.requires_grad_())
+                inputs.append(detached.requires_grad_())
             else:
-                lent.append(made)
-            return made
+                lent.append(detached)
+            return detached
 
-        given, named = tree_map_only(torch.Tensor, leaf, (args, kwargs))
-        sent = len(self._axis_group.sent)
+        leaf_args, leaf_kwargs = tree_map_only(torch.Tensor, leaf, (args, kwargs))
+        sent_before = len(self._axis_group.sent)
 
         def call() -> torch.Tensor:
-            out = plain(*given, **named)
-            return out if isinstance(out, torch.Tensor) else next(i for i in out if isinstance(i, torch.Tensor))
+            result = plain(*leaf_args, **leaf_kwargs)
+            return (
+                result if isinstance(result, torch.Tensor) else next(i for i in result if isinstance(i, torch.Tensor))
+            )
 
-        with _Unseen(), torch.enable_grad():
+        with _HiddenFromModes(), torch.enable_grad():
             work = measure_work(layer, call, inputs, lent)
-        work.sent = self._axis_group.sent[sent:]
+        work.sent = self._axis_group.sent[sent_before:]
         return work
 
 
-class _Unseen:
-    """What runs inside isn't seen by the modes and hooks around it."""
+class _HiddenFromModes:
+    """Hides what runs inside from the modes and hooks around it."""
 
     def __enter__(self) -> None:
         self._modes = torch.utils._python_dispatch._pop_mode_temporarily()
         self._mode = self._modes.__enter__()
+        # hooks that do nothing override those of the outer measurement
         self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda item: item, lambda item: item)
         self._hooks.__enter__()
 
@@ -207,9 +221,10 @@ class _Unseen:
 
 
 def _detached(value: Any) -> Any:
+    """Returns nested values with their tensors detached."""
     return tree_map_only(torch.Tensor, lambda item: item.detach(), value)
 
 
-def _through(item: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """The layer's input in the place of its output, so that gradients find the way on."""
-    return first if item.shape == first.shape and item.is_floating_point() else item.detach()
+def _skip_layer(output: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
+    """Returns the layer's input in place of an output of its shape, so that gradients bypass the layer."""
+    return layer_input if output.shape == layer_input.shape and output.is_floating_point() else output.detach()

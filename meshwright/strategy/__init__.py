@@ -1,4 +1,4 @@
-"""Faces of the runtime for a model and a loop of one's own: strategy, pipeline engine, layers, mesh, optimizer."""
+"""Runs layouts on custom models and loops: strategy, pipeline engine, layers, mesh and optimizer."""
 
 from meshwright.strategy.hybrid import HybridParallelStrategy
 from meshwright.strategy.layers import TensorParallelLinear, TensorParallelMultiheadAttention

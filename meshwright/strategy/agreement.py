@@ -1,7 +1,8 @@
-"""Looks, at the first steps and ever more rarely after them, whether ranks agree where a layout says that they do.
+"""Checks that ranks agree where a layout says that they do, at the first steps and ever more rarely after them.
 
-Copies of a weight part when a loop changes them by what one rank alone knows: a gradient from `torch.autograd.grad`, a
-layer drawn anew, a checkpoint loaded on one rank. Ranks that split layers must be called on the same rows.
+Copies of a weight diverge when a loop changes them by values that only one rank has: a gradient from
+`torch.autograd.grad`, a layer drawn anew, a checkpoint loaded on one rank. Ranks that split layers must be called on
+the same rows.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_KEPT_BITS = 50
-"""Of a sum, so that float64 carries it exactly."""
+_SUM_BITS = 50
+"""Bits of a sum, so that float64 represents it exactly."""
 
 
 class AgreementCheck:
@@ -32,18 +33,18 @@ class AgreementCheck:
     def __init__(self, program: Program) -> None:
         assert program.mesh is not None
         axis_groups, layout = program.mesh.axis_groups, program.mesh.layout
-        held = (*program.weights, *program.frozen)
+        weights = (*program.weights, *program.frozen)
         self._copies: list[tuple[AxisGroup, Sequence[Weight]]] = []
         if layout.degree("replicate") > 1:
-            self._copies.append((axis_groups["replicate"], held))
+            self._copies.append((axis_groups["replicate"], weights))
         if layout.degree("tp") > 1:
-            self._copies.append((axis_groups["tp"], [weight for weight in held if weight.place.is_whole]))
+            self._copies.append((axis_groups["tp"], [weight for weight in weights if weight.place.is_whole]))
         self._same_rows = axis_groups["tp"] if layout.degree("tp") > 1 else None
         self._steps = self._forwards = 0
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Compares copies of weights.
+        """Compares copies of weights over ranks.
 
         Raises:
             ConfigError: on every rank of a group whose copies differ.
@@ -54,7 +55,9 @@ class AgreementCheck:
         for axis_group, weights in self._copies:
             if not weights:
                 continue
-            differs = _differing([checksum(weight.local) for weight in weights], axis_group, weights[0].local.device)
+            differs = _differing_indices(
+                [checksum(weight.local) for weight in weights], axis_group, weights[0].local.device
+            )
             if differs:
                 raise ConfigError(
                     f"after {self._steps} steps ranks hold other values of '{weights[differs[0]].name}', of which each "
@@ -62,7 +65,7 @@ class AgreementCheck:
                     "random draw, or load_state_dict on one rank; change weights alike on all ranks, by whole gradients"
                 )
 
-    def before_forward(self, given: Any) -> None:
+    def before_forward(self, inputs: Any) -> None:
         """Compares inputs of ranks that split layers.
 
         Raises:
@@ -71,8 +74,8 @@ class AgreementCheck:
         self._forwards += 1
         if self._same_rows is None or not _power_of_two(self._forwards):
             return
-        tensors = [item for item in tree_leaves(given) if isinstance(item, torch.Tensor)]
-        if tensors and _differing([sum(map(checksum, tensors))], self._same_rows, tensors[0].device):
+        tensors = [tensor for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)]
+        if tensors and _differing_indices([sum(map(checksum, tensors))], self._same_rows, tensors[0].device):
             raise ConfigError(
                 "ranks of one tensor parallel group were called on other rows: they share the work on the same ones; "
                 "give the sampler num_replicas and rank from strategy.reader, not from the world"
@@ -80,22 +83,25 @@ class AgreementCheck:
 
 
 def checksum(values: torch.Tensor) -> int | torch.Tensor:
-    """Returns a sum of a tensor's bits, each element weighed by its place, an int64 scalar."""
+    """Returns a sum of a tensor's bits, each element weighted by its position: an int64 scalar."""
     bits = values.detach().contiguous().view(-1).view(_BITS[values.itemsize]) if not values.is_complex() else values
-    places = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64) % 8191
-    return (bits.to(torch.int64) * places).sum() if bits.numel() else torch.zeros((), dtype=torch.int64)
+    # a weight for each position, so that swapped elements change the sum
+    position_weights = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64) % 8191
+    return (bits.to(torch.int64) * position_weights).sum() if bits.numel() else torch.zeros((), dtype=torch.int64)
 
 
-def _differing(sums: Iterable[Any], axis_group: AxisGroup, device: torch.device) -> list[int]:
-    """Returns the places at which ranks have other sums, the same on all of them."""
-    mine = torch.stack([torch.as_tensor(item, device=device) for item in sums]).remainder(1 << _KEPT_BITS)
-    own = torch.cat([mine, -mine]).to(torch.float64)
-    largest = own.clone()
-    axis_group.all_reduce_max(largest).wait()
+def _differing_indices(checksums: Iterable[Any], axis_group: AxisGroup, device: torch.device) -> list[int]:
+    """Returns the indices of checksums that differ between ranks, the same list on every rank."""
+    local_sums = torch.stack([torch.as_tensor(item, device=device) for item in checksums]).remainder(1 << _SUM_BITS)
+    # one maximum over ranks gives both ends: max(x) and -min(x)
+    signed_sums = torch.cat([local_sums, -local_sums]).to(torch.float64)
+    maxima = signed_sums.clone()
+    axis_group.all_reduce_max(maxima).wait()
     # Equal exactly where the largest is also the smallest.
-    spread = largest[: len(mine)] + largest[len(mine) :]
-    return [place for place, gap in enumerate(spread.tolist()) if gap]
+    max_minus_min = maxima[: len(local_sums)] + maxima[len(local_sums) :]
+    return [index for index, gap in enumerate(max_minus_min.tolist()) if gap]
 
 
 def _power_of_two(number: int) -> bool:
+    """Returns whether a count is a power of two: checks become rarer as a run goes on."""
     return number & (number - 1) == 0

@@ -1,4 +1,4 @@
-"""A module of the user's own as the project's rooms take a model: on meta, with a source for any part of any weight."""
+"""Reads a custom module into the form of a built model: on meta, with a source for any box of any weight."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def read_model(model: Model, seed: int) -> BuiltModel:
-    """Reads a module, whose weights go to meta while the result remembers their values.
+    """Reads a module; its weights move to meta while the result remembers their values.
 
     Args:
         model: with real weights or on meta; or a function, which is run on meta and recorded, so that each rank can
-            make its parts alone.
+            compute its shards alone.
         seed: of the weights of a recorded module.
 
     Raises:
         ConfigError: for weights that are neither float32 nor float64, and for a function that returns no module.
     """
+    # an empty recording: the values are constants of the recipe
     if isinstance(model, nn.Module):
         module, recipe = model, recipe_of(model, Recording())
     else:
@@ -62,24 +63,25 @@ def read_model(model: Model, seed: int) -> BuiltModel:
 
 
 def _config_of(module: nn.Module) -> ModelConfig:
-    """What stands for the module where it is named, shrunk or asked whether it draws random numbers."""
+    """Returns a config with the module's name, overrides and dropout, for messages, clones and trials."""
     if not is_transformers(module):
-        dropout = max((part.p for part in module.modules() if isinstance(part, nn.Dropout)), default=0.0)
+        dropout = max((child.p for child in module.modules() if isinstance(child, nn.Dropout)), default=0.0)
         return ModelConfig(name=f"{type(module).__module__}:{type(module).__qualname__}", dropout=dropout)
     config: Any = module.config
-    plain, changed = config.to_dict(), config.to_diff_dict()
+    config_values, changed = config.to_dict(), config.to_diff_dict()
     skipped = {*DROPOUTS, "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"}
-    kept = {
+    # overrides hold what differs from the family's defaults, so that clones have it too
+    changed_values = {
         key: item
         for key, item in changed.items()
-        if key in plain and key not in skipped and isinstance(item, (bool, str, float))
+        if key in config_values and key not in skipped and isinstance(item, (bool, str, float))
     }
-    dropout = max((float(plain[key]) for key in DROPOUTS if plain.get(key)), default=0.0)
-    return ModelConfig(name=config.model_type, overrides=kept, dropout=dropout)
+    dropout = max((float(config_values[key]) for key in DROPOUTS if config_values.get(key)), default=0.0)
+    return ModelConfig(name=config.model_type, overrides=changed_values, dropout=dropout)
 
 
 def _with_layers(module: nn.Module, structure: ModelStructure) -> ModelStructure:
-    """Takes the items of an `nn.Sequential` that have weights for its layers, where nothing in it is repeated."""
+    """Uses the items of an `nn.Sequential` that have weights as its layers, where nothing in it is repeated."""
     if structure.layers or not isinstance(module, nn.Sequential):
         return structure
     names = tuple(name for name, item in module.named_children() if any(True for _ in item.parameters()))
@@ -87,34 +89,36 @@ def _with_layers(module: nn.Module, structure: ModelStructure) -> ModelStructure
 
 
 class _OnExample:
-    """Stands for a module's forward where the module is tried out: made-up rows like an example, one number out."""
+    """Replaces a module's forward in trials: random rows shaped like an example, a scalar out."""
 
     def __init__(self, module: nn.Module, example: torch.Tensor) -> None:
         self._module, self._example = module, example
 
-    def __call__(self, **given: Any) -> torch.Tensor:
-        rows = next(iter(given.values())).shape[0]
-        draw = torch.Generator().manual_seed(rows)
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        rows = next(iter(inputs.values())).shape[0]
+        generator = torch.Generator().manual_seed(rows)
         if self._example.is_floating_point():
             shape = (rows, *self._example.shape[1:])
-            x = torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_().clone()
+            example_rows = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_().clone()
         else:
-            x = self._example.cpu()[torch.arange(rows) % len(self._example)]
-        found: Any = type(self._module).forward(self._module, x)
+            # integers (classes, ids) can't be random: repeat the example's rows
+            example_rows = self._example.cpu()[torch.arange(rows) % len(self._example)]
+        output: Any = type(self._module).forward(self._module, example_rows)
         total = torch.zeros((), dtype=torch.float64)
-        for item in tree_leaves(found):
+        for item in tree_leaves(output):
             if isinstance(item, torch.Tensor) and item.is_floating_point():
-                slope = torch.randn(item.shape, generator=draw, dtype=torch.float64)
-                total = total + (item * slope).sum()
+                # random weights, so that errors of different elements can't cancel in the sum
+                output_grad = torch.randn(item.shape, generator=generator, dtype=torch.float64)
+                total = total + (item * output_grad).sum()
         return total
 
 
 def tried_on(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
-    """Returns the model as the probes of sharding and stages see it: on rows like ``example`` instead of tokens.
+    """Returns the model as the probes of sharding and stages run it: on rows like ``example`` instead of tokens.
 
     Args:
-        built: its module stays as it is.
-        example: (B, ...) one input; None for a language model, which is tried out on tokens (B, S).
+        built: its module stays unchanged.
+        example: (B, ...) one input; None for a language model, which is run on tokens (B, S).
 
     Raises:
         ConfigError: for a model without a token embedding and no example.
@@ -126,36 +130,38 @@ def tried_on(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
                 "as example=, a tensor (B, ...)"
             )
         return built
-    shown = _shallow(built.module)
-    on_example = _OnExample(shown, example.detach())
-    wrap_forward(shown, ForwardLayer.PROBE, "called on an example of the user's", lambda _plain: on_example)
-    return dataclasses.replace(built, module=shown)
+    probe_module = _shallow_copy(built.module)
+    on_example = _OnExample(probe_module, example.detach())
+    wrap_forward(probe_module, ForwardLayer.PROBE, "called on an example of the user's", lambda _plain: on_example)
+    return dataclasses.replace(built, module=probe_module)
 
 
-def _shallow(module: nn.Module) -> nn.Module:
-    """A module of the same class over the same parts, whose own attributes can be set apart."""
-    made = module.__class__.__new__(module.__class__)
-    made.__dict__.update(module.__dict__)
-    return made
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """Returns a module of the same class with the same children, whose own attributes can be set separately."""
+    copy = module.__class__.__new__(module.__class__)
+    copy.__dict__.update(module.__dict__)
+    return copy
 
 
 def check_equal(built: BuiltModel, world: AxisGroup) -> None:
     """Refuses weights that aren't the same on all ranks, by a sum of their bits.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: with the possible remedies.
     """
-    total = torch.zeros((), dtype=torch.int64)
-    for place, value in enumerate(built.recipe.constants.values()):
+    weighted_bits = torch.zeros((), dtype=torch.int64)
+    for index, value in enumerate(built.recipe.constants.values()):
         if value.numel() and value.is_floating_point():
             bits = value.contiguous().view(_BITS[value.itemsize])
-            total += (bits.sum(dtype=torch.int64) % (1 << 40)).cpu() * (place + 1)
+            # weighted by index, so that two swapped weights don't sum to the same
+            weighted_bits += (bits.sum(dtype=torch.int64) % (1 << 40)).cpu() * (index + 1)
     # Both ends in one maximum; a float64 holds 52 of the bits.
-    found = torch.stack([total, -total]).remainder(1 << 50).to(torch.float64)
+    maxima = torch.stack([weighted_bits, -weighted_bits]).remainder(1 << 50).to(torch.float64)
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    found, own = found.to(device), found.to(device, copy=True)
-    world.all_reduce_max(found).wait()
-    differs = (found != own).any().to(torch.float64)
+    maxima, local_sums = maxima.to(device), maxima.to(device, copy=True)
+    world.all_reduce_max(maxima).wait()
+    differs = (maxima != local_sums).any().to(torch.float64)
+    # every rank must raise, or the others would wait for it in the next collective
     world.all_reduce_max(differs).wait()
     if bool(differs):
         raise ConfigError(
@@ -165,17 +171,18 @@ def check_equal(built: BuiltModel, world: AxisGroup) -> None:
 
 
 def as_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, compute: Any) -> ModelSource:
-    """Returns a model of the user's own as the runtime takes it."""
+    """Returns a custom model in the form that the runtime builds from."""
 
     def fill_buffers(module: nn.Module, device: torch.device) -> None:
         if fill is None:
             built.fill_buffers(module, device)
-        for path, part in module.named_modules():
-            for key, item in part._buffers.items():
-                if item is not None and item.is_meta:
+        for path, child in module.named_modules():
+            for key, buffer in child._buffers.items():
+                # without fill, built.fill_buffers has set every buffer above
+                if buffer is not None and buffer.is_meta:
                     name = f"{path}.{key}" if path else key
                     assert fill is not None
-                    part._buffers[key] = fill(name, tuple((0, size) for size in item.shape)).to(device, item.dtype)
+                    child._buffers[key] = fill(name, tuple((0, size) for size in buffer.shape)).to(device, buffer.dtype)
 
     return ModelSource(
         module=built.module,
@@ -192,9 +199,9 @@ def as_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, comput
 
 
 def precise(layout: Layout, built: BuiltModel) -> Layout:
-    """Keeps a float64 model in float64, and its kernels to those that know it."""
-    kinds = {item.dtype for item in built.module.parameters() if item.is_floating_point()}
-    if torch.float64 in kinds and layout.precision == "float32":
+    """Keeps a float64 model in float64, and switches its kernels to those that support it."""
+    dtypes = {parameter.dtype for parameter in built.module.parameters() if parameter.is_floating_point()}
+    if torch.float64 in dtypes and layout.precision == "float32":
         layout = dataclasses.replace(layout, precision="float64")
     if layout.precision == "float64":
         use_float64(built.module)

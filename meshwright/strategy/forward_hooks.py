@@ -1,4 +1,4 @@
-"""What happens around the forward of a sharded model that user code calls: draws, checks, and the way into backward."""
+"""Wraps the forward of a sharded model that user code calls: dropout numbers, input checks, backward hooks."""
 
 from __future__ import annotations
 
@@ -18,54 +18,60 @@ class ForwardHooks:
     """Hooks of the module of a strategy.
 
     Args:
-        held: this rank's parts of the model.
+        sharded_model: this rank's shards of the model.
         seed: of dropout.
         reader: (index, count) of this rank among those that read other rows.
-        local_batch_norm: let BatchNorm take its statistics of this rank's rows.
+        local_batch_norm: let BatchNorm compute its statistics over this rank's rows.
     """
 
-    def __init__(self, held: ShardedModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:
-        assert held.sync is not None
-        self._held, self._sync = held, held.sync
+    def __init__(self, sharded_model: ShardedModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:
+        assert sharded_model.sync is not None
+        self._sharded_model, self._sync = sharded_model, sharded_model.sync
         self._seed, self._reader, self._forwards = seed, reader, 0
-        alone = reader[1] == 1 or local_batch_norm
-        self._statistics = [] if alone else batch_norms(held.program.module)
+        uses_local_statistics = reader[1] == 1 or local_batch_norm
+        self._statistics = [] if uses_local_statistics else batch_norms(sharded_model.program.module)
 
     def attach(self, module: nn.Module) -> None:
-        """Registers them."""
+        """Registers the hooks on a module."""
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward)
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # evaluation: no backward follows and no dropout is drawn
+        """Checks the inputs and starts the step's random numbers."""
         if not torch.is_grad_enabled():
             return
-        program = self._held.program
+        program = self._sharded_model.program
         self._sync.recover()
         if module.training and any(item.training for item in self._statistics):
             raise ConfigError(
                 "the model has BatchNorm, whose statistics would be of this rank's rows alone: use GroupNorm, or call "
                 "eval() of those layers, or accept it: HybridParallelStrategy(..., local_batch_norm=True)"
             )
-        again = torch._C._current_graph_task_id() != -1
-        if not again:
-            self._held.agreement.before_forward((args, kwargs))
+        # inside a backward: a checkpoint around the model runs its forward again
+        is_recomputation = torch._C._current_graph_task_id() != -1
+        if not is_recomputation:
+            self._sharded_model.agreement.before_forward((args, kwargs))
         if program.chance is not None and module.training:
-            if again:
+            if is_recomputation:
                 raise ConfigError(
                     "torch.utils.checkpoint around the whole model draws other random numbers the second time: write "
                     "recompute=full in the layout instead"
                 )
-            shape = next(item.shape for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
+            # the global batch index of the first row addresses the dropout masks
+            shape = next(tensor.shape for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor))
             program.chance.begin((self._seed, self._forwards), self._reader[0] * shape[0], shape)
             self._forwards += 1
 
     @torch.compiler.disable
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if (chance := self._held.program.chance) is not None:
+        """Ends the random numbers, and hooks the outputs, so that backward opens a pass."""
+        if (chance := self._sharded_model.program.chance) is not None:
             chance.end()
         if not torch.is_grad_enabled():
-            self._held.release()
+            # no backward will free the gathered weights
+            self._sharded_model.release()
             return
         outputs = list(_tensors(output))
         if not outputs:
@@ -73,14 +79,14 @@ class ForwardHooks:
                 f"the model gave a {type(output).__name__} without tensors, so its backward can't be followed: return "
                 "tensors, or an object, dict, list or tuple of them"
             )
-        for item in (item for item in outputs if item.requires_grad):
+        for item in (tensor for tensor in outputs if tensor.requires_grad):
             item.register_hook(self._sync.begin)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors of what a model returned, in whatever they are nested."""
+    """Yields the tensors of a model's output, however they are nested."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif hasattr(leaf, "__dict__"):
-            yield from (item for item in tree_leaves(list(vars(leaf).values())) if isinstance(item, torch.Tensor))
+            yield from (tensor for tensor in tree_leaves(list(vars(leaf).values())) if isinstance(tensor, torch.Tensor))

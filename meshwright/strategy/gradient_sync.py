@@ -1,8 +1,9 @@
-"""Makes gradients those of the whole batch by the time `backward()` returns, whatever loop called it.
+"""Reduces gradients to those of the global batch by the time `backward()` returns, whatever loop called it.
 
-A backward through the sharded model opens a pass: gradients that an earlier pass left are set aside, collectives are
-announced, and a callback of the autograd engine ends the pass: sums arrive, the mean over readers is taken, and what
-had been set aside is added. So a second backward before the step adds up as it does on one device.
+A backward through the sharded model opens a pass: gradients of an earlier pass are set aside, collectives are
+    announced,
+and a callback of the autograd engine ends the pass: reductions complete, the mean over readers is taken, and the
+earlier gradients are added. So a second backward before the step adds up as it does on one device.
 Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2, for the callback.
 """
 
@@ -24,24 +25,24 @@ from meshwright.strategy.sharded_gradient import is_watched, plain_gradient, wat
 
 
 class GradientState(enum.Enum):
-    """What `parameter.grad` holds between two backwards."""
+    """The meaning of `parameter.grad` between two backwards."""
 
     NONE = "none"
     """No backward yet."""
     LOCAL = "local"
-    """Sums over this rank's micro-batches, unsent."""
+    """Sums over this rank's micro-batches, unreduced."""
     SUMMED = "summed"
-    """The gradient of the whole batch."""
+    """The gradient of the global batch."""
 
 
 class GradientSync:
-    """Steers the gradients of a program through backwards that user code calls.
+    """Drives the gradient reductions of a program through backwards that user code calls.
 
     Args:
-        program: built, of one part.
+        program: built, with one stage.
         readers: number of ranks that read other rows.
         average: whether gradients are means over the readers, not sums.
-        publish: called when gradients are whole, with None where there is none for a weight.
+        publish: called when gradients are reduced, with None where a weight has none.
     """
 
     def __init__(self, program: Program, readers: int, average: bool, publish: Callable[[], None]) -> None:
@@ -50,25 +51,26 @@ class GradientSync:
         self._world: AxisGroup = program.mesh.world
         self._mean = readers if average else 1
         self.state = GradientState.NONE
-        self.last = True
+        self.is_last_backward = True
         """Whether the next backward is the last before the step; not so within `accumulate`."""
         self._open = False
-        self._aside: dict[Weight, torch.Tensor] = {}
+        self._earlier_gradients: dict[Weight, torch.Tensor] = {}
         self._arriving: set[str] = set()
-        self._mark: tuple[Weight, tuple[int, int], bool] | None = None
+        self._sum_marker: tuple[Weight, tuple[int, int], bool] | None = None
         self._changes = 0
         self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
         self._order = {weight: number for number, weight in enumerate(program.weights)}
         self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
-        """Whether this rank has a part alone of some weight."""
+        """Whether this rank has only a shard of some weight."""
         for weight in program.weights:
             _ArrivalHooks(self, weight.name, self._mean).attach(weight.parameter)
         for sync in program.parts[0].sync:
-            sync.begin(self.last)  # reducers attach their hooks after those of this class
-        self._own_hooks = {weight: _hook_counts(weight.parameter) for weight in program.weights}
+            # reducers attach their hooks after those of this class
+            sync.begin(self.is_last_backward)
+        self._expected_hook_counts = {weight: _hook_counts(weight.parameter) for weight in program.weights}
 
     def expect(self, name: str) -> None:
-        """Notes that autograd has a gradient for a weight, which may be none of the model's outputs'."""
+        """Notes that autograd computes a gradient for a weight, perhaps without the model's outputs."""
         self.begin()
         self._arriving.add(name)
 
@@ -78,7 +80,7 @@ class GradientSync:
 
     @property
     def summed(self) -> bool:
-        """Whether gradients are those of the whole batch."""
+        """True when gradients are those of the global batch."""
         return self.state is not GradientState.LOCAL
 
     def begin(self, *_: Any) -> None:
@@ -89,16 +91,16 @@ class GradientSync:
         self._check_parameters()
         self._set_aside()
         for sync in self._program.parts[0].sync:
-            sync.begin(self.last)
+            sync.begin(self.is_last_backward)
         engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         # Callbacks run in order, and FSDP2 may queue its own after this one: the second round comes after all.
-        engine.queue_callback(lambda: engine.queue_callback(self._end))
+        engine.queue_callback(lambda: engine.queue_callback(self._finish_pass))
 
     def recover(self) -> None:
-        """Forgets a pass whose backward ended in an error; called before a forward.
+        """Discards a pass whose backward ended in an error; called before a forward.
 
         Raises:
-            ConfigError: shards can't forget it.
+            ConfigError: shards can't discard it.
         """
         if not self._open or torch._C._current_graph_task_id() != -1:
             return
@@ -108,13 +110,13 @@ class GradientSync:
                 "such errors before backward()"
             )
         self._open = False
-        self._aside.clear()
+        self._earlier_gradients.clear()
         self._arriving.clear()
 
     def _check_parameters(self) -> None:
-        """Refuses hooks that would see this rank's gradient alone, and weights that nobody sums."""
-        for weight, own in self._own_hooks.items():
-            if _hook_counts(weight.parameter) != own:
+        """Refuses hooks that would see this rank's gradient alone, and weights whose gradient nobody reduces."""
+        for weight, expected_counts in self._expected_hook_counts.items():
+            if _hook_counts(weight.parameter) != expected_counts:
                 raise ConfigError(
                     f"a hook was registered on '{weight.name}': it would see this rank's gradient before it is summed "
                     "over ranks; change gradients, or step, after backward(), when they are whole"
@@ -127,7 +129,7 @@ class GradientSync:
                 )
 
     def _set_aside(self) -> None:
-        """Takes gradients of an earlier pass out of the way, so that nothing sums them a second time."""
+        """Moves gradients of an earlier pass aside, so that nothing reduces them a second time."""
         self._drop_cleared_sums()
         for weight in self._program.weights:
             gradient = weight.parameter.grad
@@ -135,10 +137,11 @@ class GradientSync:
                 continue
             plain = plain_gradient(gradient) if is_watched(gradient) else gradient
             weight.parameter.grad = plain
+            # unreduced gradients of accumulate() stay: this pass adds to them
             if self.state is not GradientState.SUMMED:
                 continue
-            if self.last:
-                self._aside[weight] = plain
+            if self.is_last_backward:
+                self._earlier_gradients[weight] = plain
                 weight.parameter.grad = None
             elif bool(_local(plain).count_nonzero()):
                 raise ConfigError(
@@ -147,33 +150,35 @@ class GradientSync:
                 )
 
     def _drop_cleared_sums(self) -> None:
-        """Lets shards forget sums over micro-batches that zero_grad() has cleared for all that user code can see."""
-        if self._mark is None:
+        """Makes shards forget sums over micro-batches that zero_grad() has cleared in user code's view."""
+        if self._sum_marker is None:
             return
-        weight, version, made = self._mark
-        self._mark = None
+        weight, version, is_placeholder = self._sum_marker
+        self._sum_marker = None
         if self._version(weight) != version:
             for sync in self._program.parts[0].sync:
                 forget = getattr(sync, "forget", None)
                 if forget is not None:
                     forget()
-        elif made:
+        elif is_placeholder:
             weight.parameter.grad = None
 
     def _mark_sums(self) -> None:
-        """Puts a gradient where shards keep theirs out of sight, so that reading and clearing it is noticed."""
+        """Places a gradient on a weight whose sum FSDP2 keeps internally, to notice that user code clears it."""
+        # the smallest weight, since the placeholder costs its memory
         weight = min(self._program.weights, key=lambda item: item.local.numel() or 1 << 60)
         if not isinstance(weight.parameter, DTensor):
             return
-        made = weight.parameter.grad is None
-        if made:
+        is_placeholder = weight.parameter.grad is None
+        if is_placeholder:
             weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
-        self._mark = weight, self._version(weight), made
+        self._sum_marker = weight, self._version(weight), is_placeholder
 
-    def _end(self) -> None:
+    def _finish_pass(self) -> None:
         """Ends a pass, as the last thing that backward() does."""
         self._open = False
         program = self._program
+        # expected, never accumulated: autograd.grad computed a gradient outside of backward()
         if self._arriving:
             name = min(self._arriving)
             self._arriving.clear()
@@ -181,50 +186,52 @@ class GradientSync:
                 f"torch.autograd.grad gives this rank's gradient of '{name}', which nobody sums: call backward(), "
                 "after which parameter.grad is that of the whole batch"
             )
-        if not self.last:
+        if not self.is_last_backward:
             self.state = GradientState.LOCAL
             self._norms.clear()
             self._mark_sums()
-            self._show()
+            self._wrap_gradients()
             return
-        reached = self._reached()
+        # before the reductions, which fill gradients in
+        reached = self._reached_weights()
         for sync in program.parts[0].sync:
             sync.finish()
-        for weight, seen in zip(program.weights, reached):
-            if not seen:
+        for weight, is_reached in zip(program.weights, reached):
+            if not is_reached:
                 weight.parameter.grad = None
+            # another rank reached it: every rank must step on it, here with zeros
             elif weight.parameter.grad is None:
                 weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
         with torch.no_grad():
             gradients = [grad for weight in program.weights if (grad := weight.gradient) is not None]
             if self._mean > 1 and gradients:
                 torch._foreach_mul_(gradients, 1.0 / self._mean)
-            for weight, earlier in self._aside.items():
+            for weight, earlier in self._earlier_gradients.items():
                 if weight.gradient is None:
                     weight.parameter.grad = earlier  # type: ignore[assignment]
                 else:
                     weight.gradient.add_(_local(earlier))
-        self._aside.clear()
+        self._earlier_gradients.clear()
         self._norms.clear()
         self.state = GradientState.SUMMED
-        self._show()
+        self._wrap_gradients()
         self._publish()
 
-    def _reached(self) -> list[bool]:
-        """Tells which weights some rank's backward reached: as on one device, the others get no gradient.
+    def _reached_weights(self) -> list[bool]:
+        """Returns for each weight whether some rank's backward reached it; the others get no gradient.
 
         Shards get theirs from collectives that all ranks run, so that each rank knows by itself.
         """
-        here = [weight.parameter.grad is not None for weight in self._program.weights]
+        reached_locally = [weight.parameter.grad is not None for weight in self._program.weights]
         if self._readers == 1 or isinstance(self._program.weights[0].parameter, DTensor):
-            return here
-        flags = torch.tensor(here, dtype=torch.float32, device=self._program.weights[0].local.device)
+            return reached_locally
+        flags = torch.tensor(reached_locally, dtype=torch.float32, device=self._program.weights[0].local.device)
         self._world.all_reduce(flags).wait()
-        # Only who lacks one waits for the device to tell.
-        return here if all(here) else [count > 0 for count in flags.tolist()]
+        # Only a rank that lacks a gradient waits for the device.
+        return reached_locally if all(reached_locally) else [count > 0 for count in flags.tolist()]
 
-    def _show(self) -> None:
-        """Gives user code gradients that know that they are parts, or unsent."""
+    def _wrap_gradients(self) -> None:
+        """Wraps gradients so that user code can't mistake a shard, or an unreduced one, for the full gradient."""
         if not self.split and self.state is GradientState.SUMMED:
             return
         for weight in self._program.weights:
@@ -232,68 +239,70 @@ class GradientSync:
                 weight.parameter.grad = watched(weight.parameter.grad, weight, self)
 
     def hide(self) -> None:
-        """Gives plain gradients back, for an optimizer to step on."""
+        """Restores plain gradients, for an optimizer to step on."""
         for weight in self._program.weights:
             if is_watched(weight.parameter.grad):
                 weight.parameter.grad = plain_gradient(weight.parameter.grad)  # type: ignore[arg-type, assignment]
 
     def show(self) -> None:
-        """Ends `hide`."""
-        self._show()
+        """Wraps the gradients again after `hide`."""
+        self._wrap_gradients()
 
     def check_step(self) -> None:
-        """Refuses an optimizer's step on gradients that aren't summed."""
+        """Refuses an optimizer's step on gradients that aren't reduced."""
         if self.state is GradientState.LOCAL:
             raise ConfigError("the last backward before a step sums the gradients: leave it out of accumulate()")
 
     @torch.no_grad()
     def weight_norm(self, weight: Weight, order: float) -> torch.Tensor:
-        """Returns the norm of a whole weight's gradient, a float64 scalar; every rank asks for it together.
+        """Returns the norm of a full weight's gradient, a float64 scalar; every rank calls it together.
 
-        The norms of all weights are summed over ranks at once, and kept until a gradient changes.
+        The norms of all weights are reduced over ranks at once, and cached until a gradient changes.
         """
         if self.state is GradientState.LOCAL:
             raise ConfigError(
                 "gradients are this rank's alone inside strategy.accumulate(): clip after the last backward of a step"
             )
-        number = self._order[weight]
-        known = self._norms.get(order)
-        if known is None or known[1][number] != self._version(weight):
-            versions = [self._version(item) for item in self._program.weights]
-            known = self._norms[order] = (self._all_norms(order), versions)
-        return known[0][number]
+        weight_index = self._order[weight]
+        cached = self._norms.get(order)
+        # all ranks change gradients alike, so that all enter this branch together
+        if cached is None or cached[1][weight_index] != self._version(weight):
+            versions = [self._version(weight) for weight in self._program.weights]
+            cached = self._norms[order] = (self._all_norms(order), versions)
+        return cached[0][weight_index]
 
     def note_change(self) -> None:
-        """Called after user code changed a gradient in place."""
+        """Invalidates cached norms; called after user code changed a gradient in place."""
         self._changes += 1
         self._norms.clear()
 
     def _version(self, weight: Weight) -> tuple[int, int]:
-        """Differs once a gradient has been changed or cleared."""
+        """Returns a value that differs once a gradient has been changed or cleared."""
         gradient = weight.gradient
         return (-1, 0) if gradient is None else (gradient._version, self._changes)
 
     def any_rank(self, flag: torch.Tensor) -> None:
-        """Makes a float flag the maximum over all ranks, in place."""
-        wide = flag.to(torch.float64).reshape(1)
-        self._world.all_reduce_max(wide).wait()
-        flag.copy_(wide.reshape(flag.shape))
+        """Replaces a float flag, one element, by its maximum over all ranks, in place."""
+        flag_float64 = flag.to(torch.float64).reshape(1)
+        self._world.all_reduce_max(flag_float64).wait()
+        flag.copy_(flag_float64.reshape(flag.shape))
 
     def _all_norms(self, order: float) -> torch.Tensor:
-        """(weights,) float64: the norm of each whole gradient."""
+        """Returns (weights,) float64: the norm of each full gradient."""
         device = self._program.weights[0].local.device
         totals = torch.zeros(len(self._program.weights), dtype=torch.float64, device=device)
         with torch._C.DisableTorchFunctionSubclass():
-            for number, weight in enumerate(self._program.weights):
+            for weight_index, weight in enumerate(self._program.weights):
                 gradient = weight.gradient
                 if gradient is None or not gradient.numel():
                     continue
-                for piece in weight.pieces:
-                    norm = torch.linalg.vector_norm(cut(gradient, piece.local), order).to(torch.float64)
+                for box in weight.pieces:
+                    norm = torch.linalg.vector_norm(cut(gradient, box.local), order).to(torch.float64)
                     if order == float("inf"):
-                        totals[number] = torch.maximum(totals[number], norm)
+                        totals[weight_index] = torch.maximum(totals[weight_index], norm)
                     else:
-                        totals[number] += norm**order / piece.copies
+                        # a box that several ranks have a copy of counts once in the sum over ranks
+                        totals[weight_index] += norm**order / box.copies
         if order == float("inf"):
             self._world.all_reduce_max(totals).wait()
             return totals
@@ -304,14 +313,14 @@ class GradientSync:
 class _ArrivalHooks:
     """Hooks of one parameter: a submodule that is called alone, or a penalty, opens a pass too.
 
-    Methods, since Dynamo traces no other hooks that run after accumulation.
+    They are methods, since Dynamo traces no other hooks that run after accumulation.
     """
 
     def __init__(self, sync: GradientSync, name: str, mean: int) -> None:
         self._sync, self._name, self._mean = sync, name, mean
 
     def attach(self, parameter: nn.Parameter) -> None:
-        """Registers them."""
+        """Registers the hooks on a parameter."""
         if isinstance(parameter, DTensor):
             parameter.register_hook(self._scale_direct)
         else:
@@ -321,18 +330,21 @@ class _ArrivalHooks:
     def _scale_direct(self, gradient: torch.Tensor) -> torch.Tensor:
         # Shards get the model's gradient from the reduction, a penalty's from autograd: whole already, no sum of the
         # readers', so that the mean must leave it as it is.
+        """Multiplies a direct gradient, a DTensor shard, by the number of readers, which the mean divides out again."""
         self._sync.begin()
         return gradient * float(self._mean)
 
     def _expect(self, _: torch.Tensor) -> None:
+        """Notes that autograd computes the parameter's gradient."""
         self._sync.expect(self._name)
 
     def _arrived(self, _: torch.Tensor) -> None:
+        """Notes that the parameter's gradient is accumulated."""
         self._sync.arrived(self._name)
 
 
 def _hook_counts(parameter: nn.Parameter) -> tuple[int, int]:
-    """(hooks before accumulation, hooks after it)."""
+    """Returns (hooks before accumulation, hooks after it)."""
     return (
         len(getattr(parameter, "_backward_hooks", None) or ()),
         len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()),
@@ -340,4 +352,5 @@ def _hook_counts(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient's local tensor: this rank's shard of a DTensor, else the gradient itself."""
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient

@@ -1,4 +1,4 @@
-"""A layout for a model and a loop of one's own: the runtime's axes on any module, stepped by `loss.backward()`."""
+"""Runs a layout on a custom model in a custom loop: the runtime's axes on any module, stepped by `loss.backward()`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshwright.strategy.custom_module import Model, as_source, check_equal, pre
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.mesh import Dim, compute_device, given_once, layout_given, ranks_of
-from meshwright.strategy.module_state import named_before, send_weights, settle_module
+from meshwright.strategy.module_state import original_parameters, send_weights, settle_module
 from meshwright.strategy.pipeline import Loss, PipelineEngine
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import shared_facts
@@ -34,7 +34,7 @@ from meshwright.train.loss import IGNORED, cross_entropy_sums
 
 
 class HybridParallelStrategy:
-    """Copies, shards, tensor and expert parallel for a module of one's own, in a loop of one's own.
+    """Runs replicate, shard, tp and ep on a custom model in a custom loop.
 
     ::
 
@@ -64,13 +64,13 @@ class HybridParallelStrategy:
         expert_parallel_dim: ranks of ``ep``, over which experts are dealt out; a dim of a mesh of its own reads rows of
             its own.
         zero: level of the dim of ``shard``; 3 when None.
-        split_vocabulary: under ``tp``, split the head too: logits are then of a part of the vocabulary, and the loss
+        split_vocabulary: under ``tp``, split the head too: logits are then of a shard of the vocabulary, and the loss
             must be `loss`. Without it logits are whole.
         average: whether gradients are means over the readers, not sums.
-        local_batch_norm: let BatchNorm take its statistics of each rank's rows, as DistributedDataParallel does.
+        local_batch_norm: let BatchNorm compute its statistics over each rank's rows, as DistributedDataParallel does.
 
     Raises:
-        PlanError: for a layout that doesn't fit the ranks, or that a loop of one's own can't run.
+        PlanError: for a layout that doesn't fit the ranks, or that a custom loop can't run.
         ConfigError: when there is no process group.
     """
 
@@ -98,11 +98,11 @@ class HybridParallelStrategy:
             "ep": expert_parallel_dim,
         }
         self.layout = ranks_of(layout_given(layout, device_mesh, dims, zero))
-        _check(self.layout)
+        _refuse_unsupported(self.layout)
         self._engine: PipelineEngine | None = None
         self._split_vocabulary, self._average = split_vocabulary, average
         self._mesh: Mesh | None = None
-        self._held: ShardedModel | None = None
+        self._sharded_model: ShardedModel | None = None
         self._local_batch_norm = local_batch_norm
 
     @overload
@@ -151,34 +151,34 @@ class HybridParallelStrategy:
         fill: Fill | None = None,
         seed: int = 1,
     ) -> nn.Module | tuple[nn.Module, Optimizer]:
-        """Leaves this rank its parts of a model; every rank calls it together.
+        """Shards a model and returns this rank's shards; every rank calls it together.
 
         Args:
             model: with real weights, the same on all ranks; or a function that builds one, which is run on meta, so
-                that no rank ever holds it whole; or a module on meta, with ``fill``.
-            optimizer: made of the model's parameters before; it is made one of the parts, in place: groups, rates,
+                that no rank ever has all of it; or a module on meta, with ``fill``.
+            optimizer: over the model's parameters; it is rebuilt over the shards, in place: groups, rates,
                 state and schedulers stay. One that isn't handed in is refused at its next step.
             loss: (output, targets) to a mean over rows, for `step`; cross-entropy when None. Given, or under ``pp``,
                 the strategy runs forward and backward itself.
-            microbatches: parts that `step` cuts a batch into.
+            microbatches: number of micro-batches of a `step`.
             clip: largest norm of the whole gradient in `step`; 0 for no clipping.
-            from_rank: take the weights and buffers of this rank's module, where others hold other ones.
+            from_rank: use the weights and buffers of this rank's module, where others hold other ones.
             example: one input (B, ...) of a model that doesn't take tokens (B, S); needed by ``tp``.
             device: where to compute; when None, this rank's GPU under nccl, else where the weights are. ``"meta"``
-                shapes the parts without memory.
+                shapes the shards without memory.
             fill: values of a box of a weight, by name, for a module on meta.
             seed: of the weights of a model that a function builds, and of dropout: each forward that trains draws anew,
                 the same numbers for the same rows of the global batch under every layout.
 
         Returns:
-            The module itself (or what the function built), whose parameters are now parts, float32 or float64; with the
+            The module itself (or the function's), whose parameters are now shards, float32 or float64; with the
             optimizer where one was given. Where an error is raised instead, the module is left without its weights.
 
         Raises:
             PlanError: the model doesn't allow the layout.
             ConfigError: the weights can't be had, or aren't equal.
         """
-        if self._held is not None:
+        if self._sharded_model is not None:
             raise ConfigError("this strategy has sharded a model; make one for each model")
         if from_rank is not None:
             send_weights(model, from_rank)
@@ -186,17 +186,18 @@ class HybridParallelStrategy:
             return self._run_by_engine(model, optimizer, loss, microbatches, clip, example, device, fill)
         if microbatches is not None or clip:
             raise ConfigError("microbatches and clip are of step(): give a loss too, or do both in your own loop")
-        before = named_before(model, optimizer)
-        held = self._held = self._hold(model, example, device, fill, seed)
-        held.optimizers.mark_stale(before.parameters)
-        module = held.program.module
-        settle_module(module, held.program)
-        ForwardHooks(held, seed, self.reader, self._local_batch_norm).attach(module)
+        # before sharding replaces the parameters that the optimizer has
+        original = original_parameters(model, optimizer)
+        sharded_model = self._sharded_model = self._build_sharded_model(model, example, device, fill, seed)
+        sharded_model.optimizers.mark_stale(original.parameters)
+        module = sharded_model.program.module
+        settle_module(module, sharded_model.program)
+        ForwardHooks(sharded_model, seed, self.reader, self._local_batch_norm).attach(module)
         if optimizer is None:
             return module
-        return module, held.optimizers.rebuild(optimizer, before.names)
+        return module, sharded_model.optimizers.rebuild(optimizer, original.names)
 
-    def _hold(
+    def _build_sharded_model(
         self,
         model: Model,
         example: torch.Tensor | None,
@@ -205,22 +206,22 @@ class HybridParallelStrategy:
         seed: int,
     ) -> ShardedModel:
         """Builds this rank's program."""
-        where = compute_device(model if isinstance(model, nn.Module) else None, device)
+        target = compute_device(model if isinstance(model, nn.Module) else None, device)
         built = read_model(model, seed)
         training = built.module.training
         layout = self.layout = precise(self.layout, built)
-        kind = "cpu" if where.type == "meta" else where.type
-        check(layout, kind, len(built.structure.layers))
-        from_module = where.type != "meta" and fill is None
+        device_type = "cpu" if target.type == "meta" else target.type
+        check(layout, device_type, len(built.structure.layers))
+        from_module = target.type != "meta" and fill is None
         if from_module:
-            _check_made(built)
-        mesh = self._mesh = Mesh(layout, kind, TrafficLog())
+            _refuse_unrecorded(built)
+        mesh = self._mesh = Mesh(layout, device_type, TrafficLog())
         if from_module:
             check_equal(built, mesh.world)
         facts = shared_facts(built, layout, example, self._split_vocabulary)
         source = as_source(built, facts, fill, _no_compute)
-        on_meta, clock = where.type == "meta", StepTimer(kind)
-        program = _outline(source, layout, mesh) if on_meta else build(source, layout, mesh, where, clock)
+        is_meta, clock = target.type == "meta", StepTimer(device_type)
+        program = _shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
         program.meter = None
         module = program.module.train(training)
         if layout.precision == "float64" or not layout.zero:
@@ -240,6 +241,7 @@ class HybridParallelStrategy:
         device: torch.device | str | None,
         fill: Fill | None,
     ) -> nn.Module | tuple[nn.Module, Optimizer]:
+        """Builds a pipeline engine, which runs forward and backward itself."""
         if fill is not None:
             raise ConfigError("fill= isn't for a strategy that runs the model by step(): give weights, or a function")
         if not self._average or self._split_vocabulary:
@@ -248,7 +250,7 @@ class HybridParallelStrategy:
             model, self.layout, loss, optimizer, microbatches, example=example, clip=clip, device=device
         )
         stage = engine.modules[0]
-        self._held, self._mesh, self.layout = engine.held, engine.mesh, engine.layout
+        self._sharded_model, self._mesh, self.layout = engine.sharded_model, engine.mesh, engine.layout
         return stage if optimizer is None else (stage, optimizer)
 
     def step(self, batch: Any) -> float:
@@ -278,81 +280,82 @@ class HybridParallelStrategy:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the weights that this rank holds; a gradient or a moment of an optimizer takes as many again."""
-        return self._ready().bytes
+        """Bytes of this rank's weights; a gradient or an optimizer moment costs as many again."""
+        return self._require_sharded_model().bytes
 
     @property
     def weights(self) -> Sequence[Weight]:
-        """Every trained weight of which this rank holds a part."""
-        return self._ready().program.weights
+        """Every trained weight of which this rank has a shard."""
+        return self._require_sharded_model().program.weights
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around forward and backward of all micro-batches of a step but the last: gradients add up, unsent."""
+        """Wraps forward and backward of all micro-batches of a step but the last: gradients add up, unreduced."""
         sync = self._sync()
-        sync.last = False
+        sync.is_last_backward = False
         try:
             yield
         finally:
-            sync.last = True
+            sync.is_last_backward = True
 
-    def clip_grad_norm_(self, most: float) -> torch.Tensor:
-        """Clips the gradient of the whole model, wherever its parts are, and returns its norm before."""
-        return self._ready().clip(most)
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clips the full model's gradient by its 2-norm over all shards; returns the norm before, a float64 scalar."""
+        return self._require_sharded_model().clip(max_norm)
 
     def grad_norm(self) -> torch.Tensor:
-        """Returns the 2-norm of the gradient of the whole model, the same on every rank."""
-        return self._ready().norm()
+        """Returns the 2-norm of the full model's gradient, a float64 scalar, the same on every rank."""
+        return self._require_sharded_model().norm()
 
     def optimizer(
         self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None = None, **settings: Any
     ) -> torch.optim.Optimizer:
-        """Makes an optimizer over this rank's parts, plain tensors; its `step` waits for the gradients' sums.
+        """Creates an optimizer over this rank's shards, plain tensors; its `step` waits for reduced gradients.
 
         Args:
-            make: a class of torch.optim, or another that takes parameters and works element by element.
+            make: a class of torch.optim, or another over parameters that works element by element.
             groups: parameters of the sharded model or groups of them, as torch takes them; all when None.
             **settings: of ``make``.
         """
-        return self._ready().optimizers.make(make, groups, settings)
+        return self._require_sharded_model().optimizers.make(make, groups, settings)
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean cross-entropy over the targets of the global batch; -100 counts for nothing.
 
         Args:
-            logits: (B, S, V), or this rank's part of V.
+            logits: (B, S, V), or this rank's shard of V.
             targets: (B, S) int64; those of (B, S) logits, nothing is shifted.
 
         Returns:
             A scalar whose mean over the readers (`mean`) is that of all targets, exactly, however many each has.
         """
         assert self._mesh is not None
-        program, count = self._ready().program, self.reader[1]
+        program, count = self._require_sharded_model().program, self.reader[1]
         total = (targets != IGNORED).sum().to(torch.float64)
         self._mesh.world.all_reduce(total).wait()
+        # ranks that read the same rows, by which the sum over the world overcounts
         readers = self.layout.world // count
         scale = (count if self._average else 1) * readers / max(1.0, float(total))
         return cross_entropy_sums(logits, targets, scale, program.view.vocab)[0]
 
     def mean(self, value: torch.Tensor | float) -> float:
-        """Returns the mean of a number over the readers, to be logged."""
-        return self._ready().average(value)
+        """Returns the mean of a number over the readers, for logging."""
+        return self._require_sharded_model().average(value)
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Returns ``{"model": ..., "optimizer": ...}`` for torch.distributed.checkpoint, to save or to load in place.
 
-        Each entry says which boxes of the whole weight it is, so that any layout, or none, loads what another saved.
+        Each entry records its boxes of the full weight, so that any layout, or none, loads another's checkpoint.
         Numbers of the optimizer's groups (rates, decays) aren't part of it.
         """
-        return self._ready().state_dict(optimizer)
+        return self._require_sharded_model().state_dict(optimizer)
 
-    def _ready(self) -> ShardedModel:
-        if self._held is None:
+    def _require_sharded_model(self) -> ShardedModel:
+        if self._sharded_model is None:
             raise ConfigError("no model has been sharded yet; call shard(model) first")
-        return self._held
+        return self._sharded_model
 
     def _sync(self) -> GradientSync:
-        sync = self._ready().sync
+        sync = self._require_sharded_model().sync
         assert sync is not None
         return sync
 
@@ -361,20 +364,20 @@ def _no_compute(*_: Any) -> Any:
     raise ConfigError("the loop is the user's own: call the model, and backward on its loss")
 
 
-def _outline(source: ModelSource, layout: Layout, mesh: Mesh) -> Program:
-    """Builds a program that holds no memory: shapes and places alone."""
-    work = transformed(source, layout, mesh)
-    return Program(work.stages, source.compute, work.view, mesh, StepTimer(mesh.device_type))
+def _shape_only_program(source: ModelSource, layout: Layout, mesh: Mesh) -> Program:
+    """Builds a program without memory: shapes and placements alone."""
+    context = transformed(source, layout, mesh)
+    return Program(context.stages, source.compute, context.view, mesh, StepTimer(mesh.device_type))
 
 
-def _check(layout: Layout) -> None:
-    """Refuses what a loop of the user's own can't do."""
-    cures = {
+def _refuse_unsupported(layout: Layout) -> None:
+    """Refuses layouts that a custom loop can't run."""
+    remedies = {
         "cp": "a loop of one's own reads whole rows: use tp with sequence=true, or `meshwright train`",
     }
-    for name, cure in cures.items():
+    for name, remedy in remedies.items():
         if layout.degree(name) > 1:
-            raise PlanError(f"{name}={layout.degree(name)}: {cure}")
+            raise PlanError(f"{name}={layout.degree(name)}: {remedy}")
     if layout.microbatches > 1 and layout.degree("pp") == 1:
         raise PlanError(
             f"microbatches={layout.microbatches} has no effect on a loop of one's own: leave it out, and accumulate "
@@ -386,11 +389,11 @@ def _check(layout: Layout) -> None:
         raise PlanError("offload=optimizer belongs to the trainer's own AdamW: write offload=parameters")
 
 
-def _check_made(built: BuiltModel) -> None:
-    """Refuses weights that nobody can make, before any rank waits for another."""
-    lost = [name for name, ref in built.recipe.refs.items() if ref.numel and not built.recipe.replay.made(ref)]
+def _refuse_unrecorded(built: BuiltModel) -> None:
+    """Refuses weights without recorded values, before any rank waits for another."""
+    lost = [name for name, ref in built.recipe.refs.items() if ref.numel and not built.recipe.replay.has_origin(ref)]
     if lost:
         raise ConfigError(
-            f"{lost[0]} is on meta, and nothing says what is in it: hand in the function that builds the model, or "
-            "fill=, a function of a weight's name and box"
+            f"{lost[0]} is on meta, and nothing says what is in it: hand in the function that builds the model, "
+            "or fill=, a function of a weight's name and box"
         )

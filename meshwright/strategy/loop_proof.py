@@ -1,6 +1,6 @@
-"""Proves a custom training loop: the user's own function on one device and under layouts, losses and weights compared.
+"""Proves a custom training loop: compares its losses and weights on one device with those under layouts.
 
-The function takes a strategy and returns its losses. On one device the strategy is `OneDevice`, plain torch.
+The function is called with a strategy and returns its losses. On one device the strategy is `OneDevice`, plain torch.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ class LoopVerdict:
     worst: str
     """The weight that is furthest off."""
     refused: str = ""
-    """Why the loop couldn't run under the layout, if it couldn't; nothing was compared then."""
+    """The reason for which the loop couldn't run under the layout; nothing was compared then."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
         plain = asdict(self).items()
-        return {key: str(item) if isinstance(item, float) and not math.isfinite(item) else item for key, item in plain}
+        return {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in plain
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopCase:
-    """What is proven."""
+    """The loop to be proven, and how it is run."""
 
     source: str
     """``FILE:FUNCTION``."""
@@ -86,6 +88,7 @@ def load_loop(source: str) -> Loop:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # the loop's file imports its neighbours
     sys.path.insert(0, str(path.parent))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -93,14 +96,15 @@ def load_loop(source: str) -> Loop:
     if not callable(loop):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"--loop {source}: {path.name} has no function '{name}'; it has {', '.join(functions[:12])}")
-    found: Loop = loop
-    return found
+    typed_loop: Loop = loop
+    return typed_loop
 
 
 def loop_layouts(ranks: int) -> list[Layout]:
     """Returns the layouts that a loop which calls the model itself can run on some ranks."""
     layouts = []
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    # replicate fills the ranks that tp and shard leave
     for tp, shard in ((tp, shard) for tp in divisors for shard in divisors if ranks % (tp * shard) == 0):
         degrees = {"replicate": ranks // (tp * shard), "shard": shard, "tp": tp}
         layouts += [Layout(degrees=degrees, zero=zero) for zero in ((1, 2, 3) if shard > 1 else (0,))]
@@ -108,14 +112,14 @@ def loop_layouts(ranks: int) -> list[Layout]:
 
 
 def verify_loop(
-    case: LoopCase, layouts: Sequence[Layout], done: Callable[[LoopVerdict], None] | None = None
+    case: LoopCase, layouts: Sequence[Layout], on_verdict: Callable[[LoopVerdict], None] | None = None
 ) -> list[LoopVerdict]:
-    """Runs the loop on one device, and under each layout after it, on forked ranks of this machine.
+    """Runs the loop on one device, then under each layout, on forked ranks of this machine.
 
     Args:
         case: the loop.
-        layouts: to be tried.
-        done: told of each verdict as it is reached.
+        layouts: to be run.
+        on_verdict: called with each verdict as it is reached.
 
     Raises:
         ConfigError: there is no such loop, or it can't run on one device.
@@ -128,6 +132,7 @@ def verify_loop(
         for layout in layouts:
             try:
                 ranks = _launch(layout.world, case, _candidate, str(layout), str(path))
+            # a refusal is a result: the other layouts are still run
             except MeshwrightError as error:
                 verdict = LoopVerdict(
                     layout=str(layout),
@@ -138,21 +143,23 @@ def verify_loop(
                     refused=str(error),
                 )
             else:
-                verdict = _merged(layout, ranks, BOUNDS[case.dtype])
+                verdict = _worst_of_ranks(layout, ranks, BOUNDS[case.dtype])
             verdicts.append(verdict)
-            if done is not None:
-                done(verdict)
+            if on_verdict is not None:
+                on_verdict(verdict)
     return verdicts
 
 
 def _launch(ranks: int, case: LoopCase, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs a function on forked ranks of this machine's CPU."""
     devices = Devices(kind="cpu", count=ranks, found=ranks, cores=ranks)
     return ForkLauncher(ranks, devices=devices).run(work, case, *args, timeout_s=case.timeout_s)
 
 
 def _run(case: LoopCase, strategy: Any) -> list[torch.Tensor | float]:
-    """Runs the loop from the same random state on every rank."""
+    """Runs the loop from the same random state on every rank; returns its losses, scalars."""
     loop = load_loop(case.source)
+    # the number of threads changes the order of sums
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, case.dtype))
     torch.manual_seed(0)
@@ -166,51 +173,58 @@ def _run(case: LoopCase, strategy: Any) -> list[torch.Tensor | float]:
 
 
 class _ExactDevice(OneDevice):
-    """One device on which a float64 model isn't rounded to float32 where its code asks for it, as under a layout."""
+    """One device that keeps a float64 model in float64 where its code asks for float32, as under a layout."""
 
     def shard(self, model: Any, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
         """Returns the model, or what the function builds."""
-        made = super().shard(model, optimizer, **options)
+        result = super().shard(model, optimizer, **options)
         assert self.model is not None
-        if any(item.dtype == torch.float64 for item in self.model.parameters()):
+        if any(parameter.dtype == torch.float64 for parameter in self.model.parameters()):
             float64_ops.apply([self.model])
-        return made
+        return result
 
 
 def _reference(_: RankContext, case: LoopCase, path: str) -> None:
+    """Runs the loop on one device and saves losses and weights."""
     device = _ExactDevice()
     losses = [float(loss) for loss in _run(case, device)]
     if device.model is None:
         raise ConfigError(f"--loop {case.source}: the function never called strategy.shard(model): nothing is proven")
-    weights = {name: item.detach().clone() for name, item in device.model.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in device.model.named_parameters()}
     torch.save({"losses": losses, "weights": weights}, path)
 
 
 def _candidate(context: RankContext, case: LoopCase, text: str, path: str) -> dict[str, Any]:
+    """Runs the loop under a layout on one rank; returns its relative errors."""
     init_group(context, timeout_s=case.timeout_s, group_s=case.timeout_s)
-    wanted = torch.load(path, weights_only=True)
+    expected = torch.load(path, weights_only=True)
     strategy = HybridParallelStrategy(text)
     losses = [strategy.mean(loss) for loss in _run(case, strategy)]
-    equal = len(losses) == len(wanted["losses"])
-    gaps = [_share(abs(loss - other), abs(other)) for loss, other in zip(losses, wanted["losses"])]
+    # a loop that stops at another step has failed
+    equal = len(losses) == len(expected["losses"])
+    loss_errors = [
+        _relative_gap(abs(loss - expected_loss), abs(expected_loss))
+        for loss, expected_loss in zip(losses, expected["losses"])
+    ]
     # A weight's error is relative to its own largest entry, but to no less than a thousandth of the model's.
-    floor = 1e-3 * max(float(item.abs().max()) for item in wanted["weights"].values() if item.numel())
+    floor = 1e-3 * max(float(item.abs().max()) for item in expected["weights"].values() if item.numel())
     errors = {}
     for weight in strategy.weights:
-        whole = wanted["weights"][weight.name]
-        gap = (weight.local.cpu() - weight.part(whole)).abs()
-        size = float(whole.abs().max()) if whole.numel() else 0.0
-        errors[weight.name] = _share(float(gap.max()) if gap.numel() else 0.0, max(size, floor))
-    return {"loss": max(gaps) if equal else math.inf, "weights": errors}
+        full_weight = expected["weights"][weight.name]
+        # each rank compares its own boxes; together they cover every weight
+        gap = (weight.local.cpu() - weight.part(full_weight)).abs()
+        size = float(full_weight.abs().max()) if full_weight.numel() else 0.0
+        errors[weight.name] = _relative_gap(float(gap.max()) if gap.numel() else 0.0, max(size, floor))
+    return {"loss": max(loss_errors) if equal else math.inf, "weights": errors}
 
 
-def _share(gap: float, size: float) -> float:
-    """A gap relative to a size; infinite when it isn't finite."""
+def _relative_gap(gap: float, size: float) -> float:
+    """Returns a gap relative to a size; infinite when it isn't finite."""
     return gap / max(size, 1e-300) if math.isfinite(gap) else math.inf
 
 
-def _merged(layout: Layout, ranks: Sequence[dict[str, Any]], bound: float) -> LoopVerdict:
-    """Takes the worst of all ranks."""
+def _worst_of_ranks(layout: Layout, ranks: Sequence[dict[str, Any]], bound: float) -> LoopVerdict:
+    """Returns the verdict by the worst rank."""
     loss = max(rank["loss"] for rank in ranks)
     worst, error = max((item for rank in ranks for item in rank["weights"].items()), key=lambda item: item[1])
     return LoopVerdict(

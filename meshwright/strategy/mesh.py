@@ -1,4 +1,4 @@
-"""A layout to the ranks it stands for, and back: a torch DeviceMesh, its dims, or degrees by keyword to a layout."""
+"""Converts between layouts and torch device meshes: a DeviceMesh, its dims, or degrees by keyword become a layout."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def device_mesh(layout: Layout | str, device_type: str = "cpu") -> DeviceMesh:
         ConfigError: when there is no process group.
     """
     plan = ranks_of(layout)
+    # axes of one rank are no dims; a single rank still needs one
     shape = {name: size for name, size in plan.shape().items() if size > 1} or {"replicate": 1}
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
@@ -113,7 +114,7 @@ def layout_of_dims(dims: Mapping[str, Dim], zero: int | None = None, mesh: Devic
     """
     axes = known_axes()
     degrees: dict[str, int] = {}
-    lines: dict[str, list[int]] = {}
+    ranks_by_axis: dict[str, list[int]] = {}
     for name, dim in dims.items():
         axis = AXIS_OF_DIM.get(name, name)
         if axis not in axes:
@@ -121,55 +122,60 @@ def layout_of_dims(dims: Mapping[str, Dim], zero: int | None = None, mesh: Devic
         if dim is None:
             continue
         if isinstance(dim, str):
-            dim = _dim_by_name(mesh, dim)
+            dim = _mesh_dim(mesh, dim)
         if isinstance(dim, DeviceMesh):
             if dim.ndim != 1:
                 raise PlanError(f"{name} is a mesh of dims {dim.mesh_dim_names}: give one of them, as mesh['{name}']")
-            lines[axis], dim = dim.mesh.flatten().tolist(), dim.size()
+            # the ranks along the dim, in order, to be compared with the layout's
+            ranks_by_axis[axis], dim = dim.mesh.flatten().tolist(), dim.size()
         if axis in degrees:
             raise PlanError(f"'{name}' and another dim are both axis '{axis}': give each axis once")
         degrees[axis] = dim
-    if degrees.get("ep", 1) > 1 and "shard" not in degrees and "ep" in lines:
+    if degrees.get("ep", 1) > 1 and "shard" not in degrees and "ep" in ranks_by_axis:
         # Ranks of an expert dim read rows of their own: they are data ranks for all that isn't an expert.
-        degrees["shard"], lines["shard"] = degrees["ep"], lines.pop("ep")
-    lines.pop("ep", None)
+        degrees["shard"], ranks_by_axis["shard"] = degrees["ep"], ranks_by_axis.pop("ep")
+    # ep divides ranks of other axes, so the layout has no dim to compare it with
+    ranks_by_axis.pop("ep", None)
     sharded = degrees.get("shard", 1) > 1
     layout = Layout(degrees=degrees, zero=(3 if zero is None else zero) if sharded else 0)
     if dist.is_initialized():
-        _check_order(layout, lines)
+        _check_order(layout, ranks_by_axis)
     return layout
 
 
-def _dim_by_name(mesh: DeviceMesh | None, name: str) -> DeviceMesh:
+def _mesh_dim(mesh: DeviceMesh | None, name: str) -> DeviceMesh:
+    """Returns a mesh's dim by name."""
     if mesh is None or name not in (mesh.mesh_dim_names or ()):
-        known = "no mesh was given" if mesh is None else f"the mesh has {mesh.mesh_dim_names}"
-        raise PlanError(f"'{name}' is no dim: {known}; give device_mesh= a mesh with that dim, or a number of ranks")
+        available = "no mesh was given" if mesh is None else f"the mesh has {mesh.mesh_dim_names}"
+        raise PlanError(
+            f"'{name}' is no dim: {available}; give device_mesh= a mesh with that dim, or a number of ranks"
+        )
     return mesh[name]
 
 
-def _check_order(layout: Layout, lines: Mapping[str, list[int]]) -> None:
+def _check_order(layout: Layout, ranks_by_axis: Mapping[str, list[int]]) -> None:
     """Refuses ranks in another order than a layout puts them."""
     shape = layout.shape()
     if layout.world != dist.get_world_size():
         layout.check_ranks(dist.get_world_size())
     grid = torch.arange(layout.world).reshape(tuple(shape.values()))
     place = [int(item) for item in (grid == dist.get_rank()).nonzero()[0]]
-    for axis, ranks in lines.items():
+    for axis, ranks in ranks_by_axis.items():
         if axis not in shape or len(ranks) == 1:
             continue
         dim = tuple(shape).index(axis)
         index: list[int | slice] = [*place]
         index[dim] = slice(None)
-        wanted = grid[tuple(index)].tolist()
-        if wanted != ranks:
+        expected = grid[tuple(index)].tolist()
+        if expected != ranks:
             raise PlanError(
-                f"the dim of '{axis}' has ranks {ranks}, where the layout {layout} puts {wanted}: order the mesh's "
+                f"the dim of '{axis}' has ranks {ranks}, where the layout {layout} puts {expected}: order the mesh's "
                 f"dims as ({', '.join(shape)}), or call device_mesh('{layout}')"
             )
 
 
 def given_once(dim: Dim, size: int | None) -> Dim:
-    """Returns the ranks of a pipeline, which have two names."""
+    """Returns the ranks of a pipeline, which may be given by two names."""
     if dim is not None and size is not None:
         raise ConfigError("pipeline_parallel_dim and pipeline_parallel_size are one number of ranks: give one of them")
     return size if dim is None else dim
@@ -178,29 +184,30 @@ def given_once(dim: Dim, size: int | None) -> Dim:
 def layout_given(
     layout: Layout | str | DeviceMesh | None, mesh: DeviceMesh | None, dims: dict[str, Dim], zero: int | None
 ) -> Layout | str | DeviceMesh:
-    """Returns what says how many ranks each axis has."""
-    given = {name: dim for name, dim in dims.items() if dim is not None}
-    if given and layout is None:
-        return layout_of_dims(given, zero, mesh)
-    if given or (layout is None) == (mesh is None):
+    """Returns the one source of the degrees: a layout, a mesh, or the layout of dims by keyword."""
+    given_dims = {name: dim for name, dim in dims.items() if dim is not None}
+    # dims by keyword may be looked up in a mesh
+    if given_dims and layout is None:
+        return layout_of_dims(given_dims, zero, mesh)
+    if given_dims or (layout is None) == (mesh is None):
         raise ConfigError(
             "give one of: a layout such as 'replicate=2,tp=2', a DeviceMesh whose dims have names, or dims by keyword "
             "(data_parallel_dim=2, tensor_parallel_dim=mesh['tp'])"
         )
-    found = mesh if layout is None else layout
-    if isinstance(found, DeviceMesh):
-        return layout_of_mesh(found, zero)
+    layout_or_mesh = mesh if layout is None else layout
+    if isinstance(layout_or_mesh, DeviceMesh):
+        return layout_of_mesh(layout_or_mesh, zero)
     if zero is not None:
         raise ConfigError(f"zero={zero} belongs into the layout: write shard=N,zero={zero}")
-    assert found is not None
-    return found
+    assert layout_or_mesh is not None
+    return layout_or_mesh
 
 
-def compute_device(module: torch.nn.Module | None, asked: torch.device | str | None) -> torch.device:
-    """Returns where this rank computes: as asked, else its GPU under nccl, else where the weights are."""
-    if asked is not None:
-        return torch.device(asked)
+def compute_device(module: torch.nn.Module | None, device: torch.device | str | None) -> torch.device:
+    """Returns the device of this rank: the given one, else its GPU under nccl, else the weights'."""
+    if device is not None:
+        return torch.device(device)
     if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    found = next((item.device for item in module.parameters()), None) if module is not None else None
-    return found if found is not None and found.type != "meta" else torch.device("cpu")
+    weights_device = next((parameter.device for parameter in module.parameters()), None) if module is not None else None
+    return weights_device if weights_device is not None and weights_device.type != "meta" else torch.device("cpu")

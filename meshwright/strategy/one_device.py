@@ -1,4 +1,4 @@
-"""One device with the face of a strategy, in plain torch: what a custom loop is compared with."""
+"""Implements a strategy's methods on one device in plain torch: the reference of a custom loop."""
 
 from __future__ import annotations
 
@@ -12,43 +12,54 @@ from torch.nn.functional import cross_entropy
 
 
 class OneDevice:
-    """Does with a model what `HybridParallelStrategy` does, where there is nothing to share.
+    """Runs a loop on one device with the methods of `HybridParallelStrategy`.
 
-    It has that class's methods and none of its code, so that a loop written for a strategy runs on one device too.
+    It shares none of that class's code, so that it can serve as the reference.
     """
 
     def __init__(self) -> None:
         self.model: nn.Module | None = None
-        """What was sharded last."""
+        """The model of the last `shard`."""
 
     reader = (0, 1)
 
     def shard(self, model: Any, optimizer: torch.optim.Optimizer | None = None, **_: Any) -> Any:
         """Returns the model, or what the function builds."""
+        # a function is called as strategy.shard would call it
         self.model = model if isinstance(model, nn.Module) else model()
         return self.model if optimizer is None else (self.model, optimizer)
 
     def optimizer(
-        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None = None, **settings: Any
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        groups: Iterable[Any] | None = None,
+        **settings: Any,
     ) -> torch.optim.Optimizer:
-        """Makes an optimizer over the model's parameters."""
-        return make(self._parameters() if groups is None else list(groups), **settings)
+        """Creates an optimizer over the model's parameters."""
+        return optimizer_class(self._parameters() if groups is None else list(groups), **settings)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Does nothing: gradients add up."""
         yield
 
-    def clip_grad_norm_(self, most: float) -> torch.Tensor:
-        """Clips by torch's own function."""
-        return nn.utils.clip_grad_norm_(self._parameters(), most)
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clips by torch's own function; returns the norm before, a scalar."""
+        return nn.utils.clip_grad_norm_(self._parameters(), max_norm)
 
     def grad_norm(self) -> torch.Tensor:
-        """Returns the 2-norm of the gradient."""
-        return nn.utils.get_total_norm([item.grad for item in self._parameters() if item.grad is not None])
+        """Returns the 2-norm of the gradient, a scalar."""
+        return nn.utils.get_total_norm(
+            [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        )
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Returns the mean cross-entropy over the targets."""
+        """Returns the mean cross-entropy over the targets, a scalar.
+
+        Args:
+            logits: (..., V).
+            targets: (...) int64.
+        """
         return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     def mean(self, value: torch.Tensor | float) -> float:
@@ -56,5 +67,6 @@ class OneDevice:
         return float(value)
 
     def _parameters(self) -> list[nn.Parameter]:
+        """Returns the model's parameters."""
         assert self.model is not None
         return list(self.model.parameters())

@@ -1,4 +1,4 @@
-"""Optimizers over the parts of a sharded model: made by it, rebuilt for it, or the user's own, checked at each step."""
+"""Binds optimizers to the shards of a sharded model: new, rebuilt and the user's own, checked at each step."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ STALE = (
 
 
 class OptimizerBinding:
-    """Ties optimizers to the weights of a program.
+    """Binds optimizers to the weights of a program.
 
     Args:
         program: built.
-        parts: this rank's part of each weight, plain tensors that share its memory.
-        sync: what makes gradients whole in a custom loop; None where the caller's schedule has done so.
+        parts: this rank's shard of each weight, plain tensors that share its memory.
+        sync: reduces gradients in a custom loop; None where the caller's schedule has done so.
         after_step: called after each step of an optimizer that has weights of the program.
     """
 
@@ -45,17 +45,17 @@ class OptimizerBinding:
         after_step: Callable[[], None],
     ) -> None:
         self._program, self._sync, self._after_step = program, sync, after_step
-        self._parts = dict(zip(program.weights, parts))
+        self._local_parameters = dict(zip(program.weights, parts))
         self._by_id = {id(weight.parameter): weight for weight in (*program.weights, *program.frozen)}
         self._bound: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[Weight]]] = {}
-        self._given: dict[Weight, torch.Tensor] = {}
+        self._published: dict[Weight, torch.Tensor] = {}
         self._stale: dict[int, weakref.ref[nn.Parameter]] = {}
         self.starting = False
-        """Whether a step is run for the sake of the state that it makes."""
+        """Whether a step is run only to create the optimizer's state."""
         self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
         self._shared = program.mesh is not None and program.mesh.world.size > 1
         self._elementwise: set[type] = set()
-        _watch(self)
+        _observe_optimizers(self)
 
     def mark_stale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remembers parameters that are no longer the model's: an optimizer that has one is refused at its step."""
@@ -64,112 +64,130 @@ class OptimizerBinding:
     def make(
         self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None, settings: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        """Returns a new optimizer over this rank's parts; see `HybridParallelStrategy.optimizer`."""
-        listed: list[Any] = [weight.parameter for weight in self._parts] if groups is None else list(groups)
-        optimizer = make([self._with_parts(item) for item in listed], **settings)
+        """Returns a new optimizer over this rank's shards; see `HybridParallelStrategy.optimizer`."""
+        parameters: list[Any] = (
+            [weight.parameter for weight in self._local_parameters] if groups is None else list(groups)
+        )
+        optimizer = make([self._replace_by_local(item) for item in parameters], **settings)
         self._bind(optimizer)
         return optimizer
 
     def rebuild(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> torch.optim.Optimizer:
-        """Makes an optimizer of the model before it was sharded one of its parts; groups, rates and state stay.
+        """Replaces an optimizer's parameters by this rank's shards; groups, rates and state stay.
 
         Args:
-            optimizer: changed in place, so that a scheduler goes on with it.
+            optimizer: changed in place, so that a scheduler continues with it.
             names: name of each parameter that the model had, by id.
         """
         weights = {weight.name: weight for weight in self._by_id.values()}
         for group in optimizer.param_groups:
-            parts = []
-            for old in group["params"]:
-                if id(old) not in names:
+            local_parameters = []
+            for old_parameter in group["params"]:
+                if id(old_parameter) not in names:
                     raise ConfigError(
                         "the optimizer has a parameter that isn't the model's: give it an optimizer of its own"
                     )
-                state = optimizer.state.pop(old, None)
-                weight = weights.get(names[id(old)])
-                if weight is None:  # another stage's
+                state = optimizer.state.pop(old_parameter, None)
+                weight = weights.get(names[id(old_parameter)])
+                # another stage's
+                if weight is None:
                     continue
-                parts.append(self._parts.get(weight, weight.parameter))
+                local_parameters.append(self._local_parameters.get(weight, weight.parameter))
                 if state is not None:
-                    optimizer.state[parts[-1]] = _cut_state(state, weight)
-            group["params"] = parts
+                    # moments follow their weight, cut as it was
+                    optimizer.state[local_parameters[-1]] = _cut_state(state, weight)
+            group["params"] = local_parameters
         self._bind(optimizer)
         return optimizer
 
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Registers an optimizer, and redirects its zero_grad to the weights' gradients."""
         members = {id(item) for group in optimizer.param_groups for item in group["params"]}
-        weights = [weight for weight, part in self._parts.items() if id(part) in members]
+        weights = [
+            weight for weight, local_parameter in self._local_parameters.items() if id(local_parameter) in members
+        ]
         self._bound[id(optimizer)] = (weakref.ref(optimizer), weights)
-        zero_grad = types.MethodType(_zero_grad(self, weights), optimizer)
+        zero_grad = types.MethodType(_make_zero_grad(self, weights), optimizer)
+        # torch's own would clear the shards' gradients and leave the weights'
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         if self.split:
             optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
     def publish(self) -> None:
-        """Gives parts the gradients that have just become whole."""
+        """Sets the reduced gradients on the shards."""
         for weights in self._bound_weights():
             for weight in weights:
                 gradient = weight.gradient
+                # user code sees wrapped gradients on the shards too, before the step unwraps them
                 if gradient is not None:
                     gradient = plain_gradient(gradient)
                     assert self._sync is not None
                     gradient = watched(gradient, weight, self._sync) if self.split else gradient
-                    self._given[weight] = gradient
-                self._parts[weight].grad = gradient
+                    self._published[weight] = gradient
+                self._local_parameters[weight].grad = gradient
 
     def _bound_weights(self) -> list[list[Weight]]:
+        """Returns the weights of each optimizer that still exists."""
         alive = {key: entry for key, entry in self._bound.items() if entry[0]() is not None}
         self._bound = alive
         return [weights for _, weights in alive.values()]
 
-    def _weights_of(self, optimizer: torch.optim.Optimizer) -> list[Weight] | None:
-        """Weights whose parts an optimizer of this class steps on; None for another optimizer."""
+    def _bound_weights_of(self, optimizer: torch.optim.Optimizer) -> list[Weight] | None:
+        """Returns the weights whose shards a bound optimizer steps on; None for another optimizer."""
         entry = self._bound.get(id(optimizer))
         return entry[1] if entry is not None and entry[0]() is optimizer else None
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        weights = self._weights_of(optimizer)
-        own = weights is not None
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Checks an optimizer before its step, and gives it plain gradients."""
+        weights = self._bound_weights_of(optimizer)
+        is_bound = weights is not None
         for item in (item for group in optimizer.param_groups for item in group["params"]):
             stale = self._stale.get(id(item))
+            # an id may be reused after the parameter was freed: compare the object itself
             if stale is not None and stale() is item:
                 raise ConfigError(STALE)
-            own = own or id(item) in self._by_id
-        if not own or self.starting:
+            is_bound = is_bound or id(item) in self._by_id
+        if not is_bound or self.starting:
             return
-        self._check(optimizer, any(item is not None for item in (*args[1:], *kwargs.values())))
+        self._refuse_unsupported(optimizer, any(item is not None for item in (*args[1:], *kwargs.values())))
         if self._sync is not None:
             self._sync.check_step()
             self._sync.hide()
         for weight in weights or ():
-            part = self._parts[weight]
-            if part.grad is None or part.grad is self._given.get(weight) or self._sync is None:
+            local_parameter = self._local_parameters[weight]
+            # a gradient that user code has replaced on the shard is left alone
+            if (
+                local_parameter.grad is None
+                or local_parameter.grad is self._published.get(weight)
+                or self._sync is None
+            ):
                 gradient = weight.gradient
-                part.grad = None if gradient is None else plain_gradient(gradient)
+                local_parameter.grad = None if gradient is None else plain_gradient(gradient)
 
-    def _after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Clears the shards' gradients and wraps the weights' again after a step."""
         if self.starting:
             return
-        weights = self._weights_of(optimizer)
+        weights = self._bound_weights_of(optimizer)
         members = (item for group in optimizer.param_groups for item in group["params"])
         if weights is None and not any(id(item) in self._by_id for item in members):
             return
         for weight in weights or ():
-            self._parts[weight].grad = None
-            self._given.pop(weight, None)
+            self._local_parameters[weight].grad = None
+            self._published.pop(weight, None)
         if self._sync is not None:
             self._sync.show()
         self._after_step()
 
-    def _check(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        """Refuses optimizers that aren't right on parts, or decide by what only this rank knows."""
-        kind = type(optimizer)
+    def _refuse_unsupported(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Refuses optimizers that are wrong on shards, or decide by values that only this rank has."""
+        optimizer_class = type(optimizer)
         if not self._shared:
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                f"{kind.__name__} decides by the loss and by products over all weights, of which each rank has its "
-                "own, so ranks would part: use an optimizer that works element by element, such as AdamW"
+                f"{optimizer_class.__name__} decides by the loss and by products over all weights, of which each rank "
+                "has its own, so ranks would part: use an optimizer that works element by element, such as AdamW"
             )
         if not self.split:
             return
@@ -180,39 +198,40 @@ class OptimizerBinding:
                 "the parameters are parts already, and ZeroRedundancyOptimizer would send one rank's to others: use "
                 "strategy.optimizer, and shard=N,zero=1 in the layout"
             )
-        if kind not in self._elementwise:
+        if optimizer_class not in self._elementwise:
             if not steps_elementwise(optimizer):
                 raise ConfigError(
-                    f"{kind.__name__} doesn't work element by element, so on parts of weights it isn't what it is on "
-                    "whole ones: use AdamW or its like, or copies alone (replicate=N in the layout)"
+                    f"{optimizer_class.__name__} doesn't work element by element, so on parts of weights it isn't what "
+                    "it is on whole ones: use AdamW or its like, or copies alone (replicate=N in the layout)"
                 )
-            self._elementwise.add(kind)
+            self._elementwise.add(optimizer_class)
 
-    def _with_parts(self, item: Any) -> Any:
-        """Returns a parameter, or a group of them, with this rank's parts in their places."""
+    def _replace_by_local(self, item: Any) -> Any:
+        """Returns a parameter, or a group of them, with this rank's shards in their places."""
         if isinstance(item, dict):
             members = item["params"]
             members = [members] if isinstance(members, torch.Tensor) else list(members)
-            return {**item, "params": [self._with_parts(member) for member in members]}
-        if isinstance(item, tuple):  # (name, parameter), as named_parameters() gives
-            return (item[0], self._with_parts(item[1]))
+            return {**item, "params": [self._replace_by_local(member) for member in members]}
+        # (name, parameter), an item of named_parameters()
+        if isinstance(item, tuple):
+            return (item[0], self._replace_by_local(item[1]))
         weight = self._by_id.get(id(item))
         if weight is None:
             raise ConfigError(
                 "a parameter isn't one of the sharded model: list parameters after shard(), which replaces them"
             )
-        return self._parts.get(weight, weight.parameter)
+        return self._local_parameters.get(weight, weight.parameter)
 
 
 _bindings: weakref.WeakSet[OptimizerBinding] = weakref.WeakSet()
 """Those in use: torch's hooks of every optimizer see also one that nobody announced."""
 
 
-def _watch(binding: OptimizerBinding) -> None:
-    """Shows a binding every optimizer's steps for as long as somebody holds it.
+def _observe_optimizers(binding: OptimizerBinding) -> None:
+    """Calls a binding at every optimizer's step for as long as somebody references it.
 
     torch's hooks are installed once and stay: one that is removed as its binding is collected may be removed while
-    torch goes over its hooks, which is an error in a step that has nothing to do with it.
+    torch iterates over its hooks, which is an error in a step that has nothing to do with it.
     """
     _install_hooks()
     _bindings.add(binding)
@@ -220,21 +239,26 @@ def _watch(binding: OptimizerBinding) -> None:
 
 @functools.cache
 def _install_hooks() -> None:
-    register_optimizer_step_pre_hook(_before_each)
-    register_optimizer_step_post_hook(_after_each)
+    """Registers torch's hooks for the steps of every optimizer, once in a process."""
+    register_optimizer_step_pre_hook(_before_every_step)
+    register_optimizer_step_post_hook(_after_every_step)
 
 
-def _before_each(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_every_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Calls every binding before an optimizer's step."""
     for binding in list(_bindings):
-        binding._before(optimizer, args, kwargs)
+        binding._before_step(optimizer, args, kwargs)
 
 
-def _after_each(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _after_every_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Calls every binding after an optimizer's step."""
     for binding in list(_bindings):
-        binding._after(optimizer, args, kwargs)
+        binding._after_optimizer_step(optimizer, args, kwargs)
 
 
-def _zero_grad(binding: OptimizerBinding, weights: list[Weight]) -> Callable[..., None]:
+def _make_zero_grad(binding: OptimizerBinding, weights: list[Weight]) -> Callable[..., None]:
+    """Returns a zero_grad that clears the weights' gradients, where autograd accumulates, and the shards'."""
+
     def zero_grad(_: Any, set_to_none: bool = True) -> None:
         for weight in weights:
             gradient = weight.gradient
@@ -242,12 +266,13 @@ def _zero_grad(binding: OptimizerBinding, weights: list[Weight]) -> Callable[...
                 plain_gradient(gradient).zero_()
             else:
                 weight.parameter.grad = None
-                binding._parts[weight].grad = None
+                binding._local_parameters[weight].grad = None
 
     return zero_grad
 
 
 def _refuse_state_dict(_: torch.optim.Optimizer) -> None:
+    """Refuses a state dict of shards, whose shapes don't say where they belong."""
     raise ConfigError(
         "the optimizer's state is of this rank's parts, which state_dict() can't say: save "
         "strategy.state_dict(optimizer) by torch.distributed.checkpoint, which any layout loads"
@@ -255,40 +280,42 @@ def _refuse_state_dict(_: torch.optim.Optimizer) -> None:
 
 
 def _cut_state(state: dict[str, Any], weight: Weight) -> dict[str, Any]:
-    """Returns the optimizer state of a whole weight as that of this rank's part."""
-    cut: dict[str, Any] = {}
+    """Returns the optimizer state of a full weight, cut to this rank's shard."""
+    local_state: dict[str, Any] = {}
     for key, value in state.items():
-        whole = isinstance(value, torch.Tensor) and tuple(value.shape) == weight.shape and key != "step"
-        cut[key] = weight.part(value).to(weight.local.device) if whole else value
-    return cut
+        # a scalar weight has the shape of the step counter, which isn't cut
+        is_weight_shaped = isinstance(value, torch.Tensor) and tuple(value.shape) == weight.shape and key != "step"
+        local_state[key] = weight.part(value).to(weight.local.device) if is_weight_shaped else value
+    return local_state
 
 
 def steps_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Tries whether an optimizer of the same kind and settings does to halves of a weight what it does to the whole.
+    """Tests whether an optimizer of this class and settings updates halves of a weight as it updates the full one.
 
-    True where no second one can be made from its defaults: nobody knows then.
+    True where no second optimizer can be built from its defaults: nothing is known then.
     """
-    draw = torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 6, generator=draw, dtype=torch.float64)
-    slopes = [torch.randn(4, 6, generator=draw, dtype=torch.float64) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    full_weight = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    gradients = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
 
-    def stepped(cut: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        parameter = nn.Parameter(cut(whole).clone())
+    def weight_after_steps(cut: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        parameter = nn.Parameter(cut(full_weight).clone())
         settings = {key: value for key, value in optimizer.defaults.items() if key not in ("fused", "capturable")}
         probe = type(optimizer)([parameter], **settings)
-        for slope in slopes:
-            parameter.grad = cut(slope).clone()
+        for gradient in gradients:
+            parameter.grad = cut(gradient).clone()
+            # two steps, so that momentum and second moments take part
             probe.step()
         return parameter.detach()
 
     with contextlib.suppress(Exception):
-        found = stepped(lambda value: value)
+        full_result = weight_after_steps(lambda value: value)
         for cut in (lambda value: value[:2], lambda value: value[:, :3]):
-            if not torch.allclose(stepped(cut), cut(found), rtol=1e-9, atol=1e-12):
+            if not torch.allclose(weight_after_steps(cut), cut(full_result), rtol=1e-9, atol=1e-12):
                 return False
     return True
 
 
-def local_parts(weights: Iterable[Weight]) -> list[nn.Parameter]:
-    """Returns this rank's part of each weight as a plain parameter that shares its memory."""
+def local_shards(weights: Iterable[Weight]) -> list[nn.Parameter]:
+    """Returns this rank's shard of each weight as a plain parameter that shares its memory."""
     return [nn.Parameter(weight.local, requires_grad=False) for weight in weights]

@@ -1,4 +1,4 @@
-"""A pipeline for a module of one's own: stages cut out of it, a schedule that runs them, epochs over a loader."""
+"""Trains a custom module as a pipeline: cuts stages, runs a schedule over them, and steps on a loader's batches."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from meshwright.parallel.step_timer import StepTimer
 from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.mesh import compute_device, ranks_of
-from meshwright.strategy.module_state import named_before
+from meshwright.strategy.module_state import original_parameters
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import shared_facts
 from meshwright.train.feed import MicroBatch
 from meshwright.train.step import fill_missing
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-"""(what the model gave, targets) to the mean over the rows (or targets) of a micro-batch."""
+"""(output, targets) to the mean over the rows (or targets) of a micro-batch."""
 Make = Callable[[Any], torch.optim.Optimizer]
 """Parameters to an optimizer: ``functools.partial(torch.optim.AdamW, lr=1e-3)``."""
 
 
 class PipelineEngine:
-    """Trains a module of one's own as stages on the ranks of ``pp``, with data and tensor axes beside it.
+    """Trains a custom module as stages on the ranks of ``pp``, with data and tensor axes beside it.
 
     ::
 
@@ -45,7 +45,7 @@ class PipelineEngine:
             mean = engine.train_epoch(loader)     # DistributedSampler(data, count, index) of engine.reader
 
     The model repeats blocks, or is an `nn.Sequential`; its own forward runs on every stage, with the layers of other
-    stages left out, and is proven on a small copy first. What it computes is what one device would, where no layer
+    stages left out, and is proven on a small copy first. The result equals one device's where no layer
     mixes rows: a BatchNorm sees micro-batches, and its running statistics one more forward than there were steps.
 
     Args:
@@ -55,7 +55,7 @@ class PipelineEngine:
             when None.
         optimizer: parameters to an optimizer, which is stepped after each batch, or an optimizer of the model's
             parameters. AdamW at torch's own settings when None.
-        microbatches: parts that each batch is cut into; the layout's when None.
+        microbatches: number of micro-batches of each batch; the layout's when None.
         model_stages: instead of ``model``: modules that run one after another, at least one for each rank of ``pp``.
         device_mesh: instead of ``layout``: of one dim, which is the pipeline, or of named dims.
         num_microbatches: another name of ``microbatches``.
@@ -86,40 +86,48 @@ class PipelineEngine:
     ) -> None:
         if microbatches is not None and num_microbatches is not None:
             raise ConfigError("microbatches and num_microbatches are one number: give one of them")
-        plan = ranks_of(_pipeline_of(layout, device_mesh))
+        plan = ranks_of(_layout_or_mesh(layout, device_mesh))
         self.layout = _with_microbatches(plan, num_microbatches if microbatches is None else microbatches)
-        self._model = _module_of(model, model_stages)
-        self._loss, self._make, self._clip = loss or mean_cross_entropy, optimizer, clip
+        self._model = _single_module(model, model_stages)
+        self._loss, self._optimizer_source, self._clip = loss or mean_cross_entropy, optimizer, clip
         self._device = compute_device(self._model if isinstance(self._model, nn.Module) else None, device)
         self._built: tuple[Program, ShardedModel, torch.optim.Optimizer] | None = None
         self.steps = 0
         """Optimizer steps done."""
         self.norm: torch.Tensor | None = None
         """2-norm of the whole gradient in the last step, before it was clipped; None without clipping."""
+        # otherwise the first batch is the example
         if example is not None or not isinstance(self._model, nn.Module) or takes_tokens(self._model):
             self._build(example)
 
     def _build(self, example: torch.Tensor | None) -> None:
-        before = named_before(self._model, self._make if isinstance(self._make, torch.optim.Optimizer) else None)
+        """Cuts the model into stages and binds the optimizer."""
+        original = original_parameters(
+            self._model, self._optimizer_source if isinstance(self._optimizer_source, torch.optim.Optimizer) else None
+        )
         built = read_model(self._model, seed=1)
         self.layout = plan = precise(self.layout, built)
         check(plan, self._device.type, len(built.structure.layers))
         self._mesh = Mesh(plan, self._device.type, TrafficLog())
+        # before any stage is cut: unequal weights would train without an error
         check_equal(built, self._mesh.world)
+        # the engine's loss reads full logits
         facts = shared_facts(built, plan, example, split_vocabulary=False)
         source = as_source(built, facts, None, _compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
         program.meter = None
-        held = ShardedModel(program, plan, self._mesh.rank, built.structure.ties)
-        held.optimizers.mark_stale(before.parameters)
-        optimizer = self._make or torch.optim.AdamW
+        sharded_model = ShardedModel(program, plan, self._mesh.rank, built.structure.ties)
+        # an optimizer of the replaced parameters would train nothing
+        sharded_model.optimizers.mark_stale(original.parameters)
+        optimizer = self._optimizer_source or torch.optim.AdamW
         if isinstance(optimizer, torch.optim.Optimizer):
-            held.optimizers.rebuild(optimizer, before.names)
+            sharded_model.optimizers.rebuild(optimizer, original.names)
         else:
-            optimizer = held.optimizers.make(optimizer, None, {})
-        self._built = program, held, optimizer
+            optimizer = sharded_model.optimizers.make(optimizer, None, {})
+        self._built = program, sharded_model, optimizer
 
-    def _ready(self) -> tuple[Program, ShardedModel, torch.optim.Optimizer]:
+    def _require_built(self) -> tuple[Program, ShardedModel, torch.optim.Optimizer]:
+        """Returns program, shards and optimizer; an error before the first batch of a model without tokens."""
         if self._built is None:
             raise ConfigError(
                 "the engine is built at its first batch, since the model takes no tokens: give one input as example= "
@@ -129,21 +137,22 @@ class PipelineEngine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Over this rank's parts; a scheduler of torch.optim may drive it."""
-        return self._ready()[2]
+        """The optimizer over this rank's shards; a scheduler of torch.optim may drive it."""
+        return self._require_built()[2]
 
     @property
     def _program(self) -> Program:
-        return self._ready()[0]
+        """This rank's stages."""
+        return self._require_built()[0]
 
     @property
-    def held(self) -> ShardedModel:
-        """This rank's parts of the model."""
-        return self._ready()[1]
+    def sharded_model(self) -> ShardedModel:
+        """This rank's shards of the model."""
+        return self._require_built()[1]
 
     @property
     def mesh(self) -> Mesh:
-        """Ranks and wires."""
+        """The ranks and their process groups."""
         return self._mesh
 
     @property
@@ -154,12 +163,12 @@ class PipelineEngine:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The stages that this rank runs; the layers of others have no weights in them."""
-        return tuple(part.module for part in self._program.parts)
+        return tuple(stage.module for stage in self._program.parts)
 
     @property
     def bytes(self) -> int:
         """Bytes of the weights that this rank holds."""
-        return self.held.bytes
+        return self.sharded_model.bytes
 
     def train_epoch(self, loader: Iterable[Any]) -> float:
         """Trains on every batch, a step each, and returns the mean loss.
@@ -171,28 +180,31 @@ class PipelineEngine:
         Raises:
             DataError: a batch doesn't divide into the micro-batches, or there is none.
         """
-        return self._mean([self._step(*self._taken(batch)) for batch in loader])
+        return self._mean([self._step(*self._training_batch(batch)) for batch in loader])
 
     def step(self, inputs: Any, targets: torch.Tensor | None = None) -> float:
-        """Trains on one batch, (inputs, targets) or as `train_epoch` takes it; returns its loss over all readers."""
-        return self._mean([self._step(*self._taken(inputs if targets is None else (inputs, targets)))])
+        """Trains on one batch, (inputs, targets) or in a form of `train_epoch`; returns its loss over all readers."""
+        return self._mean([self._step(*self._training_batch(inputs if targets is None else (inputs, targets)))])
 
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Returns the mean loss over every row, without training on it; batches may be of any size."""
-        sums = [self._program.evaluate(MicroBatch(*self._moved(batch), None)) for batch in loader]
-        self.held.release()
+        sums = [self._program.evaluate(MicroBatch(*self._on_device(batch), None)) for batch in loader]
+        # no backward frees the gathered weights
+        self.sharded_model.release()
         return self._mean(sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and optimizer state for torch.distributed.checkpoint; see `HybridParallelStrategy`."""
-        return self.held.state_dict(self.optimizer)
+        return self.sharded_model.state_dict(self.optimizer)
 
-    def _moved(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _on_device(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (inputs, targets) of a batch, (B, ...) each, on this rank's device."""
         inputs, targets = pair_of(batch)
         return inputs.to(self._device), targets.to(self._device)
 
-    def _taken(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = self._moved(batch)
+    def _training_batch(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (inputs, targets) of a batch for training, (B, ...) each, and builds the engine at the first."""
+        inputs, targets = self._on_device(batch)
         if self._built is None:
             self._build(inputs[:2])
         count = self.layout.microbatches
@@ -206,20 +218,26 @@ class PipelineEngine:
         return inputs, targets
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Trains on one batch; returns (3,) float64: loss sum, rows, and 0."""
         readers = self.reader[1]
         count = self.layout.microbatches
-        parts = [MicroBatch(x, y, None) for x, y in zip(inputs.chunk(count), targets.chunk(count))]
-        sums = self._program.forward_backward(parts, 1.0 / (count * readers), (0, self.steps))
+        batches = [
+            MicroBatch(inputs_chunk, targets_chunk, None)
+            for inputs_chunk, targets_chunk in zip(inputs.chunk(count), targets.chunk(count))
+        ]
+        # the loss is a mean over rows: its gradient is scaled to the mean over micro-batches and readers
+        sums = self._program.forward_backward(batches, 1.0 / (count * readers), (0, self.steps))
+        # a weight without a gradient on this rank may have one on another
         fill_missing(self._program)
         if self._clip:
-            self.norm = self.held.clip(self._clip)
+            self.norm = self.sharded_model.clip(self._clip)
         self.optimizer.step()
         self._program.clear_gradients()
         self.steps += 1
         return sums
 
     def _mean(self, sums: list[torch.Tensor]) -> float:
-        """Sums (loss sum, rows) over batches and ranks."""
+        """Sums (3,) rows of (loss sum, rows, 0) over batches and ranks; returns the mean loss."""
         if not sums:
             raise DataError("the loader gave no batch; with drop_last=True a part smaller than a batch gives none")
         total = torch.stack(sums).sum(dim=0)
@@ -228,7 +246,12 @@ class PipelineEngine:
 
 
 def mean_cross_entropy(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """output: (..., V), targets: (...) int64, to the mean cross-entropy; -100 counts for nothing."""
+    """Returns the mean cross-entropy, a scalar.
+
+    Args:
+        output: (..., V) logits.
+        targets: (...) int64; -100 counts for nothing.
+    """
     return cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
@@ -246,6 +269,7 @@ def pair_of(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if tokens is not None and labels is not None:
             if mask is not None and not bool(mask.all()):
                 raise DataError("the batch is padded (attention_mask has zeros): pack rows to one length instead")
+            # the last token of a row has no next token
             return tokens, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
@@ -253,35 +277,37 @@ def pair_of(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def takes_tokens(model: nn.Module) -> bool:
-    """Whether a model can be tried out on tokens."""
+    """Returns whether a model has a token embedding, so that trials can run it on tokens."""
     return read_structure(model).embedding is not None
 
 
-def _pipeline_of(layout: Layout | str | DeviceMesh | None, mesh: DeviceMesh | None) -> Layout | str | DeviceMesh:
+def _layout_or_mesh(layout: Layout | str | DeviceMesh | None, mesh: DeviceMesh | None) -> Layout | str | DeviceMesh:
     """Returns the one of two names that was given; a mesh of one dim without a name is the pipeline."""
     if (layout is None) == (mesh is None):
         raise ConfigError("give one of layout, as 'pp=4', and device_mesh")
-    found = mesh if layout is None else layout
-    if isinstance(found, DeviceMesh) and found.ndim == 1 and found.mesh_dim_names is None:
-        return f"pp={found.size()}"
-    assert found is not None
-    return found
+    layout_or_mesh = mesh if layout is None else layout
+    if isinstance(layout_or_mesh, DeviceMesh) and layout_or_mesh.ndim == 1 and layout_or_mesh.mesh_dim_names is None:
+        return f"pp={layout_or_mesh.size()}"
+    assert layout_or_mesh is not None
+    return layout_or_mesh
 
 
-def _module_of(model: Model | None, stages: Sequence[nn.Module] | None) -> Model:
+def _single_module(model: Model | None, stages: Sequence[nn.Module] | None) -> Model:
+    """Returns the model, or its stages as one `nn.Sequential`."""
     if (model is None) == (stages is None):
         raise ConfigError("give one of model and model_stages, a list of modules that run one after another")
     if stages is None:
         assert model is not None
         return model
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
-            raise ConfigError(f"model_stages[{place}] is a {type(stage).__name__}: give modules")
+            raise ConfigError(f"model_stages[{index}] is a {type(stage).__name__}: give modules")
     return nn.Sequential(*stages)
 
 
 def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
-    """Refuses two answers, and what the engine can't run."""
+    """Returns the layout with a number of micro-batches; refuses two different numbers, and unsupported choices."""
+    # 1 is the layout's default, so it isn't a second answer
     if microbatches is not None and layout.microbatches not in (1, microbatches):
         raise PlanError(
             f"microbatches={microbatches}, but the layout says microbatches={layout.microbatches}; give one of them"
@@ -296,14 +322,15 @@ def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
 
 
 def _compute(structure: ModelStructure, loss: Loss) -> Compute:
-    """The computation of a micro-batch; its sums are (loss x rows, rows, 0)."""
+    """Returns the computation of a micro-batch; its sums are (loss x rows, rows, 0)."""
 
     def compute(module: nn.Module, batch: MicroBatch, scale: float, _: LossView) -> tuple[torch.Tensor, torch.Tensor]:
-        plain = not structure.transformers
-        output: Any = module(batch.tokens) if plain else module(batch.tokens, use_cache=False).logits
-        found = loss(output, batch.targets)
-        value = found.detach().to(torch.float64) * len(batch.targets)
-        rows = torch.full_like(value, float(len(batch.targets)))
-        return found * scale, torch.stack([value, rows, torch.zeros_like(value)])
+        is_plain_module = not structure.transformers
+        output: Any = module(batch.tokens) if is_plain_module else module(batch.tokens, use_cache=False).logits
+        micro_batch_loss = loss(output, batch.targets)
+        # a mean over rows becomes a sum, so that batches of any size add up
+        loss_sum = micro_batch_loss.detach().to(torch.float64) * len(batch.targets)
+        rows = torch.full_like(loss_sum, float(len(batch.targets)))
+        return micro_batch_loss * scale, torch.stack([loss_sum, rows, torch.zeros_like(loss_sum)])
 
     return compute

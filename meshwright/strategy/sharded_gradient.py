@@ -1,9 +1,9 @@
-"""Gradients of split weights as code outside meshwright sees them: norms are those of the whole weight, or an error.
+"""Wraps gradients of split weights for code outside meshwright: norms are those of the full weight, or an error.
 
 Between `backward()` and the optimizer's step ``parameter.grad`` is a tensor subclass that shares memory with this
-rank's part. Element-wise operations work on the part; a norm is that of the whole weight, summed over ranks, so that
-`torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` are right; what would read the part as the whole is refused.
-Optimizers step on the plain tensors, so the subclass costs them nothing.
+rank's shard. Element-wise operations work on the shard; a norm is that of the full weight, reduced over ranks, so that
+`torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` are right; an operation that would read the shard as the
+full gradient is refused. Optimizers step on the plain tensors, so the subclass costs them nothing.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _CLEARING = ("zero_", "detach", "detach_", "requires_grad_", "__get__", "__set__
 """Operations that are allowed on gradients that aren't summed yet; with ``_foreach_`` before them too."""
 _READERS = ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__")
 CURE = (
-    "for the norm of the whole model call strategy.grad_norm() or strategy.clip_grad_norm_(most), or "
-    "torch.nn.utils.clip_grad_norm_(model.parameters(), most)"
+    "for the norm of the whole model call strategy.grad_norm() or strategy.clip_grad_norm_(max_norm), or "
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
 )
 
 
 class GradientNorms(Protocol):
-    """Who knows the norms of whole gradients."""
+    """Computes norms of full gradients over ranks."""
 
     def weight_norm(self, weight: Weight, order: float) -> torch.Tensor:
-        """Returns the norm of a whole weight's gradient, a scalar; every rank asks for it together."""
+        """Returns the norm of a full weight's gradient, a float64 scalar; every rank calls it together."""
 
     def any_rank(self, flag: torch.Tensor) -> None:
-        """Makes a float flag the maximum over all ranks, in place."""
+        """Replaces a float flag by its maximum over all ranks, in place."""
 
     def note_change(self) -> None:
         """Called after a gradient was changed in place; DTensor changes local tensors without counting versions."""
 
     @property
     def summed(self) -> bool:
-        """Whether gradients are those of the whole batch."""
+        """True when gradients are those of the global batch."""
 
 
 class ShardedGradient(torch.Tensor):
-    """A part of a gradient that is a plain tensor."""
+    """A shard of a gradient that is a plain tensor."""
 
     owner: GradientNorms
     weight: Weight
@@ -57,7 +57,7 @@ class ShardedGradient(torch.Tensor):
 
 
 class ShardedDTensorGradient(DTensor):
-    """A part of a gradient that is a DTensor of a part that another axis cut."""
+    """A shard of a gradient that is a DTensor of a shard that another axis cut."""
 
     __slots__ = ()
 
@@ -68,19 +68,19 @@ class ShardedDTensorGradient(DTensor):
 
 
 def watched(gradient: torch.Tensor, weight: Weight, owner: GradientNorms) -> torch.Tensor:
-    """Returns the gradient as user code may see it, sharing memory."""
-    made: Any
+    """Wraps a gradient, of the shard's shape, for user code; shares memory."""
+    wrapped: Any
     if isinstance(gradient, DTensor):
-        made = plain_gradient(gradient)
-        made.__class__ = ShardedDTensorGradient
+        wrapped = plain_gradient(gradient)
+        wrapped.__class__ = ShardedDTensorGradient
     else:
-        made = gradient.detach().as_subclass(ShardedGradient)
-    made.owner, made.weight = owner, weight
-    return made  # type: ignore[no-any-return]
+        wrapped = gradient.detach().as_subclass(ShardedGradient)
+    wrapped.owner, wrapped.weight = owner, weight
+    return wrapped  # type: ignore[no-any-return]
 
 
 def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient as the runtime has it, sharing memory: a plain tensor or a DTensor."""
+    """Returns the gradient in the runtime's form, of the same shape, sharing memory: a plain tensor or a DTensor."""
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(gradient, DTensor):
             return placed_like(gradient, gradient._local_tensor)
@@ -88,7 +88,7 @@ def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def call_on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Answers one torch function whose arguments have parts of gradients among them."""
+    """Runs one torch function that has shards of gradients among its arguments."""
     name = getattr(func, "__name__", str(func))
     if name == "_foreach_norm":
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
@@ -96,22 +96,23 @@ def call_on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     if func in _VECTOR_NORMS:
         return _vector_norm(name, args, kwargs)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
-        _on_locals(func, args, kwargs)
-        # Ranks that hold finite parts must skip the step together with the one that doesn't.
+        _call_on_lists(func, args, kwargs)
+        # Ranks with finite shards must skip the step together with the one whose shard isn't.
         owner = next(item for item in args[0] if is_watched(item)).owner
         owner.any_rank(args[1])
         return None
     if name.startswith(("_foreach_", "_fused_")):
-        return _on_locals(func, args, kwargs)
-    return _one_by_one(func, name, args, kwargs)
+        return _call_on_lists(func, args, kwargs)
+    return _call_on_one(func, name, args, kwargs)
 
 
 def is_watched(value: Any) -> bool:
-    """Whether a value is a part of a gradient of a sharded model."""
+    """Returns whether a value is a shard of a gradient of a sharded model."""
     return isinstance(value, (ShardedGradient, ShardedDTensorGradient))
 
 
 def _norm(gradient: Any, order: Any) -> torch.Tensor:
+    """Returns the norm, a scalar, of the full gradient for a shard, else of the tensor itself."""
     if is_watched(gradient):
         norm = gradient.owner.weight_norm(gradient.weight, float(order))
         return norm.to(_local(gradient).dtype)
@@ -119,10 +120,12 @@ def _norm(gradient: Any, order: Any) -> torch.Tensor:
 
 
 def _vector_norm(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Returns the norm over all dims, a scalar; refuses one over some dims of a shard."""
     gradient = args[0]
-    given = dict(zip(("ord", "dim", "keepdim"), args[1:])) | kwargs
-    order = given.pop("ord", given.pop("p", 2))
-    if not is_watched(gradient) or any(value not in (None, False) for value in given.values()):
+    options = dict(zip(("ord", "dim", "keepdim"), args[1:])) | kwargs
+    # torch.norm calls the order p, torch.linalg.norm ord
+    order = options.pop("ord", options.pop("p", 2))
+    if not is_watched(gradient) or any(value not in (None, False) for value in options.values()):
         raise ConfigError(f"{name} over some dims of a gradient whose weight is split over ranks: {CURE}")
     if order in (None, "fro"):
         order = 2
@@ -130,7 +133,7 @@ def _vector_norm(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _local(value: Any) -> Any:
-    """This rank's part as a plain tensor; lists by item, other values as they are."""
+    """Returns this rank's shard as a plain tensor; lists by item, other values unchanged."""
     if isinstance(value, DTensor):
         return value._local_tensor
     if isinstance(value, ShardedGradient):
@@ -140,63 +143,71 @@ def _local(value: Any) -> Any:
     return value
 
 
-def _on_locals(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on lists of tensors over parts, which may be of several meshes."""
+def _call_on_lists(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on lists of tensors over their shards, which may be of several meshes."""
     _check_summed(func.__name__.removeprefix("_foreach_"), [item for item in args[0] if is_watched(item)])
     with torch._C.DisableTorchFunctionSubclass():
         results = func(*_local(tuple(args)), **{key: _local(value) for key, value in kwargs.items()})
     for item in (item for item in args[0] if is_watched(item)):
+        # in-place changes of local tensors don't count versions of the wrapper
         item.owner.note_change()
     if not isinstance(results, (list, tuple)):
         return results
-    return type(results)(placed_like(like, result) for like, result in zip(args[0], results))
+    return type(results)(placed_like(original, result) for original, result in zip(args[0], results))
 
 
-def _plain(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
+    """Returns a value without the wrapper; lists by item."""
     if is_watched(value):
         return plain_gradient(value)
     if isinstance(value, (list, tuple)) and any(is_watched(item) for item in value):
-        return type(value)(_plain(item) for item in value)
+        return type(value)(_unwrap(item) for item in value)
     return value
 
 
-def _one_by_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on one gradient; its result must be another part, unless this rank has the whole weight."""
-    parts = [item for item in _flat((*args, *kwargs.values())) if is_watched(item)]
+def _call_on_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on one gradient; its result must be another shard, unless this rank has the full weight."""
+    sharded = [item for item in _flatten((*args, *kwargs.values())) if is_watched(item)]
     if name in ("__repr__", "__format__", "__str__"):
-        return f"{name} of this rank's part of {parts[0].weight.name}: {_local(parts[0]).tolist()}"
-    _check_summed(name, parts)
+        return f"{name} of this rank's part of {sharded[0].weight.name}: {_local(sharded[0]).tolist()}"
+    _check_summed(name, sharded)
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*(_plain(item) for item in args), **{key: _plain(value) for key, value in kwargs.items()})
-    first: Any = args[0] if args else None
-    if name.endswith("_") and not name.endswith("__") and is_watched(first):
+        result = func(*(_unwrap(item) for item in args), **{key: _unwrap(value) for key, value in kwargs.items()})
+    target: Any = args[0] if args else None
+    # an in-place operation: user code keeps the wrapper that it has
+    if name.endswith("_") and not name.endswith("__") and is_watched(target):
         if name not in ("detach_", "requires_grad_"):
-            first.owner.note_change()
-        return first
-    if all(part.weight.place.is_whole for part in parts):
-        return result  # a plain tensor is whole here, and a DTensor knows how to sum over its shards
+            target.owner.note_change()
+        return target
+    if all(gradient.weight.place.is_whole for gradient in sharded):
+        # a plain tensor is whole here, and a DTensor knows how to sum over its shards
+        return result
     if name in _READERS:
-        raise ConfigError(f"{name}() of the gradient of {parts[0].weight.name}, of which this rank has a part: {CURE}")
-    if isinstance(result, torch.Tensor) and is_watched(first):
-        if result.shape != first.shape:
+        raise ConfigError(
+            f"{name}() of the gradient of {sharded[0].weight.name}, of which this rank has a part: {CURE}"
+        )
+    if isinstance(result, torch.Tensor) and is_watched(target):
+        # a reduction over a shard would pass for one over the full gradient
+        if result.shape != target.shape:
             raise ConfigError(
-                f"{name} of the gradient of {first.weight.name} would read this rank's part as the whole: {CURE}"
+                f"{name} of the gradient of {target.weight.name} would read this rank's part as the whole: {CURE}"
             )
-        return watched(result, first.weight, first.owner)
+        return watched(result, target.weight, target.owner)
     return result
 
 
-def _check_summed(name: str, parts: Sequence[Any]) -> None:
+def _check_summed(name: str, shards: Sequence[Any]) -> None:
     """Refuses to read gradients between micro-batches."""
-    if parts and name not in _CLEARING and not parts[0].owner.summed:
+    if shards and name not in _CLEARING and not shards[0].owner.summed:
         raise ConfigError(
-            f"the gradient of {parts[0].weight.name} is this rank's alone inside strategy.accumulate(): read, clip and "
-            "step after the last backward, which stands outside of it and sums"
+            f"the gradient of {shards[0].weight.name} is this rank's alone inside strategy.accumulate(): read, clip "
+            "and step after the last backward, which stands outside of it and sums"
         )
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
+def _flatten(values: Sequence[Any]) -> list[Any]:
+    """Returns nested lists and tuples as one list."""
+    items: list[Any] = []
     for value in values:
-        found += _flat(value) if isinstance(value, (list, tuple)) else [value]
-    return found
+        items += _flatten(value) if isinstance(value, (list, tuple)) else [value]
+    return items

@@ -1,4 +1,4 @@
-"""What a rank holds of a model, seen as a whole: norm and clipping, optimizers on parts, state without a layout."""
+"""This rank's shards of a model with operations on the full model: norm, clipping, optimizers, layout-free state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshwright.parallel.weights import Weight
 from meshwright.spec.layout import Layout
 from meshwright.strategy.agreement import AgreementCheck
 from meshwright.strategy.gradient_sync import GradientSync
-from meshwright.strategy.optimizer_binding import OptimizerBinding, local_parts
-from meshwright.strategy.state import SavedParts
+from meshwright.strategy.optimizer_binding import OptimizerBinding, local_shards
+from meshwright.strategy.state import SavedShards
 from meshwright.train.step import local_norm_squared
 
 
 class ShardedModel:
-    """This rank's parts of a model that ranks share.
+    """This rank's shards of a model that ranks share.
 
     Args:
         program: built.
@@ -45,34 +45,36 @@ class ShardedModel:
         self.program, self.layout = program, layout
         self.reader = layout.reader(rank)
         self._ties = {names[0]: names[1:] for names in map(tuple, ties)}
-        self._parts = local_parts(program.weights)
+        self._local_parameters = local_shards(program.weights)
         self.agreement = AgreementCheck(program)
         self.sync = None if custom is None else GradientSync(program, *custom, self._publish)
-        """What makes gradients whole in a custom loop."""
-        self.optimizers = OptimizerBinding(program, self._parts, self.sync, self._after_step)
-        """Makes, rebuilds and checks optimizers over this rank's parts."""
+        """Reduces gradients in a custom loop; None with a schedule."""
+        self.optimizers = OptimizerBinding(program, self._local_parameters, self.sync, self._after_step)
+        """Creates, rebuilds and checks optimizers over this rank's shards."""
 
     def _publish(self) -> None:
+        """Hands reduced gradients to the optimizers' shards."""
         self.optimizers.publish()
 
     def _after_step(self) -> None:
+        """Frees gathered weights, which the step made stale, and compares copies."""
         self.release()
         self.agreement.after_step()
 
     @property
     def bytes(self) -> int:
-        """Bytes of the weights that this rank holds; a gradient or a moment of an optimizer takes as many again."""
+        """Bytes of this rank's weights; a gradient or an optimizer moment costs as many again."""
         return sum(weight.local.nbytes for weight in (*self.program.weights, *self.program.frozen))
 
     def release(self) -> None:
-        """Frees gathered weights that no backward freed; the next forward would take them for the new ones."""
-        for part in (child for held in self.program.parts for child in held.module.modules()):
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        """Frees gathered weights that no backward freed; the next forward would mistake them for current ones."""
+        for module in (child for stage in self.program.parts for child in stage.module.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
-        """Returns the 2-norm of the gradient of the whole model, float64, the same on every rank."""
+        """Returns the 2-norm of the full model's gradient, a float64 scalar, the same on every rank."""
         if self.sync is not None:
             self.sync.check_step()
         with torch._C.DisableTorchFunctionSubclass():
@@ -82,18 +84,20 @@ class ShardedModel:
         return squared.sqrt()
 
     @torch.no_grad()
-    def clip(self, most: float) -> torch.Tensor:
-        """Scales the gradient of the whole model down to a norm of at most ``most``; returns the norm it had."""
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scales the full gradient down to a norm of at most ``max_norm``; returns the norm before, float64 scalar."""
         norm = self.norm()
-        factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+        # as torch.nn.utils.clip_grad_norm_ does
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         gradients = [weight.gradient for weight in self.program.weights if weight.gradient is not None]
         with torch._C.DisableTorchFunctionSubclass():
             torch._foreach_mul_(gradients, float(factor))
         return norm
 
     def average(self, value: torch.Tensor | float) -> float:
-        """Returns the mean of a number over all readers: of the loss of each rank's rows, the loss of the batch."""
+        """Returns the mean of a number over all readers: from the losses of each rank's rows, the loss of the batch."""
         assert self.program.mesh is not None
+        # ranks that read the same rows have the same number, so the mean over ranks is that over readers
         total = torch.as_tensor(value, dtype=torch.float64).detach().clone().to(self.program.weights[0].local.device)
         self.program.mesh.world.all_reduce(total).wait()
         return float(total) / self.layout.world
@@ -103,33 +107,39 @@ class ShardedModel:
         program = self.program
         model: dict[str, Any] = {}
         for weight in (*program.weights, *program.frozen):
-            saved = _as_tensor(weight.saved(weight.local), weight)
+            saved = _saved_tensor(weight.saved(weight.local), weight)
+            # every tied name, so that a model without ties loads it too
             model |= dict.fromkeys((weight.name, *self._ties.get(weight.name, ())), saved)
         model |= dict(program.buffers())
         state: dict[str, Any] = {"model": model}
         if optimizer is None:
             return state
+        # loading in place needs tensors to load into
         if not optimizer.state:
-            self._start(optimizer)
+            self._create_zero_state(optimizer)
         moments: dict[str, dict[str, Any]] = {}
-        for weight, part in zip(program.weights, self._parts):
-            for key, value in optimizer.state.get(part, {}).items():
+        for weight, local_parameter in zip(program.weights, self._local_parameters):
+            for key, value in optimizer.state.get(local_parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    same = value.shape == part.shape and key != "step"
-                    saved = _as_tensor(weight.saved(value), weight) if same else value
+                    is_shard_shaped = value.shape == local_parameter.shape and key != "step"
+                    saved = _saved_tensor(weight.saved(value), weight) if is_shard_shaped else value
                     moments.setdefault(key, {})[weight.name] = saved
         return state | {"optimizer": moments}
 
     @torch.no_grad()
-    def _start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the state that the optimizer has after no step, by a step that changes nothing: all zeros."""
+    def _create_zero_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Creates the optimizer's state before its first step, by a step that changes nothing: all zeros."""
         groups = optimizer.param_groups
-        rates, members = [group["lr"] for group in groups], [part for group in groups for part in group["params"]]
-        held = [part.detach().clone() for part in members]
+        rates, members = (
+            [group["lr"] for group in groups],
+            [parameter for group in groups for parameter in group["params"]],
+        )
+        saved_values = [parameter.detach().clone() for parameter in members]
         for group in groups:
+            # at rate 0 the step creates state; weight decay is scaled by the rate too
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for part in members:
-            part.grad = torch.zeros_like(part)
+        for parameter in members:
+            parameter.grad = torch.zeros_like(parameter)
         self.optimizers.starting = True
         try:
             optimizer.step()
@@ -137,13 +147,13 @@ class ShardedModel:
             self.optimizers.starting = False
             for group, rate in zip(groups, rates):
                 group["lr"] = rate
-            for part, value in zip(members, held):
-                part.copy_(value)
+            for parameter, value in zip(members, saved_values):
+                parameter.copy_(value)
         for value in (value for state in optimizer.state.values() for value in state.values()):
             if isinstance(value, torch.Tensor):
                 value.zero_()
 
 
-def _as_tensor(saved: Any, weight: Weight) -> torch.Tensor:
-    """What a weight saves, a tensor in any case."""
-    return SavedParts(saved, weight.local.device) if isinstance(saved, LocalBoxes) else saved
+def _saved_tensor(saved: Any, weight: Weight) -> torch.Tensor:
+    """Returns the saved form of a weight as a tensor in any case."""
+    return SavedShards(saved, weight.local.device) if isinstance(saved, LocalBoxes) else saved

@@ -1,4 +1,4 @@
-"""What a layout needs to know of a model, read by the first rank and told to the others."""
+"""Analyses a model for a layout on the first rank and broadcasts the result to the others."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
 @dataclass(frozen=True)
 class RankRefusal:
-    """An error that the first rank met, as it is told to the others."""
+    """An error of the first rank, as it is sent to the others."""
 
     kind: str
     """Name of its class in `meshwright.errors`."""
     text: str
-    """What it says."""
+    """Its message."""
 
 
 CODEC = RecordCodec(
@@ -58,45 +58,47 @@ CODEC = RecordCodec(
     ),
     {TreeSpec: (treespec_dumps, treespec_loads)},
 )
-"""What the first rank tells the others; as JSON, never as a pickle."""
+"""Types of the first rank's broadcast; as JSON, never as a pickle."""
 
 
 def shared_facts(
     built: BuiltModel, layout: Layout, example: torch.Tensor | None, split_vocabulary: bool
 ) -> ModelAnalysis:
-    """Reads what the layout needs of the model; only the first rank tries the model out.
+    """Returns the analysis of a model that a layout needs; only the first rank runs trials.
 
     Args:
-        built: on meta; it stays as it is.
+        built: on meta; it stays unchanged.
         layout: to be run.
-        example: (B, ...) one input of a model that takes no tokens.
-        split_vocabulary: whether a rank's logits may be of its part of the vocabulary alone.
+        example: (B, ...) one input of a model without token inputs.
+        split_vocabulary: whether a rank's logits may be of its shard of the vocabulary alone.
 
     Raises:
         PlanError: the model doesn't allow the layout; raised on every rank.
     """
     if all(layout.degree(name) == 1 for name in ("pp", "tp", "ep")):
         return ModelAnalysis()
-    pretend = dist.get_backend() == "fake"
-    first = dist.get_rank() == 0
-    found = _read(built, layout, example) if pretend or first else None
-    if not pretend:
-        found = CODEC.loads(broadcast_bytes(CODEC.dumps(found) if first else b""))
-    if isinstance(found, RankRefusal):
-        raise error_of(found.kind, found.text)
-    assert isinstance(found, ModelAnalysis)
-    facts = found
+    # torch's fake backend sends nothing, so each rank analyses by itself
+    no_network = dist.get_backend() == "fake"
+    is_first_rank = dist.get_rank() == 0
+    analysis_or_refusal = _analyse(built, layout, example) if no_network or is_first_rank else None
+    if not no_network:
+        analysis_or_refusal = CODEC.loads(broadcast_bytes(CODEC.dumps(analysis_or_refusal) if is_first_rank else b""))
+    if isinstance(analysis_or_refusal, RankRefusal):
+        raise error_of(analysis_or_refusal.kind, analysis_or_refusal.text)
+    assert isinstance(analysis_or_refusal, ModelAnalysis)
+    facts = analysis_or_refusal
     if facts.table is not None and not split_vocabulary:
-        facts = dataclasses.replace(facts, table=_with_whole_head(facts.table, built.structure))
+        facts = dataclasses.replace(facts, table=_with_replicated_head(facts.table, built.structure))
     return facts
 
 
-def _read(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> ModelAnalysis | RankRefusal:
+def _analyse(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> ModelAnalysis | RankRefusal:
+    """Analyses the model; returns an error as a value, since the other ranks wait for an answer."""
     needs_trial = layout.degree("pp") > 1 or layout.degree("tp") > 1
     try:
-        # The loop computes the loss, not the model: nothing of it is tried, nor told.
-        known = ModelAnalysis(trial=ForwardTrial())
-        facts = analyse_model(tried_on(built, example) if needs_trial else built, layout, known)
+        # The loop computes the loss, not the model: no trial of it is run or sent.
+        without_trial = ModelAnalysis(trial=ForwardTrial())
+        facts = analyse_model(tried_on(built, example) if needs_trial else built, layout, without_trial)
         facts = dataclasses.replace(facts, trial=None)
         CODEC.dumps(facts)
     except MeshwrightError as error:
@@ -107,9 +109,10 @@ def _read(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> Mo
     return facts
 
 
-def _with_whole_head(table: ShardingTable, structure: ModelStructure) -> ShardingTable:
-    """Returns the table with logits whole on every rank: without the head, nor an embedding that is the same weight."""
-    kept = tuple(name for name in table.vocabulary if name != structure.head)
-    tied = {name for group in structure.ties for name in group}
-    kept = tuple(name for name in kept if f"{name}.weight" not in tied)
-    return dataclasses.replace(table, vocabulary=kept, headless=True)
+def _with_replicated_head(table: ShardingTable, structure: ModelStructure) -> ShardingTable:
+    """Returns the table with full logits on every rank: without the head, nor an embedding tied to it."""
+    vocabulary = tuple(name for name in table.vocabulary if name != structure.head)
+    # an embedding that is the head's weight can't be split while the head is whole
+    tied_names = {name for group in structure.ties for name in group}
+    vocabulary = tuple(name for name in vocabulary if f"{name}.weight" not in tied_names)
+    return dataclasses.replace(table, vocabulary=vocabulary, headless=True)

@@ -1,4 +1,4 @@
-"""What tutorials call a pipeline strategy and a sharding spec, as data that becomes a layout, or a sharded tensor."""
+"""Pipeline and sharding descriptions as in torch's tutorials, as data that becomes a layout or a sharded tensor."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class PipelineStrategy:
             near = max(size, rows // size * size) if size > 0 else 1
             raise PlanError(f"microbatch_size={size} doesn't divide {rows} rows of a batch; nearest that works: {near}")
         mesh = self.device_mesh
+        # an unnamed mesh of one dim is the pipeline
         if mesh is None or (mesh.ndim == 1 and mesh.mesh_dim_names is None):
             degrees = {"pp": self.num_stages}
             ranks = self.num_stages if mesh is None else mesh.size()
@@ -53,13 +54,13 @@ class PipelineStrategy:
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """How a tensor lies over the dims of a mesh: ``ShardingSpec([Shard(0)])`` cuts its first dim."""
+    """Placement of a tensor over the dims of a mesh: ``ShardingSpec([Shard(0)])`` cuts its first dim."""
 
     placements: Sequence[Placement]
     """One for each dim of the mesh: ``Shard(dim)`` or ``Replicate()`` of torch.distributed.tensor."""
 
     def shard(self, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """Returns the tensor of which each rank of the mesh holds its part.
+        """Returns the tensor as a DTensor: each rank of the mesh has its shard.
 
         Raises:
             ConfigError: there isn't one placement for each dim of the mesh, or a dim that the tensor hasn't.
@@ -76,7 +77,8 @@ class ShardingSpec:
 
     @property
     def mode(self) -> str:
-        """What it makes of the weight (out, in) of a linear layer: ``columns``, ``rows`` or ``whole``."""
+        """The split of a linear layer's weight (out, in): ``columns``, ``rows`` or ``whole``."""
+        # a linear weight is (out, in): dim 0 splits outputs, dim 1 inputs
         dims = {item.dim for item in self.placements if isinstance(item, Shard)}
         if not dims:
             return "whole"

@@ -1,4 +1,4 @@
-"""Boxes of a weight as the tensor that torch.distributed.checkpoint's own planners know how to save and load."""
+"""Wraps boxes of a weight in the tensor type that torch.distributed.checkpoint's own planners save and load."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ import torch
 from meshwright.parallel.dcp_shards import LocalBoxes
 
 
-class SavedParts(torch.Tensor):
-    """Stands for the whole weight in a state dict, and holds this rank's boxes of it, views of its memory.
+class SavedShards(torch.Tensor):
+    """Represents the full weight in a state dict, with this rank's boxes of it as views of its memory.
 
     Only torch.distributed.checkpoint can use it; it has no values that an operation could read.
     """
 
-    pieces: LocalBoxes
+    local_boxes: LocalBoxes
 
     @staticmethod
-    def __new__(cls, pieces: LocalBoxes, device: torch.device) -> Self:
-        """Makes the stand-in for boxes whose memory is on a device."""
-        made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, pieces.size(), dtype=pieces.dtype, device=device, requires_grad=False
+    def __new__(cls, local_boxes: LocalBoxes, device: torch.device) -> Self:
+        """Returns a wrapper of boxes whose memory is on a device."""
+        placeholder: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, local_boxes.size(), dtype=local_boxes.dtype, device=device, requires_grad=False
         )
-        made.pieces = pieces
-        return made
+        placeholder.local_boxes = local_boxes
+        return placeholder
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for every operation: detaching gives the same, all else has no answer."""
+        """Called by torch for every operation: detach returns the same wrapper, any other is an error."""
+        # dcp detaches every tensor of a state dict
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func} reads values, but this rank holds only parts of them: save them with dcp")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"SavedParts({tuple(self.shape)}, boxes={[box for box, _ in self.pieces.parts]})"
+        return f"SavedShards({tuple(self.shape)}, boxes={[box for box, _ in self.local_boxes.parts]})"
 
     def __create_write_items__(self, name: str, whole: Any) -> list[Any]:
         """Called by dcp.save."""
-        return self.pieces.__create_write_items__(name, whole)
+        return self.local_boxes.__create_write_items__(name, whole)
 
     def __create_chunk_list__(self) -> list[Any]:
         """Called by dcp.load."""
-        return self.pieces.__create_chunk_list__()
+        return self.local_boxes.__create_chunk_list__()
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """Called by both for the memory of a box."""
-        return self.pieces.__get_tensor_shard__(index)
+        """Called by dcp for the memory of a box, a tensor of its sizes."""
+        return self.local_boxes.__get_tensor_shard__(index)

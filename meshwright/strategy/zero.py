@@ -1,4 +1,4 @@
-"""ZeRO by the name that torch gives it: level 1, for loops that hold a copy on every rank and sum gradients already."""
+"""torch's ZeroRedundancyOptimizer, ZeRO 1, for loops with a copy of the model on every rank and summed gradients."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ with warnings.catch_warnings():
 
 
 class ZeroRedundancyOptimizer(TorchZeroOptimizer):
-    """torch's own: each rank keeps the optimizer state of some parameters, updates these, and sends them to the others.
+    """torch's own: each rank keeps the optimizer state of some parameters, updates these, and broadcasts them.
 
-    This is ZeRO 1, over whole parameters. A layout does it over parts of each, with the gradients' sum and the gather
+    This is ZeRO 1, over whole parameters. A layout does so over shards of each, with the gradients' sum and the gather
     under backward: ``shard=N,zero=1``; and ``zero=2`` shards gradients, ``zero=3`` parameters too.
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.
 
     Args:
         params: parameters or parameter groups, the same on every rank of the group; gradients are summed or averaged
             over it before `step` (DistributedDataParallel does, or the strategy with ``replicate=N``).
-        optimizer_class: of torch.optim, what updates them.
+        optimizer_class: of torch.optim; it updates the parameters.
         process_group: ranks that share the state; all when None.
         parameters_as_bucket_view: pack parameters so that one message carries several.
         **defaults: of the optimizer class.
@@ -45,11 +45,11 @@ class ZeroRedundancyOptimizer(TorchZeroOptimizer):
         parameters_as_bucket_view: bool = False,
         **defaults: Any,
     ) -> None:
-        given = list(params)
-        single = [item for group in given for item in (group["params"] if isinstance(group, dict) else [group])]
-        if any(isinstance(item, DTensor) for item in single):
+        groups = list(params)
+        parameters = [item for group in groups for item in (group["params"] if isinstance(group, dict) else [group])]
+        if any(isinstance(item, DTensor) for item in parameters):
             raise ConfigError(
                 "the parameters are sharded already, and with them the state of any optimizer: use "
                 "torch.optim's own, through HybridParallelStrategy.optimizer"
             )
-        super().__init__(given, optimizer_class, process_group, parameters_as_bucket_view, **defaults)
+        super().__init__(groups, optimizer_class, process_group, parameters_as_bucket_view, **defaults)

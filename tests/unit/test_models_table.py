@@ -51,8 +51,8 @@ def test_a_kind_of_layer_that_does_not_fit_is_refused_and_the_others_stay(monkey
         return "its logits are off by 2.0e-01" if table.layers["a.1"].groups else ""
 
     monkeypatch.setattr(tables, "rehearse_model", rehearse)
-    clone = tables.Clone(module=nn.Module(), structure=None, vocab=7, same=True)  # type: ignore[arg-type]
-    found = tables._fitting_layers(clone, table, "all of it is off")
+    clone = tables.Clone(module=nn.Module(), structure=None, vocab=7, full_size=True)  # type: ignore[arg-type]
+    found = tables._keep_working_layers(clone, table, "all of it is off")
     assert tried == [{"a.0", "a.2"}, {"a.0", "a.1", "a.2"}]
     assert [bool(rows.groups) for rows in found.layers.values()] == [True, False, True, False]
     assert "with a.1 split over 2 ranks its logits are off" in found.layers["a.1"].refused[""]

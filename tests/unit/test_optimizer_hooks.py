@@ -7,18 +7,18 @@ import gc
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from meshwright.strategy.optimizer_binding import OptimizerBinding, _watch
+from meshwright.strategy.optimizer_binding import OptimizerBinding, _observe_optimizers
 
 
 class _Quiet(OptimizerBinding):
     def __init__(self) -> None:
         self.own, self.steps = self, 0  # a circle, which only the collector frees
-        _watch(self)
+        _observe_optimizers(self)
 
-    def _before(self, optimizer: object, args: object, kwargs: object) -> None:
+    def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
         self.steps += 1
 
-    def _after(self, optimizer: object, args: object, kwargs: object) -> None:
+    def _after_optimizer_step(self, optimizer: object, args: object, kwargs: object) -> None:
         self.steps += 1
 
 
