@@ -71,7 +71,7 @@ class DiskWriter:
         self.failed: str | None = None
         """Why the last checkpoint couldn't be written; None while all is well."""
 
-    def look(self, segments: Sequence[Segment], layout: Layout, control: Control | None) -> None:
+    def poll(self, segments: Sequence[Segment], layout: Layout, control: Control | None) -> None:
         """Starts to write what all ranks have left since the last time, and takes note of what was written.
 
         Args:

@@ -75,13 +75,13 @@ class HangWatch:
         self._path, self._generation, self._ranks = path, generation, ranks
         self._first, self._others = first or 0, first is not None
         self._limit, self._describe = limit_s, describe
-        self.last: dict[int, RankStamp] = {}
+        self.last_stamps: dict[int, RankStamp] = {}
         """The last stamp of each rank."""
         self._longest: dict[str, float] = {}
         self._looked = self._awake = time.monotonic()
         self._idle, self._idle_s, self._ask = IdleWatch(), idle_s, ask
 
-    def look(self) -> list[RankStamp]:
+    def poll(self) -> list[RankStamp]:
         """Reads the stamps, learns from them, and returns them.
 
         Raises:
@@ -89,12 +89,12 @@ class HangWatch:
         """
         now, found = time.monotonic(), self._read()
         for one in found:
-            before = self.last.get(one.rank)
+            before = self.last_stamps.get(one.rank)
             if not self._first_step and one.phase not in ("start", "restore"):
                 self._first_step = one.step
             if before is not None and before.since != one.since and not self._may_compile(before):
                 self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), one.since - before.since)
-            self.last[one.rank] = one
+            self.last_stamps[one.rank] = one
         if found and len(found) == self._ranks and not all(one.phase == "done" for one in found):
             youngest = max(found, key=lambda one: one.since)
             allowed = self._allowed(found) * (PATIENCE if self._wait_for_others(found) else 1.0)
@@ -116,7 +116,7 @@ class HangWatch:
         Raises:
             HangError: when one is stopped, or all sleep where none of them can be woken but by another of them.
         """
-        self._idle.look([one.pid for one in found], now)
+        self._idle.poll([one.pid for one in found], now)
         for one in found:
             if self._idle.stopped_s(one.pid, now) > STOPPED_S:
                 raise self._error(found, now, one, "stopped, as by SIGSTOP")
@@ -127,7 +127,9 @@ class HangWatch:
 
     def refresh(self) -> None:
         """Reads where the ranks stood when they ended, once they have; one that could say so keeps the stamp before."""
-        self.last |= {one.rank: one for one in self._read() if one.phase != "done" or one.rank not in self.last}
+        self.last_stamps |= {
+            one.rank: one for one in self._read() if one.phase != "done" or one.rank not in self.last_stamps
+        }
 
     def _read(self) -> list[RankStamp]:
         mine = range(self._first, self._first + self._ranks)

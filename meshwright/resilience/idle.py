@@ -33,7 +33,7 @@ class IdleWatch:
         """Drops what was seen: the processes have moved."""
         self._wanted, self._idle, self._stopped = {}, {}, {}
 
-    def look(self, pids: Iterable[int], now: float) -> None:
+    def poll(self, pids: Iterable[int], now: float) -> None:
         """Takes one look.
 
         Args:

@@ -127,3 +127,17 @@ def choose(
     tier = "memory" if len(own) == len(places) else "peer"
     alone = sorted(rank for rank, count in holders.items() if count == 1)
     return {"step": step, "generation": generation, "places": places, "tier": tier, "alone": alone}, peak
+
+
+def root_failure(failures: Sequence[Message], nodes_lost: bool) -> Message | None:
+    """Returns the failure that caused the others; None without any, or where the loss of a node caused them.
+
+    Args:
+        failures: as `messages.Failure` describes them.
+        nodes_lost: whether nodes were lost in the same generation.
+    """
+    # An echo is the error of a rank whose peer had failed, a hang often that of one that waits for such a peer.
+    earliest = min(failures, key=lambda failure: (failure["echo"], failure["hang"], failure["at"]), default=None)
+    if earliest is not None and nodes_lost and (earliest["echo"] or earliest["hang"]):
+        return None
+    return earliest

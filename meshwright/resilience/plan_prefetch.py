@@ -31,7 +31,7 @@ class PlanPrefetcher:
         self._pid, self._pipe = 0, -1
         self._read = bytearray()
 
-    def begin(self, counts: Sequence[int]) -> None:
+    def start(self, counts: Sequence[int]) -> None:
         """Starts to plan for some numbers of ranks; does nothing while it is at work, or when all were asked for."""
         self._collect()
         wanted = [count for count in counts if count not in self._asked]

@@ -44,7 +44,7 @@ class SlowWatch:
         self._looks = 0
         self._busy: dict[int, int] = {}
 
-    def look(self, found: Sequence[RankStamp]) -> list[Slow]:
+    def poll(self, found: Sequence[RankStamp]) -> list[Slow]:
         """Takes one look; returns the slow ranks of the last `SAMPLES` looks when these are full."""
         if not found or any(one.step < 3 or one.phase not in _COMPUTES for one in found):
             return []

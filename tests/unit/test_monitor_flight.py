@@ -125,7 +125,7 @@ def test_ranks_are_asked_for_what_torch_itself_recorded(
     watch = HangWatch(path, 0, 2, 0.2, ask=two.ask)
     with pytest.raises(HangError) as told:
         while True:
-            watch.look()
+            watch.poll()
             time.sleep(0.02)
     waits = "; the GPU of rank 0 hasn't finished all_reduce over world, 56 B (number 2 of its group)"
     assert waits in str(told.value)
