@@ -122,7 +122,7 @@ def test_ranks_are_asked_for_what_torch_itself_recorded(
     writers = [ProgressWriter(path, rank) for rank in range(2)]
     for writer in writers:
         writer.stamp("optimizer", 7)
-    watch = HangWatch(path, 0, 2, 0.2, ask=two.ask)
+    watch = HangWatch(path, 0, 2, 0.2, query_devices=two.ask)
     with pytest.raises(HangError) as told:
         while True:
             watch.poll()

@@ -117,7 +117,7 @@ def test_a_first_step_that_compiles_may_take_longer_than_any_later_one(
     path = tmp_path / "progress.bin"
     reset_progress(path, 1)
     watch, writer = HangWatch(path, 1, 1, limit_s, compiles=True), ProgressWriter(path, 0, 1)
-    watch._look_closer = lambda found, now: None  # type: ignore[method-assign]
+    watch._check_processes = lambda found, now: None  # type: ignore[method-assign]
     first = [(41, "start", 0.1), (41, "forward", 0.1), (41, "backward", 0.1), (41, "forward", 90.0)]
 
     def pass_time(seconds: float) -> None:
@@ -334,9 +334,9 @@ def test_a_disk_or_an_evaluation_may_take_longer_than_ever(phase: str, tmp_path:
         writer.stamp(stamped, 5)
         watch.poll()
         time.sleep(0.01)
-    assert watch._allowed(watch.poll()) == LEAST_S
+    assert watch._limit_s(watch.poll()) == LEAST_S
     writer.stamp(phase, 6)
-    assert watch._allowed(watch.poll()) == UNKNOWN_S
+    assert watch._limit_s(watch.poll()) == UNKNOWN_S
 
 
 def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path) -> None:
