@@ -159,7 +159,7 @@ def _send_new_snapshots(
             if newest is None or newest[0] <= sent[rank]:
                 continue
             if faults is not None:
-                faults.begin(newest[0])
+                faults.begin_step(newest[0])
             if _send_snapshot(connection, rank, newest[1], faults):
                 sent[rank], idle = newest[0], False
                 copied.arrived(local_rank, newest[0], target_index)
@@ -187,7 +187,7 @@ def _send_snapshot(connection: Connection, rank: int, memory: mmap.mmap, faults:
     connection.send(_ANNOUNCEMENT.pack(rank, len(view)))
     connection.send_parcel(view[HEADER_BYTES:])
     if faults is not None:
-        faults.at("send")
+        faults.reach("send")
     unchanged = memory[:HEADER_BYTES] == header_bytes
     connection.send(header_bytes if unchanged else bytes(HEADER_BYTES))
     return bytes(connection.receive(len(_STORED))) == _STORED and unchanged

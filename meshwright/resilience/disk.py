@@ -124,12 +124,12 @@ class DiskWriter:
         share = self._share
         fault_rank = WRITER - share.node if share is not None else WRITER
         faults = Faults(self._root.parent, fault_rank, self._last_written[0], self._faults)
-        faults.begin(step)
+        faults.begin_step(step)
         store = CheckpointStore(
             self._root,
             self._config,
             share.agree(self._last_written) if share is not None else None,
-            stamp=lambda phase: faults.at(f"checkpoint.{phase}"),
+            stamp=lambda phase: faults.reach(f"checkpoint.{phase}"),
             fence=share.fence if share is not None else None,
         )
         store.went_on(step)

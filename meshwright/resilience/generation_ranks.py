@@ -123,7 +123,7 @@ class GenerationRanks:
         # No idle limit where devices, other hosts or compiler processes may work while all ranks on this node sleep.
         if place is not None or devices.kind != "cpu" or layout.compile:
             idle_s = 0.0
-        query_device = self.flight.ask if self.flight is not None else None
+        query_device = self.flight.query if self.flight is not None else None
         describe = layout.describe_rank
         self.hang = HangWatch(
             progress, generation, rank_count, limit_s, describe, first_rank, idle_s, query_device, layout.compile

@@ -30,7 +30,7 @@ class Rewinds:
         """Step up to whose batches the data is skipped; 0 for none."""
         self.damage: Damage | None = None
         """The damage that caused the last rewind."""
-        self._attempts, self._last_base = 0, -1
+        self._rewinds, self._last_base = 0, -1
         self._repeated_damages, self._furthest_damage = 0, -1
 
     def order(self) -> dict[str, Any]:
@@ -52,12 +52,12 @@ class Rewinds:
         self.sick_step = result["sick"]
         latest = self._store.latest()
         base = latest.step if latest is not None else 0
-        self._attempts = self._rewinds_here + 1 if base == self._last_base else 1
+        self._rewinds = self._rewinds + 1 if base == self._last_base else 1
         self._last_base = base
         self._event("rewinding", sick=result["step"], step=base)
-        if self._attempts > self._config.recovery.attempts:
+        if self._rewinds > self._config.recovery.attempts:
             raise RankError(
-                f"steps after the checkpoint of step {base} were sick {self._attempts} times with other rows each time; "
+                f"steps after the checkpoint of step {base} were sick {self._rewinds} times with other rows each time; "
                 f"lower optimizer.lr = {self._config.optimizer.lr}, or look at recovery.spike and largest_norm"
             )
 

@@ -58,7 +58,7 @@ class ScheduleConfig(Config):
     """Share of the steps that decay, for ``wsd``."""
 
     def warmup_steps(self, steps: int) -> int:
-        """Returns the steps of warm-up of a run of so many steps."""
+        """Returns the warm-up steps of a run of ``steps`` steps."""
         return min(USUAL_WARMUP, steps // 4) if self.warmup is None else self.warmup
 
     def check(self) -> None:

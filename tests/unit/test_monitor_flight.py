@@ -122,7 +122,7 @@ def test_ranks_are_asked_for_what_torch_itself_recorded(
     writers = [ProgressWriter(path, rank) for rank in range(2)]
     for writer in writers:
         writer.stamp("optimizer", 7)
-    watch = HangWatch(path, 0, 2, 0.2, query_devices=two.ask)
+    watch = HangWatch(path, 0, 2, 0.2, query_devices=two.query)
     with pytest.raises(HangError) as told:
         while True:
             watch.poll()
@@ -143,7 +143,7 @@ def test_who_cannot_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = (None, fails, lambda: b'{"entries": [{"state": "scheduled"}]}')
     for rank, given in enumerate(dumps):
         flight.answer(rank, given)
-    assert flight.ask() == {}
+    assert flight.query() == {}
     for thread in threading.enumerate():
         if thread.name == "flight":
             thread.join()

@@ -276,9 +276,9 @@ def test_a_fault_happens_once_at_its_place(tmp_path: Path) -> None:
         )  # fmt: skip
 
     def step(which: Faults, number: int) -> None:
-        which.begin(number)
+        which.begin_step(number)
         for phase in ("data", "forward", "reduce"):
-            which.at(phase)
+            which.reach(phase)
 
     mine, other = faults(1), faults(0)
     for number in (1, 2, 3):
