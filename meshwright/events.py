@@ -1,4 +1,4 @@
-"""What happened in a run, as plain records: the lines of ``metrics.jsonl`` and ``events.jsonl``."""
+"""Records of a run: steps and events, the lines of ``metrics.jsonl`` and ``events.jsonl``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several nodes from one terminal: reads a hostfile, shows the command of each host, runs them over ssh."""
+"""Launches on several nodes from one terminal: reads a hostfile, prints each host's command, or runs them over ssh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.launch.contract import HostCommand
 
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._:@\[\]-]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?\s*$")
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
-"""The terminal (-tt) makes the remote command end with its connection; a password prompt would wait for ever."""
+"""A terminal (-tt) makes the remote command end with its connection; BatchMode prevents an endless password prompt."""
 _CONNECTION_LOST = 255
 """Source: ssh(1), EXIT STATUS."""
 
@@ -82,16 +82,16 @@ class HostfileLauncher:
         run_id: str = "meshwright",
         supervised: bool = False,
     ) -> None:
-        """Takes the hosts; nothing is started.
+        """Configures the launch; starts nothing.
 
         Args:
-            hosts: in the order of their ranks; the first is the head, where the others meet it.
+            hosts: in the order of their ranks; the first is the head, where all rendezvous.
             port: free port of the head.
             python: interpreter on every host.
             folder: working directory on every host; this one's when None.
             ssh: command and options before the host's name.
             run_id: name of the run.
-            supervised: run a supervisor on each host in place of torchrun; these go on when a host fails.
+            supervised: run a supervisor on each host instead of torchrun; supervisors continue when a host fails.
         """
         self.hosts = list(hosts)
         self._port, self._python, self._folder = port, python, folder or Path.cwd()
@@ -108,13 +108,27 @@ class HostfileLauncher:
         """Returns the dry run: the command of each host for ``meshwright <argv>``."""
         head = self.hosts[0].address
         if self._supervised:
-            many = ("--devices", str(self.ranks), "--nodes", str(len(self.hosts)), "--meet", f"{head}:{self._port}")
+            shared = (
+                "--devices",
+                str(self.ranks),
+                "--nodes",
+                str(len(self.hosts)),
+                "--meet",
+                f"{head}:{self._port}",
+            )
             return [
                 HostCommand(
                     host.name,
-                    (*(self._python, "-m", "meshwright", *argv), *many, "--node", str(at), "--slots", str(host.slots)),
+                    (
+                        *(self._python, "-m", "meshwright", *argv),
+                        *shared,
+                        "--node",
+                        str(index),
+                        "--slots",
+                        str(host.slots),
+                    ),
                 )
-                for at, host in enumerate(self.hosts)
+                for node, host in enumerate(self.hosts)
             ]
         return [
             HostCommand(
@@ -165,12 +179,12 @@ class HostfileLauncher:
             LaunchError: for the first host that failed (the others have been ended then; supervised ones go on, so that
                 all must have failed), or when the time is up.
         """
-        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while any(process.poll() is None for _, process in self._started):
                 if not self._supervised:
                     self._check_failed()
-                if limit is not None and time.monotonic() > limit:
+                if deadline is not None and time.monotonic() > deadline:
                     busy = ", ".join(host.name for host, process in self._started if process.poll() is None)
                     raise LaunchError(f"{busy} did not end within {timeout_s:g} s and were ended")
                 time.sleep(0.05)
@@ -200,8 +214,8 @@ class HostfileLauncher:
     def cancel(self, grace_s: float = 0.0) -> None:
         """Closes every connection, which ends the remote commands; by force after ``grace_s`` seconds."""
         self._signal(signal.SIGTERM)
-        until = time.monotonic() + grace_s
-        while time.monotonic() < until and any(process.poll() is None for _, process in self._started):
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and any(process.poll() is None for _, process in self._started):
             time.sleep(0.02)
         self._signal(signal.SIGKILL)
         for _, process in self._started:

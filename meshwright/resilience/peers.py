@@ -115,7 +115,9 @@ class PeerConnection:
             return None
         contents = bytes(self._receive_buffer[HEADER_BYTES:contents_end])
         # The code is checked before anything of the contents is decoded.
-        self._seals.takes.check(header, contents, bytes(self._receive_buffer[contents_end : contents_end + MAC_BYTES]))
+        self._seals.receives.check(
+            header, contents, bytes(self._receive_buffer[contents_end : contents_end + MAC_BYTES])
+        )
         del self._receive_buffer[: contents_end + MAC_BYTES]
         return decode(contents)
 
