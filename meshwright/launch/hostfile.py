@@ -108,26 +108,11 @@ class HostfileLauncher:
         """Returns the dry run: the command of each host for ``meshwright <argv>``."""
         head = self.hosts[0].address
         if self._supervised:
-            shared = (
-                "--devices",
-                str(self.ranks),
-                "--nodes",
-                str(len(self.hosts)),
-                "--meet",
-                f"{head}:{self._port}",
-            )
+            nodes = str(len(self.hosts))
+            shared = ("--devices", str(self.ranks), "--nodes", nodes, "--meet", f"{head}:{self._port}")
+            program = (self._python, "-m", "meshwright", *argv)
             return [
-                HostCommand(
-                    host.name,
-                    (
-                        *(self._python, "-m", "meshwright", *argv),
-                        *shared,
-                        "--node",
-                        str(index),
-                        "--slots",
-                        str(host.slots),
-                    ),
-                )
+                HostCommand(host.name, (*program, *shared, "--node", str(node), "--slots", str(host.slots)))
                 for node, host in enumerate(self.hosts)
             ]
         return [

@@ -7,9 +7,9 @@
       frames, each with a MAC                <->        frames, each with a MAC
 
 Both ends prove that they have the run's key, and neither sends it. Each contributes a nonce, so a proof is valid for
-one connection only; roles are part of the hashed bytes, so a proof can't be reflected. Frames bear a MAC under keys of this
-connection, one for each direction, over their number, header and contents, so a frame that is forged, changed, omitted,
-repeated or reflected is rejected. Nothing is encrypted (docs/security.md).
+one connection only; roles are part of the hashed bytes, so a proof can't be reflected. Frames bear a MAC under keys of
+this connection, one for each direction, over their number, header and contents, so a frame that is forged, changed,
+omitted, repeated or reflected is rejected. Nothing is encrypted (docs/security.md).
 """
 
 from __future__ import annotations
