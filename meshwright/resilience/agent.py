@@ -99,6 +99,7 @@ class Agent:
         remake: Callable[[Plan], TrainJob],
         announce: Callable[[Plan], None],
     ) -> None:
+        # Checked before any socket is opened: the limit must also suffice for the ranks after a failure.
         peers = min(job.config.recovery.copies, seat.nodes - 1)
         ensure(needed(job.plan.layout, devices.count, seat.nodes, peers, devices.kind == "cuda"))
         self._seat, self._job = seat, job
@@ -108,6 +109,7 @@ class Agent:
         self._port = listener.getsockname()[1]
         self._hub, self._claims = Hub(listener, seat.key, self._event), Claims(job.run_dir)
         newest = self._claims.newest()
+        # An earlier command's generations don't count: their recorded result isn't this run's.
         self._newest_at_start = -1 if newest is None else newest.generation
         self._local = LocalNode(job, devices, seat.node, seat.address, remake, self._event, seat.key)
         self._context = LeaderContext(
@@ -132,6 +134,7 @@ class Agent:
         try:
             with interrupts_to(self._count_interrupt):
                 while True:
+                    # Each turn lasts as long as one leader does; then the node searches for the next one.
                     result = self._lead_or_follow()
                     if result is not None:
                         return result
@@ -144,6 +147,7 @@ class Agent:
     def _lead_or_follow(self) -> dict[str, Any] | None:
         """Leads or follows under one leader; returns the run's result, or None when another leader is needed."""
         leader = self._find_leader()
+        # The run ended while this node was searching.
         if isinstance(leader, dict):
             return leader
         if isinstance(leader, Claim):
@@ -152,6 +156,7 @@ class Agent:
         try:
             return self._follow(connection, claim)
         except GenerationAborted as error:
+            # A leader that drops every call would otherwise fill the events: one loss, one event.
             if self._contact.lost(claim.session):
                 self._lost_at = time.monotonic()
                 self._event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
@@ -179,6 +184,7 @@ class Agent:
             ended = self._claims.ending(self._newest_at_start)
             if ended is not None:
                 return ended
+            # Call only a leader that renews its lease: a connection to a dead host would block for seconds.
             if newest is not None and age_s < FRESH_S and self._contact.may_call(newest.session):
                 try:
                     connection = self._hub.call(newest.host, newest.port)
@@ -191,6 +197,7 @@ class Agent:
                     return connection, newest
                 if refused_at is None:
                     self._contact.failed()
+            # Of nodes that claim at once one creates the file; the others find its claim in the next round.
             if self._may_claim(newest, age_s > LEASE_S, refused_at):
                 number = 0 if newest is None else newest.generation + 1
                 claim = Claim(
@@ -201,6 +208,7 @@ class Agent:
                     return claim
             if self._local.interrupts:
                 raise LaunchError("ended while looking for the node that leads")
+            # Errors only for a node that never joined: one that had an order waits for its run to go on.
             if self._order is None and newest is None and time.monotonic() > deadline:
                 raise LaunchError(f"no node leads this run after {_FIND_LEADER_S:g} s; start node 0 too")
             if self._order is None and self._hub.mismatch and time.monotonic() > deadline:
@@ -208,6 +216,7 @@ class Agent:
                     f"who leads, at {self._hub.mismatch}, doesn't have this node's key of the run; "
                     "give both the same --key-file, or neither where they share the run directory"
                 )
+            # Also paces this loop, and serves nodes that connect to this one as the next leader.
             self._hub.pump(0.05)
 
     def _may_claim(self, newest: Claim | None, expired: bool, refused_at: float | None) -> bool:
@@ -225,8 +234,10 @@ class Agent:
         if self._order is not None:
             members = [node for node in self._order["members"] if node != newest.node]
             delay_s = (members.index(self._seat.node) if self._seat.node in members else len(members)) * _STAGGER_S
+        # This process led and gave way or was superseded: others go first.
         if newest.session == self._session:
             delay_s += _CLAIM_DELAY_S
+        # An expired lease counts from the search's start, a refused connection from the refusal.
         if expired:
             return now - self._search_started >= delay_s
         return refused_at is not None and now - refused_at >= delay_s
@@ -235,7 +246,9 @@ class Agent:
         expected, limit_s = set(range(self._seat.nodes)), self._job.config.launch.group_s
         if self._order is not None:
             survivors = [node for node in self._order["members"] if node != self._previous_leader]
+            # After a leader's loss, wait only as long as its followers need to notice the loss.
             expected, limit_s = set(survivors), SILENCE_S + 1.0
+        # A node that yielded once and leads again keeps the lead: the majority didn't claim it.
         yields = time.monotonic() - self._yielded_at > _YIELD_AGAIN_S
         leader = Leader(self._context, claim, self._order, self._lost_at, yields)
         self._event("leading", node=self._seat.node, generation=claim.generation)
@@ -249,10 +262,12 @@ class Agent:
             if isinstance(error, MinorityPartition):
                 self._yielded_at = time.monotonic()
             self._event("deposed", node=self._seat.node, generation=leader.generation)
+            # Followers reconnect to the new leader by its claim.
             self._hub.drop_all()
             return None
         except MeshwrightError as error:
             self._hub.broadcast(End(result=None, error=str(error)))
+            # The file serves nodes that aren't connected just now: they must not wait for this leader.
             self._claims.end(leader.generation, None)
             raise
         self._hub.broadcast(End(result=result, error=""))
@@ -284,9 +299,11 @@ class Agent:
     def _run_generation(self, connection: PeerConnection, claim: Claim, order: Message) -> None:
         """Runs this node's ranks of a generation, and reports the outcome to the leader."""
         self._order, self._previous_leader = order, claim.node
+        # This node has no rank in this generation: it reports at once, and stays a member.
         if str(self._seat.node) not in order["nodes"]:
             self._local.outcome |= {"generation": order["generation"], "outcome": "fenced", "failure": None}
             return
+        # Forking the ranks blocks this thread for seconds; the leader must not take that for a loss.
         connection.send(Busy(_BUSY_S))
         fence = self._claims.fence(order["generation"])
 
@@ -294,6 +311,7 @@ class Agent:
             self._local.poll(ranks)
             for message in self._receive(connection, claim, 0.0):
                 if isinstance(message, Fence) and message.generation == order["generation"]:
+                    # Only this generation's fence counts: one of an earlier generation may still be on its way.
                     raise _Fenced("the leader ends this generation")
                 if isinstance(message, Reconfigure) and not ranks.control.cut:
                     ranks.control.ask_cut()
@@ -303,6 +321,7 @@ class Agent:
         except _Fenced:
             pass
         except LeaderLost as error:
+            # The ranks are gone by now: `LocalNode.run` killed them before this error left it.
             self._event("fenced", node=self._seat.node, generation=order["generation"], seconds=error.age_s)
             raise
         self._send_ready(connection)
@@ -321,6 +340,7 @@ class Agent:
         # Called for its effect: the lease's age counts from the last change that was read.
         self._claims.age_s()
         newest = self._claims.newest()
+        # Checked before the connection: a deposed leader may still be connected and send orders.
         if newest is not None and newest.session != claim.session:
             raise LeaderLost(f"node {newest.node} leads")
         if not connection.open:
@@ -342,6 +362,7 @@ class Agent:
     def _count_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._local.interrupts += 1
         self._local.terminated |= number == signal.SIGTERM
+        # The first interrupt lets ranks save a checkpoint; the second gives up at once.
         if self._local.interrupts > 1:
             raise KeyboardInterrupt
 

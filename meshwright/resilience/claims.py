@@ -57,6 +57,7 @@ class Claims:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
+        # Files of earlier commands in this run directory remain: generations are counted on from them.
         self._newest = max((int(path.name) for path in self._folder.iterdir() if path.name.isdigit()), default=-1)
         self._newest_claim: Claim | None = None
         self._last_stamp: tuple[int, int] = (-1, 0)
@@ -65,6 +66,7 @@ class Claims:
 
     def newest(self) -> Claim | None:
         """Returns the claim of the newest generation; None before the first."""
+        # Generations are consecutive, so one lookup per call suffices in the common case.
         while self._claim_path(self._newest + 1).exists():
             self._newest += 1
         if self._newest >= 0 and (self._newest_claim is None or self._newest_claim.generation != self._newest):
@@ -85,6 +87,7 @@ class Claims:
             os.fsync(file.fileno())
         try:
             os.link(temporary, self._claim_path(claim.generation))
+        # link, unlike rename, fails if the name exists: it is the atomic test-and-set.
         except FileExistsError:
             return False
         finally:
@@ -115,6 +118,7 @@ class Claims:
             # Opened instead of stat'ed: an open makes NFS revalidate its cached attributes with the server.
             with self._claim_path(self._newest).open("rb") as file:
                 stamp = (self._newest, os.fstat(file.fileno()).st_mtime_ns)
+            # Any change counts, forward or backward: the stamp is the file server's clock.
             if stamp != self._last_stamp:
                 self._last_stamp, self._changed_at = stamp, now_s
         return now_s - self._changed_at
@@ -145,6 +149,7 @@ class Claims:
         with contextlib.suppress(OSError):
             temporary = self._folder / f".{uuid.uuid4().hex}"
             temporary.write_text(json.dumps(result), encoding="utf-8")
+            # Renamed into place: a reader sees no result or the whole one.
             temporary.replace(self._claim_path(generation, ".ended"))
 
     def ending(self, after: int) -> dict[str, Any] | None:
@@ -157,6 +162,7 @@ class Claims:
             LaunchError: when it ended by an error.
         """
         path = self._claim_path(self._newest, ".ended")
+        # A result of a generation before this command's start belongs to an earlier command.
         if self._newest <= after or not path.exists():
             return None
         try:
@@ -173,6 +179,7 @@ class Claims:
 
     def fence(self, generation: int) -> Callable[[], None]:
         """Returns a check that raises `CheckpointError` once a newer generation was claimed."""
+        # The check runs before every write of a rank: one lookup, no parsing.
         path = str(self._claim_path(generation + 1))
 
         def check() -> None:

@@ -29,12 +29,14 @@ class Contact:
 
     def may_call(self, leader: str) -> bool:
         """Whether the pause before the next call of a leader is over; the first call of a leader has none."""
+        # Another leader owes nothing to the failures of the one before.
         if leader != self._leader:
             self._leader, self._failed_calls, self._next_call_at = leader, 0, 0.0
         return time.monotonic() >= self._next_call_at
 
     def failed(self) -> None:
         """Doubles the pause after a failed call."""
+        # The exponent is capped, since 2.0 ** 1024 overflows.
         pause = min(CAP_S, FIRST_S * 2.0 ** min(self._failed_calls, 32))
         self._failed_calls += 1
         self._next_call_at = time.monotonic() + pause * (0.5 + 0.5 * self._draw())

@@ -114,6 +114,7 @@ def start_courier(
     """
 
     def work() -> None:
+        # Threads of a process that only copies: the GIL is released in socket calls and memcpy.
         _start_thread(_receive_forever, listener, inlet)
         for target_index, address in enumerate(targets[1:], 1):
             _start_thread(_send_forever, address, inlet.key, local_segments, copied, target_index, None)
@@ -150,11 +151,13 @@ def _send_new_snapshots(
     faults: Faults | None,
 ) -> None:
     """Sends every snapshot that is newer than the last one sent of its rank; returns only by an `OSError`."""
+    # Per connection: after a reconnection every rank's newest snapshot is sent again.
     sent = dict.fromkeys(local_segments, -1)
     maps: dict[int, mmap.mmap] = {}
     while True:
         idle = True
         for local_rank, (rank, segments) in enumerate(local_segments.items()):
+            # A rank may write several snapshots while one is in transit: only the newest is sent.
             newest = _newest_snapshot(segments, maps)
             if newest is None or newest[0] <= sent[rank]:
                 continue
@@ -170,6 +173,7 @@ def _send_new_snapshots(
 def _newest_snapshot(segments: Sequence[Segment], maps: dict[int, mmap.mmap]) -> tuple[int, mmap.mmap] | None:
     candidates = []
     for segment in segments:
+        # Segments get their size with the first snapshot, and keep it: one mapping serves for ever.
         if segment.fd not in maps and segment.size:
             maps[segment.fd] = mmap.mmap(segment.fd, segment.size, access=mmap.ACCESS_READ)
         memory = maps.get(segment.fd)
@@ -195,6 +199,7 @@ def _send_snapshot(connection: Connection, rank: int, memory: mmap.mmap, faults:
 
 def _receive_forever(listener: socket.socket, inlet: Inlet) -> None:
     """Receives snapshots over the oldest segment of each rank, so that a complete one exists at any moment."""
+    # One lock for each rank: an old and a new connection may both deliver the same rank.
     locks = {rank: threading.Lock() for rank in inlet.others}
     gate = Gate(listener, inlet.key, Channel.COURIER, inlet.refused)
     while True:
@@ -206,6 +211,7 @@ def _receive_from(connection: Connection, inlet: Inlet, locks: Mapping[int, thre
     with connection:
         try:
             while True:
+                # Between snapshots a connection may be idle for minutes.
                 connection.limit(None)
                 rank, size = _receive_announcement(connection, inlet)
                 # The bytes of a courier that died may still be arriving when its successor sends the same rank.
@@ -214,6 +220,7 @@ def _receive_from(connection: Connection, inlet: Inlet, locks: Mapping[int, thre
                     _receive_snapshot(connection, inlet.others[rank], size)
                 connection.send(_STORED)
         except (WireError, CheckpointError) as error:
+            # An authenticated peer that sends garbage is a bug or an attack: reported, and disconnected.
             gate.tell(connection.address, str(error))
         except OSError:
             return
@@ -237,11 +244,13 @@ def _receive_announcement(connection: Connection, inlet: Inlet) -> tuple[int, in
 
 
 def _receive_snapshot(connection: Connection, segments: Sequence[Segment], size: int) -> None:
+    # The segment with the oldest or no snapshot is overwritten.
     segment = min(segments, key=lambda candidate: (peek(candidate) or (-1, -1))[1])
     memory = segment.map(size)
     # Invalidate first, header last: a reader sees the old snapshot, none, or the complete new one.
     memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
     connection.receive_parcel(memoryview(memory)[HEADER_BYTES:])
     header_bytes = bytes(connection.receive(HEADER_BYTES))
+    # A header of zeros cancels: the sender's rank overwrote the snapshot during the transfer.
     if len(header_bytes) == HEADER_BYTES and any(header_bytes):
         memory[:HEADER_BYTES] = header_bytes

@@ -42,6 +42,7 @@ def needed(layout: Layout, ranks: int, nodes: int = 1, peers: int = 0, cuda: boo
     # The memory of these ranks, the state that those before left, and a pipe for each rank.
     supervisor = _open_descriptors() + 2 * (own_segments + peer_segments) + 2 + ranks + _SUPERVISOR
     if nodes > 1:
+        # Each other node may have two connections for a moment: a lost one, and its successor.
         supervisor += _NODE + 2 * nodes
     ring_peers = [size - 1 for size in layout.shape().values() if size > 1]
     # Sockets: the store, the world's group, the checkpoints' group, one group per axis, and one over several axes.
@@ -58,6 +59,7 @@ def ensure(count: int) -> None:
         ConfigError: when the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Descriptors cost nothing until used: the soft limit is only a default.
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
     if hard != resource.RLIM_INFINITY and hard < count:

@@ -42,10 +42,12 @@ class Roster(Generic[Slot]):
     def blame(self, slot: Slot) -> bool:
         """Records that a device's rank failed first; returns whether the device is left out now."""
         now_s = time.monotonic()
+        # Older failures are forgiven, relative to the present back-off time.
         recent: list[float] = [
             blamed_at for blamed_at in self._blames.get(slot, []) if now_s - blamed_at < FORGIVEN * self._pause(slot)
         ]
         self._blames[slot] = [*recent, now_s]
+        # The first failure of a device may be the software's: it gets a second chance.
         if self._config.on_death == "restart" and len(self._blames[slot]) < 2:
             return False
         self._readmit_at[slot] = now_s + self._pause(slot)
@@ -53,6 +55,7 @@ class Roster(Generic[Slot]):
 
     def _pause(self, slot: Slot) -> float:
         """Returns the seconds for which a device is left out, doubled with each repeated failure."""
+        # The back-off doubles from the first failure that leaves the device out.
         tolerated = 1 if self._config.on_death == "shrink" else 2
         return self._config.back_s * 2.0 ** max(0, len(self._blames.get(slot, [])) - tolerated)
 

@@ -82,9 +82,11 @@ class DiskWriter:
         # A checkpoint of the previous generation isn't reported to these ranks: they count steps of their own.
         if self._collect() and control is not None and control is self._control:
             control.tell_written(self._step, self.failed is None)
+        # One checkpoint at a time; a newer snapshot waits in its segment.
         if self._pid or not segments or not all(segment.size for segment in segments):
             return
         identities = {peek(segment) for segment in segments}
+        # All ranks must have left the same (generation, step): a mixture is a snapshot in progress.
         if len(identities) == 1 and (identity := identities.pop()) is not None and identity != self._last_written:
             self._last_written, self._step, self._control = identity, identity[1], control
             self._start(segments, layout)
@@ -104,8 +106,10 @@ class DiskWriter:
         try:
             die_with_parent(parent)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # Ctrl-C reaches the whole terminal: the supervisor decides what becomes of the checkpoint.
             for number in (signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
+            # Compression and checksums must not slow down the ranks on the same cores.
             os.nice(5)
             snapshots = read_snapshots(segments)
             state = State(self._step, snapshots) if self._share is not None else whole_states(snapshots)[0]
@@ -114,6 +118,7 @@ class DiskWriter:
             report = saved.told()
         except CheckpointError as error:
             report = {"error": str(error)}
+        # Any failure becomes a report: the child must never return into the supervisor's code.
         except BaseException as error:
             report = {"error": f"{type(error).__name__}: {error}"}
         finally:
@@ -148,6 +153,7 @@ class DiskWriter:
             os.close(self._pipe)
             os.waitpid(self._pid, 0)
             self._pid, self._pipe = 0, -1
+            # End of file: the child exited or was killed; without a report it was killed.
             report = json.loads(self._received or '{"error": "its writer was killed"}')
             self._received.clear()
             self.failed = report.get("error")

@@ -59,10 +59,12 @@ def steps_between(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
     step_s = plan.prediction.step_s
     if not step_s:
         return 10
+    # A snapshot blocks the step for its copy: amortise that over steps to `_STALL_SHARE`.
     snapshot_s = state_bytes(plan, 1) / _COPY_BYTES_S
     # State that several ranks hold is compared before each snapshot, at a share of its own (`train.copies.SHARE`).
     compare_s = sum(plan.prediction.memory.get(kind, 0) for kind in ("parameters", "optimizer")) / _COMPARE_BYTES_S
     steps = max(snapshot_s / _STALL_SHARE, compare_s / SHARE if plan.ranks > 1 else 0.0) / step_s
+    # The send time is no cost, but a snapshot should arrive before the next one is due.
     return max(1, min(_MOST_STEPS, round(steps + 0.5)), math.ceil(send_s / step_s))
 
 
@@ -116,6 +118,7 @@ class GenerationRanks:
             place=place,
         )
         progress = job.run_dir / (PROGRESS if place is None else node_progress(place.node))
+        # Stamps of the previous generation must not look like progress of this one.
         reset_progress(progress, job.plan.ranks)
         first_rank = place.first if place is not None else None
         self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees).get("pp", 0))
@@ -159,6 +162,7 @@ class GenerationRanks:
 
     def blamed(self, error: MeshwrightError) -> int:
         """Returns the rank that failed first; -1 when none stands out."""
+        # The launcher killed the ranks after a hang: their exit statuses blame nobody.
         if isinstance(error, HangError):
             return error.rank
         return self.launcher.failures[0].rank if self.launcher.failures else -1
@@ -202,9 +206,11 @@ class Patience:
             raised: step of the rank that failed first, if by an exception in it; else None.
         """
         # An exception at a step that the run had not got past before is reproducible: a restart would repeat it.
+        # Any new step is progress: only failures without one exhaust the attempts.
         self._fruitless = 1 if reached > self._furthest_step else self._fruitless + 1
         repeated = raised is not None and raised <= max(1, self._furthest_step)
         self._furthest_step = max(self._furthest_step, reached)
+        # A state that can't be restored is refused and an older one tried: no reproducible error.
         if isinstance(error, CheckpointError) and RESTORING in str(error):
             return self._fruitless > self._attempts
         return not isinstance(error, LaunchError) or repeated or self._fruitless > self._attempts

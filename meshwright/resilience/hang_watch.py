@@ -90,14 +90,17 @@ class HangWatch:
         now_s, stamps = time.monotonic(), self._read_stamps()
         for stamp in stamps:
             previous = self.last_stamps.get(stamp.rank)
+            # The generation's first step is the one at which ranks leave start and restore.
             if not self._first_step and stamp.phase not in ("start", "restore"):
                 self._first_step = stamp.step
+            # A changed stamp ends the previous phase, whose duration teaches its limit.
             if previous is not None and previous.since != stamp.since and not self._may_compile(previous):
                 self._longest_s[previous.phase] = max(
                     self._longest_s.get(previous.phase, 0.0), stamp.since - previous.since
                 )
             self.last_stamps[stamp.rank] = stamp
         if stamps and len(stamps) == self._ranks and not all(stamp.phase == "done" for stamp in stamps):
+            # The run hangs only when every rank is silent: one that progresses may be what others wait for.
             youngest = max(stamps, key=lambda stamp: stamp.since)
             allowed = self._limit_s(stamps) * (PATIENCE if self._all_wait(stamps) else 1.0)
             # A gap between polls means that this process or the machine was suspended: count from now.
@@ -105,6 +108,7 @@ class HangWatch:
                 self._awake_since = now_s
             if now_s - max(youngest.since, self._awake_since) > allowed:
                 raise self._make_error(stamps, now_s)
+            # Reading /proc costs more than reading stamps: only for silent ranks.
             if youngest.age_s(now_s) < SUSPECT_S:
                 self._idle.forget()
             else:
@@ -120,9 +124,11 @@ class HangWatch:
         """
         self._idle.poll([stamp.pid for stamp in stamps], now_s)
         for stamp in stamps:
+            # A stopped process keeps its connections open: no peer would notice.
             if self._idle.stopped_s(stamp.pid, now_s) > STOPPED_S:
                 raise self._make_error(stamps, now_s, stamp, "stopped, as by SIGSTOP")
         asleep_s = min(min(self._idle.idle_s(stamp.pid, now_s), stamp.age_s(now_s)) for stamp in stamps)
+        # Not in the first step, which allocates and connects, nor where something outside may be awaited.
         inside = all(stamp.step > 1 and stamp.phase not in OUTSIDE for stamp in stamps)
         if self._idle_s and inside and asleep_s > self._idle_s:
             raise self._make_error(stamps, now_s, reason=f"all ranks asleep for {asleep_s:.1f} s")
@@ -150,6 +156,7 @@ class HangWatch:
     def _limit_s(self, stamps: list[RankStamp]) -> float:
         compile_limit_s = COMPILE_S if any(self._may_compile(stamp) for stamp in stamps) else 0.0
         if self._fixed_limit_s is not None:
+            # A fixed limit still must not end slow phases before `START_S`.
             slow = any(stamp.phase in PATIENT or stamp.step <= 1 for stamp in stamps)
             return max(self._fixed_limit_s, compile_limit_s, START_S if slow else 0.0)
         return max(compile_limit_s, *(self._learned_limit_s(stamp.phase) for stamp in stamps))
@@ -166,6 +173,7 @@ class HangWatch:
     def _make_error(
         self, stamps: list[RankStamp], now_s: float, blamed: RankStamp | None = None, reason: str = ""
     ) -> HangError:
+        # Blame a rank that waits for nobody, at the earliest step, longest in its phase.
         busy = [stamp for stamp in stamps if not stamp.waits_for and stamp.phase != "done"]
         blamed = blamed or min(busy or stamps, key=lambda stamp: (stamp.step, stamp.since))
         description = self._describe(blamed.rank) if self._describe is not None else f"rank {blamed.rank}"

@@ -69,6 +69,7 @@ class IdleWatch:
         """Whether no thread wanted a core since the last look, or waits for a disk (D) or a debugger (t)."""
         if pid not in previous_ns or pid not in demand_ns or {"D", "t"} & set(states.values()):
             return False
+        # CPU demand: running or runnable time per elapsed time, so a starved thread counts as working.
         shares = {tid: (ns - previous_ns.get(tid, ns)) / 1e9 / elapsed_s for tid, ns in demand_ns.items()}
         return shares.pop(pid) < MAIN_SHARE and all(share < OTHER_SHARE for share in shares.values())
 

@@ -40,6 +40,7 @@ class Keeper:
     def __init__(self, run_dir: Path, save: Callable[[], None], limit_s: float) -> None:
         parent, path = os.getpid(), run_dir / OWNER / LOCK
         end_fd, self._lifetime_fd = os.pipe()
+        # Buffered output would be written twice, by both processes.
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -72,6 +73,7 @@ def _keep_until_orphaned(parent: int, end_fd: int, path: Path, save: Callable[[]
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        # Held until this process exits, however it ends: the next command waits on it.
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:  # a file system without locks: the next command couldn't wait for what is written here
         return
@@ -83,6 +85,7 @@ def _keep_until_orphaned(parent: int, end_fd: int, path: Path, save: Callable[[]
         if orphaned_at is not None and time.monotonic() - orphaned_at > GONE_S:
             break
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # SIGALRM's default kills a save that hangs, which releases the lock.
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     save()
 
@@ -106,6 +109,7 @@ def await_keeper(run_dir: Path, limit_s: float, announce: Callable[[str], None])
     try:
         while True:
             try:
+                # Non-blocking, so that the wait has a limit and can be announced.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:

@@ -97,7 +97,9 @@ class LocalNode:
         if self._shelf is None:
             for name in ("store", "shelf", "courier", "disk"):
                 if name not in self._listeners:
+                    # Fresh ports each generation: connections of the previous one can't reach its successors.
                     self._listeners[name] = listen_at(self.address)
+            # The shelf forks with the snapshots of now: it must end before the next generation replaces them.
             self._shelf = start_shelf(
                 self._listeners["shelf"], [snapshot for snapshot, _ in self.snapshots], self._key, self._event
             )
@@ -140,16 +142,13 @@ class LocalNode:
         return State(step, snapshots, order["state"]["tier"])
 
     def run(self, order: Message, watch: Callable[[GenerationRanks], None], wake: int, fence: Fence) -> None:
-        """Runs this node's ranks of a generation until they end, and sets `outcome`.
+        """Runs this node's ranks of a generation until they end, and sets `outcome`; raises what ``watch`` raises.
 
         Args:
             order: the leader's (`messages.Order`).
             watch: called some times a second; an exception of it ends the ranks.
             wake: descriptor whose readability calls ``watch`` at once.
             fence: called by ranks before they write; raises once another generation was claimed.
-
-        Raises:
-            GenerationAborted: when ``watch`` raises it.
         """
         generation = order["generation"]
         self.outcome = {"generation": generation, "outcome": "fenced", "result": None, "failure": None, "reached": 0}
@@ -161,6 +160,7 @@ class LocalNode:
         ranks = GenerationRanks(job, devices, generation, self.interrupts, span, copies, order["every"], order["disk"])
         self._disk = self._make_disk_writer(order, job, fence) if ranks.disk else None
         peers = order["peers"] if order["every"] else 0
+        # Shared by ranks and courier, so created before either is forked.
         copied = Copied(len(share["slots"]), peers) if peers else None
         peer_segments = self._peer_segments(order, peers)
         self._spare_copies = self._start_spare_copies(order)
@@ -184,6 +184,7 @@ class LocalNode:
             result = ranks.launcher.wait(watch=lambda: watch(ranks), wake=wake)[0]
             self._await_disk_writer(ranks, watch)
             self.outcome |= {"outcome": "finished", "result": result}
+        # No failure of these ranks: the outcome stays "fenced".
         except GenerationAborted:
             raise
         except MeshwrightError as failed:
@@ -193,6 +194,7 @@ class LocalNode:
             self.terminated |= ranks.launcher.terminated
             ranks.launcher.cancel()
             ranks.hang.refresh()
+            # Helpers write into segments that are collected below: they must end first.
             spare = self._end_helpers()
             if error is not None:
                 self.outcome |= {"outcome": "failed", "failure": _failure(error, ranks)}
@@ -207,6 +209,7 @@ class LocalNode:
             HangError: when they hang.
         """
         stamps = ranks.hang.poll()
+        # A dead courier costs copies, not the run: restart it; it resends the newest snapshots.
         if self._courier is not None and self._courier.died:
             self._event("courier_lost", node=self.node)
             self._courier = self._start_courier()
@@ -324,6 +327,7 @@ class LocalNode:
         spare: list[Snapshot],
     ) -> None:
         """Keeps the generation's snapshots beside those it restored from, since only these may form a whole state."""
+        # Mappings stay valid after their segments are closed below.
         restored_from = (order["state"]["step"], order["state"]["generation"]) if order["state"] else None
         restored = [pair for pair in self.snapshots if (pair[0].step, pair[0].generation) == restored_from]
         local_snapshots = read_snapshots(ranks.all_segments())

@@ -30,6 +30,7 @@ def compose(reports: Reports, devices: Sequence[tuple[int, int]]) -> Message:
         report = reports[node]
         ports = {"host": report["host"]} | {name: report["ports"][name] for name in ("courier", "disk")}
         nodes.setdefault(str(node), {"first": rank, "slots": []} | ports)["slots"].append(slot)
+    # Rank 0's node serves the store.
     head = reports[devices[0][0]]
     return {
         "world": len(devices),
@@ -66,9 +67,11 @@ def copies(plan: Plan, nodes: Mapping[str, Message], reports: Reports, config: R
     available = [reports[node]["available"] for node in nodes_in_ring]
     link = min(reports[node]["link"] or LINK_BYTES_S for node in nodes_in_ring)
     wanted_peers = min(config.copies, len(nodes_in_ring) - 1)
+    # Prefer as many copies as configured, then fewer, before giving up snapshots.
     peers = next(
         (number for number in range(wanted_peers, 0, -1) if nodes_have_room(plan, ranks, available, 0, number)), 0
     )
+    # Over several nodes a snapshot that no other node holds would be lost with its node.
     fits = peers > 0 or (wanted_peers == 0 and nodes_have_room(plan, ranks, available))
     every = steps_between(plan, config.snapshot_every, peers * state_bytes(plan, max(ranks)) / link) if fits else 0
     disk = nodes_have_room(plan, ranks, available, 1, max(1, peers))
@@ -124,6 +127,7 @@ def choose(
                 holders_by_rank.setdefault(str(row[2]), node)
                 holders[row[2]] += 1
                 local_ranks |= {row[2]} if row[4] else set()
+    # Event detail: every snapshot by its own node's ranks, or some from peers' copies.
     tier = "memory" if len(local_ranks) == len(holders_by_rank) else "peer"
     alone = sorted(rank for rank, count in holders.items() if count == 1)
     return {"step": step, "generation": generation, "places": holders_by_rank, "tier": tier, "alone": alone}, peak

@@ -61,6 +61,7 @@ class PeerConnection:
     def flush(self) -> None:
         """Sends buffered bytes, and a `Beat` when none was sent for `BEAT_S`."""
         now = time.monotonic()
+        # Buffered bytes are a sign of life too: no beat behind a message that the socket refuses.
         if now - self._last_beat >= BEAT_S and not self._send_buffer:
             self._last_beat = now  # before `send`, which calls `flush` again
             self.send(Beat())
@@ -78,8 +79,10 @@ class PeerConnection:
         """Returns the received messages; `Beat` and `Busy` are handled here and left out."""
         initial_size = len(self._receive_buffer)
         try:
+            # Bounded, so that one chatty peer can't starve the others.
             while self.open and len(self._receive_buffer) - initial_size < _READ_BYTES:
                 chunk = self.socket.recv(1 << 16)
+                # An empty read is the peer's orderly close.
                 if not chunk:
                     self.close()
                 self._receive_buffer += chunk
@@ -152,6 +155,7 @@ class Hub:
         self._listener, self._key = listener, key
         self._gate = Gate(listener, key, Channel.SUPERVISORS, refused)
         self._selector = selectors.DefaultSelector()
+        # The gate is itself a selector's descriptor: one select covers listener, strangers and peers.
         self._selector.register(self._gate, selectors.EVENT_READ)
         self._connections: list[PeerConnection] = []
         self._last_pump = time.monotonic()
@@ -222,6 +226,7 @@ class Hub:
         listened, self._last_pump = now - self._last_pump < SILENCE_S / 2, now
         lost_peers = []
         for peer in list(self._connections):
+            # Every pump also sends: there is no other thread to do so.
             peer.flush()
             if not listened:
                 peer.excuse()

@@ -37,6 +37,7 @@ class PlanPrefetcher:
         new_counts = [count for count in counts if count not in self._requested]
         if self._pid or not new_counts:
             return
+        # Requested once, answered or not: a child that died isn't retried in the background.
         self._requested.update(new_counts)
         self._pipe, result_fd = os.pipe()
         parent = os.getpid()
@@ -56,8 +57,10 @@ class PlanPrefetcher:
         was_cached = count in self._answers
         if not was_cached:
             try:
+                # Not prefetched, or its child is still working or died: plan here and now.
                 self._answers[count] = self._plan(count)
             except MeshwrightError as error:
+                # Refusals are cached too: planning again would refuse again.
                 self._answers[count] = error
         answer = self._answers[count]
         if isinstance(answer, MeshwrightError):
@@ -87,6 +90,7 @@ class PlanPrefetcher:
             self._reap()
             with contextlib.suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                # A partial pickle of a killed child raises, and is ignored.
                 self._answers.update(pickle.loads(bytes(self._received)))
             self._received.clear()
 
@@ -109,6 +113,7 @@ def _plan_in_child(plan: Planner, counts: Sequence[int], result_fd: int, parent:
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        # Planning for a failure that may never come must not slow down training.
         os.nice(10)
         answers: dict[int, Any] = {}
         for count in counts:
@@ -116,6 +121,7 @@ def _plan_in_child(plan: Planner, counts: Sequence[int], result_fd: int, parent:
                 answers[count] = plan(count)
             except MeshwrightError as error:
                 answers[count] = error
+        # The pipe may be smaller than the answers: write until all is taken.
         data = memoryview(pickle.dumps(answers))
         while data:
             data = data[os.write(result_fd, data) :]

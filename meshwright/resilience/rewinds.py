@@ -52,6 +52,7 @@ class Rewinds:
         self.sick_step = result["sick"]
         latest = self._store.latest()
         base = latest.step if latest is not None else 0
+        # Rewinds count per checkpoint: a newer one means progress.
         self._rewinds = self._rewinds + 1 if base == self._last_base else 1
         self._last_base = base
         self._event("rewinding", sick=result["step"], step=base)
@@ -78,6 +79,7 @@ class Rewinds:
         withdrawn = []
         if has_older_state or disk or damage.keep >= damage.base:
             keep = max(0, damage.keep)
+            # Later checkpoints may contain the damage: renamed, so that nobody resumes from them.
             withdrawn = [path.name for path in self._store.withdraw(keep)]
         else:
             # No state is older than the one that these ranks restored: if the numbers recur, they are correct.

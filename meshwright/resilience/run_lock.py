@@ -94,6 +94,7 @@ class RunLock:
             if owner is not None and time.monotonic() >= deadline:
                 raise self._refusal_error(owner)
             time.sleep(_POLL_S if owner is not None else 0.0)
+        # Renew from now on: the check below may wait longer than a lease.
         self._helper = self._start_renewing()
         try:
             while (owner := self._owner_of_other_kind()) is not None:
@@ -116,6 +117,7 @@ class RunLock:
             self._path(self._number).unlink()
             if self._node is None:
                 (self._folder / "keeper").unlink(missing_ok=True)
+            # Only an empty folder is removed: other nodes' files keep it.
             self._folder.rmdir()
             self._run_dir.rmdir()
 
@@ -162,6 +164,7 @@ class RunLock:
         temporary = self._folder / f".{uuid.uuid4().hex}"
         try:
             temporary.write_text(json.dumps(asdict(Owner.myself(self._node))), encoding="utf-8")
+            # link fails if the number exists: of several commands one succeeds.
             os.link(temporary, self._path(number + 1))
         except (FileExistsError, FileNotFoundError):  # another command was faster, or has just removed the folder
             return False
@@ -197,6 +200,7 @@ class RunLock:
                     os.utime(self._path(self._number))
                 if self._path(self._number + 1).exists():
                     os.write(2, f"{self._run_dir} was taken over by another command; this one ends\n".encode())
+                    # SIGKILL, since both commands would write the same checkpoints by now.
                     os.kill(parent, signal.SIGKILL)
                 time.sleep(RENEW_S)
         finally:

@@ -46,6 +46,7 @@ class SlowWatch:
 
     def poll(self, stamps: Sequence[RankStamp]) -> list[Slow]:
         """Counts one poll; returns the slow ranks of the last `SAMPLES` polls each time that many are complete."""
+        # Startup, evaluation and checkpoints say nothing about the speed of training.
         if not stamps or any(stamp.step < 3 or stamp.phase not in _COMPUTES for stamp in stamps):
             return []
         self._polls += 1

@@ -60,6 +60,7 @@ class SpareCopies:
                 except CheckpointError:  # its holder is gone, which the leader notices by itself
                     continue
 
+        # A process, not a thread: the supervisor's thread must stay responsive, and forks ranks.
         self._helper = Helper(copy_all)
         self._reported = False
 
@@ -84,6 +85,7 @@ class SpareCopies:
 def _copy_snapshot(shelf: Shelf, key: Key, segment: Segment) -> None:
     """Copies a snapshot, its header last: a segment without a header holds no snapshot."""
     header_bytes, size = shelf.read(key, 0, HEADER_BYTES)
+    # A copy is a precaution: never at the price of memory that ranks may need.
     if available_bytes() < 2 * size:
         return
     memory = segment.map(size)

@@ -90,6 +90,7 @@ class Supervisor:
             MeshwrightError: when the run can't go on; the newest state is on disk then, if there was one.
             KeyboardInterrupt: at the second Ctrl-C.
         """
+        # Out of memory the kernel should kill a rank, which is replaceable, not the holder of the state.
         prefer_for_killing(SUPERVISOR_SCORE)
         try:
             with interrupts_to(self._count_interrupt):
@@ -131,6 +132,7 @@ class Supervisor:
             ranks.hang.refresh()
             self._ranks_run = False
             fenced_at = time.monotonic()
+            # After an anomalous step the snapshots are what is rewound from: don't collect them.
             if not result or (result.get("cut") and not result["sick"]):
                 self._collect_states(ranks.all_segments())
             if result:
@@ -246,6 +248,7 @@ class Supervisor:
             pause = self._roster.next_s()
             self._event("waiting", seconds=pause, present=len(self._roster.present), minimum=self._config.minimum)
             deadline = time.monotonic() + pause
+            # Short sleeps, so that an interrupt ends the wait promptly.
             while time.monotonic() < deadline:
                 time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
                 if self._interrupts:
@@ -260,6 +263,7 @@ class Supervisor:
             self._event("slow_rank", slow=slow.rank, place=coordinates, share=slow.share, others=slow.others)
         if self._roster.due() and not ranks.control.cut:
             ranks.control.ask_cut()
+        # Past the first steps the run is likely to last: plan in advance for the loss of one or two ranks.
         if stamps and all(stamp.step > 2 for stamp in stamps):
             count = ranks.launcher.ranks
             self._plan_prefetcher.start([fewer for fewer in (count - 1, count - 2) if fewer >= self._config.minimum])
@@ -284,6 +288,7 @@ class Supervisor:
         blamed_stamp = ranks.hang.last_stamps.get(ranks.blamed(error))
         raised_at_step = (blamed_stamp.step if blamed_stamp else 0) if ranks.raised else None
         gives_up = self._patience.ends(error, reached, raised_at_step)
+        # A damaged snapshot is dropped; the next older state, or the disk, is tried.
         refused = isinstance(error, CheckpointError) and self._states and RESTORING in str(error)
         if refused:
             self._states.pop(0)
@@ -305,6 +310,7 @@ class Supervisor:
     def _save_newest_state(self, error: MeshwrightError) -> MeshwrightError:
         """Writes the newest state to disk where it is newer than what is there; returns the error to raise."""
         state = self._states[0] if self._states else None
+        # A configuration error at the start trained nothing: there is no new state to save.
         if state is not None and not isinstance(error, HOPELESS):
             self._disk.finish(self._first_job.config.checkpoint.wait_s)
             origin = dataclasses.replace(self._origin, layout=self._layout)
