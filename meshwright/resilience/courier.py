@@ -114,7 +114,7 @@ def start_courier(
     """
 
     def work() -> None:
-        # Threads of a process that only copies: the GIL is released in socket calls and memcpy.
+        # Threads suffice in a process that only copies: socket calls release the GIL.
         _start_thread(_receive_forever, listener, inlet)
         for target_index, address in enumerate(targets[1:], 1):
             _start_thread(_send_forever, address, inlet.key, local_segments, copied, target_index, None)

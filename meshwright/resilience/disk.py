@@ -109,7 +109,7 @@ class DiskWriter:
             # Ctrl-C reaches the whole terminal: the supervisor decides what becomes of the checkpoint.
             for number in (signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            # Compression and checksums must not slow down the ranks on the same cores.
+            # Writing must not slow down the ranks on the same cores.
             os.nice(5)
             snapshots = read_snapshots(segments)
             state = State(self._step, snapshots) if self._share is not None else whole_states(snapshots)[0]

@@ -40,7 +40,7 @@ class Keeper:
     def __init__(self, run_dir: Path, save: Callable[[], None], limit_s: float) -> None:
         parent, path = os.getpid(), run_dir / OWNER / LOCK
         end_fd, self._lifetime_fd = os.pipe()
-        # Buffered output would be written twice, by both processes.
+        # Otherwise the child inherits buffered output, and may write it again.
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()

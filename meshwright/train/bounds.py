@@ -41,7 +41,9 @@ class StateBounds:
         config = optimizer.config
         self._optimizer, self._config = optimizer, config
         weights = [weight for weight in (*program.weights, *program.frozen) if weight.local.numel()]
+        # Only floating weights are updated by AdamW.
         self._weights = [weight for weight in weights if weight.local.is_floating_point()]
+        # c of the module's head: finite for b1^2 < b2 only; otherwise weights have no bound.
         ratio = config.beta1**2 / config.beta2 if config.beta2 else math.inf
         self._ratio = (1 - config.beta1) / math.sqrt((1 - config.beta2) * (1 - ratio)) if ratio < 1 else math.inf
         self._largest_weights: list[float] = []
@@ -74,6 +76,7 @@ class StateBounds:
         bias = math.sqrt(1 - config.beta2**self._updates) / (1 - config.beta1**self._updates)
         factor = max(1.0, abs(1 - lr * config.weight_decay))
         self._decay_factor *= factor
+        # Bounds compose over updates: decay first, then the largest possible step.
         self._growth = factor * self._growth + lr * self._ratio * bias
 
     def broken(self) -> str | None:
@@ -87,8 +90,10 @@ class StateBounds:
             *((MOMENTS[1], size, SLACK * self._square_bound) for size in squares),
         ]  # fmt: skip
         for name, size, limit in rows:
+            # Written so that NaN fails too.
             if not (size <= limit + _LEAST and math.isfinite(size)):
                 return f"{name} holds {size:.4g}, of which its updates can't have made more than {limit:.4g}"
+        # A sign bit flip in a second moment keeps its magnitude: only the sign shows it.
         if least_square < 0:
             return f"{MOMENTS[1]} holds {least_square:.4g}, and squares are never below 0"
         self._largest_weights, self._growth, self._decay_factor = weights, 0.0, 1.0
@@ -110,4 +115,5 @@ def _largest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[float]:
         tensors: local shards of any shape, floating, none of them empty.
     """
     detached = [tensor.detach() for tensor in tensors]
+    # One fused kernel for all tensors, and one transfer of the results.
     return torch.stack(torch._foreach_norm(detached, math.inf)).tolist() if detached else []

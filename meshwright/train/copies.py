@@ -68,6 +68,7 @@ class Element:
     def farthest(self, value: float) -> tuple[int, ...]:
         """Returns the rank whose value is farthest from a correct one, as a tuple; empty when several are."""
         distances = [abs(float(entry) - value) for entry in self.values]
+        # max() with a NaN depends on the order of its arguments.
         distances = [math.inf if math.isnan(entry) else entry for entry in distances]
         largest = max(distances)
         return (self.ranks[distances.index(largest)],) if distances.count(largest) == 1 else ()
@@ -153,6 +154,7 @@ class CopyCheck:
             alarm: whether this rank's own state is out of bounds; sent to all ranks.
         """
         started_ns = time.perf_counter_ns()
+        # The holder sets contain views: gather them again after memory has moved.
         if self._state is None or state_addresses(self._program, self._optimizer) != self._addresses:
             self._agree_on_holders()
         checksums = [
@@ -160,7 +162,9 @@ class CopyCheck:
             *(_checksum(holder_set.views) for holder_set in self._holder_sets if holder_set.views),
         ]
         last_step, last_time = self._last_comparison
+        # Step time since the last comparison, for the interval that keeps the cost below `SHARE`.
         step_ns = int(1e9 * (time.monotonic() - last_time) / max(1, step - last_step))
+        # all_gather needs equal lengths: ranks in fewer holder sets pad with zeros.
         checksums += [0] * (self._width - len(checksums))
         summed_ns = time.perf_counter_ns()
         rows = self._gather_rows([*checksums, int(alarm), self._cost_ns, step_ns])
@@ -180,6 +184,7 @@ class CopyCheck:
         """Builds the holder sets from the shards of all ranks; every rank must call it."""
         self._state = state_tensors(self._program, self._optimizer)
         self._addresses = state_addresses(self._program, self._optimizer)
+        # Buffers may differ between ranks by design, as running statistics of local batches.
         local_shards = [pair for pair in parts_of(self._state) if not pair[0].name.startswith(f"{BUFFERS}/")]
         tables = [
             [TensorShard.from_json(values) for values in table]
@@ -195,6 +200,7 @@ class CopyCheck:
             for shard in table:
                 for box in cells[shard.name, shard.shape][shard.box]:
                     holders.setdefault((shard.name, shard.shape, box), set()).add(rank)
+        # This rank's views of the cells that it holds, through its own shards.
         views = {
             (shard.name, shard.shape, box): within(view, shard.box, box)
             for shard, view in local_shards
@@ -202,6 +208,7 @@ class CopyCheck:
         }
         sets: dict[tuple[int, ...], list[tuple[str, tuple[int, ...], Box]]] = {}
         for key in sorted(holders):
+            # State that only one rank holds has nothing to be compared with (`train.bounds` covers it).
             if len(holders[key]) > 1:
                 sets.setdefault(tuple(sorted(holders[key])), []).append(key)
         own_rank = self._agreement.rank
@@ -219,6 +226,7 @@ class CopyCheck:
         group, count = self._agreement.group, self._agreement.count
         if group is None:
             return [values]
+        # On the CPU: the agreement's group is gloo, and the row small.
         local_row = torch.tensor(values, dtype=torch.int64)
         rows = [torch.empty_like(local_row) for _ in range(count)]
         dist.all_gather(rows, local_row, group=group)
@@ -227,12 +235,14 @@ class CopyCheck:
     def _adapt_interval(self, rows: list[list[int]]) -> None:
         """Sets the steps between comparisons from the last one's cost on the slowest rank and the step time."""
         cost_ns, step_ns = (max(row[column] for row in rows) for column in (-2, -1))
+        # All ranks take the maximum over the same rows, so they agree on the next step.
         if self._fixed_interval is None and cost_ns and step_ns:
             self.every = max(1, min(MOST_STEPS, int(cost_ns / (SHARE * step_ns)) + 1))
 
     def _compare_rows(self, rows: list[list[int]]) -> Comparison:
         comparison = Comparison(rows)
         everyone = tuple(range(len(rows)))
+        # Column 0 is every rank's scalars; then a column for each holder set of the rank, in the same order.
         if len({row[0] for row in rows}) > 1:
             odd = _outvoted_ranks(everyone, [row[0] for row in rows])
             comparison.differences.append(CopyMismatch(everyone, odd, ("counters of the loop",), 1, float("inf")))
@@ -244,6 +254,7 @@ class CopyCheck:
             if len(set(values)) > 1 and holder_set.ranks not in self._tolerated:
                 difference = self._measure_mismatch(holder_set, values)
                 small = difference.size <= ROUNDING
+                # Rounding persists: don't pay for the measurement again at each comparison.
                 if small:
                     self.tolerate(difference)
                 (comparison.rounded if small else comparison.differences).append(difference)
@@ -251,6 +262,7 @@ class CopyCheck:
 
     def _measure_mismatch(self, holder_set: HolderSet, values: list[int]) -> CopyMismatch:
         """Returns which tensors of a holder set differ, and by how much; every rank must call it."""
+        # A second exchange, only after a mismatch: which tensors differ.
         table = self._agreement.gather([_as_int64(_bit_sum(view)) for view in holder_set.views])
         unequal = [
             number
@@ -274,6 +286,7 @@ class CopyCheck:
         reference = torch.zeros(shape, dtype=torch.float64)
         if own_rank == reference_rank:
             reference.copy_(holder_set.views[number])
+        # Ranks outside the holder set must take part in the collective too.
         dist.broadcast(reference, group=self._agreement.group, group_src=reference_rank)
         relative_size, index = 0.0, 0
         if holder_set.views:

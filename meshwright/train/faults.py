@@ -152,11 +152,13 @@ class Faults:
         self._refused: set[Path] = set()
         self.refuse: Callable[[Path, str], None] = lambda path, reason: None
         """Called once with each request file that can't be parsed, and the reason."""
+        # Step 0 is the rank's start: its faults strike in this constructor.
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
         """Starts a step (from 1; 0 for the rank's start), and injects faults at its beginning."""
         self._step = step
+        # Requests come while the run is running: none need be read before its first step.
         requested = self._read_requests() if step else []
         self._faults += requested
         if self._faults:
@@ -189,6 +191,7 @@ class Faults:
             if fault.phase == point:
                 self._pending.remove((fault, mark))
                 self._folder.mkdir(exist_ok=True)
+                # Before the fault: after it this process may not exist any more.
                 mark.touch()
                 self._execute(fault)
 
@@ -221,6 +224,7 @@ class Faults:
         elif fault.kind == "hang":
             time.sleep(_FOR_EVER_S)
         elif fault.kind == "gil":
+            # PyDLL keeps the GIL, so that no thread of the rank can answer.
             ctypes.PyDLL(None).sleep(_FOR_EVER_S)
         elif fault.kind == "exit":
             os._exit(17)
@@ -245,5 +249,6 @@ def ask(run_dir: Path, fault: Fault) -> Path:
     name = str(fault).replace(":", "-").replace(",", "-")
     temporary = folder / f".{name}.new"
     temporary.write_text(str(fault), encoding="utf-8")
+    # Renamed into place, so that the run never reads half a request.
     temporary.replace(folder / f"{name}.ask")
     return folder / name

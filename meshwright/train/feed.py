@@ -106,6 +106,7 @@ class TokenFeed:
 
     def micro_batches(self, step: int) -> Sequence[MicroBatch]:
         """Returns this rank's micro-batches of a step; steps must be asked for in order."""
+        # The prefetcher reads ahead in order: another step would need another reader.
         if step != self._prefetcher.step:
             raise AssertionError(f"step {step} asked for, step {self._prefetcher.step} is next")
         return next(self._prefetcher)
@@ -124,6 +125,7 @@ class TokenFeed:
         Rows beyond those, which fill up the last batch, have no targets.
         """
         start, stop = (row // self._micro for row in self._span)
+        # Evaluation batches are one micro-batch of the global batch, so memory suffices.
         share = self._rows // self._micro
         rows_yielded = 0
         if len(self._set.validation.tokens) < 2:
@@ -134,6 +136,7 @@ class TokenFeed:
             if rows is not None and rows_yielded >= rows:
                 return
             if rows is not None:
+                # Rows of the last batch beyond ``rows`` are masked: the result doesn't depend on the batch size.
                 batch.targets[rows_yielded + np.arange(start, stop) >= rows] = IGNORED
             rows_yielded += share
             moved = tensors(batch, self._device)

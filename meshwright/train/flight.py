@@ -52,6 +52,7 @@ class Flight:
             return
         text = (str(operation) if operation is not None else "").encode()[: _ANSWER_BYTES - _SIZE.size]
         offset = _ANSWER_BYTES * local_rank
+        # Text first, then its size: a nonzero size says that the text is complete.
         self._map[offset + _SIZE.size : offset + _SIZE.size + len(text)] = text
         _SIZE.pack_into(self._map, offset, len(text) + 1)
 
@@ -59,6 +60,7 @@ class Flight:
         """Queries all ranks; returns the answers by local rank, empty text for a GPU that waits for nothing."""
         os.write(self._request_writer, bytes(self._ranks))
         deadline = time.monotonic() + WAIT_S
+        # Ranks whose interpreter is blocked never answer: don't wait longer than `WAIT_S`.
         while len(answers := self._read_answers()) < self._ranks and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return answers

@@ -59,6 +59,7 @@ class Health:
         """The user's own limits; None for any numbers that are finite."""
         if not self.config.spike and not self.config.largest_norm:
             return None
+        # A median of a few losses is no reference.
         has_history = self.config.spike and len(self._losses) >= LEAST
         return Limits(
             self.config.spike * median(self._losses) if has_history else math.inf,
@@ -76,6 +77,7 @@ class Health:
         width = WARMUP_FACTOR if step < self._warmup else 1.0
         loss, spread = _centre(self._losses)
         loss += width * max(LOSS_DEVIATIONS * spread, (LOSS_FACTOR - 1.0) * abs(loss))
+        # Gradient norms are spread over decades: their logarithms are roughly normal.
         logarithm, spread = _centre([math.log(max(norm, 1e-300)) for norm in self._norms])
         return Limits(loss, _exp(logarithm + width * max(NORM_DEVIATIONS * spread, math.log(NORM_FACTOR))))
 
@@ -104,11 +106,13 @@ class Health:
         self._quiet = max(0, self._quiet - 1)
         if not math.isfinite(norm):
             return "the gradient isn't finite"
+        # Negated, so that a NaN loss violates it.
         if not loss <= limits.loss:
             return f"the loss is over {self.config.spike:g} times the median of the last {len(self._losses)}"
         if norm > limits.norm:
             return f"the gradient norm is over recovery.largest_norm = {self.config.largest_norm:g}"
         if self.config.spike or self.config.learned_limits:
+            # Only accepted steps enter the past, so that anomalies don't widen the limits.
             self._losses = [*self._losses[1 - REMEMBERED :], loss]
             self._norms = [*self._norms[1 - REMEMBERED :], norm]
         return None

@@ -91,6 +91,7 @@ class Integrity:
         event: Callable[..., None],
     ) -> None:
         self._health, self._event, config = health, event, health.config
+        # Without a supervisor nobody restarts from an older state: damages then raise.
         self._earlier_damage, self._can_rewind = memory.damage if memory is not None else None, memory is not None
         self._restored_step = 0
         compares = config.compare and agreement.count > 1
@@ -128,6 +129,7 @@ class Integrity:
         """
         outcome, values = self._trusted_outcome(step, outcome, scaled, run)
         loss, norm = self.limits(step) or NO_LIMITS
+        # Only a step that updated the weights widens their bounds.
         if self._bounds is not None and values["finite"] and values["loss"] <= loss and values["grad_norm"] <= norm:
             self._bounds.updated(values["grad_norm"], outcome.lr)
         return outcome, values
@@ -137,6 +139,7 @@ class Integrity:
     ) -> tuple[StepOutcome, dict[str, float]]:
         """Returns the outcome for `settled`, before `StateBounds` learns of the update."""
         values = outcome.read()
+        # Deterministic steps: a recomputation gives the same numbers unless the machine erred once.
         reason = self._suspect(step, values, scaled)
         if reason is None:
             self._mark_passed(LIMITS, step)
@@ -151,11 +154,13 @@ class Integrity:
             self._mark_passed(LIMITS, step)
             return second, second_values
         earlier = self._earlier_damage_at(LIMITS, step)
+        # The numbers recur on this state, so the state is the suspect, unless older ones gave the same.
         if self._can_rewind and (earlier is None or not earlier.last):
-            # Recomputation repeats the numbers, so the state may be damaged: perhaps since the last step's forward.
+            # First rewind before the last step, after whose forward weights may have been damaged.
             keep = step - 1 if earlier is None else self._restored_step - 1
             self.damage = Damage(kind=LIMITS, step=step, keep=keep, why=reason, base=self._restored_step)
             return second, second_values
+        # They recurred from older states too: the training's own numbers, so learn new limits.
         self._event("limits_left", step=step + 1, why=reason, replayed=earlier is not None)
         self._earlier_damage = None
         self._health.accept()
@@ -165,6 +170,7 @@ class Integrity:
         return second, second_values
 
     def _suspect(self, step: int, values: Mapping[str, float], scaled: bool) -> str | None:
+        # An overflow under a loss scale is normal: the scaler halves the scale.
         if scaled and not math.isfinite(values["grad_norm"]):
             return None
         return self._health.suspect(step, values["loss"], values["grad_norm"])
@@ -185,6 +191,7 @@ class Integrity:
         Raises:
             RankError: when copies differ and no supervisor can restart from older state.
         """
+        # Checked on each rank alone; the comparison below tells all ranks who raised an alarm.
         reason = self._bounds.broken() if self._bounds is not None else None
         if self._copy_check is None:
             return self._within_bounds(step, [reason], (0,) if reason else ())
@@ -192,6 +199,7 @@ class Integrity:
         for mismatch_by_rounding in comparison.rounded:
             self._event("copies_rounded", step=step, why=str(mismatch_by_rounding), size=mismatch_by_rounding.size)
         earlier = self._earlier_damage_at(COPIES, step)
+        # The same checksums from an intact older state: nondeterminism or a software difference, no damage.
         if earlier is not None and comparison.differences and [list(row) for row in earlier.rows] == comparison.rows:
             self._tolerate(comparison, step)
         if not comparison.differences:
@@ -205,6 +213,7 @@ class Integrity:
         if not self._can_rewind:
             raise RankError(f"{reason}; the newest checkpoint was written while they agreed")
         rows = tuple(tuple(row) for row in comparison.rows)
+        # First rewind before this step; if copies differ again after that, before the restored state.
         keep = step - 1 if earlier is None else self._restored_step - 1 if self._restored_step else 0
         fields: dict[str, Any] = {
             "ranks": mismatch.odd,
@@ -257,6 +266,7 @@ class Integrity:
             previous_loss: the previous validation loss, if any.
         """
         earlier = self._earlier_damage_at(LIMITS, step)
+        # A factor of 3 over what training or the previous evaluation showed: far beyond noise.
         bound = 3.0 * max(self._health.learned(step).loss, previous_loss if previous_loss is not None else -math.inf)
         fits = math.isfinite(loss) and loss <= bound
         if fits or not self._can_rewind or (earlier is not None and earlier.last):

@@ -26,11 +26,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: Scale, reuse: bool, vocab: VocabShard | None
     ) -> Any:
         wants_gradient = ctx.needs_input_grad[0]
+        # The logits' memory becomes their gradient: at large V this halves the peak of the head.
         gradient = (logits if reuse else torch.empty_like(logits)) if wants_gradient else None
         one_pass = _full_vocab_pass if vocab is None else _sharded_vocab_pass
         loss_sum, hits = one_pass(logits, targets, scale, gradient, vocab)
         if gradient is not None:
             ctx.save_for_backward(gradient)
+        # float64 sums: float32 loses digits over 10^6 tokens, and would depend on the layout.
         sums = torch.stack([loss_sum, (targets != IGNORED).sum().to(torch.float64), hits])
         ctx.mark_non_differentiable(sums)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -40,6 +42,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         (gradient,) = ctx.saved_tensors
         factor = upstream[0]
+        # The incoming gradient is usually 1; testing that on a GPU would synchronise.
         if factor.device.type != "cpu" or factor.item() != 1.0:
             gradient = gradient * factor.to(gradient.dtype)
         return gradient, None, None, None, None
@@ -72,14 +75,17 @@ def _full_vocab_pass(
         chunk, chunk_targets = logits[rows], targets[rows]
         is_target = chunk_targets != IGNORED
         column = chunk_targets.clamp(min=0).unsqueeze(1)
+        # log-sum-exp with the row's maximum subtracted: no overflow.
         row_max = chunk.amax(dim=1, keepdim=True).to(dtype)
         target_logit = chunk.gather(1, column).to(dtype)
         exp_shifted = (chunk.to(dtype) - row_max).exp_()
         exp_sum = exp_shifted.sum(dim=1, keepdim=True)
         loss_sum += ((exp_sum.log() + row_max - target_logit).squeeze(1) * is_target).sum(dtype=torch.float64)
+        # A hit: the target's logit is the row's largest.
         hits += ((target_logit == row_max).squeeze(1) & is_target).sum()
         if gradient is not None:
             factor = is_target.to(dtype).unsqueeze(1) * scale
+            # Softmax x scale in place, then subtract the scale at each target: scale x (softmax - onehot).
             exp_shifted.mul_(factor / exp_sum)
             exp_shifted.scatter_add_(1, column, -factor)
             gradient[rows] = exp_shifted
@@ -105,19 +111,24 @@ def _sharded_vocab_pass(
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     is_target = targets != IGNORED
     in_shard = (targets >= vocab.start) & (targets < vocab.stop)
+    # Targets in another rank's columns point to column 0 here, and are masked out below.
     column = torch.where(in_shard, targets - vocab.start, 0)
     local_max, local_terms = logits.new_empty(len(logits), dtype=dtype), logits.new_empty(2, len(logits), dtype=dtype)
     for rows in _chunks(logits):
         chunk = logits[rows]
         local_max[rows] = chunk.amax(dim=1).to(dtype)
+        # Two rows for one all-reduce: the local sum of exponentials, and the target's logit on its owner.
         local_terms[1, rows] = chunk.gather(1, column[rows].unsqueeze(1)).squeeze(1).to(dtype) * in_shard[rows]
         exp_shifted = (chunk.to(dtype) - local_max[rows].unsqueeze(1)).exp_()
         local_terms[0, rows] = exp_shifted.sum(dim=1)
         if gradient is not None:
             gradient[rows] = exp_shifted
+    # First all-reduce, max: the shift must be the same on all ranks.
     row_max = vocab.maximum(local_max.clone())
+    # Exponentials taken with the local maximum are rescaled to the global one.
     rescale = (local_max - row_max).exp_()
     local_terms[0] *= rescale
+    # Second all-reduce, sum: the denominators and the targets' logits.
     exp_sum, target_logit = vocab.sum(local_terms).unbind()
     loss_sum = ((exp_sum.log() + row_max - target_logit) * is_target).sum(dtype=torch.float64)
     hits = ((target_logit == row_max) & is_target).sum().to(torch.float64)
@@ -125,6 +136,7 @@ def _sharded_vocab_pass(
         factor = is_target.to(dtype) * scale
         for rows in _chunks(logits):
             gradient[rows] *= (factor[rows] * rescale[rows] / exp_sum[rows]).unsqueeze(1).to(gradient.dtype)
+        # Only the owner of a target's column subtracts there.
         gradient.scatter_add_(1, column.unsqueeze(1), (-factor * in_shard).unsqueeze(1).to(gradient.dtype))
     return loss_sum, hits
 
@@ -151,6 +163,7 @@ def cross_entropy_sums(
     """
     producer = type(logits.grad_fn).__name__ if logits.grad_fn is not None else ""
     flat = logits.reshape(-1, logits.shape[-1])
+    # In place only if backward of the producer doesn't read the logits, and they are no view of other memory.
     reuse = spare and producer in _IN_PLACE and flat.is_contiguous() and flat.data_ptr() == logits.data_ptr()
     loss, sums = _CrossEntropy.apply(flat, targets.reshape(-1), scale, reuse, vocab)
     return loss, sums

@@ -79,6 +79,7 @@ class Copied:
         self._map = self._segment.map(_INT64.size * ranks * peers)
         for rank in range(ranks):
             for peer in range(peers):
+                # -1: nothing arrived. Fresh shared memory would read as step 0.
                 self.arrived(rank, -1, peer)
 
     def arrived(self, local_rank: int, step: int, peer: int = 0) -> None:
@@ -88,6 +89,7 @@ class Copied:
     def step(self, local_rank: int) -> int:
         """Returns the newest step of which every peer has a rank's snapshot or a later one."""
         offset = local_rank * self._peers
+        # The slowest peer decides: after any loss a peer must have the step.
         return min(_INT64.unpack_from(self._map, _INT64.size * (offset + peer))[0] for peer in range(self._peers))
 
     def wait(self, local_rank: int, step: int) -> None:
@@ -157,6 +159,7 @@ class Aimed:
         if tensors is not None:
             # `state_tensors` creates moments that didn't exist yet, so the addresses are read again.
             self._addresses = state_addresses(program, optimizer)
+        # The copy runs on its own stream; the update would overwrite what it still reads.
         optimizer.wait_for(self._writer.copier.done)
 
     def wait(self) -> None:
@@ -227,6 +230,7 @@ class RankMemory:
         if state is None:
             return None
         tensors = state_tensors(program, optimizer)
+        # One rank's damaged snapshot makes all of them fail together, so that none trains on alone.
         self._agreement.everywhere(RESTORING, lambda: state.fill(tensors))
         adopt_values(state.meta, optimizer, scaler)
         return state.meta
@@ -291,6 +295,7 @@ class RankMemory:
             CheckpointError: when the previous checkpoint isn't written within ``limit_s`` seconds.
         """
         started = time.perf_counter()
+        # The disk's segment holds the previous checkpoint until it is written.
         while self._memory.control.written[0] < self._saved_step:
             if time.perf_counter() - started > limit_s:
                 raise CheckpointError(
@@ -311,6 +316,7 @@ class RankMemory:
         """Agrees with the other ranks, once, which rank stores which shard; returns a factory of writers."""
         if self._make_writer is None:
             local_shards = [shard for shard, _ in parts_of(tensors)]
+            # Replicated shards are stored by one rank each (`keepers`), so a state is stored once.
             tables = self._agreement.gather(local_shards)
             self._make_writer = partial(
                 SnapshotWriter,

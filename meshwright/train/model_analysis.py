@@ -64,6 +64,7 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"the model gives a loss and no logits, and its loss isn't a mean over targets, so {batches} micro-batches "
             "can't be added up; return logits (B, S, V) beside the loss, or use one reader and microbatches=1"
         )
+    # Buffers that depend on the rows of a call would differ with the layout's micro-batches.
     fixed = [buffer.name for buffer in trial.moving if buffer.data]
     if fixed and (layout.world > 1 or layout.microbatches > 1):
         raise PlanError(
@@ -93,6 +94,7 @@ def analyse_model(
             "compile out, or set the model's dropout to 0"
         )
     earlier = earlier or ModelAnalysis()
+    # A forward of a small clone finds the model's own loss, and the buffers that forward changes.
     trial = earlier.trial or try_forward(model)
     _check_trial(trial, layout)
     table, layer_graph, experts = earlier.table, earlier.layer_graph, earlier.experts
@@ -105,6 +107,7 @@ def analyse_model(
     if model.config.sharding and split == 1:
         raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
     if layout.degree("pp") > 1:
+        # Needs a traced forward, so an earlier one is reused.
         layer_graph = layer_graph or read_layer_graph(model, trial.objective)
         _check_stages(model, layer_graph, layout)
     experts = experts or require_experts(model.module, layout.degree("ep"))
@@ -112,6 +115,7 @@ def analyse_model(
     if layout.sequence and table is not None:
         _check_sequence(model, layout, table, tokens)
     rows, attention, tried = earlier.rows, earlier.attention, earlier.tried
+    # Tried again only if the layout names another way to compute attention.
     if layout.degree("cp") > 1 and table is not None and (not attention or layout.attention not in ("", attention)):
         context = _context_split(model, layout, table, tokens)
         rows, attention, tried = context.rows, context.attention, context.tried
@@ -161,6 +165,7 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
         PlanError: with the numbers and the nearest that work.
     """
     divisor = layout.degree("cp") * (layout.degree("tp") if layout.sequence else 1)
+    # gather balances causal attention by giving each rank two chunks of tokens.
     divisor *= 2 if facts.attention == "gather" else 1
     if sequence % divisor:
         near = sequence // divisor * divisor or divisor

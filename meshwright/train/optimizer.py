@@ -30,6 +30,7 @@ class LocalAdamW:
     def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, on_host: bool = False) -> None:
         self.config, self._on_host = config, on_host
         self._pending_copies: list[Any] = []
+        # Weights without an element on this rank have no state here.
         self._local_weights = [weight for weight in weights if weight.local.numel()]
         self._all = list(weights)
         self._parameters = [self._make_parameter(weight) for weight in self._local_weights]
@@ -39,11 +40,13 @@ class LocalAdamW:
         }
         decays = [config.decay == "all" or len(weight.shape) >= 2 for weight in self._local_weights]
         groups: list[dict[str, Any]] = []
+        # torch's AdamW has one weight decay for each parameter group.
         for decays_group, decay in ((True, config.weight_decay), (False, 0.0)):
             members = [parameter for parameter, decayed in zip(self._parameters, decays) if decayed is decays_group]
             if members:
                 groups.append({"params": members, "weight_decay": decay})
         self._optimizer = torch.optim.AdamW(
+            # torch refuses an optimizer without parameters.
             groups or [{"params": [nn.Parameter(torch.zeros(1))]}],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
@@ -84,6 +87,7 @@ class LocalAdamW:
             parameter.grad = None
         if self._on_host:
             for weight, parameter in zip(self._local_weights, self._parameters):
+                # Back to the device on the current stream, ahead of the next forward.
                 weight.local.copy_(parameter, non_blocking=True)
 
     def _fetch_gradients(self, factor: torch.Tensor) -> torch.Tensor:
@@ -93,6 +97,7 @@ class LocalAdamW:
             host_gradient.copy_(weight.gradient, non_blocking=True)
             parameter.grad = host_gradient
         if factor.is_cuda:
+            # The CPU kernel reads the pinned buffers as soon as this returns.
             torch.cuda.current_stream(factor.device).synchronize()
         return factor.to("cpu")
 
@@ -135,9 +140,11 @@ class LocalAdamW:
 
     def _moment(self, weight: Weight, parameter: nn.Parameter | None, moment: str) -> torch.Tensor:
         if parameter is None:
+            # An empty shard has no state, but appears in checkpoints like every other.
             return torch.empty_like(weight.local)
         state = self._optimizer.state[parameter]
         if not state:
+            # Where torch's own AdamW keeps the step counter: fused kernels read it on the device.
             step_device = parameter.device if self.config.implementation == "fused" else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
             for name in MOMENTS:
@@ -150,6 +157,7 @@ class LocalAdamW:
             self._moment(weight, parameter, MOMENTS[0])
             self._optimizer.state[parameter]["step"].fill_(steps)
             if self._on_host:
+                # The host copies are the master weights: refresh them from the restored ones.
                 parameter.data.copy_(weight.local)
 
     def bytes(self) -> int:

@@ -35,6 +35,7 @@ def own_loss_compute(structure: ModelStructure, objective: Objective) -> Compute
         weights = objective.weights(batch.targets)
         if output.logits is None or not objective.logits:
             return _loss_alone(output.loss, weights[0], scale)
+        # Outside of a training step nobody sets global totals: this micro-batch's weights are all.
         totals = weights if view.totals is None else view.totals
         # s_t = w_t / W_t times the loss scale; N = totals[0] cancels the division by all targets in ``scale``.
         shares = scale * totals[0] * weights[1:] / totals[1:].clamp(min=1.0)

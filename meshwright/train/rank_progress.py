@@ -26,6 +26,7 @@ class RankProgress:
 
     def begin_step(self) -> None:
         """Starts a step."""
+        # Collectives are numbered within a step, so that ranks can be compared.
         self._number = 0
         if self._faults is not None:
             self._faults.begin_step(self._steps_done() + 1)

@@ -23,10 +23,12 @@ def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) ->
         return peak * (step + 1) / (warmup + 1)
     if config.shape == "constant":
         return peak
+    # At least one step after warm-up, so that the divisions below are defined.
     last_step = max(warmup + 1, steps - 1)
     if config.shape == "wsd":
         start = round(steps * (1 - config.decay_share))
         if config.decay_share:
+            # Rounding must neither start the decay within warm-up nor after the last step.
             start = max(warmup, min(start, last_step - 1))
         progress = max(0.0, (step - start) / max(1, last_step - start))
     else:

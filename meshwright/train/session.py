@@ -186,6 +186,7 @@ def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
     config = job.config
     init_group(context, timeout_s=config.launch.collective_s, group_s=config.launch.group_s)
     progress = ProgressWriter(_progress_path(context, job), context.rank, context.generation)
+    # The watcher's limits for the start count from this stamp.
     progress.stamp("start", 0, 0)
     if job.memory is not None and job.memory.flight is not None:
         job.memory.flight.answer(context.local_rank, find_recorder())

@@ -60,6 +60,7 @@ class Spoiler:
         layers = [layer for stage in self._program.parts for layer in stage.layers]
 
         def damage(module: nn.Module, inputs: Any, output: Any) -> None:
+            # Once: a flip is a transient error.
             handle.remove()
             tensor = output[0] if isinstance(output, (tuple, list)) else output
             _flip([tensor], fault, draw)
@@ -80,7 +81,9 @@ def _flip(tensors: list[torch.Tensor], fault: Fault, draw: random.Random) -> Non
             else:
                 size = element.element_size()
                 integer = element.view(_AS_INTEGER[size])
+                # The fault counts bits as in float32: aligned at the sign for other widths.
                 bit = max(0, fault.bit + 8 * size - 32)
+                # The sign bit's mask as a signed integer is negative.
                 integer.bitwise_xor_(-(2**bit) if bit == 8 * size - 1 else 2**bit)
             return
         offset -= tensor.numel()

@@ -81,6 +81,7 @@ def local_norm_squared(program: Program) -> torch.Tensor:
         if grad is None or not grad.numel():
             continue
         boxes = weight.pieces
+        # The common case: the whole local shard has one replication factor.
         if len({box.copies for box in boxes}) == 1:
             by_copies.setdefault(boxes[0].copies, []).append(grad)
             continue
@@ -89,6 +90,7 @@ def local_norm_squared(program: Program) -> torch.Tensor:
     device = program.weights[0].local.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
+        # One fused kernel per replication factor; float64 sums keep the norm independent of the layout.
         norms = torch.stack(torch._foreach_norm(grads, 2))
         total += norms.to(torch.float64).square().sum() / copies
     return total
@@ -154,6 +156,7 @@ class Stepper:
             Global sums; loss and norm are those of the global batch, normalised by its true number of targets.
         """
         program = self.program
+        # A batch whose targets are all masked would divide by zero.
         self._targets = max(1, targets)
         scale = self.scaler.scale / self._targets
         if program.weigh is not None:
@@ -161,6 +164,7 @@ class Stepper:
             # Ranks that read the same rows each report the full weight: count it once.
             program.view.totals = self.world_sum(local_weights / program.readers_alike)
         sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
+        # Before norm and update: all ranks must update the same weights.
         fill_missing(program)
         if stamp:
             stamp.phase("reduce", 0)
@@ -204,10 +208,12 @@ class Stepper:
         program = self.program
         squared = local_norm_squared(program)
         sums = sums.to(squared.device)
+        # Ranks that read the same rows (tp, cp) report the same sums: count them once.
         sums = sums / self._copies
         vector = torch.cat([sums[:3], torch.stack([squared, squared.new_tensor(stop)]), sums[3:]])
         if program.experts is not None:
             vector = torch.cat([vector, program.experts.drain(vector.device)])
+        # The step's only all-reduce over all ranks: loss, targets, hits, norm, stop and expert counts together.
         self.world_sum(vector)
         # Gradients were scaled by scale / expected targets; the true mean divides by the counted ones.
         factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)
