@@ -96,7 +96,9 @@ def run_in_helper(compute: Callable[[], R], limit_s: float = LIMIT_S) -> R:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if started:
             os.close(started[1])
+            # Always reaped, also after an error: no zombie is left behind.
             status = os.waitstatus_to_exitcode(os.waitpid(started[0], 0)[1])
+    # End of file without an answer: the helper died, by a signal or in torch.
     if data is None:
         raise PlanError(_death_message(status))
     return _return_or_raise(data)
@@ -161,6 +163,7 @@ def _run_helper(compute: Callable[[], Any], pipe: int, parent: int, mask: set[An
 
 def _compute_answer(compute: Callable[[], Any]) -> _Answer:
     value, error, trace = None, None, ""
+    # Warnings are recorded and sent: printed here, they would bypass the caller's filters.
     with warnings.catch_warnings(record=True) as recorded:
         try:
             value = compute()
@@ -184,6 +187,7 @@ def _pickle_answer(answer: _Answer) -> bytes:
         if answer.error is not None:
             text = str(answer.error)
             substitutes = [RuntimeError(f"{type(answer.error).__name__}: {text}")]
+            # Callers catch built-in classes, so the nearest one goes first.
             substitutes[:0] = [
                 kind(text) for kind in type(answer.error).__mro__ if kind in (ValueError, TypeError, OSError)
             ]

@@ -52,6 +52,7 @@ class Config:
         Raises:
             ConfigError: for an unknown key (naming the nearest) or a value of the wrong type.
         """
+        # `from __future__ import annotations` makes the hints strings.
         hints = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         fields = {name: getattr(base, name) for name in names} if base is not None else {}
@@ -101,6 +102,7 @@ def _coerce(hint: Any, value: Any, path: str, base: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
+        # The first member of a union that accepts the value wins.
         for arm in (arm for arm in args if arm is not type(None)):
             try:
                 return _coerce(arm, value, path, base)
@@ -120,6 +122,7 @@ def _coerce(hint: Any, value: Any, path: str, base: Any) -> Any:
     elif isinstance(hint, type):
         if issubclass(hint, Config) and isinstance(value, Mapping):
             return hint.from_dict(value, path, base)
+        # TOML writes 1 where a float is meant.
         if hint is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if hint is Path and isinstance(value, str):

@@ -20,8 +20,10 @@ _ENGINE_THREAD = "pt_autograd"
 def fork_obstacle() -> str | None:
     """Returns why this process can't fork ranks, or None when it can."""
     torch = sys.modules.get("torch")
+    # Only if torch is imported: this check must not import it.
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return "CUDA is initialised in this process, and a forked rank can't use it again"
+    # The driver's state can't be used after a fork, even without torch.
     if _holds_device("/dev/nvidia-uvm"):
         return "this process has the GPU driver open, and a forked rank can't use it again"
     if _has_engine_threads():
@@ -44,6 +46,7 @@ def release_threads() -> None:
     if "torch" not in sys.modules:
         return
     for path in _loaded_libraries("libgomp"):
+        # Already mapped: this returns the loaded instance, of which there may be several.
         library = ctypes.CDLL(path)
         if hasattr(library, "omp_pause_resource_all"):
             library.omp_pause_resource_all(_OMP_PAUSE_HARD)

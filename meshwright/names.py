@@ -22,6 +22,7 @@ def plain_name(name: object, where: object, kind: type[MeshwrightError]) -> str:
         MeshwrightError: of that kind, for anything that isn't the name of a file in the same folder: a path, ``..``, a
             name with control characters, or something that isn't a text.
     """
+    # Separators of POSIX and Windows, and the colon of a drive, in one rule for all systems.
     plain = (
         isinstance(name, str)
         and name not in ("", ".", "..")

@@ -77,6 +77,7 @@ class RecordCodec:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         kind = type(value)
+        # By identity: another class of the same name isn't permitted.
         if self._records.get(kind.__name__) is kind:
             fields = value if isinstance(value, tuple) else _fields_of(value)
             return {_TAG: kind.__name__, "fields": [self._encode(item) for item in fields]}
@@ -86,6 +87,7 @@ class RecordCodec:
             name = "tuple" if isinstance(value, tuple) else kind.__name__
             return {_TAG: name, "items": [self._encode(item) for item in value]}
         if isinstance(value, Mapping):
+            # A plain dict stays a JSON object; other keys, or the tag as a key, need the encoded form.
             if all(type(key) is str for key in value) and _TAG not in value:
                 return {key: self._encode(item) for key, item in value.items()}
             return {_TAG: "dict", "items": [[self._encode(key), self._encode(item)] for key, item in value.items()]}
@@ -102,6 +104,7 @@ class RecordCodec:
         if _TAG not in value:
             return {key: self._decode(item) for key, item in value.items()}
         name = value[_TAG]
+        # Exactly the tag and one field: anything else was not written by `dumps`.
         if name in self._records and len(value) == 2:
             return self._decode_record(name, [self._decode(item) for item in value["fields"]])
         if name in self._custom_names and len(value) == 2:
@@ -119,6 +122,7 @@ class RecordCodec:
         if len(names) != len(values):
             raise RecordError(f"{name} has {len(names)} fields, and {len(values)} came")
         for field, value in zip(names, values):
+            # Before the class is instantiated, so that its own code sees only valid types.
             if not matches(hints[field], value):
                 raise RecordError(
                     f"{name}.{field} is a {type(value).__name__} unlike {_describe_mismatch(hints[field], value)}"
@@ -182,8 +186,10 @@ def matches(hint: Any, value: Any) -> bool:
         kind = isinstance(value, origin) and not isinstance(value, str)
         return kind and (not args or all(matches(args[0], item) for item in value))
     if hint is float:
+        # JSON doesn't distinguish 1 from 1.0.
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(hint, type):
+        # bool is a subclass of int, but True is no count.
         return isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     return False
 

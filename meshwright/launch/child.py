@@ -49,6 +49,7 @@ def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], birth: B
     status = 1
     try:
         _detach_from_launcher(context, birth)
+        # Before the entry allocates anything large.
         if birth.keep_memory and context.device == "cpu":
             keep_host_memory()
         _set_threads(birth.threads)
@@ -65,13 +66,16 @@ def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], birth: B
 def _detach_from_launcher(context: RankContext, birth: Birth) -> None:
     """Gives the rank its own process group and ties its life to the launcher's."""
     os.setpgid(0, 0)
+    # After setpgid no terminal signal reaches the rank: the kernel ends it with its launcher.
     die_with_parent(birth.parent)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher handles it for its ranks
     prefer_for_killing(RANK_SCORE)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(name, signal.SIG_DFL)
+    # The inherited wakeup descriptor belongs to the launcher's event loop.
     signal.set_wakeup_fd(-1)
     context.stop.install()
+    # Unblocked last: until the handlers above stood, a signal would have run the launcher's.
     signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
     for number in birth.close:
         os.close(number)
@@ -83,6 +87,7 @@ def _detach_from_launcher(context: RankContext, birth: Birth) -> None:
 
 
 def _set_threads(threads: int) -> None:
+    # For libraries that are imported later; torch, if imported already, is told directly.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -95,11 +100,13 @@ def _outcome(context: RankContext, entry: Entry, args: tuple[Any, ...]) -> tuple
     try:
         result = entry(context, *args)
         try:
+            # Pickled here, so that an unpicklable result is this rank's error.
             return pickle.dumps((True, result), protocol=pickle.HIGHEST_PROTOCOL), 0
         except Exception as error:
             raise LaunchError(f"what the rank returned ({type(result).__name__}) can't be pickled: {error}") from error
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        # sys.exit(0) in an entry counts as success without a result.
         if status == 0:
             return pickle.dumps((True, None)), 0
         failure = RankFailure(context.rank, f"exited with status {status}", status=status, time=time.monotonic())
@@ -117,6 +124,7 @@ def _flush() -> None:
 
 
 def _write_all(pipe: int, data: bytes) -> None:
+    # The length first: end of file alone can't tell a complete outcome from a killed rank's.
     view = memoryview(len(data).to_bytes(8, "little") + data)
     while view:
         view = view[os.write(pipe, view) :]

@@ -35,6 +35,7 @@ def choose_launcher(
     context = torchrun_context(gpus=0 if kind == "cpu" else None)
     if context is None:
         return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=label, config=config, run_id=run_id)
+    # Under torchrun the number of ranks is already fixed.
     if ranks is not None and ranks != context.world:
         raise ClusterError(
             f"devices = {ranks}, but torchrun started {context.world} ranks; leave devices out under torchrun"

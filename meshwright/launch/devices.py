@@ -68,6 +68,7 @@ def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | N
         raise ClusterError("no GPU was found (nvidia-smi lists none, or torch is a CPU build); use CPU ranks")
     if gpus == 0:
         return Devices(kind="cpu", count=requested or cores, found=cores, cores=cores)
+    # CPU ranks may outnumber the cores, GPU ranks never the GPUs: NCCL refuses two ranks on one.
     if requested is not None and requested > gpus:
         raise ClusterError(
             f"devices = {requested}, but this node has {gpus} usable GPU{'s' if gpus > 1 else ''}; ask for at most "
@@ -80,6 +81,7 @@ def count_cores() -> int:
     """Returns how many cores this process may use: its affinity, less what a control group's quota takes away."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
+        # cgroup v2: a container's quota in microseconds of CPU time per period.
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
     except (OSError, ValueError):
         return cores
@@ -135,11 +137,13 @@ def _count_by_driver() -> int:
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         try:
+            # A subprocess, since NVML or CUDA in this process would forbid the fork of ranks.
             listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=_SMI_S, check=False)
         except (OSError, subprocess.TimeoutExpired):
             listed = None
         if listed is not None and listed.returncode == 0:
             return len(re.findall(r"^GPU \d+:", listed.stdout, flags=re.MULTILINE))
+    # Without nvidia-smi: device nodes of a container, at most the GPUs that the driver has registered.
     nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
     registered = Path("/proc/driver/nvidia/gpus")
     return min(len(nodes), len(list(registered.iterdir()))) if registered.is_dir() else len(nodes)

@@ -42,6 +42,7 @@ class RankFailure:
     @property
     def is_echo(self) -> bool:
         """Whether the rank failed only because a peer had failed."""
+        # Without an exception the process died by itself: a cause, no echo.
         if not self.error and not self.trace:
             return False
         return LOST_CONTACT in self.summary or bool(_LOST_PEER.search(self.summary))
@@ -59,6 +60,7 @@ def describe_exception(rank: int, error: BaseException, time: float) -> RankFail
     if isinstance(error, MeshwrightError):
         try:
             packed = pickle.dumps(error)
+            # Some exceptions pickle but fail to unpickle: try it here, where the error is still known.
             pickle.loads(packed)
         except Exception:
             packed = b""
@@ -97,6 +99,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     """
 
     def order(failure: RankFailure) -> tuple[bool, bool, float, bool, int]:
+        # Ascending: no echo first, then signals, then the earliest; without a traceback before with.
         return failure.is_echo, failure.status >= 0, failure.time, bool(failure.trace), failure.rank
 
     return min(failures, key=order)
@@ -121,6 +124,7 @@ def failure_error(failures: Sequence[RankFailure], world: int, label: RankLabel 
     """
     cause = first_failure(failures)
     prefix = rank_prefix(cause.rank, label)
+    # The rank's own error keeps its class, so that callers can tell a configuration error from a crash.
     if cause.error:
         return prefixed(pickle.loads(cause.error), prefix)
     lines = [f"{prefix} {cause.summary}"]

@@ -147,6 +147,7 @@ class ForkLauncher:
         if not gc.get_freeze_count():
             gc.freeze()
         try:
+            # Bound before any rank exists, and inherited by rank 0 alone: no other process can take the port.
             with self._store_socket() as listener:
                 for rank in range(self._count):
                     context = self._context(rank, listener)
@@ -195,6 +196,7 @@ class ForkLauncher:
         read_fd, write_fd = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal between fork and the child's own handlers would run the launcher's handler in the child.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, STOP_SIGNAL})
         try:
             birth = Birth(
@@ -251,6 +253,7 @@ class ForkLauncher:
     def _all_finished(self) -> bool:
         now_s = time.monotonic()
         for rank in self._ranks:
+            # A rank that hangs in its exit, after its result arrived, is killed: the result counts.
             if rank.outcome is not None and rank.status is None and now_s - rank.reported_at > _EXIT_S:
                 rank.signal(signal.SIGKILL)
         return all(rank.status is not None for rank in self._ranks) and not self._failures()
@@ -268,6 +271,7 @@ class ForkLauncher:
                 selector.register(wake, selectors.EVENT_READ)
             for key, _ in selector.select(seconds) if selector.get_map() else self._sleep(seconds):
                 if key.data is not None:
+                    # Read while ranks run: a result larger than the pipe would block its rank.
                     key.data.read()
         for rank in self._ranks:
             rank.reap()
@@ -283,6 +287,7 @@ class ForkLauncher:
             raise KeyboardInterrupt
         if self._interrupts > self._stop_sent:
             self._stop_sent = self._interrupts
+            # The grace period restarts with each further request.
             self._stop_at = now_s + self._config.stop_s
             for rank in self._ranks:
                 if rank.status is None:
@@ -305,6 +310,7 @@ class ForkLauncher:
         cause = first_failure(failures)
         self.failures = (cause, *(failure for failure in failures if failure is not cause))
         error = failure_error(failures, self._count, self.label)
+        # Disposable ranks are replaced at once; others get SIGTERM before SIGKILL.
         self.cancel(0.0 if self._disposable else self._config.grace_s)
         return error
 
@@ -325,6 +331,7 @@ class ForkLauncher:
                 time.sleep(0.01)
         self._signal_all(signal.SIGKILL)
         deadline = time.monotonic() + 10.0
+        # SIGKILL may be delayed by uninterruptible I/O: bounded, not for ever.
         while self._reap_all() > 0 and time.monotonic() < deadline:
             time.sleep(0.005)
         for rank in self._ranks:

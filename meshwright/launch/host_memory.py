@@ -52,6 +52,7 @@ def keep_host_memory(top_pad_bytes: int = TOP_PAD_BYTES) -> HostMemory:
         return HostMemory(False, "the environment tunes malloc already")
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    # No mmap blocks, so every block comes from the heap, which is never trimmed.
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, top_pad_bytes))
     if not all(mallopt(name, value) for name, value in settings):
         return HostMemory(False, "mallopt refused")
@@ -73,4 +74,5 @@ supervisor, which may be larger, holds the state. Source: proc(5), oom_score_adj
 def prefer_for_killing(score: int) -> None:
     """Sets how much the kernel prefers this process when it kills for lack of memory, as far as permitted."""
     with contextlib.suppress(OSError):
+        # Lowering the score needs privileges: then it stays as it was.
         Path("/proc/self/oom_score_adj").write_text(str(score), encoding="ascii")

@@ -55,6 +55,7 @@ def read_hostfile(path: Path) -> list[HostfileLine]:
             continue
         match = _LINE.match(text)
         slots = int(match["slots"] or 1) if match else 0
+        # A name that begins with - would be read by ssh as an option.
         if match is None or match["name"].startswith("-") or slots < 1:
             raise ClusterError(f"{path}:{number}: {line.strip()[:80]!r} is not a host; write it as 'host slots=8'")
         if match["name"] in hosts:
@@ -140,6 +141,7 @@ class HostfileLauncher:
     def _over_ssh(self, command: HostCommand) -> list[str]:
         variables = [f"{name}={value}" for name, value in command.environment]
         environment = ["env", *variables] if variables else []
+        # exec replaces the shell, so that the terminal's hangup reaches the program itself.
         remote = f"cd {shlex.quote(str(self._folder))} && exec {shlex.join([*environment, *command.argv])}"
         return [*self._ssh, command.host, remote]
 
@@ -151,6 +153,7 @@ class HostfileLauncher:
         """
         for host, command in zip(self.hosts, self.commands(argv)):
             try:
+                # A session of its own: Ctrl-C is sent by `interrupt` in order, not by this terminal to every ssh.
                 process = subprocess.Popen(self._over_ssh(command), stdin=subprocess.PIPE, start_new_session=True)
             except OSError as error:
                 self.cancel()
@@ -173,6 +176,7 @@ class HostfileLauncher:
                     busy = ", ".join(host.name for host, process in self._started if process.poll() is None)
                     raise LaunchError(f"{busy} did not end within {timeout_s:g} s and were ended")
                 time.sleep(0.05)
+            # Supervisors survive the loss of other hosts: only the failure of all is a failure.
             if not self._supervised or all(process.returncode for _, process in self._started):
                 self._check_failed()
         finally:
@@ -191,6 +195,7 @@ class HostfileLauncher:
         for _, process in self._started:
             if process.poll() is None and process.stdin is not None:
                 try:
+                    # The remote terminal (-tt) turns the character into SIGINT.
                     process.stdin.write(b"\x03")
                     process.stdin.flush()
                 except OSError:

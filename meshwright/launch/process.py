@@ -48,6 +48,7 @@ class RankProcess:
     def _unpack(self, data: bytes) -> tuple[bool, Any]:
         try:
             good, content = pickle.loads(data)
+        # A result may pickle in the rank and still fail to unpickle here.
         except Exception as error:
             summary = f"sent a result that the launcher can't read: {type(error).__name__}: {error}"
             return False, RankFailure(self.rank, summary, time=time.monotonic())
@@ -62,6 +63,7 @@ class RankProcess:
     def reap(self) -> bool:
         """Returns whether the process has ended; then kills what remains of its process group."""
         if self.status is None:
+            # WNOWAIT: see the end without reaping, which would free the process and group id.
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return False

@@ -38,6 +38,7 @@ def open_store_socket(ranks: int) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((LOOPBACK, 0))
+    # All ranks connect at once: the backlog must hold them.
     listener.listen(max(128, 2 * ranks))
     return listener
 
@@ -50,6 +51,7 @@ def address_to(host: str, port: int = 9) -> str:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
+            # Connecting a UDP socket sends nothing, but selects the route.
             probe.connect((host, port or 9))
         except OSError as error:
             raise LaunchError(f"no route to {host}: {error.strerror or error}; give the address of node 0") from error
@@ -79,6 +81,7 @@ def link_bytes_s(address: str) -> float | None:
         speed = int(Path(f"/sys/class/net/{interface_of(address)}/speed").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+    # Mbit/s; virtual interfaces report -1.
     return speed * 1e6 / 8 if speed > 0 else None
 
 
@@ -89,6 +92,7 @@ def listen_at(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
         LaunchError: when the address isn't this node's, or the port is taken.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # A port of the previous generation may still have connections in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
@@ -126,6 +130,7 @@ def open_store(context: RankContext, timeout_s: float) -> dist.Store:
             f"rank {context.rank} could not reach the store at {context.host}:{context.port} within {timeout_s:g} s: "
             f"{error}; check that rank 0 runs, that the port is open between the nodes, or raise launch.group_s"
         ) from error
+    # Keys of another run or generation must not be mistaken for this one's.
     return dist.PrefixStore(f"{context.run_id}/{context.generation}", store)
 
 
@@ -163,12 +168,14 @@ def init_group(
         # TCPStore resolves the names of its clients, which costs 10 s by default when no name server answers.
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if context.interface:
+        # Gloo and NCCL otherwise choose an interface themselves, perhaps one that other nodes can't reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", context.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", context.interface)
     elif context.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = store if store is not None else open_store(context, group_s)
     if use_gpu:
+        # NCCL's flight recorder must be enabled before the first communicator exists.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
         torch.cuda.set_device(torch.device(context.device))
     try:

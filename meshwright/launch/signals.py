@@ -27,6 +27,7 @@ class _CoalescedSignals:
 
     def __init__(self, handler: Callable[[int, FrameType | None], None], previous_handler: object) -> None:
         self._handler = handler
+        # A list shared between nested handlers, so that a repeat is recognised across blocks.
         self._last_at: list[float] = (
             previous_handler._last_at if isinstance(previous_handler, _CoalescedSignals) else []
         )
@@ -48,6 +49,7 @@ def interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[
 
     A SIGHUP that is ignored, as under nohup, stays ignored.
     """
+    # Python delivers signals to the main thread only, and lets only it install handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

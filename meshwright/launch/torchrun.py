@@ -35,6 +35,7 @@ def torchrun_context(environment: Mapping[str, str] | None = None, gpus: int | N
     """
     values = os.environ if environment is None else environment
     missing = [name for name in PLACE if name not in values]
+    # Other launchers set some of these variables too: only both mean torchrun.
     if "RANK" in missing or "WORLD_SIZE" in missing:
         return None
     if missing:
@@ -67,6 +68,7 @@ def torchrun_context(environment: Mapping[str, str] | None = None, gpus: int | N
         agent_store=agent_store,
         generation=int(values.get("TORCHELASTIC_RESTART_COUNT", "0")),
         run_id=values.get("TORCHELASTIC_RUN_ID", "torchrun"),
+        # GROUP_WORLD_SIZE is the agent's number of nodes; without it, assume equal nodes.
         nodes=max(1, int(values.get("GROUP_WORLD_SIZE", "0")) or -(-world // local_world)),
     )
 

@@ -35,6 +35,7 @@ class HostMemoryBudget(NamedTuple):
 
 def state_bytes(plan: Plan, ranks: int) -> int:
     """Returns the bytes of one copy of the state of ``ranks`` ranks; replicated state is stored once."""
+    # The plan's figures are per rank, as sharded by the layout; replicas hold the same bytes and share a copy.
     total_bytes = sum(plan.prediction.memory.get(kind, 0) for kind in ("parameters", "optimizer"))
     return total_bytes * ranks // max(1, plan.layout.degree("replicate"))
 
@@ -56,6 +57,7 @@ def available_bytes() -> int:
     """Returns the memory that this node can give without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        # MemAvailable counts reclaimable page cache, which a training process fills with its data files.
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -83,8 +85,10 @@ def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], 
     alone = len(ranks) == 1
 
     def snapshots_on(position: int) -> int:
+        # Without peers only this node's snapshots, and the copy for the disk.
         if alone:
             return (disk + COPIES) * ranks[position]
+        # The ring wraps around: negative indices are the last nodes.
         peer_ranks = sum(ranks[position - offset] for offset in range(1, peers + 1))
         return (disk + NODE_COPIES) * ranks[position] + held_for_others(peers) * peer_ranks
 

@@ -160,6 +160,7 @@ class Envelope:
     def __post_init__(self) -> None:
         """Refuses another version."""
         if self.version != VERSION:
+            # `RecordCodec` turns the ValueError into a RecordError, which closes the connection.
             raise ValueError(f"messages of version {self.version}, this program speaks {VERSION}")
 
 

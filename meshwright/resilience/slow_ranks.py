@@ -66,6 +66,7 @@ class SlowWatch:
                 for other_rank, value in shares.items()
                 if other_rank != rank and self._do_same_work(other_rank, rank)
             ]
+            # The median, since one more slow rank among the others must not hide this one.
             if other_shares and share >= LEAST_SHARE and share > TIMES * median(other_shares):
                 slow.append(Slow(rank, share, median(other_shares)))
         return slow

@@ -44,6 +44,7 @@ class RankProgress:
     def enter(self, layer: int) -> None:
         """Starts a layer, `NO_LAYER` for none, and stamps it."""
         self._layer = layer
+        # A write to shared memory without a system call: cheap enough for every layer.
         self._progress.enter(layer)
         if self._faults is not None and self._faults.pending:
             self._faults.reach(f"{self._phase}.{layer}")

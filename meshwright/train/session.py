@@ -184,6 +184,7 @@ def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
         How the run ended (the same on every rank).
     """
     config = job.config
+    # Before anything that may hang: its limit also reports ranks that never started.
     init_group(context, timeout_s=config.launch.collective_s, group_s=config.launch.group_s)
     progress = ProgressWriter(_progress_path(context, job), context.rank, context.generation)
     # The watcher's limits for the start count from this stamp.

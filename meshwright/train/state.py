@@ -78,6 +78,7 @@ def load_state(
     Raises:
         CheckpointError: when checkpoints exist but none is complete, or they belong to another model or other data.
     """
+    # Layout and configuration may differ: a checkpoint is resharded on load.
     expect = {"model": origin.model, "data": origin.data}
     checkpoint = store.load(state_tensors(program, optimizer), expect=expect, required=False)
     if checkpoint is not None:

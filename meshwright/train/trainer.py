@@ -82,6 +82,7 @@ class Trainer:
         self._must_rewind = False
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""
+        # Prevents a second checkpoint of one step by schedule, hook and end together.
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
@@ -166,6 +167,7 @@ class Trainer:
                 stopped = self.step < steps
             if Request.EVALUATE in requests and self.step < steps:
                 self.evaluate(config.evaluation.rows)
+            # The supervisor restarts from a checkpoint: saving this state would be in vain.
             if self._must_rewind and not stopped and self.step < steps:
                 break
             saves = (Request.CHECKPOINT in requests or stopped or self.step == steps) and self._saved_at != self.step

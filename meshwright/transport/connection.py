@@ -40,6 +40,7 @@ class Connection:
         self.socket, self.seals = sock, seals
         with contextlib.suppress(OSError):
             self.address = str(sock.getpeername()[0])
+        # Small messages await answers: Nagle's algorithm would delay them.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A peer that lost power never closes the connection.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -59,6 +60,7 @@ class Connection:
         """
         header = frame_header(kind, len(contents))
         mac = self.seals.sends.mac(header, contents)
+        # Large contents aren't copied for the sake of one system call.
         if len(contents) > _JOINED_BYTES:
             self.socket.sendall(header)
             self.socket.sendall(contents)
@@ -92,6 +94,7 @@ class Connection:
         offset = 0
         while offset < len(buffer):
             frame_bytes = min(FRAME_BYTES, len(buffer) - offset)
+            # Sizes are known on both ends: any other size is an error, never a short read.
             if self._receive_header(FrameKind.PARCEL, frame_bytes) != frame_bytes:
                 raise WireError(f"a frame of a parcel is shorter than the {frame_bytes} bytes that were due")
             self._receive_contents(buffer[offset : offset + frame_bytes])
@@ -105,6 +108,7 @@ class Connection:
         return size
 
     def _receive_contents(self, buffer: memoryview) -> None:
+        # Straight into the caller's memory; the MAC is checked before the caller may use it.
         _receive_into(self.socket, buffer)
         self.seals.receives.check(self._current_header, buffer, bytes(_receive(self.socket, MAC_BYTES)))
 
@@ -160,6 +164,7 @@ def notify(address: tuple[str, int], key: RunKey, channel: Channel, contents: by
 def end(sock: socket.socket) -> None:
     """Ends a connection, even if forked processes inherited its socket."""
     with contextlib.suppress(OSError):
+        # close() alone leaves the connection open while a forked process holds the descriptor.
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
 

@@ -129,18 +129,21 @@ class Gate:
     def _make_room(self) -> None:
         """Drops the oldest stranger of the address with the most strangers."""
         busiest_address, _ = Counter(stranger.address for stranger in self._strangers).most_common(1)[0]
+        # Per address: a flood from one host evicts its own connections, not those of others.
         oldest = next(stranger for stranger in self._strangers if stranger.address == busiest_address)
         self._drop(oldest, f"{MOST_STRANGERS} connections had not shown the run's key yet")
 
     def _read_handshake(self, stranger: _Stranger) -> Connection | None:
         """Advances a stranger's handshake, reading no byte beyond it; returns the authenticated connection."""
         try:
+            # Never more than the handshake's bytes: what follows belongs to the `Connection`.
             data = stranger.socket.recv(stranger.expected_bytes - len(stranger.data))
             if not data:
                 raise WireError("it ended before it had shown the run's key")
             stranger.data += data
             if len(stranger.data) < stranger.expected_bytes:
                 return None
+            # A notice: its second part carries contents and proof; there is no answer.
             if stranger.hello:
                 self.notices.append(read_notice(self._key, self._channel, stranger.hello, bytes(stranger.data)))
                 self._forget(stranger)
@@ -153,6 +156,7 @@ class Gate:
             if stranger.challenge is None:
                 stranger.challenge = ServerChallenge(self._key, self._channel, bytes(stranger.data))
                 stranger.data, stranger.expected_bytes = bytearray(), PROOF_BYTES
+                # A fresh socket's buffer takes the few bytes at once, unless the peer misbehaves.
                 if stranger.socket.send(stranger.challenge.challenge) != len(stranger.challenge.challenge):
                     raise WireError("it takes nothing in")
                 return None
@@ -163,6 +167,7 @@ class Gate:
             self._drop(stranger, str(error))
             return None
         self._forget(stranger)
+        # `Connection` waits; supervisors set it back (`PeerConnection`).
         stranger.socket.setblocking(True)
         return Connection(stranger.socket, seals)
 

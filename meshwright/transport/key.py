@@ -85,6 +85,7 @@ def run_key(run_dir: Path, key_file: Path | None = None) -> RunKey:
     if not path.exists():
         _create_key_file(path)
     deadline = time.monotonic() + _VISIBLE_S
+    # A network file system may cache the absence of a file.
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return read_key(path)
@@ -100,6 +101,7 @@ def _create_key_file(path: Path) -> None:
                 file.write(secrets.token_hex(KEY_BYTES) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+            # Another node was faster: its key counts.
             with contextlib.suppress(FileExistsError):
                 os.link(temporary, path)
         finally:

@@ -97,6 +97,7 @@ class Seal:
         digest = hashlib.blake2b(_NUMBER.pack(self._number), key=self._key, digest_size=MAC_BYTES)
         digest.update(header)
         digest.update(contents)
+        # The number is implicit on both ends: an omitted or repeated frame has a wrong MAC.
         self._number += 1
         return digest.digest()
 
@@ -106,6 +107,7 @@ class Seal:
         Raises:
             WireError: when it is wrong.
         """
+        # Constant time: the position of the first wrong byte must not leak.
         if not hmac.compare_digest(self.mac(header, contents), mac):
             raise WireError("a frame's MAC is wrong: it was forged, changed, left out or repeated")
 
@@ -128,6 +130,7 @@ def read_header(data: bytes, most_bytes: int) -> tuple[FrameKind, int]:
     version, kind, size = _HEADER.unpack(data)
     if version != VERSION or kind not in FrameKind.__members__.values():
         raise WireError(f"not a frame of this version: version {version}, kind {kind}")
+    # Checked before anything is allocated for the contents.
     if size > most_bytes:
         raise WireError(f"a frame of {size} bytes came, where {most_bytes} are allowed")
     return FrameKind(kind), size
@@ -175,6 +178,7 @@ class ServerChallenge:
         magic, version, requested_channel, nonce = _HELLO.unpack(hello)
         if magic != MAGIC or version != VERSION or requested_channel != channel:
             raise WireError("its first bytes aren't those of this wire")
+        # Fresh for each connection: an old proof can't be replayed.
         server_nonce = secrets.token_bytes(NONCE_BYTES)
         self._key, self._transcript = key, _transcript(channel, nonce, server_nonce)
         self.challenge = server_nonce + _hmac(key, b"server", self._transcript)
@@ -235,10 +239,12 @@ def _transcript(channel: Channel, client_nonce: bytes, server_nonce: bytes) -> b
 
 
 def _hmac(key: RunKey, role: bytes, transcript: bytes) -> bytes:
+    # The zero byte separates role and transcript, which could otherwise be shifted into each other.
     return hmac.digest(key.secret, role + b"\0" + transcript, "sha256")
 
 
 def _seals(key: RunKey, transcript: bytes, server: bool) -> Seals:
+    # Directions have keys of their own, so that a reflected frame fails.
     from_server, from_client = (
         Seal(_hmac(key, b"frames of the server", transcript)),
         Seal(_hmac(key, b"frames of the client", transcript)),
