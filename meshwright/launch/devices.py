@@ -78,7 +78,7 @@ def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | N
 
 
 def count_cores() -> int:
-    """Returns how many cores this process may use: its affinity, less what a control group's quota takes away."""
+    """Returns the number of cores that this process may use: the lesser of its affinity and its cgroup's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         # cgroup v2: a container's quota in microseconds of CPU time per period.

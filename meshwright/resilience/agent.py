@@ -125,7 +125,7 @@ class Agent:
         """Whether this node led when the run ended."""
 
     def run(self) -> dict[str, Any]:
-        """Runs the job; returns what rank 0 returned, on every node.
+        """Runs the job; returns rank 0's result on every node.
 
         Raises:
             MeshwrightError: when the run can't go on.

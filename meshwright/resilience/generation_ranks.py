@@ -69,7 +69,7 @@ def steps_between(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
 
 
 class GenerationRanks:
-    """The ranks of one generation, and what is shared with them.
+    """The ranks of one generation on this node, and the memory shared with them.
 
     Args:
         job: what they do.
@@ -140,7 +140,7 @@ class GenerationRanks:
         sick_step: int,
         damage: Damage | None = None,
     ) -> Memory:
-        """Returns what the ranks are handed."""
+        """Returns the memory to share with the ranks."""
         return Memory(
             segments=self.segments,
             disk=self.disk,
@@ -217,7 +217,7 @@ class Patience:
 
 
 def job_origin(job: TrainJob, layout: Layout | None = None) -> Origin:
-    """Returns what a checkpoint of a job records of its model, data and configuration."""
+    """Returns the origin that a job's checkpoints record: model, data, layout and configuration."""
     data = TokenSet.open(job.data_dir).fingerprint
     return Origin(model=job.fingerprint, data=data, layout=layout, config=job.config.to_dict())
 

@@ -28,7 +28,7 @@ class HostMemoryBudget(NamedTuple):
     disk: bool
     """Whether the copy fits from which checkpoints are written beside the training."""
     state_bytes: int
-    """Bytes of one copy of what this node's ranks keep."""
+    """Bytes of one copy of the state of this node's ranks."""
     available_bytes: int
     """Memory that is available now."""
 

@@ -133,7 +133,7 @@ class RunLock:
         return self._folder / f"{self._prefix}{number:06d}"
 
     def _numbers(self) -> list[int]:
-        """Returns the numbers of this command's kind and node that there are."""
+        """Returns the numbers of the lock files of this command's kind and node."""
         with contextlib.suppress(FileNotFoundError):
             names = [path.name.removeprefix(self._prefix) for path in self._folder.glob(f"{self._prefix}*")]
             return [int(name) for name in names if name.isdigit()]

@@ -1,8 +1,8 @@
-"""The supervisor of a node's ranks: it alone lives as long as the run, and holds what the ranks leave in memory.
+"""The supervisor of a single node's ranks: the process that lives as long as the run, and holds the ranks' snapshots.
 
-It never touches a device, a thread or a process group: ranks are forked from it, warm, and are disposable. When one
-dies or hangs, all of its generation are killed before the next starts, so that no stale rank can write; the next takes
-up the newest state that all of them had left, under a layout for the devices that are there.
+It never uses a device, a thread or a process group, so ranks can be forked from it, warm, and are disposable. When one
+dies or hangs, all ranks of its **generation** are killed before the next generation starts, so that no stale rank can
+write. The next one restores the newest state that is complete over all ranks, under a layout for the devices present.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from meshwright.train.session import TrainJob, run_rank
 
 
 class Supervisor:
-    """Runs a job to its end, through failures of ranks.
+    """Runs a job to its end, and restarts its ranks after failures.
 
     Args:
         job: of the run; its directory exists.
-        devices: what the ranks run on, as many as the job's plan has ranks.
-        plans: gives a plan for fewer ranks, with what it needs of the model; refuses numbers that have no layout.
-        announce: given each later generation's job before it starts; returns it with what its display says.
+        devices: of the ranks, as many as the job's plan has ranks.
+        plans: returns a plan for fewer ranks, with its model analysis; raises for a number without a layout.
+        announce: called with each later generation's job before it starts; returns it with its display's header.
 
     Raises:
         ConfigError: when this process may not open as many files as the ranks after a failure need.
@@ -73,7 +73,7 @@ class Supervisor:
         self._disk = DiskWriter(self._store.root, job.config.checkpoint, self._origin, self._event, faults)
         self.generation = 0
         self.terminated = False
-        """Whether SIGTERM asked for the end."""
+        """Whether SIGTERM asked for the run's end."""
         self._states: list[State] = []
         self._peak: float | None = None
         self._lost_at: float | None = None
@@ -84,10 +84,10 @@ class Supervisor:
         self._keeper: Keeper | None = None
 
     def run(self) -> dict[str, Any]:
-        """Runs the job; returns what rank 0 returned.
+        """Runs the job; returns rank 0's result.
 
         Raises:
-            MeshwrightError: when the run can't go on; the newest state is on disk then, if there was one.
+            MeshwrightError: when the run can't go on; its newest state has been written to disk then.
             KeyboardInterrupt: at the second Ctrl-C.
         """
         # Out of memory the kernel should kill a rank, which is replaceable, not the holder of the state.
@@ -107,7 +107,7 @@ class Supervisor:
             self._sink.close()
 
     def _run_generation(self) -> dict[str, Any] | None:
-        """Starts ranks and waits for them; returns the run's result, or None when others must take their place."""
+        """Runs one generation of ranks; returns the run's result, or None when another generation must follow."""
         job, slots = self._next_job()
         fruitless = self._patience.fruitless
         ranks = GenerationRanks(job, self._devices.only(slots), self.generation, self._interrupts, fruitless=fruitless)
@@ -159,7 +159,7 @@ class Supervisor:
         return None
 
     def _start_keeper(self, ranks: GenerationRanks) -> None:
-        """Has a process hold what these ranks will leave in memory, and write it should this process be killed."""
+        """Starts a process that writes these ranks' newest state to disk if this process is killed."""
         segments, older_state = ranks.all_segments(), self._newest_state_in_memory()
         layout, old_layout = ranks.layout, self._layout
 
@@ -188,19 +188,19 @@ class Supervisor:
             self._keeper = None
 
     def _rewind_anomalous_steps(self, result: dict[str, Any]) -> None:
-        """Makes the next ranks go on from the last checkpoint, with the rows after the sick ones."""
-        self._drop_keeper()  # what it would write is what is turned back from
+        """Restarts from the last checkpoint, with the batches after the anomalous ones."""
+        self._drop_keeper()  # it would write the state that is rewound from
         self._states, self._lost_at = [], time.monotonic()
         self._disk.finish(self._first_job.config.checkpoint.wait_s)
         self._rewinds.turn_back(result)
 
     def _rewind_damage(self, damage: Damage, slots: list[int]) -> None:
-        """Makes the next ranks go on from the newest state that is older than a damage.
+        """Restarts from the newest state that is older than a damage.
 
         Raises:
-            RankError: when that has been done too often without a step beyond it.
+            RankError: when damages recurred too often without a step beyond the furthest one.
         """
-        self._drop_keeper()  # what it would write may be damaged
+        self._drop_keeper()  # the state that it would write may be damaged
         self._lost_at = time.monotonic()
         self._disk.finish(self._first_job.config.checkpoint.wait_s)
         try:
@@ -213,12 +213,12 @@ class Supervisor:
             self._event("left_out", device=slots[damage.ranks[0]], seconds=self._roster.next_s())
 
     def _newest_state_in_memory(self) -> State | None:
-        """Returns the state in memory, unless there is none or a checkpoint on disk is newer."""
+        """Returns the newest state in memory; None without one, or when a checkpoint on disk is newer."""
         latest = self._store.latest() if self._states else None
         return None if not self._states or (latest and latest.step > self._states[0].step) else self._states[0]
 
     def _next_job(self) -> tuple[TrainJob, list[int]]:
-        """Returns the job for as many of the devices that are there as a layout can use, and these devices."""
+        """Returns the job for the largest usable number of the present devices, and these devices."""
         started = time.monotonic()
         if self.generation == 0:
             return self._first_job, self._roster.present
@@ -243,7 +243,7 @@ class Supervisor:
         raise self._save_newest_state(LaunchError(f"no layout for the {len(slots)} ranks that are left: {reason}"))
 
     def _await_devices(self) -> None:
-        """Waits until enough devices may be tried again."""
+        """Waits until `recovery.minimum` devices are usable, readmitting those whose time out is over."""
         while len(self._roster.present) < self._config.minimum:
             pause = self._roster.next_s()
             self._event("waiting", seconds=pause, present=len(self._roster.present), minimum=self._config.minimum)
@@ -279,7 +279,7 @@ class Supervisor:
         self._event("fenced", generation=self.generation, seconds=fenced_at - self._lost_at)
 
     def _handle_failure(self, error: MeshwrightError, ranks: GenerationRanks, slots: list[int]) -> None:
-        """Decides whether to go on after a failure, and without whom.
+        """Decides whether to go on after a failure, and which device to leave out.
 
         Raises:
             MeshwrightError: when the run can't go on.
@@ -300,15 +300,15 @@ class Supervisor:
             self._event("left_out", device=slots[rank], seconds=self._roster.next_s())
 
     def _collect_states(self, segments: Sequence[Segment]) -> None:
-        """Keeps the newest states of a generation that has ended, in place of older ones."""
+        """Keeps the newest complete states of an ended generation, in place of older ones."""
         states = whole_states(read_snapshots(segments))
         if states:
-            # Older ones count as long as it is open whether the newer ones are damaged.
+            # After a damage, older states are kept until the recomputed ones have proven intact.
             self._states = [*states, *(self._states if self._rewinds.damage is not None else ())]
             self._peak = states[0].meta.get("peak_flops")
 
     def _save_newest_state(self, error: MeshwrightError) -> MeshwrightError:
-        """Writes the newest state to disk where it is newer than what is there; returns the error to raise."""
+        """Writes the newest state in memory to disk before the run ends; returns ``error``, to be raised."""
         state = self._states[0] if self._states else None
         # A configuration error at the start trained nothing: there is no new state to save.
         if state is not None and not isinstance(error, HOPELESS):
@@ -330,7 +330,7 @@ class Supervisor:
             raise CheckpointError(self._disk.failed)
 
     def _event(self, kind: str, **data: Any) -> None:
-        """Records an event; while no ranks run, whose display does it otherwise, shows it as well."""
+        """Records an event, and shows it while no ranks run, whose display would do so."""
         event = Event(kind=kind, rank=SUPERVISOR, data=data)
         self._sink.event(event)
         if not self._ranks_run:

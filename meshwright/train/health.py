@@ -29,7 +29,7 @@ class Limits(NamedTuple):
     """The largest numbers with which a step updates the weights."""
 
     loss: float
-    """Nats a target token, or what the model's own loss counts in."""
+    """In nats per target token, or in the unit of the model's own loss."""
     norm: float
     """2-norm of the whole gradient, before clipping."""
 

@@ -36,4 +36,4 @@ class StepInfo:
 
 
 Hook = Callable[[StepInfo], Request]
-"""A hook decides from what all ranks share (step, loss, norm, tokens), never from memory or time of one rank."""
+"""A hook decides by values that all ranks share (step, loss, norm, tokens), never by memory or time of one rank."""

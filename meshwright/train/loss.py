@@ -152,14 +152,14 @@ def cross_entropy_sums(
 
     Args:
         logits: (B, S, V), any floating dtype; its memory is reused for the gradient where that is safe.
-        targets: (B, S) int64; -100 where nothing is to be predicted.
-        scale: factor on the loss, part of its gradient.
-        vocab: the run of the vocabulary that the logits are of, (B, S, stop - start); None for all of it.
-        spare: whether nobody else reads the logits in backward, so that their memory may become their gradient.
+        targets: (B, S) int64; -100 for positions without a target.
+        scale: factor on the loss and its gradient.
+        vocab: this rank's columns of the vocabulary, with logits (B, S, stop - start); None for unsharded logits.
+        spare: whether no other operation reads the logits in backward, so that their memory may be reused.
 
     Returns:
-        The loss to differentiate, a scalar, float32 (float64 for float64 logits); and a detached float64 vector (loss
-        sum in nats, target tokens, targets whose logit was the largest).
+        The loss to differentiate, () float32 (float64 for float64 logits); and a detached (3,) float64 vector: loss sum
+        in nats, target tokens, and hits, the targets whose logit was the largest. Equal on the ranks of ``vocab``.
     """
     producer = type(logits.grad_fn).__name__ if logits.grad_fn is not None else ""
     flat = logits.reshape(-1, logits.shape[-1])

@@ -58,7 +58,7 @@ class RankProgress:
 
     @property
     def _step(self) -> int:
-        """The step under way; the one just done in what follows a step."""
+        """The current step; in phases after a step, the step just done."""
         return self._steps_done() + (self._phase not in AFTERWARDS)
 
     def __str__(self) -> str:
