@@ -276,7 +276,7 @@ class ForkLauncher:
         for rank in self._ranks:
             rank.reap()
 
-    def _sleep(self, seconds: float) -> list[Any]:
+    def _sleep(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
         time.sleep(min(seconds, 0.01))
         return []
 

@@ -132,7 +132,7 @@ class CopyCheck:
         """Steps between comparisons."""
         self._holder_sets: list[HolderSet] = []
         self._addresses: list[int] = []
-        self._state: Any = None
+        self._state: dict[str, Any] | None = None
         self._tolerated: set[tuple[int, ...]] = set()
         self._cost_ns = self._width = 0
         self._last_comparison = (0, time.monotonic())

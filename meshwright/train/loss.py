@@ -24,7 +24,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: Scale, reuse: bool, vocab: VocabShard | None
-    ) -> Any:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wants_gradient = ctx.needs_input_grad[0]
         # The logits' memory becomes their gradient: at large V this halves the peak of the head.
         gradient = (logits if reuse else torch.empty_like(logits)) if wants_gradient else None

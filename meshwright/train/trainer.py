@@ -14,6 +14,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import RankError
 from meshwright.events import Event, StepRecord
+from meshwright.launch.signals import StopFlag
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
 from meshwright.parallel.program import Program, Stamp
@@ -53,7 +54,7 @@ class TrainerDeps:
     progress: ProgressWriter
     origin: Origin
     rank: int
-    stop_asked: Any
+    stop_asked: StopFlag
     """Has ``.requested``: whether this rank was asked to end."""
     flops_per_token: float = 0.0
     peak_flops: float | None = None
@@ -82,7 +83,6 @@ class Trainer:
         self._must_rewind = False
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""
-        # Prevents a second checkpoint of one step by schedule, hook and end together.
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
