@@ -146,7 +146,7 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     modes = [mode for mode in MODES if mode in options.modes.split(",")]
     launcher.start(train, config, layout, memory, options.blocks, folder, modes)
     try:
-        found = launcher.wait(LIMIT_S * 4, watch=lambda: writer.look(disk, layout, control))[0]
+        found = launcher.wait(LIMIT_S * 4, watch=lambda: writer.poll(disk, layout, control))[0]
     finally:
         launcher.cancel()
         writer.close()

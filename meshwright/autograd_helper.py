@@ -1,9 +1,9 @@
-"""Computes what needs a backward pass in a short-lived forked process, so that this process never runs torch's engine.
+"""Runs backward passes in short-lived forked processes, so that this process never starts torch's autograd engine.
 
-Once the autograd engine has run in a process that sees a GPU, every child forked later dies at its first backward: the
-engine's threads, one a device, aren't inherited. The launcher, its supervisor and what plans ahead for them fork ranks,
-so each fact of a model that needs gradients is computed by a helper: forked from here, it computes, sends plain data
-back through a pipe, and ends. A rank, or a process that can't fork ranks anyway, computes in place.
+Once the autograd engine has run in a process that sees a GPU, every child forked later fails at its first backward: the
+engine's threads, one per device, aren't inherited. The launcher, its supervisor and the plan prefetcher fork processes,
+so each fact of a model that needs gradients is computed by a **helper**: a forked process that computes, sends plain
+data through a pipe, and exits. A rank, or a process that can't fork ranks anyway, computes in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.errors import PlanError
 from meshwright.forking import die_with_parent, fork_obstacle, release_threads
 
 LIMIT_S = 1200.0
-"""How long one computation may take; the largest clones take a minute."""
+"""Limit of one computation; the largest model clones need a minute."""
 P = ParamSpec("P")
 R = TypeVar("R")
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1}
@@ -36,10 +36,10 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1}
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a helper sends back."""
+    """A helper's answer."""
 
     value: Any
-    """What the computation returned; None when it raised."""
+    """The computation's result; None when it raised."""
     error: BaseException | None
     trace: str
     """Traceback of the error as text."""
@@ -48,7 +48,7 @@ class _Answer:
 
 
 class _HelperTraceback(Exception):
-    """Shows where in the helper an error arose, as the cause of that error here."""
+    """Carries the helper's traceback, as the cause of the error that is raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -57,8 +57,8 @@ class _HelperTraceback(Exception):
 def computed_by_helper(compute: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function that runs the autograd engine: each call computes in a forked helper process.
 
-    The function's arguments are inherited, so they may be anything; what it returns must be picklable, and a tensor in
-    it comes without its autograd graph. Its error is raised here with type and message; its warnings are given here.
+    Arguments are inherited and may be any objects. The result must be picklable; tensors in it lose their autograd
+    graph. Errors are raised here with type and message, and warnings issued here.
     """
 
     @functools.wraps(compute)
@@ -69,26 +69,26 @@ def computed_by_helper(compute: Callable[P, R]) -> Callable[P, R]:
 
 
 def run_in_helper(compute: Callable[[], R], limit_s: float = LIMIT_S) -> R:
-    """Computes in a helper process what needs the autograd engine, and returns it.
+    """Runs a computation that needs the autograd engine in a helper process, and returns its result.
 
     Args:
-        compute: runs in a process forked from this one.
+        compute: the computation.
         limit_s: after which the helper is killed.
 
     Raises:
-        PlanError: when the helper died, took too long, or what it computed can't be sent.
+        PlanError: when the helper died, exceeded its limit, or its result can't be pickled.
     """
     if _computes_in_place():
         return compute()
-    # Between fork and the helper's own handlers a signal would run the parent's handlers twice.
+    # Until the helper installs its own handlers, a signal to both processes would run the parent's handlers in both.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    started: list[int] = []  # pid and pipe: a Ctrl-C that another thread took may come before `_fork` has returned
+    started: list[int] = []  # pid and pipe, set within `_fork`: a Ctrl-C may interrupt it before it returns
     status = 0
     try:
         _fork(compute, mask, started)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        data = _received(started[1], time.monotonic() + limit_s)
-    except BaseException:  # a Ctrl-C too: nobody waits for the helper any more
+        data = _read_answer(started[1], time.monotonic() + limit_s)
+    except BaseException:  # also KeyboardInterrupt: the helper's answer is no longer awaited
         for pid in started[:1]:
             os.kill(pid, signal.SIGKILL)
         raise
@@ -96,10 +96,12 @@ def run_in_helper(compute: Callable[[], R], limit_s: float = LIMIT_S) -> R:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if started:
             os.close(started[1])
+            # Always reaped, also after an error: no zombie is left behind.
             status = os.waitstatus_to_exitcode(os.waitpid(started[0], 0)[1])
+    # End of file without an answer: the helper died, by a signal or in torch.
     if data is None:
-        raise PlanError(_death(status))
-    return _unpacked(data)
+        raise PlanError(_death_message(status))
+    return _return_or_raise(data)
 
 
 def _computes_in_place() -> bool:
@@ -116,25 +118,25 @@ class _State:
 
 def _fork(compute: Callable[[], Any], mask: set[Any], started: list[int]) -> None:
     """Starts the helper, which runs under a signal mask; ``started`` gets its pid and the read end of its pipe."""
-    receive, send = os.pipe()
+    read_fd, write_fd = os.pipe()
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     release_threads()
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of any thread, also of OpenBLAS's, which survive a fork; fork_obstacle has looked.
+            # Python 3.12 warns of any thread, even OpenBLAS's, which survive a fork; fork_obstacle has checked.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            _work(compute, send, parent, mask)
-        started += [pid, receive]
+            _run_helper(compute, write_fd, parent, mask)
+        started += [pid, read_fd]
     finally:
-        os.close(send)
+        os.close(write_fd)
 
 
-def _work(compute: Callable[[], Any], pipe: int, parent: int, mask: set[Any]) -> NoReturn:
-    """Computes, sends the answer and ends; in the helper."""
+def _run_helper(compute: Callable[[], Any], pipe: int, parent: int, mask: set[Any]) -> NoReturn:
+    """Computes, sends the answer and exits; runs in the helper."""
     status = 1
     try:
         _State.is_helper = True
@@ -144,8 +146,8 @@ def _work(compute: Callable[[], Any], pipe: int, parent: int, mask: set[Any]) ->
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to answer
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        gc.freeze()  # else a collection touches, and so copies, every page that is shared with the parent
-        data = _packed(_answer(compute))
+        gc.freeze()  # otherwise a collection touches, and so copies, every page shared with the parent
+        data = _pickle_answer(_compute_answer(compute))
         view = memoryview(len(data).to_bytes(8, "little") + data)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -159,39 +161,45 @@ def _work(compute: Callable[[], Any], pipe: int, parent: int, mask: set[Any]) ->
         os._exit(status)
 
 
-def _answer(compute: Callable[[], Any]) -> _Answer:
+def _compute_answer(compute: Callable[[], Any]) -> _Answer:
     value, error, trace = None, None, ""
-    with warnings.catch_warnings(record=True) as seen:
+    # Warnings are recorded and sent: printed here, they would bypass the caller's filters.
+    with warnings.catch_warnings(record=True) as recorded:
         try:
             value = compute()
         except BaseException as raised:
             error, trace = raised, traceback.format_exc()
-    warned = [(str(item.message), item.category, item.filename, item.lineno) for item in seen]
-    return _Answer(value, error, trace, warned)
+    warning_rows = [(str(item.message), item.category, item.filename, item.lineno) for item in recorded]
+    return _Answer(value, error, trace, warning_rows)
 
 
-def _packed(answer: _Answer) -> bytes:
-    """Pickles an answer; an error that can't be pickled becomes one of its nearest kind that can."""
+def _pickle_answer(answer: _Answer) -> bytes:
+    """Pickles an answer; an error that can't be pickled is replaced by its nearest built-in base class."""
     try:
         data = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
         if answer.error is not None:
-            _loaded(data)  # an exception that wants other arguments than its message shows only now
+            _unpickle_answer(
+                data
+            )  # an exception whose constructor needs other arguments than its message fails only now
         return data
-    except Exception as why:
-        kept: list[BaseException] = [PlanError(f"what was computed of the model can't be sent: {why}")]
+    except Exception as reason:
+        substitutes: list[BaseException] = [PlanError(f"what was computed of the model can't be sent: {reason}")]
         if answer.error is not None:
             text = str(answer.error)
-            kept = [RuntimeError(f"{type(answer.error).__name__}: {text}")]
-            kept[:0] = [kind(text) for kind in type(answer.error).__mro__ if kind in (ValueError, TypeError, OSError)]
-        return pickle.dumps(_Answer(None, kept[0], answer.trace, []))
+            substitutes = [RuntimeError(f"{type(answer.error).__name__}: {text}")]
+            # Callers catch built-in classes, so the nearest one goes first.
+            substitutes[:0] = [
+                kind(text) for kind in type(answer.error).__mro__ if kind in (ValueError, TypeError, OSError)
+            ]
+        return pickle.dumps(_Answer(None, substitutes[0], answer.trace, []))
 
 
-def _received(pipe: int, until: float) -> bytes | None:
+def _read_answer(pipe: int, deadline: float) -> bytes | None:
     """Returns the bytes of the answer, or None when the helper ended without one."""
     data = bytearray()
     while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
-        left = until - time.monotonic()
-        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0 or not select.select([pipe], [], [], remaining_s)[0]:
             raise PlanError(
                 "trying the model out took longer than its limit and was ended; name another layout, or a smaller model"
             )
@@ -202,29 +210,29 @@ def _received(pipe: int, until: float) -> bytes | None:
     return bytes(data[8:])
 
 
-def _loaded(data: bytes) -> _Answer:
+def _unpickle_answer(data: bytes) -> _Answer:
     with warnings.catch_warnings():
-        # What a layer returns is described by a tree, and torch warns of its own way to unpickle one.
+        # Layers' outputs are described by torch's TreeSpec, whose unpickling issues a FutureWarning.
         warnings.filterwarnings("ignore", message=".*treespec.*", category=FutureWarning)
         answer: _Answer = pickle.loads(data)
     return answer
 
 
-def _unpacked(data: bytes) -> Any:
-    """Gives the helper's warnings, then returns its value or raises its error."""
-    answer = _loaded(data)
+def _return_or_raise(data: bytes) -> Any:
+    """Issues the helper's warnings, then returns its value or raises its error."""
+    answer = _unpickle_answer(data)
     for message, category, filename, line in answer.warned:
-        warnings.warn_explicit(message, category, filename, line, registry=_warned)
+        warnings.warn_explicit(message, category, filename, line, registry=_issued_warnings)
     if answer.error is not None:
         raise answer.error from _HelperTraceback(answer.trace)
     return answer.value
 
 
-_warned: dict[Any, Any] = {}
-"""Warnings given once already: each helper starts from this process's memory and would give them again."""
+_issued_warnings: dict[Any, Any] = {}
+"""Warnings issued already: each helper is forked from this process's memory and would repeat them."""
 
 
-def _death(status: int) -> str:
+def _death_message(status: int) -> str:
     if status < 0:
         name = signal.Signals(-status).name
         cure = "; the kernel does that when memory runs out" if name == "SIGKILL" else ""

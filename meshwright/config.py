@@ -1,7 +1,7 @@
-"""The config base: frozen dataclasses that come from TOML, from Python or from flags, and refuse what they don't know.
+"""The base of configs: frozen dataclasses built from TOML, Python or flags, which refuse unknown keys and wrong types.
 
-Every config is ``@dataclass(frozen=True, kw_only=True, slots=True)`` and derives from `Config`. A docstring stands
-under each field; cross-field rules stand in one ``check()``. Nothing mutates a config: derived values are properties.
+Every config is ``@dataclass(frozen=True, kw_only=True, slots=True)`` and derives from `Config`. Each field has a
+docstring under it; cross-field rules are in one ``check()``. Configs are never mutated: derived values are properties.
 """
 
 from __future__ import annotations
@@ -52,18 +52,19 @@ class Config:
         Raises:
             ConfigError: for an unknown key (naming the nearest) or a value of the wrong type.
         """
+        # `from __future__ import annotations` makes the hints strings.
         hints = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        kept = {name: getattr(base, name) for name in names} if base is not None else {}
+        fields = {name: getattr(base, name) for name in names} if base is not None else {}
         for key, value in values.items():
             path = f"{where}.{key}" if where else key
             if key not in names:
                 raise ConfigError(f"unknown key '{path}'{nearest(key, names)}")
-            kept[key] = _coerce(hints[key], value, path, kept.get(key))
-        return cls(**kept)
+            fields[key] = _coerce(hints[key], value, path, fields.get(key))
+        return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested plain values that `from_dict` takes back; fields that are None are left out."""
+        """Returns nested plain values for `from_dict`; fields that are None are left out."""
         return {
             field.name: _plain(getattr(self, field.name))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -72,15 +73,15 @@ class Config:
 
 
 def _check_finite(value: Any, path: str) -> None:
-    """Refuses NaN and the infinities, which pass every comparison of a `check` or none."""
+    """Refuses NaN and infinities, for which the comparisons of a `check` are meaningless."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path} = {value}: it must be a finite number")
     if isinstance(value, Mapping):
         for key, item in value.items():
             _check_finite(item, f"{path}.{key}")
     elif isinstance(value, (tuple, list)):
-        for place, item in enumerate(value):
-            _check_finite(item, f"{path}[{place}]")
+        for index, item in enumerate(value):
+            _check_finite(item, f"{path}[{index}]")
 
 
 def _plain(value: Any) -> Any:
@@ -94,13 +95,14 @@ def _plain(value: Any) -> Any:
 
 
 def _coerce(hint: Any, value: Any, path: str, base: Any) -> Any:
-    """Checks one value against its type hint; int is taken for float and list for tuple, nothing else is converted."""
+    """Checks a value against its type hint; int is converted to float and list to tuple, nothing else."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _coerce(args[0], value, path, base)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
+        # The first member of a union that accepts the value wins.
         for arm in (arm for arm in args if arm is not type(None)):
             try:
                 return _coerce(arm, value, path, base)
@@ -120,6 +122,7 @@ def _coerce(hint: Any, value: Any, path: str, base: Any) -> Any:
     elif isinstance(hint, type):
         if issubclass(hint, Config) and isinstance(value, Mapping):
             return hint.from_dict(value, path, base)
+        # TOML writes 1 where a float is meant.
         if hint is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if hint is Path and isinstance(value, str):

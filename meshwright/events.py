@@ -1,4 +1,4 @@
-"""What happened in a run, as plain records: the lines of ``metrics.jsonl`` and ``events.jsonl``."""
+"""Records of a run: steps and events, the lines of ``metrics.jsonl`` and ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Event:
     rank: int
     """Global rank; -1 for the launcher."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What belongs to the kind: step, path, seconds, loss ..."""
+    """The kind's fields: step, path, seconds, loss ..."""
     time: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     pid: int = field(default_factory=os.getpid)

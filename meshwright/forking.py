@@ -1,4 +1,4 @@
-"""What must be true of a process before it forks, how to make it so, and how a forked process goes with its parent."""
+"""Preconditions of a fork, their preparation, and forked processes that die with their parent."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ _OMP_PAUSE_HARD = 2
 _PR_SET_PDEATHSIG = 1
 """Source: linux/prctl.h."""
 _ENGINE_THREAD = "pt_autograd"
-"""How the names of the autograd engine's device threads begin. Source: torch/csrc/autograd/engine.cpp."""
+"""Prefix of the names of the autograd engine's device threads. Source: torch/csrc/autograd/engine.cpp."""
 
 
 def fork_obstacle() -> str | None:
     """Returns why this process can't fork ranks, or None when it can."""
     torch = sys.modules.get("torch")
+    # Only if torch is imported: this check must not import it.
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return "CUDA is initialised in this process, and a forked rank can't use it again"
+    # The driver's state can't be used after a fork, even without torch.
     if _holds_device("/dev/nvidia-uvm"):
         return "this process has the GPU driver open, and a forked rank can't use it again"
     if _has_engine_threads():
@@ -29,28 +31,29 @@ def fork_obstacle() -> str | None:
             "torch's autograd engine has run in this process and started a thread for each GPU, which a forked rank "
             "doesn't inherit, so that its first backward would fail"
         )
-    others = [t.name for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
-    if others:
-        return f"other threads run in this process ({', '.join(others)}), and a lock that they hold would stay locked"
+    threads = [t.name for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
+    if threads:
+        return f"other threads run in this process ({', '.join(threads)}), and a lock that they hold would stay locked"
     return None
 
 
 def release_threads() -> None:
     """Ends GNU OpenMP's pool of this thread: a forked rank would wait for ever for workers that it didn't inherit.
 
-    The pool comes back with the next parallel operation. Other OpenMP libraries look after themselves at a fork.
+    The next parallel operation recreates the pool. Other OpenMP libraries handle forks themselves.
     Source: OpenMP 5.0, omp_pause_resource_all.
     """
     if "torch" not in sys.modules:
         return
     for path in _loaded_libraries("libgomp"):
+        # Already mapped: this returns the loaded instance, of which there may be several.
         library = ctypes.CDLL(path)
         if hasattr(library, "omp_pause_resource_all"):
             library.omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Lets the kernel kill this process when the thread that started it ends, whatever ends it (Linux only).
+    """Makes the kernel kill this process when the thread that started it ends for any reason (Linux only).
 
     Args:
         parent: process id that must be alive; the parent's now when None.
@@ -58,7 +61,7 @@ def die_with_parent(parent: int | None = None) -> None:
     expected = os.getppid() if parent is None else parent
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # It may have gone before the kernel was told.
+        # The parent may have ended before prctl took effect: then this process already has another parent.
         if os.getppid() != expected:
             os._exit(1)
 
@@ -82,7 +85,7 @@ def _thread_names() -> list[str]:
     for path in Path("/proc/self/task").glob("*/comm"):
         try:
             names.append(path.read_text(encoding="utf-8", errors="replace"))
-        except OSError:  # it ended meanwhile
+        except OSError:  # the thread ended meanwhile
             continue
     return names
 

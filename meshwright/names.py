@@ -1,27 +1,28 @@
-"""Names of files that a file gives: plain ones, so that nothing outside of its own folder is read or written."""
+"""Validation of file names read from other files: only plain names, so that no path outside their folder is used."""
 
 from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
 
 MOST_BYTES = 255
-"""Of a name. Source: limits.h, NAME_MAX."""
+"""Longest name. Source: limits.h, NAME_MAX."""
 
 
 def plain_name(name: object, where: object, kind: type[MeshwrightError]) -> str:
-    """Returns a file's name that another file gave.
+    """Returns a file name that was read from another file, if it is plain.
 
-    Every reader of a manifest, an index or another listing asks this before it makes a path of what it read.
+    Every reader of a manifest, an index or another listing calls it before it builds a path from the contents.
 
     Args:
-        name: what stands there.
-        where: the file that it stands in, for the message.
-        kind: of the error.
+        name: the value that was read.
+        where: the file that contains it, for the message.
+        kind: class of the error.
 
     Raises:
         MeshwrightError: of that kind, for anything that isn't the name of a file in the same folder: a path, ``..``, a
             name with control characters, or something that isn't a text.
     """
+    # Separators of POSIX and Windows, and the colon of a drive, in one rule for all systems.
     plain = (
         isinstance(name, str)
         and name not in ("", ".", "..")

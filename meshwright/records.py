@@ -1,7 +1,7 @@
-"""Values that pass between processes as JSON: plain ones, and records of a closed list of classes, which are checked.
+"""JSON serialisation of values between processes: plain ones, and checked records of a closed list of classes.
 
-A record is a frozen dataclass or a NamedTuple. Its class goes over by name, and only a class that both ends listed is
-made again, so that nothing that comes in can name code. A field that isn't of its declared type is refused.
+A record is a frozen dataclass or a NamedTuple. Its class is sent by name, and only classes that both ends listed are
+instantiated, so that received data can't name arbitrary code. A field that isn't of its declared type is refused.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _TAG = "!"
-"""Key of a JSON object that stands for something that JSON hasn't."""
+"""Key that marks a JSON object as an encoded record or container."""
 
 
 class RecordError(ValueError):
-    """Something came in that isn't a value of the closed list."""
+    """Received data isn't a valid value."""
 
 
 class RecordCodec:
-    """Turns values into JSON and back.
+    """Encodes values as JSON and decodes them.
 
     Args:
-        records: the dataclasses and NamedTuples that may pass.
-        customs: class to a function that returns plain values and one that takes them back, for other classes.
+        records: the permitted dataclasses and NamedTuples.
+        customs: for other classes, a pair of functions: one to a plain value, one back from it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RecordCodec:
         Raises:
             RecordError: when it holds an object of a class that isn't listed.
         """
-        return json.dumps(self._plain(value), separators=(",", ":")).encode()
+        return json.dumps(self._encode(value), separators=(",", ":")).encode()
 
     def loads(self, data: bytes | bytearray | memoryview) -> Any:
         """Returns the value of `dumps`'s bytes.
@@ -56,7 +56,7 @@ class RecordCodec:
             RecordError: for anything else.
         """
         try:
-            return self._restored(parse_json(bytes(data)))
+            return self._decode(parse_json(bytes(data)))
         except RecordError:
             raise
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -73,59 +73,65 @@ class RecordCodec:
             raise RecordError(f"a {type(value).__name__} came where a {getattr(kind, '__name__', kind)} was due")
         return value
 
-    def _plain(self, value: Any) -> Any:
+    def _encode(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         kind = type(value)
+        # By identity: another class of the same name isn't permitted.
         if self._records.get(kind.__name__) is kind:
             fields = value if isinstance(value, tuple) else _fields_of(value)
-            return {_TAG: kind.__name__, "fields": [self._plain(item) for item in fields]}
+            return {_TAG: kind.__name__, "fields": [self._encode(item) for item in fields]}
         if kind is list:
-            return [self._plain(item) for item in value]
+            return [self._encode(item) for item in value]
         if kind in (set, frozenset) or (isinstance(value, tuple) and not hasattr(value, "_fields")):
             name = "tuple" if isinstance(value, tuple) else kind.__name__
-            return {_TAG: name, "items": [self._plain(item) for item in value]}
+            return {_TAG: name, "items": [self._encode(item) for item in value]}
         if isinstance(value, Mapping):
+            # A plain dict stays a JSON object; other keys, or the tag as a key, need the encoded form.
             if all(type(key) is str for key in value) and _TAG not in value:
-                return {key: self._plain(item) for key, item in value.items()}
-            return {_TAG: "dict", "items": [[self._plain(key), self._plain(item)] for key, item in value.items()]}
-        for known, (dump, _) in self._customs.items():
-            if isinstance(value, known):
-                return {_TAG: known.__name__, "custom": dump(value)}
+                return {key: self._encode(item) for key, item in value.items()}
+            return {_TAG: "dict", "items": [[self._encode(key), self._encode(item)] for key, item in value.items()]}
+        for custom_class, (dump, _) in self._customs.items():
+            if isinstance(value, custom_class):
+                return {_TAG: custom_class.__name__, "custom": dump(value)}
         raise RecordError(f"{kind.__module__}.{kind.__qualname__} isn't among what passes between these processes")
 
-    def _restored(self, value: Any) -> Any:
+    def _decode(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self._restored(item) for item in value]
+            return [self._decode(item) for item in value]
         if not isinstance(value, dict):
             return value
         if _TAG not in value:
-            return {key: self._restored(item) for key, item in value.items()}
+            return {key: self._decode(item) for key, item in value.items()}
         name = value[_TAG]
+        # Exactly the tag and one field: anything else was not written by `dumps`.
         if name in self._records and len(value) == 2:
-            return self._record(name, [self._restored(item) for item in value["fields"]])
+            return self._decode_record(name, [self._decode(item) for item in value["fields"]])
         if name in self._custom_names and len(value) == 2:
             return self._custom_names[name][1](value["custom"])
         if name == "dict":
-            return {self._restored(key): self._restored(item) for key, item in value["items"]}
+            return {self._decode(key): self._decode(item) for key, item in value["items"]}
         containers: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
         if name in containers:
-            return containers[name](self._restored(item) for item in value["items"])
+            return containers[name](self._decode(item) for item in value["items"])
         raise RecordError(f"'{str(name)[:80]}' isn't among what passes between these processes")
 
-    def _record(self, name: str, values: Sequence[Any]) -> Any:
+    def _decode_record(self, name: str, values: Sequence[Any]) -> Any:
         kind, hints = self._records[name], self._hints[name]
         names = kind._fields if issubclass(kind, tuple) else [item.name for item in _declared(kind)]  # type: ignore[attr-defined]
         if len(names) != len(values):
             raise RecordError(f"{name} has {len(names)} fields, and {len(values)} came")
         for field, value in zip(names, values):
+            # Before the class is instantiated, so that its own code sees only valid types.
             if not matches(hints[field], value):
-                raise RecordError(f"{name}.{field} is a {type(value).__name__} unlike {_told(hints[field], value)}")
+                raise RecordError(
+                    f"{name}.{field} is a {type(value).__name__} unlike {_describe_mismatch(hints[field], value)}"
+                )
         return kind(*values) if issubclass(kind, tuple) else kind(**dict(zip(names, values)))
 
 
-def _told(hint: Any, value: Any) -> str:
-    """Returns the type that a value doesn't fit, and of a TypedDict the keys that are missing, unknown or wrong."""
+def _describe_mismatch(hint: Any, value: Any) -> str:
+    """Returns the name of a type that a value doesn't fit; for a TypedDict with the missing, unknown or wrong keys."""
     if not typing.is_typeddict(hint) or not isinstance(value, dict):
         return str(getattr(hint, "__name__", hint))
     hints = typing.get_type_hints(hint, include_extras=True)
@@ -142,10 +148,10 @@ def _fields_of(value: Any) -> list[Any]:
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """Returns the value of JSON that a file or another process gave.
+    """Returns the value of JSON from a file or another process.
 
     Raises:
-        ValueError: for anything else, also where values are nested so deep that the parser gives up.
+        ValueError: for anything else, and for values nested beyond the parser's recursion limit.
     """
     try:
         return json.loads(text)
@@ -180,8 +186,10 @@ def matches(hint: Any, value: Any) -> bool:
         kind = isinstance(value, origin) and not isinstance(value, str)
         return kind and (not args or all(matches(args[0], item) for item in value))
     if hint is float:
+        # JSON doesn't distinguish 1 from 1.0.
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(hint, type):
+        # bool is a subclass of int, but True is no count.
         return isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     return False
 
@@ -190,7 +198,7 @@ def _matches_keys(hint: Any, value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     hints = typing.get_type_hints(hint, include_extras=True)
-    # Not __required_keys__, which doesn't see through annotations that are strings.
+    # Not __required_keys__, which doesn't evaluate annotations that are strings.
     required = {key for key, item in hints.items() if typing.get_origin(item) is not typing.NotRequired}
-    known = required <= value.keys() <= hints.keys()
-    return known and all(matches(hints[key], item) for key, item in value.items())
+    keys_fit = required <= value.keys() <= hints.keys()
+    return keys_fit and all(matches(hints[key], item) for key, item in value.items())

@@ -1,4 +1,4 @@
-"""What a forked rank does: cut the ties to the launcher's state, run its entry, send the outcome, and go."""
+"""The life of a forked rank: detach from the launcher's state, run the entry, send the outcome, and exit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from meshwright.launch.host_memory import RANK_SCORE, keep_host_memory, prefer_f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Birth:
-    """What the launcher tells a rank at the fork beside its place among the others."""
+    """The launcher's settings for a forked rank, beside its `RankContext`."""
 
     pipe: int
     """Descriptor that the outcome is written to."""
     close: tuple[int, ...]
-    """Descriptors that belong to the launcher or to another rank."""
+    """Inherited descriptors of the launcher or of another rank, to be closed."""
     mask: frozenset[int]
-    """Signals that stay blocked; the launcher blocks more across the fork, so that none is lost or misread."""
+    """Signals that stay blocked. The launcher blocks more during the fork: its handlers must not run in a rank."""
     parent: int
     """Process id of the launcher."""
     threads: int
@@ -38,17 +38,18 @@ class Birth:
 
 
 def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], birth: Birth) -> NoReturn:
-    """Runs in the forked process and never returns.
+    """Runs the entry in the forked process and exits.
 
     Args:
-        context: this rank's place.
-        entry: what it runs.
-        args: what it runs it with.
-        birth: what the launcher hands over.
+        context: this rank's context.
+        entry: the function to run.
+        args: its arguments after the context.
+        birth: the launcher's settings.
     """
     status = 1
     try:
-        _settle(context, birth)
+        _detach_from_launcher(context, birth)
+        # Before the entry allocates anything large.
         if birth.keep_memory and context.device == "cpu":
             keep_host_memory()
         _set_threads(birth.threads)
@@ -58,31 +59,35 @@ def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], birth: B
     except BaseException:
         os.write(2, traceback.format_exc().encode(errors="replace"))
     finally:
-        # Neither exit handlers nor destructors run: they belong to the launcher, or hang on peers that have gone.
+        # No exit handlers or destructors: they belong to the launcher, or would hang on peers that are gone.
         os._exit(status)
 
 
-def _settle(context: RankContext, birth: Birth) -> None:
+def _detach_from_launcher(context: RankContext, birth: Birth) -> None:
     """Gives the rank its own process group and ties its life to the launcher's."""
     os.setpgid(0, 0)
+    # After setpgid no terminal signal reaches the rank: the kernel ends it with its launcher.
     die_with_parent(birth.parent)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher passes on what a rank must know
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher handles it for its ranks
     prefer_for_killing(RANK_SCORE)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(name, signal.SIG_DFL)
+    # The inherited wakeup descriptor belongs to the launcher's event loop.
     signal.set_wakeup_fd(-1)
     context.stop.install()
+    # Unblocked last: until the handlers above stood, a signal would have run the launcher's.
     signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
     for number in birth.close:
         os.close(number)
-    # A rank stands in a background process group, where reading the terminal would stop it.
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    # A rank is in a background process group, where reading the terminal would stop it (SIGTTIN).
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_fd, 0)
+    os.close(null_fd)
     faulthandler.enable(file=2)
 
 
 def _set_threads(threads: int) -> None:
+    # For libraries that are imported later; torch, if imported already, is told directly.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -90,16 +95,18 @@ def _set_threads(threads: int) -> None:
 
 
 def _outcome(context: RankContext, entry: Entry, args: tuple[Any, ...]) -> tuple[bytes, int]:
-    """Runs the entry and packs what came of it, with the exit status that goes with it."""
+    """Runs the entry; returns its pickled (succeeded, result or `RankFailure`), and the exit status."""
     failure: RankFailure
     try:
         result = entry(context, *args)
         try:
+            # Pickled here, so that an unpicklable result is this rank's error.
             return pickle.dumps((True, result), protocol=pickle.HIGHEST_PROTOCOL), 0
         except Exception as error:
             raise LaunchError(f"what the rank returned ({type(result).__name__}) can't be pickled: {error}") from error
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        # sys.exit(0) in an entry counts as success without a result.
         if status == 0:
             return pickle.dumps((True, None)), 0
         failure = RankFailure(context.rank, f"exited with status {status}", status=status, time=time.monotonic())
@@ -117,6 +124,7 @@ def _flush() -> None:
 
 
 def _write_all(pipe: int, data: bytes) -> None:
+    # The length first: end of file alone can't tell a complete outcome from a killed rank's.
     view = memoryview(len(data).to_bytes(8, "little") + data)
     while view:
         view = view[os.write(pipe, view) :]

@@ -1,4 +1,4 @@
-"""Which launcher a command uses: torchrun's place when there is one, else forks on this node."""
+"""The choice of a launcher: torchrun's environment if it is set, else forks on this node."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def choose_launcher(
     config: LaunchConfig | None = None,
     run_id: str | None = None,
 ) -> ForkLauncher | TorchrunLauncher:
-    """Chooses how the ranks of this command start.
+    """Returns the launcher for this command's ranks.
 
     Args:
-        ranks: how many on all nodes; all devices of this node, or torchrun's world, when None.
-        kind: what they run on; GPUs when there are any, when None.
-        label: names a rank's place in the mesh for messages.
+        ranks: number on all nodes; all devices of this node, or torchrun's world, when None.
+        kind: of devices; GPUs if any, when None.
+        label: names a rank's coordinates in the mesh for messages.
         config: limits.
         run_id: name of the run.
 
@@ -35,6 +35,7 @@ def choose_launcher(
     context = torchrun_context(gpus=0 if kind == "cpu" else None)
     if context is None:
         return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=label, config=config, run_id=run_id)
+    # Under torchrun the number of ranks is already fixed.
     if ranks is not None and ranks != context.world:
         raise ClusterError(
             f"devices = {ranks}, but torchrun started {context.world} ranks; leave devices out under torchrun"

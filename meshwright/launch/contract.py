@@ -1,4 +1,4 @@
-"""What a launcher is, and what every rank is told by it."""
+"""The contract of launchers, and the context that each rank gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.launch.signals import StopFlag
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """All that a rank knows about its place among the others."""
+    """A rank's identity, device and rendezvous."""
 
     rank: int
     """Global rank, 0 to world - 1."""
@@ -25,15 +25,15 @@ class RankContext:
     device: str = "cpu"
     """``cpu`` or ``cuda:<i>``."""
     host: str = "127.0.0.1"
-    """Host of the store where the ranks meet."""
+    """Host of the rendezvous store."""
     port: int = 0
-    """Port of that store; 0 when there is nothing to meet for."""
+    """Port of that store; 0 without a store."""
     listen_fd: int | None = None
-    """Listening socket of the store, bound by the launcher so that nobody takes the port: on rank 0 only."""
+    """Listening socket of the store, bound by the launcher so that no other process takes the port; rank 0 only."""
     agent_store: bool = False
-    """True when somebody else (torchrun's agent) serves the store and rank 0 must not."""
+    """True when torchrun's agent serves the store, and rank 0 must not."""
     generation: int = 0
-    """How many times the ranks of this run have been started before."""
+    """Generation of these ranks: how often ranks of this run were started before."""
     run_id: str = "run"
     """Name of the run, part of every key in the store."""
     nodes: int = 1
@@ -48,20 +48,20 @@ class RankContext:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRanks:
-    """Where a node's ranks stand among those of all nodes."""
+    """A node's ranks within the world, and the rendezvous of all nodes."""
 
     node: int
     """Number of this node."""
     nodes: int
     """Nodes with ranks."""
     first: int
-    """Global rank of the first rank here."""
+    """Global rank of this node's first rank."""
     world: int
     """Ranks on all nodes."""
     host: str
-    """Where the store is."""
+    """Host of the store."""
     port: int
-    """Its port."""
+    """Port of the store."""
     listener: socket.socket | None = None
     """The store's listening socket, on the node of rank 0; the launcher closes it."""
     interface: str = ""
@@ -69,7 +69,7 @@ class NodeRanks:
 
 
 Entry = Callable[..., Any]
-"""What a rank runs: takes the `RankContext`, then the arguments of `Launcher.start`; returns something picklable."""
+"""A rank's function of the `RankContext` and the arguments of `Launcher.start`; it returns a picklable value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class HostCommand:
 
 
 class CommandLauncher(Protocol):
-    """Starts a whole command on every node, leaves the ranks to it, and leaves no process behind."""
+    """Starts a command on every node, which starts the ranks there; leaves no process behind."""
 
     @property
     def ranks(self) -> int:

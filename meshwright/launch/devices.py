@@ -1,4 +1,4 @@
-"""What this node can run ranks on, found without importing torch and without touching the GPU driver's state."""
+"""Discovery of this node's devices, without importing torch or initialising the GPU driver."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Devices:
     """The devices that a run uses on this node."""
 
     kind: Literal["cpu", "cuda"]
-    """What they are."""
+    """Kind of the devices."""
     count: int
-    """How many ranks run on this node, one per device."""
+    """Number of ranks on this node, one per device."""
     found: int
-    """How many there are: GPUs, or cores."""
+    """Number of devices present: GPUs, or cores."""
     cores: int
     """Cores that this process may use."""
     slots: tuple[int, ...] = ()
-    """Which devices the ranks use, in order of local ranks; the first ones when empty."""
+    """Device numbers by local rank; 0, 1, ... when empty."""
 
     def slot(self, local_rank: int) -> int:
-        """Returns which of this node's devices a rank uses."""
+        """Returns the number of a local rank's device."""
         return self.slots[local_rank] if self.slots else local_rank
 
     def name(self, local_rank: int) -> str:
@@ -68,6 +68,7 @@ def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | N
         raise ClusterError("no GPU was found (nvidia-smi lists none, or torch is a CPU build); use CPU ranks")
     if gpus == 0:
         return Devices(kind="cpu", count=requested or cores, found=cores, cores=cores)
+    # CPU ranks may outnumber the cores, GPU ranks never the GPUs: NCCL refuses two ranks on one.
     if requested is not None and requested > gpus:
         raise ClusterError(
             f"devices = {requested}, but this node has {gpus} usable GPU{'s' if gpus > 1 else ''}; ask for at most "
@@ -77,9 +78,10 @@ def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | N
 
 
 def count_cores() -> int:
-    """Returns how many cores this process may use: its affinity, less what a control group's quota takes away."""
+    """Returns the number of cores that this process may use: the lesser of its affinity and its cgroup's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
+        # cgroup v2: a container's quota in microseconds of CPU time per period.
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
     except (OSError, ValueError):
         return cores
@@ -91,16 +93,16 @@ def count_gpus() -> int:
     if _torch_is_cpu_build():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = _count_by_driver()
-    if visible is None or there == 0:
-        return there
-    # As CUDA reads it: the first word that names no device ends the list.
+    available = _count_by_driver()
+    if visible is None or available == 0:
+        return available
+    # CUDA reads the list up to the first entry that names no device.
     names: list[str] = []
-    for word in (word.strip() for word in visible.split(",")):
-        if not word or word.startswith("-") or (word.isdigit() and int(word) >= there):
+    for entry in (entry.strip() for entry in visible.split(",")):
+        if not entry or entry.startswith("-") or (entry.isdigit() and int(entry) >= available):
             break
-        names.append(word)
-    return min(len(names), there)
+        names.append(entry)
+    return min(len(names), available)
 
 
 def device_memory_bytes(devices: Devices, local_world: int) -> int:
@@ -113,9 +115,9 @@ def device_memory_bytes(devices: Devices, local_world: int) -> int:
     """
     if devices.kind == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, local_world)
-    words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_S, check=True)
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
         return min(int(line) for line in listed.stdout.split()) * 2**20
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ClusterError(
@@ -131,15 +133,17 @@ def _torch_is_cpu_build() -> bool:
 
 
 def _count_by_driver() -> int:
-    """Counts by nvidia-smi, which knows what a container may use; else by the driver's files."""
+    """Counts GPUs by nvidia-smi, which respects a container's limits; else by the driver's files."""
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         try:
+            # A subprocess, since NVML or CUDA in this process would forbid the fork of ranks.
             listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=_SMI_S, check=False)
         except (OSError, subprocess.TimeoutExpired):
             listed = None
         if listed is not None and listed.returncode == 0:
             return len(re.findall(r"^GPU \d+:", listed.stdout, flags=re.MULTILINE))
+    # Without nvidia-smi: device nodes of a container, at most the GPUs that the driver has registered.
     nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
-    known = Path("/proc/driver/nvidia/gpus")
-    return min(len(nodes), len(list(known.iterdir()))) if known.is_dir() else len(nodes)
+    registered = Path("/proc/driver/nvidia/gpus")
+    return min(len(nodes), len(list(registered.iterdir()))) if registered.is_dir() else len(nodes)

@@ -1,4 +1,4 @@
-"""How a rank failed, which failure came first, and the error that says so."""
+"""Failures of ranks: their record, the choice of the root cause, and the error raised for it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from meshwright.errors import LaunchError, MeshwrightError
 
 RankLabel = Callable[[int], str]
-"""Names a rank by its place in the mesh, as ``replicate 1, shard 0``; the empty text when there is nothing to say."""
+"""Names a rank by its coordinates in the mesh, as ``replicate 1, shard 0``; empty without a mesh."""
 
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|[Ss]ocket (closed|error|Timeout)|ncclRemoteError|"
     r"remote process exited|NCCL communicator was aborted|failed to recv, got 0 bytes|wait timeout after"
 )
 LOST_CONTACT = "lost contact with another rank"
-"""What our own errors say when the other side has gone."""
+"""Phrase in meshwright's own errors about a lost peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,12 @@ class RankFailure:
     status: int = 1
     """Exit status of the process; minus the signal's number when a signal ended it."""
     time: float = 0.0
-    """Monotonic time at which it was seen, seconds."""
+    """time.monotonic() at which it was noticed."""
 
     @property
     def is_echo(self) -> bool:
-        """True when the rank only noticed that another one had gone."""
+        """Whether the rank failed only because a peer had failed."""
+        # Without an exception the process died by itself: a cause, no echo.
         if not self.error and not self.trace:
             return False
         return LOST_CONTACT in self.summary or bool(_LOST_PEER.search(self.summary))
@@ -59,6 +60,7 @@ def describe_exception(rank: int, error: BaseException, time: float) -> RankFail
     if isinstance(error, MeshwrightError):
         try:
             packed = pickle.dumps(error)
+            # Some exceptions pickle but fail to unpickle: try it here, where the error is still known.
             pickle.loads(packed)
         except Exception:
             packed = b""
@@ -67,7 +69,7 @@ def describe_exception(rank: int, error: BaseException, time: float) -> RankFail
 
 
 def describe_status(rank: int, status: int, time: float) -> RankFailure:
-    """Records a process that ended without a word.
+    """Records a process that ended without sending an outcome.
 
     Args:
         rank: global rank.
@@ -91,12 +93,13 @@ def _signal_name(number: int) -> str:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """Returns the failure that caused the others: the earliest one that isn't merely a lost peer.
+    """Returns the failure that caused the others: the earliest one that isn't an echo of a lost peer.
 
-    A rank that a signal ended comes before those that raised: what they raised may be its echo in words of their own.
+    A rank killed by a signal precedes those that raised: their exceptions may be echoes that `is_echo` doesn't know.
     """
 
     def order(failure: RankFailure) -> tuple[bool, bool, float, bool, int]:
+        # Ascending: no echo first, then signals, then the earliest; without a traceback before with.
         return failure.is_echo, failure.status >= 0, failure.time, bool(failure.trace), failure.rank
 
     return min(failures, key=order)
@@ -104,30 +107,33 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 def rank_prefix(rank: int, label: RankLabel | None = None) -> str:
     """Returns ``[rank 37: pp 0, tp 5]``, or ``[rank 37]`` without a label."""
-    place = label(rank) if label is not None else ""
-    return f"[rank {rank}: {place}]" if place else f"[rank {rank}]"
+    coordinates = label(rank) if label is not None else ""
+    return f"[rank {rank}: {coordinates}]" if coordinates else f"[rank {rank}]"
 
 
 def failure_error(failures: Sequence[RankFailure], world: int, label: RankLabel | None = None) -> MeshwrightError:
     """Builds the error of a failed launch.
 
     Args:
-        failures: what was seen before the other ranks were ended; at least one.
+        failures: those noticed before the other ranks were ended; at least one.
         world: number of ranks.
-        label: names a rank's place.
+        label: names a rank's coordinates.
 
     Returns:
         The rank's own `MeshwrightError` with its prefix, or a `LaunchError` with the first traceback on top.
     """
-    first = first_failure(failures)
-    prefix = rank_prefix(first.rank, label)
-    if first.error:
-        return prefixed(pickle.loads(first.error), prefix)
-    lines = [f"{prefix} {first.summary}"]
-    if first.trace:
-        lines.append(first.trace.rstrip())
-    others = [failure for failure in failures if failure.rank != first.rank]
-    lines += [f"then {rank_prefix(other.rank, label)} {other.summary.splitlines()[0][:300]}" for other in others]
+    cause = first_failure(failures)
+    prefix = rank_prefix(cause.rank, label)
+    # The rank's own error keeps its class, so that callers can tell a configuration error from a crash.
+    if cause.error:
+        return prefixed(pickle.loads(cause.error), prefix)
+    lines = [f"{prefix} {cause.summary}"]
+    if cause.trace:
+        lines.append(cause.trace.rstrip())
+    later_failures = [failure for failure in failures if failure.rank != cause.rank]
+    lines += [
+        f"then {rank_prefix(later.rank, label)} {later.summary.splitlines()[0][:300]}" for later in later_failures
+    ]
     if world > 1:
         lines.append(f"all {world} ranks have been ended")
     return LaunchError("\n".join(lines))

@@ -1,4 +1,8 @@
-"""The default launcher: forks the ranks of one node from a process that has already imported and checked everything."""
+"""The default launcher: forks the ranks of one node from a process that has already imported and checked everything.
+
+Forking a warm process starts a rank in milliseconds. It is safe only while neither CUDA nor torch's autograd engine has
+run in the parent (`forking.fork_obstacle`).
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,9 @@ from meshwright.launch.signals import STOP_SIGNAL, interrupts_to
 
 _POLL_S = 0.1
 _SETTLE_S = 0.3
-"""How long the launcher listens for an earlier cause once it saw a failure: the news race each other."""
+"""Time to collect further failures after the first one: the cause may be reported after its echoes."""
 _EXIT_S = 3.0
-"""How long a rank may take to go once it has sent its result."""
+"""Time for a rank to exit after it sent its result; then it is killed."""
 
 
 class ForkLauncher:
@@ -54,18 +58,18 @@ class ForkLauncher:
         interrupts: int = 0,
         place: NodeRanks | None = None,
     ) -> None:
-        """Checks that the ranks can be had.
+        """Checks that the devices suffice for the ranks.
 
         Args:
-            ranks: how many; one per device when None.
-            devices: what they run on; what this machine has when None.
-            label: names a rank's place in the mesh for messages.
+            ranks: their number; one per device when None.
+            devices: their devices; those of this machine when None.
+            label: names a rank's coordinates in the mesh for messages.
             config: limits.
-            run_id: name of the run; made up when None.
-            generation: how many times this run's ranks have been started before.
-            disposable: kill all ranks at once when one fails, since others will take their place.
-            interrupts: how often the user has asked already that the run end.
-            place: where these ranks stand, when there are others on other nodes.
+            run_id: name of the run; random when None.
+            generation: of these ranks.
+            disposable: kill all ranks at once when one fails, because a supervisor starts others.
+            interrupts: how often the user has already asked to end the run.
+            place: this node's ranks within the world, when other nodes have ranks too.
 
         Raises:
             ClusterError: when more GPU ranks are asked for than there are GPUs.
@@ -73,14 +77,14 @@ class ForkLauncher:
         self.devices = devices if devices is not None else found_devices(ranks)
         self._count = ranks if ranks is not None else self.devices.count
         self.label = label
-        """Names a rank's place for messages; may be set until `wait`."""
+        """Names a rank's coordinates for messages; may be set until `wait`."""
         self._config = config or LaunchConfig()
         self._run_id, self._generation = run_id or uuid.uuid4().hex[:12], generation
-        self._disposable, self._place = disposable, place
+        self._disposable, self._node_ranks = disposable, place
         self._ranks: list[RankProcess] = []
         self.failures: tuple[RankFailure, ...] = ()
-        """What was seen when the ranks failed, the cause first; empty while all is well."""
-        self._interrupts = self._asked_before = interrupts
+        """The ranks' failures, the cause first; empty without any."""
+        self._interrupts = self._initial_interrupts = interrupts
         self._terminated = False
         self._stop_sent = 0
         self._stop_at: float | None = None
@@ -102,12 +106,12 @@ class ForkLauncher:
 
     @property
     def interrupts(self) -> int:
-        """How often the user asked."""
+        """How often the user asked the run to end."""
         return self._interrupts
 
     @property
     def terminated(self) -> bool:
-        """True when it was SIGTERM that asked, as schedulers do before they take a node away."""
+        """True when SIGTERM asked the run to end, as schedulers do before they reclaim a node."""
         return self._terminated
 
     def commands(self, argv: Sequence[str]) -> list[HostCommand]:
@@ -117,7 +121,7 @@ class ForkLauncher:
     def run(self, entry: Entry, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Starts the ranks and waits for them; see `start` and `wait`."""
         try:
-            # From before the first rank is there: a Ctrl-C in between would end this process alone.
+            # Installed before the first fork: a Ctrl-C in between would end this process and orphan its ranks.
             with interrupts_to(self._count_interrupt):
                 self.start(entry, *args)
                 return self.wait(timeout_s)
@@ -135,13 +139,15 @@ class ForkLauncher:
         obstacle = fork_obstacle()
         if obstacle is not None:
             raise LaunchError(f"ranks can't be forked: {obstacle}; start them from a process that has not done so")
-        self._ranks, self.failures, self._interrupts = [], (), self._asked_before
+        self._ranks, self.failures, self._interrupts = [], (), self._initial_interrupts
         self._stop_sent, self._stop_at = 0, None
+        # Frozen objects are ignored by collections in the ranks, which would otherwise touch, and so copy, every page.
         release_threads()
         gc.collect()
         if not gc.get_freeze_count():
             gc.freeze()
         try:
+            # Bound before any rank exists, and inherited by rank 0 alone: no other process can take the port.
             with self._store_socket() as listener:
                 for rank in range(self._count):
                     context = self._context(rank, listener)
@@ -150,14 +156,14 @@ class ForkLauncher:
             self.cancel()
             raise
         finally:
-            # Before others take the place of these ranks only what is new is gone through, in a hundredth of the time.
+            # A supervisor keeps its objects frozen: the collection before its next start then costs a hundredth.
             if not self._disposable:
                 gc.unfreeze()
 
     def _store_socket(self) -> AbstractContextManager[socket.socket | None]:
-        if self._place is None:
+        if self._node_ranks is None:
             return open_store_socket(self._count)
-        return self._place.listener if self._place.listener is not None else nullcontext()
+        return self._node_ranks.listener if self._node_ranks.listener is not None else nullcontext()
 
     def _context(self, local_rank: int, listener: socket.socket | None) -> RankContext:
         context = RankContext(
@@ -169,48 +175,49 @@ class ForkLauncher:
             generation=self._generation,
             run_id=self._run_id,
         )
-        place = self._place
-        if place is None:
+        node_ranks = self._node_ranks
+        if node_ranks is None:
             assert listener is not None
             host, port = listener.getsockname()[:2]
         else:
-            host, port = place.host, place.port
+            host, port = node_ranks.host, node_ranks.port
             context = replace(
                 context,
-                rank=place.first + local_rank,
-                world=place.world,
-                nodes=place.nodes,
-                node=place.node,
-                interface=place.interface,
+                rank=node_ranks.first + local_rank,
+                world=node_ranks.world,
+                nodes=node_ranks.nodes,
+                node=node_ranks.node,
+                interface=node_ranks.interface,
             )
         serves = context.rank == 0 and listener is not None
         return replace(context, host=host, port=port, listen_fd=listener.fileno() if listener and serves else None)
 
     def _fork(self, context: RankContext, entry: Entry, args: tuple[Any, ...], listener: socket.socket | None) -> None:
-        receive, send = os.pipe()
+        read_fd, write_fd = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal between fork and the child's own handlers would run the launcher's handler in the child.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, STOP_SIGNAL})
         try:
             birth = Birth(
-                pipe=send,
-                close=(receive,) if listener is None or context.rank == 0 else (receive, listener.fileno()),
+                pipe=write_fd,
+                close=(read_fd,) if listener is None or context.rank == 0 else (read_fd, listener.fileno()),
                 mask=frozenset(blocked),
                 parent=os.getpid(),
                 threads=self.devices.threads(self._count),
                 keep_memory=self._config.keep_memory,
             )
             with warnings.catch_warnings():
-                # Python 3.12 warns of any thread, also of OpenBLAS's, which survive a fork; fork_obstacle has looked.
+                # Python 3.12 warns of any thread, even OpenBLAS's, which survive a fork; fork_obstacle has checked.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
                 run_rank(context, entry, args, birth)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            os.close(send)
-        os.set_blocking(receive, False)
-        self._ranks.append(RankProcess(context.rank, pid, receive))
+            os.close(write_fd)
+        os.set_blocking(read_fd, False)
+        self._ranks.append(RankProcess(context.rank, pid, read_fd))
 
     def wait(
         self, timeout_s: float | None = None, watch: Callable[[], None] | None = None, wake: int = -1
@@ -219,22 +226,22 @@ class ForkLauncher:
 
         Args:
             timeout_s: limit in seconds; None waits as long as the ranks work.
-            watch: called some times a second meanwhile; what it raises ends the ranks.
-            wake: descriptor that calls for ``watch`` at once when there is something to read.
+            watch: called some times a second; an exception of it ends the ranks.
+            wake: descriptor whose readability calls ``watch`` at once.
 
         Returns:
-            What each rank returned, by rank.
+            Each rank's result, by rank.
 
         Raises:
             MeshwrightError: the first failure, with the rank's prefix; all ranks are gone then.
             KeyboardInterrupt: at the second Ctrl-C.
         """
-        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             with interrupts_to(self._count_interrupt):
-                while not self._done():
+                while not self._all_finished():
                     self._poll(_POLL_S, wake)
-                    self._obey(limit, timeout_s)
+                    self._enforce_limits(deadline, timeout_s)
                     if self._failures():
                         raise self._end_failed()
                     if watch is not None:
@@ -243,10 +250,11 @@ class ForkLauncher:
         finally:
             self.cancel()
 
-    def _done(self) -> bool:
-        now = time.monotonic()
+    def _all_finished(self) -> bool:
+        now_s = time.monotonic()
         for rank in self._ranks:
-            if rank.outcome is not None and rank.status is None and now - rank.reported_at > _EXIT_S:
+            # A rank that hangs in its exit, after its result arrived, is killed: the result counts.
+            if rank.outcome is not None and rank.status is None and now_s - rank.reported_at > _EXIT_S:
                 rank.signal(signal.SIGKILL)
         return all(rank.status is not None for rank in self._ranks) and not self._failures()
 
@@ -254,57 +262,60 @@ class ForkLauncher:
         return [failure for rank in self._ranks if (failure := rank.failure()) is not None]
 
     def _poll(self, seconds: float, wake: int = -1) -> None:
-        """Takes in what the ranks sent, and reaps those that ended."""
+        """Reads the ranks' outcomes, and reaps the ranks that ended."""
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 if rank.open:
                     selector.register(rank.pipe, selectors.EVENT_READ, rank)
             if wake >= 0:
                 selector.register(wake, selectors.EVENT_READ)
-            for key, _ in selector.select(seconds) if selector.get_map() else self._doze(seconds):
+            for key, _ in selector.select(seconds) if selector.get_map() else self._sleep(seconds):
                 if key.data is not None:
+                    # Read while ranks run: a result larger than the pipe would block its rank.
                     key.data.read()
         for rank in self._ranks:
             rank.reap()
 
-    def _doze(self, seconds: float) -> list[Any]:
+    def _sleep(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
         time.sleep(min(seconds, 0.01))
         return []
 
-    def _obey(self, limit: float | None, timeout_s: float | None) -> None:
-        """Passes on a Ctrl-C, and ends ranks whose time is up."""
-        now = time.monotonic()
+    def _enforce_limits(self, deadline: float | None, timeout_s: float | None) -> None:
+        """Forwards Ctrl-C to the ranks, and raises `LaunchError` when they exceed a time limit."""
+        now_s = time.monotonic()
         if self._interrupts > 1:
             raise KeyboardInterrupt
         if self._interrupts > self._stop_sent:
             self._stop_sent = self._interrupts
-            self._stop_at = now + self._config.stop_s
+            # The grace period restarts with each further request.
+            self._stop_at = now_s + self._config.stop_s
             for rank in self._ranks:
                 if rank.status is None:
                     rank.signal(STOP_SIGNAL)
-        if self._stop_at is not None and now > self._stop_at:
+        if self._stop_at is not None and now_s > self._stop_at:
             raise LaunchError(
                 f"the ranks did not end within launch.stop_s = {self._config.stop_s:g} s of the first Ctrl-C and were "
                 "killed; the last checkpoint stands; raise launch.stop_s if checkpoints take that long"
             )
-        if limit is not None and now > limit:
+        if deadline is not None and now_s > deadline:
             busy = [rank.rank for rank in self._ranks if rank.outcome is None]
             raise LaunchError(f"ranks {busy} of {self._count} did not end within {timeout_s:g} s and were killed")
 
     def _end_failed(self) -> Exception:
-        """Listens a moment for an earlier cause, then ends all ranks and returns the error to raise."""
-        until = time.monotonic() + _SETTLE_S
-        while time.monotonic() < until and not self._done() and not self._is_clear():
+        """Collects further failures for a moment, ends all ranks, and returns the error of the root cause."""
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline and not self._all_finished() and not self._is_clear():
             self._poll(0.02)
         failures = self._failures()
-        first = first_failure(failures)
-        self.failures = (first, *(failure for failure in failures if failure is not first))
+        cause = first_failure(failures)
+        self.failures = (cause, *(failure for failure in failures if failure is not cause))
         error = failure_error(failures, self._count, self.label)
+        # Disposable ranks are replaced at once; others get SIGTERM before SIGKILL.
         self.cancel(0.0 if self._disposable else self._config.grace_s)
         return error
 
     def _is_clear(self) -> bool:
-        """Whether a rank died without a word: it has no failure of another one to tell of, as an exception may."""
+        """Whether a rank died without an exception, and so is the cause: exceptions may be echoes."""
         return self._disposable and any(not failure.trace for failure in self._failures())
 
     def cancel(self, grace_s: float = 0.0) -> None:
@@ -315,18 +326,19 @@ class ForkLauncher:
         """
         if grace_s > 0:
             self._signal_all(signal.SIGTERM)
-            until = time.monotonic() + grace_s
-            while time.monotonic() < until and self._reap_all() > 0:
+            deadline = time.monotonic() + grace_s
+            while time.monotonic() < deadline and self._reap_all() > 0:
                 time.sleep(0.01)
         self._signal_all(signal.SIGKILL)
-        until = time.monotonic() + 10.0
-        while self._reap_all() > 0 and time.monotonic() < until:
+        deadline = time.monotonic() + 10.0
+        # SIGKILL may be delayed by uninterruptible I/O: bounded, not for ever.
+        while self._reap_all() > 0 and time.monotonic() < deadline:
             time.sleep(0.005)
         for rank in self._ranks:
             rank.close()
 
     def _reap_all(self) -> int:
-        """Returns how many ranks still run."""
+        """Reaps ended ranks; returns the number of those that still run."""
         return sum(not rank.reap() for rank in self._ranks)
 
     def _signal_all(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Keeps freed tensor memory in the process: glibc hands big blocks back to the kernel, and every page faults again.
+"""Keeps freed tensor memory in the process: glibc returns big blocks to the kernel, and every page faults again.
 
 By default glibc serves blocks over 32 MiB by mmap and gives them back when freed. Measured with
 ``benchmarks/bench_host_memory.py`` on one core of a busy machine, default against kept: doubling a tensor of 64 MiB
@@ -24,27 +24,27 @@ M_TOP_PAD = -2
 M_MMAP_MAX = -4
 """Source: glibc malloc.h."""
 TOP_PAD_BYTES = 64 * 1024 * 1024
-"""How much more than asked for the heap grows by at once."""
+"""Extra bytes by which the heap grows at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What was done to the process's allocator."""
+    """The outcome of `keep_host_memory`."""
 
     kept: bool
     """True when freed memory now stays in the process."""
     reason: str
-    """What was set, or why nothing was."""
+    """The settings, or why none was changed."""
 
 
 def keep_host_memory(top_pad_bytes: int = TOP_PAD_BYTES) -> HostMemory:
-    """Tells glibc's malloc to serve big blocks from the heap and never to shrink it.
+    """Sets glibc's malloc to serve big blocks from the heap and never to shrink it.
 
     Args:
-        top_pad_bytes: how much more than asked for the heap grows by.
+        top_pad_bytes: extra bytes by which the heap grows at once.
 
     Returns:
-        What was done; nothing where the C library isn't glibc or where the user already tuned it.
+        The outcome; nothing is changed without glibc, or where the user tuned malloc already.
     """
     if not _has_glibc():
         return HostMemory(False, "the C library is not glibc")
@@ -52,6 +52,7 @@ def keep_host_memory(top_pad_bytes: int = TOP_PAD_BYTES) -> HostMemory:
         return HostMemory(False, "the environment tunes malloc already")
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    # No mmap blocks, so every block comes from the heap, which is never trimmed.
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, top_pad_bytes))
     if not all(mallopt(name, value) for name, value in settings):
         return HostMemory(False, "mallopt refused")
@@ -66,11 +67,12 @@ def _has_glibc() -> bool:
 
 
 RANK_SCORE, SUPERVISOR_SCORE = 500, -500
-"""What a rank and its supervisor add to how much the kernel would like to kill them, in thousandths of the memory: a
-rank is replaced, and the supervisor, which may be larger, holds the state. Source: proc(5), oom_score_adj."""
+"""oom_score_adj of a rank and of its supervisor, in thousandths of the memory: a killed rank is replaced, but the
+supervisor, which may be larger, holds the state. Source: proc(5), oom_score_adj."""
 
 
 def prefer_for_killing(score: int) -> None:
-    """Tells the kernel how much rather than others it may kill this process when memory runs out, as far as allowed."""
+    """Sets how much the kernel prefers this process when it kills for lack of memory, as far as permitted."""
     with contextlib.suppress(OSError):
+        # Lowering the score needs privileges: then it stays as it was.
         Path("/proc/self/oom_score_adj").write_text(str(score), encoding="ascii")

@@ -1,4 +1,4 @@
-"""Several nodes from one terminal: reads a hostfile, shows the command of each host, runs them over ssh."""
+"""Launches on several nodes from one terminal: reads a hostfile, prints each host's command, or runs them over ssh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.launch.contract import HostCommand
 
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._:@\[\]-]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?\s*$")
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
-"""The terminal (-tt) makes the remote command end with its connection; a password prompt would wait for ever."""
+"""A terminal (-tt) makes the remote command end with its connection; BatchMode prevents an endless password prompt."""
 _CONNECTION_LOST = 255
 """Source: ssh(1), EXIT STATUS."""
 
@@ -55,6 +55,7 @@ def read_hostfile(path: Path) -> list[HostfileLine]:
             continue
         match = _LINE.match(text)
         slots = int(match["slots"] or 1) if match else 0
+        # A name that begins with - would be read by ssh as an option.
         if match is None or match["name"].startswith("-") or slots < 1:
             raise ClusterError(f"{path}:{number}: {line.strip()[:80]!r} is not a host; write it as 'host slots=8'")
         if match["name"] in hosts:
@@ -82,16 +83,16 @@ class HostfileLauncher:
         run_id: str = "meshwright",
         supervised: bool = False,
     ) -> None:
-        """Takes the hosts; nothing is started.
+        """Configures the launch; starts nothing.
 
         Args:
-            hosts: in the order of their ranks; the first is the head, where the others meet it.
+            hosts: in the order of their ranks; the first is the head, where all rendezvous.
             port: free port of the head.
             python: interpreter on every host.
             folder: working directory on every host; this one's when None.
             ssh: command and options before the host's name.
             run_id: name of the run.
-            supervised: run a supervisor on each host in place of torchrun; these go on when a host fails.
+            supervised: run a supervisor on each host instead of torchrun; supervisors continue when a host fails.
         """
         self.hosts = list(hosts)
         self._port, self._python, self._folder = port, python, folder or Path.cwd()
@@ -108,13 +109,12 @@ class HostfileLauncher:
         """Returns the dry run: the command of each host for ``meshwright <argv>``."""
         head = self.hosts[0].address
         if self._supervised:
-            many = ("--devices", str(self.ranks), "--nodes", str(len(self.hosts)), "--meet", f"{head}:{self._port}")
+            nodes = str(len(self.hosts))
+            shared = ("--devices", str(self.ranks), "--nodes", nodes, "--meet", f"{head}:{self._port}")
+            program = (self._python, "-m", "meshwright", *argv)
             return [
-                HostCommand(
-                    host.name,
-                    (*(self._python, "-m", "meshwright", *argv), *many, "--node", str(at), "--slots", str(host.slots)),
-                )
-                for at, host in enumerate(self.hosts)
+                HostCommand(host.name, (*program, *shared, "--node", str(node), "--slots", str(host.slots)))
+                for node, host in enumerate(self.hosts)
             ]
         return [
             HostCommand(
@@ -141,6 +141,7 @@ class HostfileLauncher:
     def _over_ssh(self, command: HostCommand) -> list[str]:
         variables = [f"{name}={value}" for name, value in command.environment]
         environment = ["env", *variables] if variables else []
+        # exec replaces the shell, so that the terminal's hangup reaches the program itself.
         remote = f"cd {shlex.quote(str(self._folder))} && exec {shlex.join([*environment, *command.argv])}"
         return [*self._ssh, command.host, remote]
 
@@ -152,6 +153,7 @@ class HostfileLauncher:
         """
         for host, command in zip(self.hosts, self.commands(argv)):
             try:
+                # A session of its own: Ctrl-C is sent by `interrupt` in order, not by this terminal to every ssh.
                 process = subprocess.Popen(self._over_ssh(command), stdin=subprocess.PIPE, start_new_session=True)
             except OSError as error:
                 self.cancel()
@@ -165,15 +167,16 @@ class HostfileLauncher:
             LaunchError: for the first host that failed (the others have been ended then; supervised ones go on, so that
                 all must have failed), or when the time is up.
         """
-        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while any(process.poll() is None for _, process in self._started):
                 if not self._supervised:
                     self._check_failed()
-                if limit is not None and time.monotonic() > limit:
+                if deadline is not None and time.monotonic() > deadline:
                     busy = ", ".join(host.name for host, process in self._started if process.poll() is None)
                     raise LaunchError(f"{busy} did not end within {timeout_s:g} s and were ended")
                 time.sleep(0.05)
+            # Supervisors survive the loss of other hosts: only the failure of all is a failure.
             if not self._supervised or all(process.returncode for _, process in self._started):
                 self._check_failed()
         finally:
@@ -192,6 +195,7 @@ class HostfileLauncher:
         for _, process in self._started:
             if process.poll() is None and process.stdin is not None:
                 try:
+                    # The remote terminal (-tt) turns the character into SIGINT.
                     process.stdin.write(b"\x03")
                     process.stdin.flush()
                 except OSError:
@@ -200,8 +204,8 @@ class HostfileLauncher:
     def cancel(self, grace_s: float = 0.0) -> None:
         """Closes every connection, which ends the remote commands; by force after ``grace_s`` seconds."""
         self._signal(signal.SIGTERM)
-        until = time.monotonic() + grace_s
-        while time.monotonic() < until and any(process.poll() is None for _, process in self._started):
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and any(process.poll() is None for _, process in self._started):
             time.sleep(0.02)
         self._signal(signal.SIGKILL)
         for _, process in self._started:

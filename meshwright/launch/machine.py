@@ -1,4 +1,4 @@
-"""What this machine is, as facts by which measurements are found again, and the folder that they are kept in."""
+"""The machine's description: facts that key its calibrations, and the folder that stores them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SMI_S = 20.0
 
 
 def machine_facts(devices: Devices, ranks: int, nodes: int = 1) -> dict[str, Any]:
-    """Returns what a calibration depends on: device, cores, memory, software, ranks, nodes; no names or addresses.
+    """Returns the facts that a calibration depends on: device, cores, memory, torch, ranks, nodes; no host names.
 
     Args:
-        devices: what was found on this node.
+        devices: of this node.
         ranks: on all nodes.
         nodes: that they run on.
     """
@@ -38,17 +38,17 @@ def machine_facts(devices: Devices, ranks: int, nodes: int = 1) -> dict[str, Any
 
 
 def this_cluster(devices: Devices, nodes: int = 1, link: str = "") -> Cluster:
-    """Returns the machine at hand as a cluster, with what `meshwright calibrate` measured on it where it did.
+    """Returns this machine as a cluster, with the measurements of `meshwright calibrate` if there are any.
 
     Args:
-        devices: what was found on this node; ``count`` ranks run on it.
-        nodes: such nodes.
+        devices: of this node; ``count`` ranks run on it.
+        nodes: number of such nodes.
         link: network between them; the usual one when empty.
 
     Raises:
         ClusterError: for a GPU that the catalogue doesn't have.
     """
-    found = Cluster.detected(
+    cluster = Cluster.detected(
         devices.count,
         devices.kind,
         name=gpu_name() if devices.kind == "cuda" else "",
@@ -61,9 +61,9 @@ def this_cluster(devices: Devices, nodes: int = 1, link: str = "") -> Cluster:
     folder, each = calibration_folder(), devices.count
     measured = Calibration.find(folder, machine_facts(devices, each * nodes, nodes))
     if measured is None and nodes > 1:
-        # What a node computes is known from a calibration of it alone; the network is then the catalogue's.
+        # A single-node calibration still measures compute; the network is then the catalogue's.
         measured = Calibration.find(folder, machine_facts(devices, each))
-    return found if measured is None else found.calibrated(measured)
+    return cluster if measured is None else cluster.calibrated(measured)
 
 
 def gpu_name() -> str:
@@ -72,9 +72,9 @@ def gpu_name() -> str:
     Raises:
         ClusterError: when nvidia-smi doesn't say.
     """
-    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout.splitlines()
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
         raise ClusterError(f"nvidia-smi doesn't say what the GPUs are ({error}); name the cluster instead") from error
     if not listed:
@@ -98,6 +98,6 @@ def host_memory_bytes() -> int:
 
 
 def calibration_folder() -> Path:
-    """Returns where calibrations are kept: ``meshwright/calibration`` in the user's cache."""
+    """Returns the folder of calibrations: ``meshwright/calibration`` in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "meshwright" / "calibration"

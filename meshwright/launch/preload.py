@@ -1,4 +1,4 @@
-"""What must stand in the environment before torch is imported."""
+"""Environment variables that must be set before torch is imported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import os
 
 
 def prepare_environment() -> None:
-    """Sets what must stand before torch, transformers and tokenizers are imported; what the user set stays."""
+    """Sets variables that torch and tokenizers read on import; the user's values are kept."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -1,4 +1,4 @@
-"""One rank's process as its launcher sees it: the pipe that its outcome comes through, its end, and signals to it."""
+"""A rank's process from the launcher's side: the pipe of its outcome, its exit status, and signals to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.launch.failure import RankFailure, describe_status
 
 
 class RankProcess:
-    """One forked process, as the launcher sees it."""
+    """The launcher's handle of a forked rank."""
 
     def __init__(self, rank: int, pid: int, pipe: int) -> None:
         """Takes over a process that has just been forked.
@@ -20,7 +20,7 @@ class RankProcess:
         Args:
             rank: global rank.
             pid: its process id, which is its process group's too.
-            pipe: non-blocking read end of the pipe that its outcome comes through.
+            pipe: non-blocking read end of its outcome's pipe.
         """
         self.rank, self.pid, self.pipe = rank, pid, pipe
         self.buffer = bytearray()
@@ -30,7 +30,7 @@ class RankProcess:
         self.open = True
 
     def read(self) -> None:
-        """Takes what the pipe holds; an empty read means that the rank closed it."""
+        """Reads the available bytes of the outcome; closes the pipe when the rank has closed its end."""
         try:
             chunk = os.read(self.pipe, 1 << 20)
         except BlockingIOError:
@@ -48,6 +48,7 @@ class RankProcess:
     def _unpack(self, data: bytes) -> tuple[bool, Any]:
         try:
             good, content = pickle.loads(data)
+        # A result may pickle in the rank and still fail to unpickle here.
         except Exception as error:
             summary = f"sent a result that the launcher can't read: {type(error).__name__}: {error}"
             return False, RankFailure(self.rank, summary, time=time.monotonic())
@@ -60,23 +61,24 @@ class RankProcess:
             os.close(self.pipe)
 
     def reap(self) -> bool:
-        """Returns True once the process has ended, and clears away what it left in its process group."""
+        """Returns whether the process has ended; then kills what remains of its process group."""
         if self.status is None:
+            # WNOWAIT: see the end without reaping, which would free the process and group id.
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return False
-            # Before the process is reaped, so that its group's number can't belong to somebody else.
+            # Signalled before the process is reaped: afterwards its process group id could be reused.
             self.signal(signal.SIGKILL)
             self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             self._drain()
         return True
 
     def _drain(self) -> None:
-        """Takes what is left in the pipe; a process that the rank started may still hold the other end."""
+        """Reads the pipe's remaining bytes without waiting: a child of the rank may still hold its write end."""
         while self.open:
-            before = len(self.buffer)
+            previous_size = len(self.buffer)
             self.read()
-            if self.open and len(self.buffer) == before:
+            if self.open and len(self.buffer) == previous_size:
                 self.close()
 
     def signal(self, number: int) -> None:
@@ -94,7 +96,7 @@ class RankProcess:
             return
 
     def failure(self) -> RankFailure | None:
-        """Returns how the rank failed, or None when it works on or is done."""
+        """Returns the rank's failure; None while it runs or after it succeeded."""
         if self.outcome is not None:
             good, content = self.outcome
             return None if good else content

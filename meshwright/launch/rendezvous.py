@@ -1,4 +1,4 @@
-"""Where ranks meet: the store's socket, and the process group on top of it."""
+"""Rendezvous of the ranks: the store's socket, and the process group on top of it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
-"""Ranks of one node meet here: host names may resolve slowly, wrongly or not at all."""
+"""Address of a single node's store: host names may resolve slowly, wrongly or not at all."""
 RECORDED = "2000"
-"""Collectives that NCCL's flight recorder keeps of a process: far more than wait at any moment."""
+"""Number of collectives that NCCL's flight recorder keeps: far more than are pending at any moment."""
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-"""What that interface is called."""
+"""Name of the loopback interface."""
 _SIOCGIFADDR = 0x8915
 """Source: linux/sockios.h."""
 
 
 def open_store_socket(ranks: int) -> socket.socket:
-    """Binds the store's socket to a free port of this node before any rank starts, so that nobody can take it.
+    """Binds the store's socket to a free port of this node before any rank starts, so that the port stays reserved.
 
     Args:
         ranks: how many clients may connect at once.
@@ -38,6 +38,7 @@ def open_store_socket(ranks: int) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((LOOPBACK, 0))
+    # All ranks connect at once: the backlog must hold them.
     listener.listen(max(128, 2 * ranks))
     return listener
 
@@ -50,6 +51,7 @@ def address_to(host: str, port: int = 9) -> str:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
+            # Connecting a UDP socket sends nothing, but selects the route.
             probe.connect((host, port or 9))
         except OSError as error:
             raise LaunchError(f"no route to {host}: {error.strerror or error}; give the address of node 0") from error
@@ -57,7 +59,7 @@ def address_to(host: str, port: int = 9) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface that has an address; empty when it can't be told (Linux only)."""
+    """Returns the name of the network interface with an address; empty when unknown (Linux only)."""
     if address.startswith("127."):
         return LOOPBACK_INTERFACE
     if not sys.platform.startswith("linux"):
@@ -65,30 +67,32 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     return ""
 
 
 def link_bytes_s(address: str) -> float | None:
-    """Returns the bytes a second of the interface that has an address, as it states them; None where it doesn't."""
+    """Returns the nominal bytes per second of the interface with an address; None when it states none."""
     try:
         speed = int(Path(f"/sys/class/net/{interface_of(address)}/speed").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+    # Mbit/s; virtual interfaces report -1.
     return speed * 1e6 / 8 if speed > 0 else None
 
 
 def listen_at(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
-    """Listens at an address of this node, at a free port where none is named.
+    """Listens at an address of this node, on a free port for port 0.
 
     Raises:
         LaunchError: when the address isn't this node's, or the port is taken.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # A port of the previous generation may still have connections in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
@@ -103,7 +107,7 @@ def open_store(context: RankContext, timeout_s: float) -> dist.Store:
     """Connects to the run's store; rank 0 serves it unless an agent does.
 
     Args:
-        context: this rank's place.
+        context: this rank's context.
         timeout_s: limit for the connection and for every later wait on a key.
 
     Raises:
@@ -126,6 +130,7 @@ def open_store(context: RankContext, timeout_s: float) -> dist.Store:
             f"rank {context.rank} could not reach the store at {context.host}:{context.port} within {timeout_s:g} s: "
             f"{error}; check that rank 0 runs, that the port is open between the nodes, or raise launch.group_s"
         ) from error
+    # Keys of another run or generation must not be mistaken for this one's.
     return dist.PrefixStore(f"{context.run_id}/{context.generation}", store)
 
 
@@ -140,16 +145,15 @@ def init_group(
     """Forms the default process group of this run.
 
     Args:
-        context: this rank's place.
-        backend: as `torch.distributed.init_process_group` takes it; gloo for CPU ranks, and both gloo for tensors on
-            the CPU and NCCL for tensors on the GPU for GPU ranks, when None.
+        context: this rank's context.
+        backend: of `torch.distributed.init_process_group`; None for gloo on CPU ranks, and on GPU ranks gloo for CPU
+            tensors with NCCL for GPU tensors.
         timeout_s: limit of a collective.
         group_s: limit for the ranks to find each other.
-        store: an open store to meet at; a rank that forms a second group hands in the one of the first, under a
-            `PrefixStore` of its own.
+        store: an open store; for a second group, that of the first under another `PrefixStore`.
 
     Returns:
-        The store that the ranks met at.
+        The store of the rendezvous.
 
     Raises:
         LaunchError: when the group doesn't form in time, or there is one already.
@@ -161,15 +165,17 @@ def init_group(
         raise LaunchError("this rank is in a process group already; destroy it before forming another")
     use_gpu = context.device.startswith("cuda")
     if context.node is not None:
-        # The store looks up the name of who connects, which takes 10 s by default where no name server answers.
+        # TCPStore resolves the names of its clients, which costs 10 s by default when no name server answers.
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if context.interface:
+        # Gloo and NCCL otherwise choose an interface themselves, perhaps one that other nodes can't reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", context.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", context.interface)
     elif context.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = store if store is not None else open_store(context, group_s)
     if use_gpu:
+        # NCCL's flight recorder must be enabled before the first communicator exists.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
         torch.cuda.set_device(torch.device(context.device))
     try:

@@ -1,4 +1,4 @@
-"""The polite way to end a run: a flag on every rank that a signal raises and the loop looks at between steps."""
+"""Orderly ends of a run: a flag on every rank that a signal sets and the loop checks between steps."""
 
 from __future__ import annotations
 
@@ -10,61 +10,65 @@ from contextlib import contextmanager
 from types import FrameType
 
 ONCE_S = 1.0
-"""Signals to end within so many seconds are one."""
+"""Termination signals within this time count as one."""
 STOP_SIGNAL = signal.SIGUSR1
-"""What the launcher sends to a rank on the first Ctrl-C; SIGTERM keeps its meaning of ending a process at once."""
+"""The launcher's signal to a rank on the first Ctrl-C; SIGTERM keeps its meaning of ending a process at once."""
 
 
-class _Politely:
-    """A signal handler that takes SIGHUP for SIGTERM, and several of these within `ONCE_S` for one.
+class _CoalescedSignals:
+    """A signal handler that treats SIGHUP as SIGTERM, and several of both within `ONCE_S` as one.
 
-    make, timeout and a scheduler each send one when they end the same command.
+    make, timeout and a scheduler may each send one when they end the same command.
 
     Args:
-        handler: called for what counts.
-        before: what handled the signals until now, which may have counted one a moment ago.
+        handler: called once for each signal that counts.
+        before: the handler until now, whose last signal still counts for `ONCE_S`.
     """
 
-    def __init__(self, handler: Callable[[int, FrameType | None], None], before: object) -> None:
+    def __init__(self, handler: Callable[[int, FrameType | None], None], previous_handler: object) -> None:
         self._handler = handler
-        self._last: list[float] = before._last if isinstance(before, _Politely) else []
+        # A list shared between nested handlers, so that a repeat is recognised across blocks.
+        self._last_at: list[float] = (
+            previous_handler._last_at if isinstance(previous_handler, _CoalescedSignals) else []
+        )
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Hands a signal on, unless it says again what another has just said."""
+        """Calls the handler, unless the signal repeats one within `ONCE_S`."""
         if number != signal.SIGINT:
-            number, now = signal.SIGTERM, time.monotonic()
-            again = bool(self._last) and now - self._last[-1] < ONCE_S
-            self._last[:] = [now]
-            if again:
+            number, now_s = signal.SIGTERM, time.monotonic()
+            is_repeat = bool(self._last_at) and now_s - self._last_at[-1] < ONCE_S
+            self._last_at[:] = [now_s]
+            if is_repeat:
                 return
         self._handler(number, frame)
 
 
 @contextmanager
 def interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Hands SIGINT, SIGTERM and SIGHUP (as SIGTERM) to a handler for a while; does nothing off the main thread.
+    """Passes SIGINT, SIGTERM and SIGHUP (as SIGTERM) to a handler within a block; does nothing off the main thread.
 
     A SIGHUP that is ignored, as under nohup, stays ignored.
     """
+    # Python delivers signals to the main thread only, and lets only it install handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    politely = _Politely(handler, signal.getsignal(signal.SIGTERM))
+    coalesced = _CoalescedSignals(handler, signal.getsignal(signal.SIGTERM))
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, politely) for number in numbers}
+    previous_handlers = {number: signal.signal(number, coalesced) for number in numbers}
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)
 
 
 class StopFlag:
-    """Says whether somebody asked this rank to end cleanly.
+    """Whether this rank was asked to end in order.
 
-    Ranks may see it at different steps: they agree on it before they act.
+    Ranks may see it at different steps: they agree on it by the step's all-reduce before they act.
     """
 
     def __init__(self) -> None:
@@ -72,15 +76,15 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
-        """True from the moment the first polite signal has arrived."""
+        """True once the first such signal has arrived."""
         return self._requested
 
     def request(self) -> None:
-        """Raises the flag by hand."""
+        """Sets the flag."""
         self._requested = True
 
     def install(self, *signals: signal.Signals) -> StopFlag:
-        """Lets signals raise this flag from now on.
+        """Installs handlers by which signals set this flag.
 
         Args:
             signals: which ones; `STOP_SIGNAL` when none is given.
@@ -92,8 +96,8 @@ class StopFlag:
             ValueError: when called from a thread other than the main one.
         """
         for number in signals or (STOP_SIGNAL,):
-            signal.signal(number, self._raise)
+            signal.signal(number, self._set_requested)
         return self
 
-    def _raise(self, number: int, frame: FrameType | None) -> None:
+    def _set_requested(self, number: int, frame: FrameType | None) -> None:
         self._requested = True

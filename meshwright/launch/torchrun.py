@@ -1,4 +1,4 @@
-"""Ranks that torchrun started: every process finds its place in the environment and runs the same command."""
+"""Ranks started by torchrun: every process reads its rank from the environment and runs the same command."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from meshwright.launch.failure import RankLabel, prefixed, rank_prefix
 from meshwright.launch.signals import STOP_SIGNAL
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets. Source: torch.distributed.run, Environment Variables."""
+"""Variables that torchrun sets. Source: torch.distributed.run, Environment Variables."""
 
 
 def torchrun_context(environment: Mapping[str, str] | None = None, gpus: int | None = None) -> RankContext | None:
-    """Reads this process's place from what torchrun set.
+    """Reads this process's context from torchrun's environment variables.
 
     Args:
         environment: variables; the process's own when None.
         gpus: GPUs of this node; counted when None.
 
     Returns:
-        The place, or None when torchrun did not start this process.
+        The context, or None when torchrun did not start this process.
 
     Raises:
         LaunchError: when the variables are incomplete or contradict each other, or when the agent's restarts would
-            meet at a store that still holds the addresses of the ranks before.
+            rendezvous at a store that still holds the addresses of the previous ranks.
     """
     values = os.environ if environment is None else environment
     missing = [name for name in PLACE if name not in values]
+    # Other launchers set some of these variables too: only both mean torchrun.
     if "RANK" in missing or "WORLD_SIZE" in missing:
         return None
     if missing:
@@ -48,25 +49,26 @@ def torchrun_context(environment: Mapping[str, str] | None = None, gpus: int | N
             f"RANK={rank}, WORLD_SIZE={world}, LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world} contradict "
             "each other: a rank is below its world's size; start with torchrun"
         )
-    shared = values.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    _check_restarts(values, shared)
-    found = count_gpus() if gpus is None else gpus
-    if 0 < found < local_world:
+    agent_store = values.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    _check_restarts(values, agent_store)
+    gpu_count = count_gpus() if gpus is None else gpus
+    if 0 < gpu_count < local_world:
         raise LaunchError(
-            f"{local_world} ranks on this node, but it has {found} usable GPUs; run torchrun with --nproc-per-node="
-            f"{found}, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+            f"{local_world} ranks on this node, but it has {gpu_count} usable GPUs; run torchrun with --nproc-per-node="
+            f"{gpu_count}, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
         )
     return RankContext(
         rank=rank,
         world=world,
         local_rank=local_rank,
         local_world=local_world,
-        device=f"cuda:{local_rank}" if found else "cpu",
+        device=f"cuda:{local_rank}" if gpu_count else "cpu",
         host=values["MASTER_ADDR"],
         port=port,
-        agent_store=shared,
+        agent_store=agent_store,
         generation=int(values.get("TORCHELASTIC_RESTART_COUNT", "0")),
         run_id=values.get("TORCHELASTIC_RUN_ID", "torchrun"),
+        # GROUP_WORLD_SIZE is the agent's number of nodes; without it, assume equal nodes.
         nodes=max(1, int(values.get("GROUP_WORLD_SIZE", "0")) or -(-world // local_world)),
     )
 
@@ -91,10 +93,10 @@ class TorchrunLauncher:
     """Runs this process's rank in this process; torchrun watches it and the others. A `Launcher`."""
 
     def __init__(self, context: RankContext, *, label: RankLabel | None = None) -> None:
-        """Takes the place that `torchrun_context` found, and what names ranks in messages."""
+        """Wraps the context of `torchrun_context`; ``label`` names a rank's coordinates."""
         self.context = context
         self.label = label
-        """Names a rank's place for messages; may be set until `wait`."""
+        """Names a rank's coordinates for messages; may be set until `wait`."""
         self._work: tuple[Entry, tuple[Any, ...]] | None = None
 
     @property
@@ -115,18 +117,18 @@ class TorchrunLauncher:
     def commands(self, argv: Sequence[str]) -> list[HostCommand]:
         """Returns the torchrun command of this node."""
         context = self.context
-        words = (
+        command = (
             *(sys.executable, "-m", "torch.distributed.run"),
             f"--nproc-per-node={context.local_world}",
             *((f"--nnodes={context.nodes}",) if context.nodes > 1 else ("--standalone",)),
             *("-m", "meshwright", *argv),
         )
-        return [HostCommand("localhost", words)]
+        return [HostCommand("localhost", command)]
 
     def start(self, entry: Entry, *args: Any) -> None:
-        """Ties this process's life to the agent's and lets the agent's signals end it cleanly; `wait` does the work."""
+        """Ties this process's life to the agent's, and handles the agent's signals; `wait` does the work."""
         die_with_parent()
-        # The agent passes on what it was sent: Ctrl-C as SIGINT, the end of the job as SIGTERM.
+        # The agent forwards its signals: Ctrl-C as SIGINT, the end of the job as SIGTERM.
         self.context.stop.install(STOP_SIGNAL, signal.SIGINT, signal.SIGTERM)
         self._work = entry, args
 

@@ -1,1 +1,1 @@
-"""Watches over a run: notices that ranks die or hang, plans for those that are left, hands on the state in memory."""
+"""Fault tolerance of a run: detects dead and hung ranks, replans for the rest, and keeps the state in memory."""

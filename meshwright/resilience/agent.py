@@ -1,7 +1,7 @@
 """The supervisor of one node of several: it follows the leader of the newest generation, or becomes it.
 
-A single thread that waits for everything at once, so that ranks can be forked from it at any time. Who leads is decided
-by a file (`claims`); all else is said over TCP (`wire`).
+One thread waits for all connections at once, so that ranks can be forked from it at any time. The leader is elected by
+a file in the run directory (`claims`); all other messages go over TCP (`peers`).
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from meshwright.train.session import TrainJob
 from meshwright.transport.key import RunKey
 
 _STAGGER_S = 0.3
-"""Between the attempts of one node and the next to lead, so that the lowest does."""
-_YIELD_S = 60.0
-"""A node that gave way to others leaves it at that for so long: they had their chance."""
-_WAY_S = 3.0
-"""How long it leaves the lead to them before it may take it again."""
+"""Delay between the claims of one node and the next, so that the lowest live node leads."""
+_YIELD_AGAIN_S = 60.0
+"""A node that yielded to a majority doesn't yield again within this time: the majority had its chance."""
+_CLAIM_DELAY_S = 3.0
+"""Delay before a node that led may claim the next generation, so that others can."""
 _BUSY_S = 60.0
-_REACH_S = 60.0
+_FIND_LEADER_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A node's place in a run over several."""
+    """A node's number and address in a run over several nodes."""
 
     node: int
     """Its number, from 0."""
     nodes: int
-    """How many are to be there when the run begins."""
+    """How many nodes the run begins with."""
     address: str
-    """By which other nodes reach it."""
+    """Address by which other nodes reach it."""
     key: RunKey
-    """Of the run: who doesn't have it is a stranger to every node."""
+    """The run's secret, by which nodes authenticate each other."""
     port: int = 0
-    """Where it listens; any free port for 0."""
+    """Port of its listener; any free port for 0."""
 
 
 class LeaderLost(GenerationAborted):
@@ -67,12 +67,12 @@ class LeaderLost(GenerationAborted):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._at = time.monotonic()
+        self._noticed_at = time.monotonic()
 
     @property
     def age_s(self) -> float:
-        """Seconds since that was seen."""
-        return time.monotonic() - self._at
+        """Seconds since the loss was noticed."""
+        return time.monotonic() - self._noticed_at
 
 
 class Agent:
@@ -81,10 +81,10 @@ class Agent:
     Args:
         job: of the run; its directory exists and is shared by all nodes.
         devices: of this node.
-        seat: this node's place.
-        plans: gives a plan for a number of ranks, with what it needs of the model.
-        remake: gives the job of another plan.
-        announce: told of each later plan before its ranks start, on the leader.
+        seat: this node's number and address.
+        plans: returns a plan for a number of ranks, with its model analysis.
+        remake: returns the job of another plan.
+        announce: called with each later plan before its ranks start, on the leader.
 
     Raises:
         ConfigError: when this process may not open as many files as the ranks after a failure need.
@@ -99,6 +99,7 @@ class Agent:
         remake: Callable[[Plan], TrainJob],
         announce: Callable[[Plan], None],
     ) -> None:
+        # Checked before any socket is opened: the limit must also suffice for the ranks after a failure.
         peers = min(job.config.recovery.copies, seat.nodes - 1)
         ensure(needed(job.plan.layout, devices.count, seat.nodes, peers, devices.kind == "cuda"))
         self._seat, self._job = seat, job
@@ -108,177 +109,209 @@ class Agent:
         self._port = listener.getsockname()[1]
         self._hub, self._claims = Hub(listener, seat.key, self._event), Claims(job.run_dir)
         newest = self._claims.newest()
-        self._began = -1 if newest is None else newest.generation
+        # An earlier command's generations don't count: their recorded result isn't this run's.
+        self._newest_at_start = -1 if newest is None else newest.generation
         self._local = LocalNode(job, devices, seat.node, seat.address, remake, self._event, seat.key)
-        self._means = LeaderContext(
+        self._context = LeaderContext(
             local=self._local, hub=self._hub, claims=self._claims, plans=plans, announce=announce, event=self._event
         )
         self._order: Message | None = None
         self._contact = Contact()
         self._lost_at: float | None = None
         self._yielded_at = -math.inf
-        self._looking = time.monotonic()
-        self._old = -1
+        self._search_started = time.monotonic()
+        self._previous_leader = -1
         self.leads = False
         """Whether this node led when the run ended."""
 
     def run(self) -> dict[str, Any]:
-        """Runs the job; returns what rank 0 returned, on every node.
+        """Runs the job; returns rank 0's result on every node.
 
         Raises:
             MeshwrightError: when the run can't go on.
             KeyboardInterrupt: at the second Ctrl-C.
         """
         try:
-            with interrupts_to(self._count):
+            with interrupts_to(self._count_interrupt):
                 while True:
-                    result = self._one_reign()
+                    # Each turn lasts as long as one leader does; then the node searches for the next one.
+                    result = self._lead_or_follow()
                     if result is not None:
                         return result
-                    self._looking = time.monotonic()
+                    self._search_started = time.monotonic()
         finally:
             self._local.clear()
             self._hub.close()
             self._sink.close()
 
-    def _one_reign(self) -> dict[str, Any] | None:
-        """Leads or follows as long as one leader leads; returns the run's result, or None when there is another."""
-        found = self._find()
-        if isinstance(found, dict):
-            return found
-        if isinstance(found, Claim):
-            return self._lead(found)
-        line, claim = found
+    def _lead_or_follow(self) -> dict[str, Any] | None:
+        """Leads or follows under one leader; returns the run's result, or None when another leader is needed."""
+        leader = self._find_leader()
+        # The run ended while this node was searching.
+        if isinstance(leader, dict):
+            return leader
+        if isinstance(leader, Claim):
+            return self._lead(leader)
+        connection, claim = leader
         try:
-            return self._follow(line, claim)
+            return self._follow(connection, claim)
         except GenerationAborted as error:
+            # A leader that drops every call would otherwise fill the events: one loss, one event.
             if self._contact.lost(claim.session):
                 self._lost_at = time.monotonic()
                 self._event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
             self._contact.failed()
             return None
         finally:
-            self._hub.drop(line)
+            self._hub.drop(connection)
 
-    def _find(self) -> Claim | tuple[PeerConnection, Claim] | dict[str, Any]:
-        """Returns a connection to who leads, this node's own claim once nobody does, or how others ended the run."""
-        end = time.monotonic() + max(_REACH_S, self._job.config.launch.group_s)
+    def _find_leader(self) -> Claim | tuple[PeerConnection, Claim] | dict[str, Any]:
+        """Finds the leader.
+
+        Returns:
+            A connection to the leader with its claim; this node's claim when nobody led; or the run's result when it
+            has ended.
+
+        Raises:
+            LaunchError: when no leader was found in time, or the user interrupts.
+        """
+        deadline = time.monotonic() + max(_FIND_LEADER_S, self._job.config.launch.group_s)
         refused_at: float | None = None
         while True:
             self._claims.be_present(self._seat.node)
             newest = self._claims.newest()
             age_s = self._claims.age_s()
-            ended = self._claims.ending(self._began)
+            ended = self._claims.ending(self._newest_at_start)
             if ended is not None:
                 return ended
+            # Call only a leader that renews its lease: a connection to a dead host would block for seconds.
             if newest is not None and age_s < FRESH_S and self._contact.may_call(newest.session):
                 try:
-                    line = self._hub.call(newest.host, newest.port)
+                    connection = self._hub.call(newest.host, newest.port)
+                # A refusal means that the leader's process is gone though its lease isn't: no need to wait for that.
                 except ConnectionRefusedError:
-                    line, refused_at = None, refused_at or time.monotonic()
+                    connection, refused_at = None, refused_at or time.monotonic()
                 else:
                     refused_at = None
-                if line is not None:
-                    return line, newest
+                if connection is not None:
+                    return connection, newest
                 if refused_at is None:
                     self._contact.failed()
+            # Of nodes that claim at once one creates the file; the others find its claim in the next round.
             if self._may_claim(newest, age_s > LEASE_S, refused_at):
                 number = 0 if newest is None else newest.generation + 1
-                own = Claim(
+                claim = Claim(
                     generation=number, node=self._seat.node, session=self._session, host=self._seat.address,
                     port=self._port,
                 )  # fmt: skip
-                if self._claims.take(own):
-                    return own
+                if self._claims.try_claim(claim):
+                    return claim
             if self._local.interrupts:
                 raise LaunchError("ended while looking for the node that leads")
-            if self._order is None and newest is None and time.monotonic() > end:
-                raise LaunchError(f"no node leads this run after {_REACH_S:g} s; start node 0 too")
-            if self._order is None and self._hub.mismatch and time.monotonic() > end:
+            # Errors only for a node that never joined: one that had an order waits for its run to go on.
+            if self._order is None and newest is None and time.monotonic() > deadline:
+                raise LaunchError(f"no node leads this run after {_FIND_LEADER_S:g} s; start node 0 too")
+            if self._order is None and self._hub.mismatch and time.monotonic() > deadline:
                 raise LaunchError(
                     f"who leads, at {self._hub.mismatch}, doesn't have this node's key of the run; "
                     "give both the same --key-file, or neither where they share the run directory"
                 )
+            # Also paces this loop, and serves nodes that connect to this one as the next leader.
             self._hub.pump(0.05)
 
     def _may_claim(self, newest: Claim | None, expired: bool, refused_at: float | None) -> bool:
-        """Whether nobody leads, and those who should try before this node have had their time."""
+        """Whether nobody leads, and the nodes that come before this one have had time to claim.
+
+        Args:
+            newest: the newest claim; None before the first, which node 0 makes.
+            expired: whether its lease ran out.
+            refused_at: time.monotonic() at which its host first refused a connection.
+        """
         if newest is None:
             return self._seat.node == 0
         now = time.monotonic()
-        turn = self._seat.node * _STAGGER_S
+        delay_s = self._seat.node * _STAGGER_S
         if self._order is not None:
             members = [node for node in self._order["members"] if node != newest.node]
-            turn = (members.index(self._seat.node) if self._seat.node in members else len(members)) * _STAGGER_S
+            delay_s = (members.index(self._seat.node) if self._seat.node in members else len(members)) * _STAGGER_S
+        # This process led and gave way or was superseded: others go first.
         if newest.session == self._session:
-            turn += _WAY_S
+            delay_s += _CLAIM_DELAY_S
+        # An expired lease counts from the search's start, a refused connection from the refusal.
         if expired:
-            return now - self._looking >= turn
-        return refused_at is not None and now - refused_at >= turn
+            return now - self._search_started >= delay_s
+        return refused_at is not None and now - refused_at >= delay_s
 
     def _lead(self, claim: Claim) -> dict[str, Any] | None:
         expected, limit_s = set(range(self._seat.nodes)), self._job.config.launch.group_s
         if self._order is not None:
-            newest = [node for node in self._order["members"] if node != self._old]
-            expected, limit_s = set(newest), SILENCE_S + 1.0
-        yields = time.monotonic() - self._yielded_at > _YIELD_S
-        leader = Leader(self._means, claim, self._order, self._lost_at, yields)
+            survivors = [node for node in self._order["members"] if node != self._previous_leader]
+            # After a leader's loss, wait only as long as its followers need to notice the loss.
+            expected, limit_s = set(survivors), SILENCE_S + 1.0
+        # A node that yielded once and leads again keeps the lead: the majority didn't claim it.
+        yields = time.monotonic() - self._yielded_at > _YIELD_AGAIN_S
+        leader = Leader(self._context, claim, self._order, self._lost_at, yields)
         self._event("leading", node=self._seat.node, generation=claim.generation)
         if self._order is not None:
-            self._event("node_lost", node=self._old, why="it led", generation=claim.generation - 1)
+            self._event("node_lost", node=self._previous_leader, why="it led", generation=claim.generation - 1)
         self.leads = True
         try:
             result = leader.lead(expected, limit_s)
         except LeadershipLost as error:
-            self.leads, self._order, self._old = False, leader.order, -1
+            self.leads, self._order, self._previous_leader = False, leader.order, -1
             if isinstance(error, MinorityPartition):
                 self._yielded_at = time.monotonic()
             self._event("deposed", node=self._seat.node, generation=leader.generation)
+            # Followers reconnect to the new leader by its claim.
             self._hub.drop_all()
             return None
         except MeshwrightError as error:
-            self._hub.tell(End(result=None, error=str(error)))
+            self._hub.broadcast(End(result=None, error=str(error)))
+            # The file serves nodes that aren't connected just now: they must not wait for this leader.
             self._claims.end(leader.generation, None)
             raise
-        self._hub.tell(End(result=result, error=""))
+        self._hub.broadcast(End(result=result, error=""))
         self._claims.end(leader.generation, result)
         return result
 
-    def _follow(self, line: PeerConnection, claim: Claim) -> dict[str, Any] | None:
-        """Does what the leader says until the run ends.
+    def _follow(self, connection: PeerConnection, claim: Claim) -> dict[str, Any] | None:
+        """Executes the leader's orders until the run ends; returns rank 0's result.
 
         Raises:
-            Orders: when the leader is lost, or another leads.
+            GenerationAborted: when the leader is lost, or another leads.
         """
-        self._say_ready(line)
-        began = time.monotonic()
+        self._send_ready(connection)
+        started = time.monotonic()
         while True:
-            for message in self._heard(line, claim, 0.1):
-                self._contact.stands()
+            for message in self._receive(connection, claim, 0.1):
+                self._contact.mark_stable()
                 if isinstance(message, End):
                     if message.result is None:
                         raise LaunchError(message.error)
                     return dict(message.result)
                 if isinstance(message, Start):
-                    self._serve(line, claim, dict(message.order))
-            if time.monotonic() - began > STEADY_S:
-                self._contact.stands()
-            if self._local.interrupts and self._local.last["outcome"] != "finished":
+                    self._run_generation(connection, claim, dict(message.order))
+            if time.monotonic() - started > STEADY_S:
+                self._contact.mark_stable()
+            if self._local.interrupts and self._local.outcome["outcome"] != "finished":
                 raise LaunchError("ended while waiting for the node that leads")
 
-    def _serve(self, line: PeerConnection, claim: Claim, order: Message) -> None:
-        """Runs this node's ranks of a generation, and tells how they ended."""
-        self._order, self._old = order, claim.node
+    def _run_generation(self, connection: PeerConnection, claim: Claim, order: Message) -> None:
+        """Runs this node's ranks of a generation, and reports the outcome to the leader."""
+        self._order, self._previous_leader = order, claim.node
+        # This node has no rank in this generation: it reports at once, and stays a member.
         if str(self._seat.node) not in order["nodes"]:
-            self._local.last |= {"generation": order["generation"], "outcome": "fenced", "failure": None}
+            self._local.outcome |= {"generation": order["generation"], "outcome": "fenced", "failure": None}
             return
-        line.say(Busy(_BUSY_S))
+        # Forking the ranks blocks this thread for seconds; the leader must not take that for a loss.
+        connection.send(Busy(_BUSY_S))
         fence = self._claims.fence(order["generation"])
 
         def watch(ranks: GenerationRanks) -> None:
-            self._local.look(ranks)
-            for message in self._heard(line, claim, 0.0):
+            self._local.poll(ranks)
+            for message in self._receive(connection, claim, 0.0):
                 if isinstance(message, Fence) and message.generation == order["generation"]:
+                    # Only this generation's fence counts: one of an earlier generation may still be on its way.
                     raise _Fenced("the leader ends this generation")
                 if isinstance(message, Reconfigure) and not ranks.control.cut:
                     ranks.control.ask_cut()
@@ -288,31 +321,34 @@ class Agent:
         except _Fenced:
             pass
         except LeaderLost as error:
+            # The ranks are gone by now: `LocalNode.run` killed them before this error left it.
             self._event("fenced", node=self._seat.node, generation=order["generation"], seconds=error.age_s)
             raise
-        self._say_ready(line)
+        self._send_ready(connection)
 
-    def _say_ready(self, line: PeerConnection) -> None:
-        line.say(Ready(self._session, cast(NodeReport, self._local.report())))
+    def _send_ready(self, connection: PeerConnection) -> None:
+        connection.send(Ready(self._session, cast(NodeReport, self._local.report())))
 
-    def _heard(self, line: PeerConnection, claim: Claim, seconds: float) -> list[Said]:
-        """Returns what the leader says.
+    def _receive(self, connection: PeerConnection, claim: Claim, seconds: float) -> list[Said]:
+        """Returns the leader's messages, waiting up to ``seconds`` for one.
 
         Raises:
-            Lost: when it is lost, or another leads.
+            LeaderLost: when it is lost, or another leads.
         """
-        heard, _ = self._hub.pump(seconds)
+        received, _ = self._hub.pump(seconds)
         self._claims.be_present(self._seat.node)
+        # Called for its effect: the lease's age counts from the last change that was read.
         self._claims.age_s()
         newest = self._claims.newest()
+        # Checked before the connection: a deposed leader may still be connected and send orders.
         if newest is not None and newest.session != claim.session:
             raise LeaderLost(f"node {newest.node} leads")
-        if not line.open:
-            raise LeaderLost("it was silent" if line.silent else "its connection ended")
-        return [message for one, message in heard if one is line]
+        if not connection.open:
+            raise LeaderLost("it was silent" if connection.silent else "its connection ended")
+        return [message for sender, message in received if sender is connection]
 
     def _event(self, kind: str, **data: Any) -> None:
-        """Records an event; while no ranks run here, whose display does it otherwise, shows it as well."""
+        """Records an event, and shows it while no ranks run, whose display would do so."""
         event = Event(kind=kind, rank=SUPERVISOR, data=data)
         self._sink.event(event)
         if self._local.ranks is None:
@@ -323,12 +359,13 @@ class Agent:
         """Whether SIGTERM asked for the run's end here."""
         return self._local.terminated
 
-    def _count(self, number: int, frame: FrameType | None) -> None:
+    def _count_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._local.interrupts += 1
         self._local.terminated |= number == signal.SIGTERM
+        # The first interrupt lets ranks save a checkpoint; the second gives up at once.
         if self._local.interrupts > 1:
             raise KeyboardInterrupt
 
 
 class _Fenced(GenerationAborted):
-    """The leader ends a generation, which is no loss of it."""
+    """The leader ends a generation; the leader itself isn't lost."""

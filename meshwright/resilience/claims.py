@@ -1,8 +1,9 @@
-"""Who leads a run over several nodes: whoever created the file of the newest generation, in the shared run directory.
+"""Leader election of a run over several nodes, by one file for each generation in the shared run directory.
 
-A generation's file is made by linking a finished one to its name, which succeeds for one process alone, also on a
-network file system. It is the fence too: a rank of an older generation that finds the next one's file writes nothing
-any more. The leader renews its file, so that nodes that have lost contact with it can tell whether it still leads.
+The process that creates the newest generation's file leads. The file is created by linking a finished one to its name,
+which succeeds for one process alone, also on a network file system. It is the fence too: a rank of an older generation
+that finds the next one's file writes nothing any more. The leader renews its file as a lease, so that nodes without a
+connection to it know whether it still leads.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from meshwright.records import RecordCodec, RecordError
 
 FOLDER = "generations"
 LEASE_S = 4.0
-"""A leader that hasn't renewed its file for so long is taken for dead."""
+"""A leader that hasn't renewed its file for so long counts as dead."""
 RENEW_S = 1.0
 PRESENCE_S = 4.0
-"""A node that is alive renews its own file within so long."""
+"""A live node renews its presence file within this time."""
 FRESH_S = 2.0
-"""One that has renewed it within so long is taken for alive."""
+"""A leader that has renewed its file within this time counts as alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a generation's file says."""
+    """The contents of a generation's file."""
 
     generation: int
     """Counted from 0."""
     node: int
     """Number of the leader's node."""
     session: str
-    """Of the leader's process."""
+    """Identifies the leader's process."""
     host: str
-    """Where the leader listens."""
+    """Host on which the leader listens."""
     port: int
-    """Its port."""
+    """Port on which the leader listens."""
 
 
 _CODEC = RecordCodec((Claim,))
@@ -56,95 +57,103 @@ class Claims:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
+        # Files of earlier commands in this run directory remain: generations are counted on from them.
         self._newest = max((int(path.name) for path in self._folder.iterdir() if path.name.isdigit()), default=-1)
-        self._read: Claim | None = None
-        self._seen: tuple[int, int] = (-1, 0)
-        self._seen_at = time.monotonic()
-        self._renewed = self._looked = self._present = 0.0
+        self._newest_claim: Claim | None = None
+        self._last_stamp: tuple[int, int] = (-1, 0)
+        self._changed_at = time.monotonic()
+        self._renewed_at = self._checked_at = self._present_at = 0.0
 
     def newest(self) -> Claim | None:
         """Returns the claim of the newest generation; None before the first."""
-        while self._path(self._newest + 1).exists():
+        # Generations are consecutive, so one lookup per call suffices in the common case.
+        while self._claim_path(self._newest + 1).exists():
             self._newest += 1
-        if self._newest >= 0 and (self._read is None or self._read.generation != self._newest):
-            path = self._path(self._newest)
+        if self._newest >= 0 and (self._newest_claim is None or self._newest_claim.generation != self._newest):
+            path = self._claim_path(self._newest)
             try:
-                self._read = _CODEC.loads_as(Claim, path.read_bytes())
+                self._newest_claim = _CODEC.loads_as(Claim, path.read_bytes())
             except RecordError as error:
                 raise LaunchError(f"{path} is damaged ({error}); remove it while no node runs") from None
-        return self._read
+        return self._newest_claim
 
-    def take(self, claim: Claim) -> bool:
-        """Creates a generation's file; returns whether it was this process that did."""
-        beside = self._folder / f".{uuid.uuid4().hex}"
-        with beside.open("w", encoding="utf-8") as file:
+    def try_claim(self, claim: Claim) -> bool:
+        """Creates a generation's file; returns False when another process was faster."""
+        # Written and synced under another name, then linked: a claim is visible only when it is complete.
+        temporary = self._folder / f".{uuid.uuid4().hex}"
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(_CODEC.dumps(claim).decode())
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(beside, self._path(claim.generation))
+            os.link(temporary, self._claim_path(claim.generation))
+        # link, unlike rename, fails if the name exists: it is the atomic test-and-set.
         except FileExistsError:
             return False
         finally:
-            beside.unlink()
+            temporary.unlink()
         return True
 
     def renew(self, generation: int) -> None:
-        """Tells that the leader lives; does nothing when that was told a moment ago."""
-        now = time.monotonic()
-        if now - self._renewed >= RENEW_S:
-            self._renewed = now
+        """Renews the leader's lease, at most every `RENEW_S`."""
+        now_s = time.monotonic()
+        if now_s - self._renewed_at >= RENEW_S:
+            self._renewed_at = now_s
             with contextlib.suppress(OSError):
-                os.utime(self._path(generation))
+                os.utime(self._claim_path(generation))
 
     def age_s(self) -> float:
-        """Returns the seconds for which the newest generation's leader was not seen to renew its file.
+        """Returns the seconds since the newest generation's leader was seen to renew its file.
 
-        Infinite when there is no leader, it gave way, or the run has ended. Counted from the first look: clocks of
-        other machines don't matter.
+        Infinite when there is no leader, it gave way, or the run has ended. The age is counted by this machine's clock
+        from the last observed change, so that clocks of other machines don't matter.
         """
-        now = time.monotonic()
-        if self._newest < 0 or any(self._path(self._newest, end).exists() for end in (".ended", ".yielded")):
+        now_s = time.monotonic()
+        if self._newest < 0 or any(
+            self._claim_path(self._newest, suffix).exists() for suffix in (".ended", ".yielded")
+        ):
             return math.inf
-        if self._seen[0] != self._newest or now - self._looked >= RENEW_S / 2:
-            self._looked = now
-            # Opened, not looked up: a network file system then asks its server.
-            with self._path(self._newest).open("rb") as file:
-                seen = (self._newest, os.fstat(file.fileno()).st_mtime_ns)
-            if seen != self._seen:
-                self._seen, self._seen_at = seen, now
-        return now - self._seen_at
+        if self._last_stamp[0] != self._newest or now_s - self._checked_at >= RENEW_S / 2:
+            self._checked_at = now_s
+            # Opened instead of stat'ed: an open makes NFS revalidate its cached attributes with the server.
+            with self._claim_path(self._newest).open("rb") as file:
+                stamp = (self._newest, os.fstat(file.fileno()).st_mtime_ns)
+            # Any change counts, forward or backward: the stamp is the file server's clock.
+            if stamp != self._last_stamp:
+                self._last_stamp, self._changed_at = stamp, now_s
+        return now_s - self._changed_at
 
     def be_present(self, node: int) -> None:
-        """Tells that a node's supervisor lives, whomever it can reach; does nothing when that was told a moment ago."""
-        now = time.monotonic()
-        if now - self._present >= RENEW_S:
-            self._present = now
+        """Renews a node's presence file, at most every `RENEW_S`; needs no connection to any node."""
+        now_s = time.monotonic()
+        if now_s - self._present_at >= RENEW_S:
+            self._present_at = now_s
             with contextlib.suppress(OSError):
-                self._node(node).touch()
+                self._presence_path(node).touch()
 
     def stamps(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Returns when nodes last told that they live, by the file system's clock; without those that never did."""
-        found = {}
+        """Returns the change times of the nodes' presence files in ns, by the file system's clock."""
+        stamps = {}
         for node in nodes:
-            with contextlib.suppress(OSError), self._node(node).open("rb") as file:
-                found[node] = os.fstat(file.fileno()).st_mtime_ns
-        return found
+            with contextlib.suppress(OSError), self._presence_path(node).open("rb") as file:
+                stamps[node] = os.fstat(file.fileno()).st_mtime_ns
+        return stamps
 
     def give_way(self, generation: int) -> None:
-        """Tells that a generation's leader doesn't lead any more, so that nodes which it can't reach may."""
+        """Marks a generation's leader as yielded, so that nodes which it can't reach may claim the next one."""
         with contextlib.suppress(OSError):
-            self._path(generation, ".yielded").touch()
+            self._claim_path(generation, ".yielded").touch()
 
     def end(self, generation: int, result: Mapping[str, Any] | None) -> None:
-        """Tells that the run has ended, so that nobody waits for its leader, and how; None for an error."""
+        """Records the run's result, None for an error, so that no node waits for the leader."""
         with contextlib.suppress(OSError):
-            beside = self._folder / f".{uuid.uuid4().hex}"
-            beside.write_text(json.dumps(result), encoding="utf-8")
-            beside.replace(self._path(generation, ".ended"))
+            temporary = self._folder / f".{uuid.uuid4().hex}"
+            temporary.write_text(json.dumps(result), encoding="utf-8")
+            # Renamed into place: a reader sees no result or the whole one.
+            temporary.replace(self._claim_path(generation, ".ended"))
 
     def ending(self, after: int) -> dict[str, Any] | None:
-        """Returns how the newest generation's leader ended the run; None when it hasn't, or that was long ago.
+        """Returns the run's result as the newest generation's leader recorded it; None when it recorded none.
 
         Args:
             after: the newest generation when this process began.
@@ -152,7 +161,8 @@ class Claims:
         Raises:
             LaunchError: when it ended by an error.
         """
-        path = self._path(self._newest, ".ended")
+        path = self._claim_path(self._newest, ".ended")
+        # A result of a generation before this command's start belongs to an earlier command.
         if self._newest <= after or not path.exists():
             return None
         try:
@@ -163,13 +173,14 @@ class Claims:
             raise LaunchError("the run was ended by an error on the node that led")
         return dict(result)
 
-    def over(self, generation: int) -> bool:
+    def superseded(self, generation: int) -> bool:
         """Whether a newer generation than this one was claimed."""
-        return self._path(generation + 1).exists()
+        return self._claim_path(generation + 1).exists()
 
     def fence(self, generation: int) -> Callable[[], None]:
-        """Returns what raises `CheckpointError` once a newer generation was claimed."""
-        path = str(self._path(generation + 1))
+        """Returns a check that raises `CheckpointError` once a newer generation was claimed."""
+        # The check runs before every write of a rank: one lookup, no parsing.
+        path = str(self._claim_path(generation + 1))
 
         def check() -> None:
             if os.path.exists(path):
@@ -177,8 +188,8 @@ class Claims:
 
         return check
 
-    def _node(self, node: int) -> Path:
+    def _presence_path(self, node: int) -> Path:
         return self._folder / f"node-{node}"
 
-    def _path(self, generation: int, more: str = "") -> Path:
-        return self._folder / f"{generation:06d}{more}"
+    def _claim_path(self, generation: int, suffix: str = "") -> Path:
+        return self._folder / f"{generation:06d}{suffix}"

@@ -1,4 +1,4 @@
-"""How often a node calls the leader that it has lost, and whether the loss is news."""
+"""Back-off of a node's connection attempts to a lost leader, and whether a loss is worth an event."""
 
 from __future__ import annotations
 
@@ -7,42 +7,45 @@ import time
 from collections.abc import Callable
 
 FIRST_S = 0.05
-"""Before the second call of a leader that dropped the first one."""
+"""Pause before the second call of a leader that dropped the first one."""
 CAP_S = 5.0
-"""No pause is longer."""
+"""Longest pause."""
 STEADY_S = 3.0
-"""A connection that has stood for so long is one, and its end another loss."""
+"""A connection that has lasted this long counts as stable, and its end as a new loss."""
 
 
 class Contact:
-    """A follower's attempts to reach one leader after another: exponential pauses, drawn from their upper half.
+    """Spaces a follower's calls of a leader by exponential back-off with jitter.
 
     Args:
-        draw: gives numbers from 0 to 1, so that nodes which lost a leader together don't call it together.
+        draw: returns numbers from 0 to 1; a pause is drawn from its upper half, so that nodes which lost a leader
+            together don't call it together.
     """
 
     def __init__(self, draw: Callable[[], float] = random.random) -> None:
         self._draw = draw
-        self._leader = self._told = ""
-        self._failed, self._next = 0, 0.0
+        self._leader = self._reported_leader = ""
+        self._failed_calls, self._next_call_at = 0, 0.0
 
     def may_call(self, leader: str) -> bool:
-        """Whether the pause before the next call of a leader is over; there is none before the first."""
+        """Whether the pause before the next call of a leader is over; the first call of a leader has none."""
+        # Another leader owes nothing to the failures of the one before.
         if leader != self._leader:
-            self._leader, self._failed, self._next = leader, 0, 0.0
-        return time.monotonic() >= self._next
+            self._leader, self._failed_calls, self._next_call_at = leader, 0, 0.0
+        return time.monotonic() >= self._next_call_at
 
     def failed(self) -> None:
-        """Lengthens the pause, since the call came to nothing."""
-        pause = min(CAP_S, FIRST_S * 2.0 ** min(self._failed, 32))
-        self._failed += 1
-        self._next = time.monotonic() + pause * (0.5 + 0.5 * self._draw())
+        """Doubles the pause after a failed call."""
+        # The exponent is capped, since 2.0 ** 1024 overflows.
+        pause = min(CAP_S, FIRST_S * 2.0 ** min(self._failed_calls, 32))
+        self._failed_calls += 1
+        self._next_call_at = time.monotonic() + pause * (0.5 + 0.5 * self._draw())
 
-    def stands(self) -> None:
-        """Begins anew, since the connection is one."""
-        self._told, self._failed, self._next = "", 0, 0.0
+    def mark_stable(self) -> None:
+        """Resets the back-off, since the connection is stable."""
+        self._reported_leader, self._failed_calls, self._next_call_at = "", 0, 0.0
 
     def lost(self, leader: str) -> bool:
-        """Notes the end of a connection; returns whether it is to be told: once, until one has stood again."""
-        news, self._told = self._told != leader, leader
+        """Records the end of a connection; returns whether to report it: once until a connection was stable again."""
+        news, self._reported_leader = self._reported_leader != leader, leader
         return news

@@ -1,10 +1,11 @@
-"""The courier: carries each new snapshot of a node's ranks to the next nodes, and takes in those of the nodes before.
+"""The courier: sends each new snapshot of a node's ranks to the next nodes, and receives those of the nodes before.
 
-Both ends of a connection have shown the run's key before a segment is touched or a lock is held, and what is taken in
-is no longer than the plan says a snapshot may be.
+Protocol, per snapshot: the sender announces rank and size, sends the body, then the header; the receiver answers one
+byte once the header is in place. A segment without a header holds no snapshot, so a copy cut short is never read.
 
-It is a process of its own, forked from the supervisor, so that a node's copies cost training nothing but memory and
-the network; what it takes in lies in segments that the supervisor holds.
+Both ends of a connection authenticate by the run's key before a segment is touched or a lock is taken, and no snapshot
+is longer than the plan allows. The courier is a process forked from the supervisor, so that copies cost training only
+memory and network; they are received into segments that the supervisor holds.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ from meshwright.transport.gate import Gate, Refused
 from meshwright.transport.key import RunKey
 from meshwright.transport.seal import Channel, WireError
 
-_PARCEL = struct.Struct("<qq")
+_ANNOUNCEMENT = struct.Struct("<qq")
 _STORED = b"+"
 _POLL_S = 0.004
-_AGAIN_S = 0.2
+_RECONNECT_S = 0.2
 STALL_S = 30.0
-"""A snapshot of which nothing came for so long is given up, so that what its sender sends anew isn't kept waiting."""
+"""A transfer that stalls for so long is aborted, so that a restarted sender isn't blocked by its lock."""
 
 
 class Helper:
-    """A process that works for a supervisor until it is ended, or the supervisor goes."""
+    """A forked process that works for a supervisor, and dies with it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             try:
+                # Its own process group: Ctrl-C in the terminal reaches the supervisor alone.
                 os.setpgid(0, 0)
                 die_with_parent(parent)
                 for number in (signal.SIGINT, signal.SIGTERM):
@@ -57,7 +59,7 @@ class Helper:
 
     @property
     def died(self) -> bool:
-        """Whether it has ended by itself, which it never should."""
+        """Whether it has ended by itself."""
         if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
             self.pid = 0
         return not self.pid
@@ -74,28 +76,28 @@ def start_shelf(
     listener: socket.socket, snapshots: Sequence[Snapshot], key: RunKey, refused: Refused | None = None
 ) -> Helper:
     """Starts a process from which other nodes read snapshots (`checkpoint.remote.Shelf`)."""
-    held = [((one.generation, one.step, one.rank), one) for one in snapshots]
-    return Helper(lambda: serve(listener, held, key, refused))
+    keyed_snapshots = [((snapshot.generation, snapshot.step, snapshot.rank), snapshot) for snapshot in snapshots]
+    return Helper(lambda: serve(listener, keyed_snapshots, key, refused))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inlet:
-    """What a courier takes in of the nodes before."""
+    """Where and under which limits a courier receives snapshots of the preceding nodes."""
 
     others: Mapping[int, Sequence[Segment]]
-    """Rank of a node before to the segments that its snapshots are put in."""
+    """Segments for the snapshots of each of their ranks, by rank."""
     most_bytes: int
-    """Of a snapshot; a longer one is none of this run."""
+    """Size of the largest snapshot that is accepted."""
     key: RunKey
-    """Of the run."""
+    """The run's secret."""
     refused: Refused | None = None
-    """Told of strangers, and of what is no snapshot."""
+    """Called for connections without the key, and for invalid snapshots."""
 
 
 def start_courier(
     listener: socket.socket,
-    to: Sequence[tuple[str, int]],
-    own: Mapping[int, Sequence[Segment]],
+    targets: Sequence[tuple[str, int]],
+    local_segments: Mapping[int, Sequence[Segment]],
     inlet: Inlet,
     copied: Copied,
     faults: Callable[[], Faults] | None = None,
@@ -103,129 +105,137 @@ def start_courier(
     """Starts a node's courier.
 
     Args:
-        listener: where the couriers of the nodes before connect.
-        to: where those of the next nodes listen.
-        own: rank to the segments it writes, in order of local ranks.
-        inlet: what is taken in, and the run's key.
-        copied: told of what has arrived at each of the next nodes, in their order.
-        faults: makes what is to go wrong on purpose.
+        listener: socket to which the couriers of the preceding nodes connect.
+        targets: addresses of the next nodes' couriers.
+        local_segments: each local rank's segments by rank, in order of local ranks.
+        inlet: where to receive snapshots, and the run's key.
+        copied: notified of what has arrived at each of the next nodes, in their order.
+        faults: makes the injected faults.
     """
 
     def work() -> None:
-        _in_thread(_take_in, listener, inlet)
-        for place, address in enumerate(to[1:], 1):
-            _in_thread(_carry_on, address, inlet.key, own, copied, place, None)
+        # Threads suffice in a process that only copies: socket calls release the GIL.
+        _start_thread(_receive_forever, listener, inlet)
+        for target_index, address in enumerate(targets[1:], 1):
+            _start_thread(_send_forever, address, inlet.key, local_segments, copied, target_index, None)
         # Faults strike once: on the way to the nearest.
-        _carry_on(to[0], inlet.key, own, copied, 0, faults() if faults is not None else None)
+        _send_forever(targets[0], inlet.key, local_segments, copied, 0, faults() if faults is not None else None)
 
     return Helper(work)
 
 
-def _in_thread(work: Callable[..., None], *given: object) -> None:
-    threading.Thread(target=work, args=given, daemon=True).start()
+def _start_thread(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, daemon=True).start()
 
 
-def _carry_on(
-    to: tuple[str, int],
+def _send_forever(
+    address: tuple[str, int],
     key: RunKey,
-    own: Mapping[int, Sequence[Segment]],
+    local_segments: Mapping[int, Sequence[Segment]],
     copied: Copied,
-    place: int,
+    target_index: int,
     faults: Faults | None,
 ) -> None:
-    """Connects to another node's courier, again and again, and carries."""
+    """Connects to another node's courier, and sends snapshots; reconnects for ever."""
     while True:
-        with contextlib.suppress(OSError), connect(to, key, Channel.COURIER) as connection:
-            _carry(connection, own, copied, place, faults)
-        time.sleep(_AGAIN_S)
+        with contextlib.suppress(OSError), connect(address, key, Channel.COURIER) as connection:
+            _send_new_snapshots(connection, local_segments, copied, target_index, faults)
+        time.sleep(_RECONNECT_S)
 
 
-def _carry(
+def _send_new_snapshots(
     connection: Connection,
-    own: Mapping[int, Sequence[Segment]],
+    local_segments: Mapping[int, Sequence[Segment]],
     copied: Copied,
-    place: int,
+    target_index: int,
     faults: Faults | None,
 ) -> None:
-    """Sends every snapshot that is newer than the last one sent of its rank, for ever."""
-    sent = dict.fromkeys(own, -1)
+    """Sends every snapshot that is newer than the last one sent of its rank; returns only by an `OSError`."""
+    # Per connection: after a reconnection every rank's newest snapshot is sent again.
+    sent = dict.fromkeys(local_segments, -1)
     maps: dict[int, mmap.mmap] = {}
     while True:
         idle = True
-        for local, (rank, segments) in enumerate(own.items()):
-            newest = _newest(segments, maps)
+        for local_rank, (rank, segments) in enumerate(local_segments.items()):
+            # A rank may write several snapshots while one is in transit: only the newest is sent.
+            newest = _newest_snapshot(segments, maps)
             if newest is None or newest[0] <= sent[rank]:
                 continue
             if faults is not None:
-                faults.begin(newest[0])
-            if _send(connection, rank, newest[1], faults):
+                faults.begin_step(newest[0])
+            if _send_snapshot(connection, rank, newest[1], faults):
                 sent[rank], idle = newest[0], False
-                copied.arrived(local, newest[0], place)
+                copied.arrived(local_rank, newest[0], target_index)
         if idle:
             time.sleep(_POLL_S)
 
 
-def _newest(segments: Sequence[Segment], maps: dict[int, mmap.mmap]) -> tuple[int, mmap.mmap] | None:
-    found = []
+def _newest_snapshot(segments: Sequence[Segment], maps: dict[int, mmap.mmap]) -> tuple[int, mmap.mmap] | None:
+    candidates = []
     for segment in segments:
+        # Segments get their size with the first snapshot, and keep it: one mapping serves for ever.
         if segment.fd not in maps and segment.size:
             maps[segment.fd] = mmap.mmap(segment.fd, segment.size, access=mmap.ACCESS_READ)
         memory = maps.get(segment.fd)
-        head = header(memory) if memory is not None else None
-        if memory is not None and head is not None:
-            found.append((head[1], memory))
-    return max(found, key=lambda one: one[0], default=None)
+        fields = header(memory) if memory is not None else None
+        if memory is not None and fields is not None:
+            candidates.append((fields[1], memory))
+    return max(candidates, key=lambda candidate: candidate[0], default=None)
 
 
-def _send(connection: Connection, rank: int, memory: mmap.mmap, faults: Faults | None = None) -> bool:
-    """Sends a snapshot; returns whether it stands at the other end, which it doesn't where it changed meanwhile."""
-    before = memory[:HEADER_BYTES]
+def _send_snapshot(connection: Connection, rank: int, memory: mmap.mmap, faults: Faults | None = None) -> bool:
+    """Sends a snapshot; returns False when its rank overwrote it meanwhile."""
+    header_bytes = memory[:HEADER_BYTES]
     view = memoryview(memory)
-    connection.send(_PARCEL.pack(rank, len(view)))
+    # The header is sampled before the body and compared after it: a rank writes without waiting for the courier.
+    connection.send(_ANNOUNCEMENT.pack(rank, len(view)))
     connection.send_parcel(view[HEADER_BYTES:])
     if faults is not None:
-        faults.at("send")
-    whole = memory[:HEADER_BYTES] == before
-    connection.send(before if whole else bytes(HEADER_BYTES))
-    return bytes(connection.receive(len(_STORED))) == _STORED and whole
+        faults.reach("send")
+    unchanged = memory[:HEADER_BYTES] == header_bytes
+    connection.send(header_bytes if unchanged else bytes(HEADER_BYTES))
+    return bytes(connection.receive(len(_STORED))) == _STORED and unchanged
 
 
-def _take_in(listener: socket.socket, inlet: Inlet) -> None:
-    """Puts what comes into segments, over the oldest, so that a whole snapshot stands at any moment."""
+def _receive_forever(listener: socket.socket, inlet: Inlet) -> None:
+    """Receives snapshots over the oldest segment of each rank, so that a complete one exists at any moment."""
+    # One lock for each rank: an old and a new connection may both deliver the same rank.
     locks = {rank: threading.Lock() for rank in inlet.others}
     gate = Gate(listener, inlet.key, Channel.COURIER, inlet.refused)
     while True:
         for connection in gate.poll(1.0):
-            _in_thread(_store_all, connection, inlet, locks, gate)
+            _start_thread(_receive_from, connection, inlet, locks, gate)
 
 
-def _store_all(connection: Connection, inlet: Inlet, locks: Mapping[int, threading.Lock], gate: Gate) -> None:
+def _receive_from(connection: Connection, inlet: Inlet, locks: Mapping[int, threading.Lock], gate: Gate) -> None:
     with connection:
         try:
             while True:
+                # Between snapshots a connection may be idle for minutes.
                 connection.limit(None)
-                rank, size = _announced(connection, inlet)
-                # What a courier that died had sent may still be on its way in when the next one sends.
+                rank, size = _receive_announcement(connection, inlet)
+                # The bytes of a courier that died may still be arriving when its successor sends the same rank.
                 with locks[rank]:
                     connection.limit(STALL_S)
-                    _store(connection, inlet.others[rank], size)
+                    _receive_snapshot(connection, inlet.others[rank], size)
                 connection.send(_STORED)
         except (WireError, CheckpointError) as error:
+            # An authenticated peer that sends garbage is a bug or an attack: reported, and disconnected.
             gate.tell(connection.address, str(error))
         except OSError:
             return
 
 
-def _announced(connection: Connection, inlet: Inlet) -> tuple[int, int]:
-    """Returns rank and size of the snapshot that comes next.
+def _receive_announcement(connection: Connection, inlet: Inlet) -> tuple[int, int]:
+    """Returns the announced (rank, size) of the next snapshot.
 
     Raises:
-        WireError: when it is none that this node takes in.
+        WireError: when this node doesn't receive such a snapshot.
     """
-    contents = connection.receive(_PARCEL.size)
-    if len(contents) != _PARCEL.size:
+    contents = connection.receive(_ANNOUNCEMENT.size)
+    if len(contents) != _ANNOUNCEMENT.size:
         raise WireError("not the beginning of a snapshot")
-    rank, size = _PARCEL.unpack(contents)
+    rank, size = _ANNOUNCEMENT.unpack(contents)
     if rank not in inlet.others:
         raise WireError(f"a snapshot of rank {rank} came, which this node doesn't take in")
     if not HEADER_BYTES <= size <= inlet.most_bytes:
@@ -233,11 +243,14 @@ def _announced(connection: Connection, inlet: Inlet) -> tuple[int, int]:
     return rank, size
 
 
-def _store(connection: Connection, segments: Sequence[Segment], size: int) -> None:
-    segment = min(segments, key=lambda one: (peek(one) or (-1, -1))[1])
+def _receive_snapshot(connection: Connection, segments: Sequence[Segment], size: int) -> None:
+    # The segment with the oldest or no snapshot is overwritten.
+    segment = min(segments, key=lambda candidate: (peek(candidate) or (-1, -1))[1])
     memory = segment.map(size)
+    # Invalidate first, header last: a reader sees the old snapshot, none, or the complete new one.
     memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
     connection.receive_parcel(memoryview(memory)[HEADER_BYTES:])
-    head = bytes(connection.receive(HEADER_BYTES))
-    if len(head) == HEADER_BYTES and any(head):
-        memory[:HEADER_BYTES] = head
+    header_bytes = bytes(connection.receive(HEADER_BYTES))
+    # A header of zeros cancels: the sender's rank overwrote the snapshot during the transfer.
+    if len(header_bytes) == HEADER_BYTES and any(header_bytes):
+        memory[:HEADER_BYTES] = header_bytes

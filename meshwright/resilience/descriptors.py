@@ -1,7 +1,7 @@
-"""How many files and sockets a node's processes have open at once: known before the first rank starts.
+"""The file descriptors that a node's processes need at once, counted before the first rank starts.
 
-The ranks after a failure hold what the first held, and the memory that these left: a limit may let a run begin that it
-doesn't let go on.
+Ranks after a failure hold their own segments and those that the previous ranks left, so a limit that lets a run start
+may prevent its recovery.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from meshwright.resilience.host_memory_budget import COPIES, NODE_COPIES, held_f
 from meshwright.spec.layout import Layout
 
 _SUPERVISOR = 7
-"""What a supervisor has open beside memory, pipes and lines: its store's socket, a selector, a planner's pipe, those of
-this generation's keeper and the one before's."""
+"""Descriptors of a supervisor beside segments, pipes and connections: its store's socket, a selector, a planner's pipe,
+those of this generation's keeper and of the previous one's."""
 _NODE = 16
-"""What one of several nodes has open beside: four listeners, their gates and selectors, ends of helpers."""
+"""Further descriptors of one of several nodes: four listeners, their gates and selectors, ends of helpers."""
 _ALONE, _RANK = 30, 40
-"""What a rank opens itself beside groups, alone and with others: logs, text, its readers' pipes, torch's and gloo's
-own events and pipes. Measured with torch 2, gloo, one reader."""
+"""Descriptors that a rank opens beside its groups, alone and with others: logs, text, its readers' pipes, events and
+pipes of torch and gloo. Measured with torch 2, gloo, one reader."""
 _CUDA = 160
-"""What CUDA and NCCL open beside, for each rank."""
+"""Descriptors that CUDA and NCCL open for each rank."""
 
 
 def needed(layout: Layout, ranks: int, nodes: int = 1, peers: int = 0, cuda: bool = False) -> int:
-    """Returns the descriptors of the process of a node that has the most.
+    """Returns the descriptors of the node's process with the most: a rank, which inherits its supervisor's.
 
     Args:
         layout: of the run.
@@ -37,25 +37,29 @@ def needed(layout: Layout, ranks: int, nodes: int = 1, peers: int = 0, cuda: boo
         cuda: whether ranks run on GPUs.
     """
     world = layout.world
-    own = ranks * ((NODE_COPIES if nodes > 1 else COPIES) + 1)
-    others = ranks * peers * held_for_others(peers) if peers else 0
+    own_segments = ranks * ((NODE_COPIES if nodes > 1 else COPIES) + 1)
+    peer_segments = ranks * peers * held_for_others(peers) if peers else 0
     # The memory of these ranks, the state that those before left, and a pipe for each rank.
-    supervisor = _opened() + 2 * (own + others) + 2 + ranks + _SUPERVISOR
+    supervisor = _open_descriptors() + 2 * (own_segments + peer_segments) + 2 + ranks + _SUPERVISOR
     if nodes > 1:
+        # Each other node may have two connections for a moment: a lost one, and its successor.
         supervisor += _NODE + 2 * nodes
-    lines = [size - 1 for size in layout.shape().values() if size > 1]
-    # Ranks meet at the store, in the world's group, in that of checkpoints, along each axis and along several at once.
-    sockets = world + 1 + 2 * (world - 1) + sum(lines) + (world - 1 if len(lines) > 1 else 0) + 3 + len(lines)
-    return supervisor + sockets + own // ranks + (_RANK if world > 1 else _ALONE) + (_CUDA if cuda else 0)
+    ring_peers = [size - 1 for size in layout.shape().values() if size > 1]
+    # Sockets: the store, the world's group, the checkpoints' group, one group per axis, and one over several axes.
+    sockets = (
+        world + 1 + 2 * (world - 1) + sum(ring_peers) + (world - 1 if len(ring_peers) > 1 else 0) + 3 + len(ring_peers)
+    )
+    return supervisor + sockets + own_segments // ranks + (_RANK if world > 1 else _ALONE) + (_CUDA if cuda else 0)
 
 
 def ensure(count: int) -> None:
-    """Sees to it that so many descriptors may be open: raises this process's limit as far as it may be raised.
+    """Raises this process's soft limit of open files to ``count``.
 
     Raises:
-        ConfigError: when that isn't enough.
+        ConfigError: when the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Descriptors cost nothing until used: the soft limit is only a default.
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
     if hard != resource.RLIM_INFINITY and hard < count:
@@ -67,8 +71,8 @@ def ensure(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else count, hard))
 
 
-def _opened() -> int:
-    """Returns how many this process has open."""
+def _open_descriptors() -> int:
+    """Returns the number of descriptors that this process has open."""
     for folder in (Path("/proc/self/fd"), Path("/dev/fd")):
         if folder.is_dir():
             return len(os.listdir(folder))

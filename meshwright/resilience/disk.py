@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: from what ranks left in memory, by a process that does nothing else."""
+"""Checkpoints written beside the training: a forked process writes the snapshots that ranks left in memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one of several nodes does when their writers make a checkpoint together."""
+    """One node's role when the writers of several nodes make a checkpoint together."""
 
     node: int
     """Number of the node."""
     first: bool
-    """Whether it is the one that gives the checkpoint its name, and tells of it."""
+    """Whether it renames the checkpoint to its final name, and reports it."""
     agree: Callable[[tuple[int, int]], Agreement]
-    """Makes this node's end of how the writers agree on the state of a generation and step."""
+    """Makes this node's end of the writers' agreement on the state of a (generation, step)."""
     fence: Callable[[], None]
-    """Raises once others lead the run."""
+    """Raises once another generation was claimed."""
 
 
 class DiskWriter:
@@ -46,8 +46,8 @@ class DiskWriter:
         root: folder of the checkpoints.
         config: how they are written and kept.
         origin: what trains the state; the layout is each checkpoint's own.
-        event: told of each checkpoint that stands or couldn't be written.
-        faults: what is to go wrong on purpose.
+        event: records an event for each checkpoint that was written or failed.
+        faults: the injected faults.
         share: this node's share of the work, where several write together; None for all of it.
     """
 
@@ -63,101 +63,107 @@ class DiskWriter:
         self._share = share
         self._root, self._config, self._origin = root, config, origin
         self._event, self._faults = event, faults
-        self._last = (-1, -1)
+        self._last_written = (-1, -1)
         self._step = 0
         self._control: Control | None = None
         self._pid, self._pipe = 0, -1
-        self._read = bytearray()
+        self._received = bytearray()
         self.failed: str | None = None
-        """Why the last checkpoint couldn't be written; None while all is well."""
+        """Why the last checkpoint failed; None when it didn't."""
 
-    def look(self, segments: Sequence[Segment], layout: Layout, control: Control | None) -> None:
-        """Starts to write what all ranks have left since the last time, and takes note of what was written.
+    def poll(self, segments: Sequence[Segment], layout: Layout, control: Control | None) -> None:
+        """Collects a finished checkpoint, and starts writing a new one once all ranks left its snapshot.
 
         Args:
-            segments: where the ranks leave what is to be written; one each.
+            segments: the ranks' segments for the disk; one each.
             layout: of the ranks.
-            control: where they are told what was written; None when they are gone.
+            control: reports the written step to the ranks; None when they have ended.
         """
-        # What was left by ranks before these says nothing of what these have left.
+        # A checkpoint of the previous generation isn't reported to these ranks: they count steps of their own.
         if self._collect() and control is not None and control is self._control:
             control.tell_written(self._step, self.failed is None)
+        # One checkpoint at a time; a newer snapshot waits in its segment.
         if self._pid or not segments or not all(segment.size for segment in segments):
             return
-        found = {peek(segment) for segment in segments}
-        if len(found) == 1 and (new := found.pop()) is not None and new != self._last:
-            self._last, self._step, self._control = new, new[1], control
+        identities = {peek(segment) for segment in segments}
+        # All ranks must have left the same (generation, step): a mixture is a snapshot in progress.
+        if len(identities) == 1 and (identity := identities.pop()) is not None and identity != self._last_written:
+            self._last_written, self._step, self._control = identity, identity[1], control
             self._start(segments, layout)
 
     def _start(self, segments: Sequence[Segment], layout: Layout) -> None:
-        self._pipe, send = os.pipe()
+        self._pipe, report_fd = os.pipe()
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            self._work(segments, layout, send, parent)
-        os.close(send)
+            self._write_in_child(segments, layout, report_fd, parent)
+        os.close(report_fd)
         os.set_blocking(self._pipe, False)
 
-    def _work(self, segments: Sequence[Segment], layout: Layout, send: int, parent: int) -> None:
-        """Writes, says how it went, and ends; in the forked process."""
-        told: dict[str, Any] = {}
+    def _write_in_child(self, segments: Sequence[Segment], layout: Layout, report_fd: int, parent: int) -> None:
+        """Writes the checkpoint, sends a report as JSON, and exits; runs in the forked process."""
+        report: dict[str, Any] = {}
         try:
             die_with_parent(parent)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # Ctrl-C reaches the whole terminal: the supervisor decides what becomes of the checkpoint.
             for number in (signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
+            # Writing must not slow down the ranks on the same cores.
             os.nice(5)
-            held = read_snapshots(segments)
-            state = State(self._step, held) if self._share is not None else whole_states(held)[0]
+            snapshots = read_snapshots(segments)
+            state = State(self._step, snapshots) if self._share is not None else whole_states(snapshots)[0]
             origin = replace(self._origin, layout=layout)
             saved = self._store(state.step).save_state(state.step, state, state.meta, origin)
-            told = saved.told()
+            report = saved.told()
         except CheckpointError as error:
-            told = {"error": str(error)}
+            report = {"error": str(error)}
+        # Any failure becomes a report: the child must never return into the supervisor's code.
         except BaseException as error:
-            told = {"error": f"{type(error).__name__}: {error}"}
+            report = {"error": f"{type(error).__name__}: {error}"}
         finally:
-            os.write(send, json.dumps(told).encode())
+            os.write(report_fd, json.dumps(report).encode())
             os._exit(0)
 
     def _store(self, step: int) -> CheckpointStore:
         share = self._share
-        who = WRITER - share.node if share is not None else WRITER
-        faults = Faults(self._root.parent, who, self._last[0], self._faults)
-        faults.begin(step)
+        fault_rank = WRITER - share.node if share is not None else WRITER
+        faults = Faults(self._root.parent, fault_rank, self._last_written[0], self._faults)
+        faults.begin_step(step)
         store = CheckpointStore(
             self._root,
             self._config,
-            share.agree(self._last) if share is not None else None,
-            stamp=lambda phase: faults.at(f"checkpoint.{phase}"),
+            share.agree(self._last_written) if share is not None else None,
+            stamp=lambda phase: faults.reach(f"checkpoint.{phase}"),
             fence=share.fence if share is not None else None,
         )
         store.went_on(step)
         return store
 
     def _collect(self) -> bool:
-        """Takes in how a checkpoint went; returns whether one was finished now."""
+        """Reads the child's report; returns whether a checkpoint was finished now."""
         while self._pid:
             try:
                 chunk = os.read(self._pipe, 1 << 16)
             except BlockingIOError:
                 return False
-            self._read += chunk
+            self._received += chunk
             if chunk:
                 continue
             os.close(self._pipe)
             os.waitpid(self._pid, 0)
             self._pid, self._pipe = 0, -1
-            told = json.loads(self._read or '{"error": "its writer was killed"}')
-            self._read.clear()
-            self.failed = told.get("error")
+            # End of file: the child exited or was killed; without a report it was killed.
+            report = json.loads(self._received or '{"error": "its writer was killed"}')
+            self._received.clear()
+            self.failed = report.get("error")
             if self._share is not None and not self._share.first:
                 if self.failed is not None:
-                    # It may have died before the first one had heard of it, which would wait for it.
-                    self._share.agree(self._last).give_up()
+                    # The child may have died before it connected: the first node's writer would wait for it.
+                    self._share.agree(self._last_written).give_up()
                 return True
             if self.failed is None:
-                self._event("checkpoint_saved", step=self._step, **told)
+                self._event("checkpoint_saved", step=self._step, **report)
             else:
                 self._event("checkpoint_failed", step=self._step, reason=self.failed)
             return True
@@ -174,16 +180,16 @@ class DiskWriter:
         Raises:
             CheckpointError: when that takes longer than ``limit_s`` seconds.
         """
-        end = time.monotonic() + limit_s
+        deadline = time.monotonic() + limit_s
         while self._pid and not self._collect():
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"the checkpoint of step {self._step} was not written within checkpoint.wait_s = {limit_s:g} s"
                 )
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Ends the process, if it is still at work; what it wrote is no checkpoint then."""
+        """Kills the writing process, if any; what it wrote is never renamed to a checkpoint."""
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             os.close(self._pipe)

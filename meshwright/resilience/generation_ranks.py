@@ -1,4 +1,4 @@
-"""The ranks of one generation on one node, what is shared with them, and what is decided when they fail."""
+"""The ranks of one generation on one node, the memory shared with them, and the decision after a failure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, State
 from meshwright.checkpoint.store import IMAGE, CheckpointStore
+from meshwright.data.tokens import TokenSet
 from meshwright.errors import (
     CheckpointError,
     ClusterError,
@@ -25,6 +26,7 @@ from meshwright.resilience.hang_watch import HangError, HangWatch
 from meshwright.resilience.host_memory_budget import COPIES, room_for, state_bytes
 from meshwright.resilience.slow_ranks import SlowWatch
 from meshwright.spec.groups import coordinates
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.copies import SHARE
 from meshwright.train.flight import Flight
@@ -38,41 +40,43 @@ _COMPARE_BYTES_S = 8e9
 """Bytes a second of a checksum's sums: memory's own speed, of one core."""
 _STALL_SHARE = 0.01
 _MOST_STEPS = 100
-_LONGER = 4.0
-"""Limits of sleep are so many times longer after a failure that no step came between: it may not have been a hang."""
+_IDLE_LIMIT_GROWTH = 4.0
+"""Factor on the idle limit after each failure without a new step: the last one may have been no hang."""
 HOPELESS = (ConfigError, PlanError, DataError, ClusterError)
-"""What another start can't mend."""
+"""Errors that a restart can't repair."""
 
 
 def steps_between(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
-    """Returns the steps between snapshots: as wanted, or so that they cost about 1 % of the planned time of a step.
+    """Returns the steps between snapshots: as configured, or so that they cost about 1 % of the planned step time.
 
     Args:
         plan: of the run.
-        wanted: as the user says; None for these.
-        send_s: seconds that a snapshot takes on its way to another node, so that it arrives before the next.
+        wanted: the user's setting; None chooses by cost.
+        send_s: seconds to send a snapshot to another node; it should arrive before the next one.
     """
     if wanted is not None:
         return wanted
     step_s = plan.prediction.step_s
     if not step_s:
         return 10
-    seconds = state_bytes(plan, 1) / _COPY_BYTES_S
-    # What several ranks hold is compared before each snapshot, which must not cost more than its own share.
-    compared = sum(plan.prediction.memory.get(part, 0) for part in ("parameters", "optimizer")) / _COMPARE_BYTES_S
-    steps = max(seconds / _STALL_SHARE, compared / SHARE if plan.ranks > 1 else 0.0) / step_s
+    # A snapshot blocks the step for its copy: amortise that over steps to `_STALL_SHARE`.
+    snapshot_s = state_bytes(plan, 1) / _COPY_BYTES_S
+    # State that several ranks hold is compared before each snapshot, at a share of its own (`train.copies.SHARE`).
+    compare_s = sum(plan.prediction.memory.get(kind, 0) for kind in ("parameters", "optimizer")) / _COMPARE_BYTES_S
+    steps = max(snapshot_s / _STALL_SHARE, compare_s / SHARE if plan.ranks > 1 else 0.0) / step_s
+    # The send time is no cost, but a snapshot should arrive before the next one is due.
     return max(1, min(_MOST_STEPS, round(steps + 0.5)), math.ceil(send_s / step_s))
 
 
 class GenerationRanks:
-    """The ranks of one generation, and what is shared with them.
+    """The ranks of one generation on this node, and the memory shared with them.
 
     Args:
         job: what they do.
         devices: what they run on, one each.
         generation: of them.
         interrupts: how often the user asked already that the run end.
-        place: where they stand, when there are others on other nodes.
+        place: this node's ranks within the world, when other nodes have ranks too.
         copies: snapshots of each that are held.
         every: steps between them, where that was decided for all nodes; 0 for none.
         disk: whether checkpoints are written beside the training, where that was decided for all nodes.
@@ -92,18 +96,18 @@ class GenerationRanks:
         fruitless: int = 0,
     ) -> None:
         self.layout = layout = job.plan.layout
-        count = devices.count
-        self.room = room_for(job.plan, count)
-        """What of the state fits into this node's memory beside the ranks."""
+        rank_count = devices.count
+        self.room = room_for(job.plan, rank_count)
+        """Which copies of the state fit into this node's memory beside the ranks."""
         alone = steps_between(job.plan, job.config.recovery.snapshot_every) if self.room.snapshots else 0
         self._every = alone if every is None else every
-        self.segments = tuple(tuple(Segment() for _ in range(copies)) for _ in range(count))
+        self.segments = tuple(tuple(Segment() for _ in range(copies)) for _ in range(rank_count))
         writes = (self.room.disk if disk is None else disk) and job.config.checkpoint.backend == IMAGE
-        self.disk = tuple(Segment() for _ in range(count)) if writes else ()
+        self.disk = tuple(Segment() for _ in range(rank_count)) if writes else ()
         self.control = Control()
-        self.flight = Flight(count) if devices.kind == "cuda" else None
+        self.flight = Flight(rank_count) if devices.kind == "cuda" else None
         self.launcher = ForkLauncher(
-            count,
+            rank_count,
             devices=devices,
             label=layout.place,
             config=job.config.launch,
@@ -114,16 +118,19 @@ class GenerationRanks:
             place=place,
         )
         progress = job.run_dir / (PROGRESS if place is None else node_progress(place.node))
+        # Stamps of the previous generation must not look like progress of this one.
         reset_progress(progress, job.plan.ranks)
-        first = place.first if place is not None else None
+        first_rank = place.first if place is not None else None
         self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees).get("pp", 0))
-        limit_s, idle_s = job.config.recovery.hang_s, job.config.recovery.idle_s * _LONGER**fruitless
-        # Devices, other hosts and compilers' processes work while all ranks here sleep.
+        limit_s, idle_s = job.config.recovery.hang_s, job.config.recovery.idle_s * _IDLE_LIMIT_GROWTH**fruitless
+        # No idle limit where devices, other hosts or compiler processes may work while all ranks on this node sleep.
         if place is not None or devices.kind != "cpu" or layout.compile:
             idle_s = 0.0
-        ask = self.flight.ask if self.flight is not None else None
-        names = layout.describe_rank
-        self.hang = HangWatch(progress, generation, count, limit_s, names, first, idle_s, ask, layout.compile)
+        query_device = self.flight.query if self.flight is not None else None
+        describe = layout.describe_rank
+        self.hang = HangWatch(
+            progress, generation, rank_count, limit_s, describe, first_rank, idle_s, query_device, layout.compile
+        )
 
     def memory(
         self,
@@ -133,7 +140,7 @@ class GenerationRanks:
         sick_step: int,
         damage: Damage | None = None,
     ) -> Memory:
-        """Returns what the ranks are handed."""
+        """Returns the memory to share with the ranks."""
         return Memory(
             segments=self.segments,
             disk=self.disk,
@@ -149,12 +156,13 @@ class GenerationRanks:
 
     @property
     def raised(self) -> bool:
-        """Whether the first failure was an exception of a rank's own, which another start may well meet again."""
+        """Whether the first failure was an exception in a rank, which a restart may well meet again."""
         failures = self.launcher.failures
         return bool(failures) and bool(failures[0].trace) and not failures[0].is_echo
 
     def blamed(self, error: MeshwrightError) -> int:
         """Returns the rank that failed first; -1 when none stands out."""
+        # The launcher killed the ranks after a hang: their exit statuses blame nobody.
         if isinstance(error, HangError):
             return error.rank
         return self.launcher.failures[0].rank if self.launcher.failures else -1
@@ -168,8 +176,8 @@ class GenerationRanks:
             segment.close()
 
     def all_segments(self) -> list[Segment]:
-        """Returns everything that the ranks leave their state in."""
-        return [*(one for pair in self.segments for one in pair), *self.disk]
+        """Returns all segments to which the ranks write their state."""
+        return [*(segment for segments in self.segments for segment in segments), *self.disk]
 
 
 class Patience:
@@ -181,7 +189,7 @@ class Patience:
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
-        self._reached = -1
+        self._furthest_step = -1
         self._fruitless = 0
 
     @property
@@ -190,26 +198,35 @@ class Patience:
         return max(0, self._fruitless - 1)
 
     def ends(self, error: MeshwrightError, reached: int, raised: int | None) -> bool:
-        """Takes note of a failure, and returns whether another start is hopeless.
+        """Records a failure, and returns whether to give the run up.
 
         Args:
             error: of the failure.
             reached: the furthest step of any rank.
-            raised: step of the rank that failed first, where that was by an exception of its own; else None.
+            raised: step of the rank that failed first, if by an exception in it; else None.
         """
-        self._fruitless = 1 if reached > self._reached else self._fruitless + 1
-        again = raised is not None and raised <= max(1, self._reached)
-        self._reached = max(self._reached, reached)
+        # An exception at a step that the run had not got past before is reproducible: a restart would repeat it.
+        # Any new step is progress: only failures without one exhaust the attempts.
+        self._fruitless = 1 if reached > self._furthest_step else self._fruitless + 1
+        repeated = raised is not None and raised <= max(1, self._furthest_step)
+        self._furthest_step = max(self._furthest_step, reached)
+        # A state that can't be restored is refused and an older one tried: no reproducible error.
         if isinstance(error, CheckpointError) and RESTORING in str(error):
             return self._fruitless > self._attempts
-        return not isinstance(error, LaunchError) or again or self._fruitless > self._attempts
+        return not isinstance(error, LaunchError) or repeated or self._fruitless > self._attempts
+
+
+def job_origin(job: TrainJob, layout: Layout | None = None) -> Origin:
+    """Returns the origin that a job's checkpoints record: model, data, layout and configuration."""
+    data = TokenSet.open(job.data_dir).fingerprint
+    return Origin(model=job.fingerprint, data=data, layout=layout, config=job.config.to_dict())
 
 
 def keep_on_disk(store: CheckpointStore, state: State, origin: Origin) -> dict[str, Any] | None:
-    """Writes a state to disk before a run ends by an error, where it is newer than what is there.
+    """Writes a state to disk before a run ends by an error, unless the newest checkpoint is as new.
 
     Returns:
-        What the event says: ``kind``, step, and path and bytes or a reason; None when there is nothing to write.
+        The event's fields: ``kind``, step, and path and bytes or a reason; None when nothing was to be written.
     """
     latest = store.latest()
     if latest is not None and latest.step >= state.step:

@@ -1,4 +1,4 @@
-"""Finds a run that no longer moves, and the rank that holds it up, from the ranks' progress stamps."""
+"""Detects a hung run, and the rank that blocks the others, from the ranks' progress stamps."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from meshwright.monitor.progress import RankStamp, ordinal, read_progress, waiti
 from meshwright.resilience.idle import IdleWatch
 
 UNKNOWN_S = 1800.0
-"""Limit of a phase that has not been seen to end yet, and of those in `PATIENT`: first steps compile, allocate and open
-connections, a disk takes what it takes, and each such wait has a limit of its own."""
+"""Limit of a phase that hasn't been seen to end yet, and of those in `PATIENT`: first steps compile, allocate and open
+connections, disks vary, and each such wait has a timeout elsewhere."""
 PATIENT = ("start", "restore", "evaluate", "checkpoint", "snapshot", "compare", "sample", "export")
-"""Phases that may take much longer than they ever did."""
+"""Phases that may last much longer than ever before."""
 OUTSIDE = ("start", "restore", "record", "evaluate", "checkpoint", "sample", "export", "done")
-"""Phases in which a rank may wait for what isn't on this host: hooks, file systems, connections. In all others it
+"""Phases in which a rank may wait for something outside this host: hooks, file systems, connections. In all others it
 computes, or waits for other ranks or a local disk, and all ranks of a host asleep at once are deadlocked."""
 SUSPECT_S = 0.1
-"""Time without a stamp after which processes are looked at."""
+"""Time without a stamp after which the processes themselves are checked."""
 STOPPED_S = 0.5
-"""A process that is stopped (state T) for so long, with nobody moving, is as good as dead."""
+"""A process that is stopped (state T) for so long, while no rank stamps, counts as hung."""
 START_S = 120.0
-"""Least limit of these, and until the first step is done, whatever limit is given."""
+"""Least limit of `PATIENT` phases, and of all phases until the first step is done, under any ``limit_s``."""
 TIMES = 20.0
-"""A phase hangs when it takes this many times the longest that was seen."""
+"""A phase hangs when it lasts this many times its longest duration so far."""
 COMPILE_S = UNKNOWN_S
-"""Limit of each phase of a compiled layout's first step, in which any layer may be compiled, and nothing is learned."""
+"""Limit of each phase of a compiled layout's first step, which compiles; its durations don't teach limits."""
 LEAST_S = 60.0
-"""No limit that was learned is shorter: storage that stalls for a while is no hang."""
+"""Least learned limit: storage that stalls for a while is no hang."""
 _DEVICES = 3
 PATIENCE = 1.5
-"""Limits are so much longer for a host whose ranks all wait, since a host of the same run may know whom for."""
+"""Factor on the limits of a host whose ranks all wait: the host with the hung rank reports first."""
 
 
 class HangError(LaunchError):
-    """No rank made progress for longer than the run ever took before."""
+    """No rank made progress for longer than its limit."""
 
     def __init__(self, text: str, rank: int = -1) -> None:
         super().__init__(text)
         self.rank = rank
-        """The rank that the others wait for; -1 when none stands out."""
+        """The rank that the others wait for; -1 when unknown."""
 
 
 class HangWatch:
-    """Looks at the stamps of all ranks of a host.
+    """Watches the progress stamps of a host's ranks.
 
     Args:
         path: the progress file.
-        generation: of the ranks; stamps of others don't count.
-        ranks: how many there are.
+        generation: of the ranks; stamps of other generations are ignored.
+        ranks: number of ranks on this host.
         limit_s: seconds without any stamp; None learns a limit for each phase.
-        describe: names a rank's place in the mesh.
-        first: the host's first rank, where there are ranks on other nodes.
+        describe: names a rank's coordinates in the mesh.
+        first: the host's first rank when other nodes have ranks too; else None.
         idle_s: seconds for which all ranks may sleep; 0 for no limit, where ranks wait for a device or another host.
-        ask: says, by the number of a rank among those of this host, what its device waits for; None where devices are
-            never ahead of stamps.
+        ask: returns, by local rank, the operation that its device waits for; None for ranks without a device queue.
+        compiles: whether the layout compiles layers in its first step.
     """
 
     def __init__(
@@ -66,113 +66,135 @@ class HangWatch:
         ranks: int,
         limit_s: float | None,
         describe: Callable[[int], str] | None = None,
-        first: int | None = None,
+        first_rank: int | None = None,
         idle_s: float = 0.0,
-        ask: Callable[[], Mapping[int, str]] | None = None,
+        query_devices: Callable[[], Mapping[int, str]] | None = None,
         compiles: bool = False,
     ) -> None:
         self._compiles, self._first_step = compiles, 0
         self._path, self._generation, self._ranks = path, generation, ranks
-        self._first, self._others = first or 0, first is not None
-        self._limit, self._describe = limit_s, describe
-        self.last: dict[int, RankStamp] = {}
+        self._first_rank, self._has_other_nodes = first_rank or 0, first_rank is not None
+        self._fixed_limit_s, self._describe = limit_s, describe
+        self.last_stamps: dict[int, RankStamp] = {}
         """The last stamp of each rank."""
-        self._longest: dict[str, float] = {}
-        self._looked = self._awake = time.monotonic()
-        self._idle, self._idle_s, self._ask = IdleWatch(), idle_s, ask
+        self._longest_s: dict[str, float] = {}
+        self._polled_at = self._awake_since = time.monotonic()
+        self._idle, self._idle_s, self._query_devices = IdleWatch(), idle_s, query_devices
 
-    def look(self) -> list[RankStamp]:
-        """Reads the stamps, learns from them, and returns them.
+    def poll(self) -> list[RankStamp]:
+        """Reads the stamps, learns limits from them, and returns them.
 
         Raises:
-            HangError: when no rank has stamped for longer than the phase they are in may take.
+            HangError: when no rank has stamped for longer than its phase's limit.
         """
-        now, found = time.monotonic(), self._read()
-        for one in found:
-            before = self.last.get(one.rank)
-            if not self._first_step and one.phase not in ("start", "restore"):
-                self._first_step = one.step
-            if before is not None and before.since != one.since and not self._may_compile(before):
-                self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), one.since - before.since)
-            self.last[one.rank] = one
-        if found and len(found) == self._ranks and not all(one.phase == "done" for one in found):
-            youngest = max(found, key=lambda one: one.since)
-            allowed = self._allowed(found) * (PATIENCE if self._wait_for_others(found) else 1.0)
-            # A machine that slept, or a process that was stopped, saw nothing of what the ranks did meanwhile.
-            if now - self._looked > allowed / 2:
-                self._awake = now
-            if now - max(youngest.since, self._awake) > allowed:
-                raise self._error(found, now)
-            if youngest.age_s(now) < SUSPECT_S:
+        now_s, stamps = time.monotonic(), self._read_stamps()
+        for stamp in stamps:
+            previous = self.last_stamps.get(stamp.rank)
+            # The generation's first step is the one at which ranks leave start and restore.
+            if not self._first_step and stamp.phase not in ("start", "restore"):
+                self._first_step = stamp.step
+            # A changed stamp ends the previous phase, whose duration teaches its limit.
+            if previous is not None and previous.since != stamp.since and not self._may_compile(previous):
+                self._longest_s[previous.phase] = max(
+                    self._longest_s.get(previous.phase, 0.0), stamp.since - previous.since
+                )
+            self.last_stamps[stamp.rank] = stamp
+        if stamps and len(stamps) == self._ranks and not all(stamp.phase == "done" for stamp in stamps):
+            # The run hangs only when every rank is silent: one that progresses may be what others wait for.
+            youngest = max(stamps, key=lambda stamp: stamp.since)
+            allowed = self._limit_s(stamps) * (PATIENCE if self._all_wait(stamps) else 1.0)
+            # A gap between polls means that this process or the machine was suspended: count from now.
+            if now_s - self._polled_at > allowed / 2:
+                self._awake_since = now_s
+            if now_s - max(youngest.since, self._awake_since) > allowed:
+                raise self._make_error(stamps, now_s)
+            # Reading /proc costs more than reading stamps: only for silent ranks.
+            if youngest.age_s(now_s) < SUSPECT_S:
                 self._idle.forget()
             else:
-                self._look_closer(found, now)
-        self._looked = now
-        return found
+                self._check_processes(stamps, now_s)
+        self._polled_at = now_s
+        return stamps
 
-    def _look_closer(self, found: list[RankStamp], now: float) -> None:
-        """Looks at the processes themselves.
+    def _check_processes(self, stamps: list[RankStamp], now_s: float) -> None:
+        """Checks the kernel's view of the processes.
 
         Raises:
-            HangError: when one is stopped, or all sleep where none of them can be woken but by another of them.
+            HangError: when one is stopped, or all sleep in phases where only another of these ranks could wake them.
         """
-        self._idle.look([one.pid for one in found], now)
-        for one in found:
-            if self._idle.stopped_s(one.pid, now) > STOPPED_S:
-                raise self._error(found, now, one, "stopped, as by SIGSTOP")
-        asleep = min(min(self._idle.idle_s(one.pid, now), one.age_s(now)) for one in found)
-        inside = all(one.step > 1 and one.phase not in OUTSIDE for one in found)
-        if self._idle_s and inside and asleep > self._idle_s:
-            raise self._error(found, now, why=f"all ranks asleep for {asleep:.1f} s")
+        self._idle.poll([stamp.pid for stamp in stamps], now_s)
+        for stamp in stamps:
+            # A stopped process keeps its connections open: no peer would notice.
+            if self._idle.stopped_s(stamp.pid, now_s) > STOPPED_S:
+                raise self._make_error(stamps, now_s, stamp, "stopped, as by SIGSTOP")
+        asleep_s = min(min(self._idle.idle_s(stamp.pid, now_s), stamp.age_s(now_s)) for stamp in stamps)
+        # Not in the first step, which allocates and connects, nor where something outside may be awaited.
+        inside = all(stamp.step > 1 and stamp.phase not in OUTSIDE for stamp in stamps)
+        if self._idle_s and inside and asleep_s > self._idle_s:
+            raise self._make_error(stamps, now_s, reason=f"all ranks asleep for {asleep_s:.1f} s")
 
     def refresh(self) -> None:
-        """Reads where the ranks stood when they ended, once they have; one that could say so keeps the stamp before."""
-        self.last |= {one.rank: one for one in self._read() if one.phase != "done" or one.rank not in self.last}
+        """Reads the final stamps of ended ranks; a rank that stamped "done" keeps its stamp before that."""
+        self.last_stamps |= {
+            stamp.rank: stamp
+            for stamp in self._read_stamps()
+            if stamp.phase != "done" or stamp.rank not in self.last_stamps
+        }
 
-    def _read(self) -> list[RankStamp]:
-        mine = range(self._first, self._first + self._ranks)
-        return [one for one in read_progress(self._path) if one.generation == self._generation and one.rank in mine]
+    def _read_stamps(self) -> list[RankStamp]:
+        local_ranks = range(self._first_rank, self._first_rank + self._ranks)
+        return [
+            stamp
+            for stamp in read_progress(self._path)
+            if stamp.generation == self._generation and stamp.rank in local_ranks
+        ]
 
-    def _wait_for_others(self, found: list[RankStamp]) -> bool:
-        """Whether all ranks here wait, so that the one that holds them up is on another node, which tells first."""
-        return self._others and all(one.waits_for for one in found)
+    def _all_wait(self, stamps: list[RankStamp]) -> bool:
+        """Whether all local ranks wait, so that the hung rank is on another node, which should report it first."""
+        return self._has_other_nodes and all(stamp.waits_for for stamp in stamps)
 
-    def _allowed(self, found: list[RankStamp]) -> float:
-        least = COMPILE_S if any(self._may_compile(one) for one in found) else 0.0
-        if self._limit is not None:
-            slow = any(one.phase in PATIENT or one.step <= 1 for one in found)
-            return max(self._limit, least, START_S if slow else 0.0)
-        return max(least, *(self._learned(one.phase) for one in found))
+    def _limit_s(self, stamps: list[RankStamp]) -> float:
+        compile_limit_s = COMPILE_S if any(self._may_compile(stamp) for stamp in stamps) else 0.0
+        if self._fixed_limit_s is not None:
+            # A fixed limit still must not end slow phases before `START_S`.
+            slow = any(stamp.phase in PATIENT or stamp.step <= 1 for stamp in stamps)
+            return max(self._fixed_limit_s, compile_limit_s, START_S if slow else 0.0)
+        return max(compile_limit_s, *(self._learned_limit_s(stamp.phase) for stamp in stamps))
 
-    def _may_compile(self, one: RankStamp) -> bool:
-        """Whether a rank is in the first step of its generation, before which nothing was compiled."""
-        return self._compiles and one.step <= self._first_step
+    def _may_compile(self, stamp: RankStamp) -> bool:
+        """Whether a rank is still in the first step of its generation, which compiles."""
+        return self._compiles and stamp.step <= self._first_step
 
-    def _learned(self, phase: str) -> float:
-        """Returns the limit that the run has taught for a phase, in seconds."""
-        known = phase in self._longest and phase not in PATIENT
-        return max(LEAST_S, TIMES * self._longest[phase]) if known else UNKNOWN_S
+    def _learned_limit_s(self, phase: str) -> float:
+        """Returns a phase's limit, `TIMES` its longest duration so far, in seconds."""
+        is_learned = phase in self._longest_s and phase not in PATIENT
+        return max(LEAST_S, TIMES * self._longest_s[phase]) if is_learned else UNKNOWN_S
 
-    def _error(self, found: list[RankStamp], now: float, blamed: RankStamp | None = None, why: str = "") -> HangError:
-        busy = [one for one in found if not one.waits_for and one.phase != "done"]
-        blamed = blamed or min(busy or found, key=lambda one: (one.step, one.since))
-        place = self._describe(blamed.rank) if self._describe is not None else f"rank {blamed.rank}"
+    def _make_error(
+        self, stamps: list[RankStamp], now_s: float, blamed: RankStamp | None = None, reason: str = ""
+    ) -> HangError:
+        # Blame a rank that waits for nobody, at the earliest step, longest in its phase.
+        busy = [stamp for stamp in stamps if not stamp.waits_for and stamp.phase != "done"]
+        blamed = blamed or min(busy or stamps, key=lambda stamp: (stamp.step, stamp.since))
+        description = self._describe(blamed.rank) if self._describe is not None else f"rank {blamed.rank}"
         text = (
-            f"{place} made no progress in {blamed.place} for {blamed.age_s(now):.1f} s"
+            f"{description} made no progress in {blamed.place} for {blamed.age_s(now_s):.1f} s"
             + (f", waiting for {blamed.collective}" if blamed.waits_for else _since(blamed))
-            + (f", {why}" if why else "")
+            + (f", {reason}" if reason else "")
         )
-        others = [one for one in found if one is not blamed]
-        waits = waiting_sentences(others, 0.0, self._describe, now, limit=3)
-        return HangError("; ".join([text, *waits, *self._devices([blamed, *others])]), blamed.rank)
+        other_stamps = [stamp for stamp in stamps if stamp is not blamed]
+        waits = waiting_sentences(other_stamps, 0.0, self._describe, now_s, limit=3)
+        return HangError("; ".join([text, *waits, *self._device_sentences([blamed, *other_stamps])]), blamed.rank)
 
-    def _devices(self, found: list[RankStamp]) -> list[str]:
-        """Returns what the devices of the first few ranks wait for; nothing of ranks that can't say so any more."""
-        told = self._ask() if self._ask is not None else {}
-        words = ((one.rank, told.get(one.rank - self._first)) for one in found)
-        return [f"the GPU of rank {rank} hasn't finished {what}" for rank, what in words if what][:_DEVICES]
+    def _device_sentences(self, stamps: list[RankStamp]) -> list[str]:
+        """Returns a sentence for each of the first `_DEVICES` ranks whose device is waiting for an operation."""
+        answers = self._query_devices() if self._query_devices is not None else {}
+        rank_answers = ((stamp.rank, answers.get(stamp.rank - self._first_rank)) for stamp in stamps)
+        return [f"the GPU of rank {rank} hasn't finished {operation}" for rank, operation in rank_answers if operation][
+            :_DEVICES
+        ]
 
 
-def _since(one: RankStamp) -> str:
-    """Says which collective a rank that computes waited for last."""
-    return f", after the {ordinal(one.number)} collective of the step" if one.number else ""
+def _since(stamp: RankStamp) -> str:
+    """Names the last collective of a rank that computes."""
+    return f", after the {ordinal(stamp.number)} collective of the step" if stamp.number else ""

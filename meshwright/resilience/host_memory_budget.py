@@ -1,4 +1,4 @@
-"""Whether this node has memory for copies of the state: they must never be what makes the kernel kill a rank."""
+"""The host memory that a node may spend on copies of the state, so that they never cause an out-of-memory kill."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ from typing import NamedTuple
 from meshwright.spec.plan import Plan
 
 SHARE = 0.5
-"""Share of the memory that is available now which copies may take."""
+"""Share of the available memory that copies may use."""
 COPIES = 2
-"""Snapshots of each rank that are held, so that one is whole at any moment."""
+"""Snapshots of each rank, written in turn, so that one is complete at any moment."""
 NODE_COPIES = 3
-"""Over several nodes, where the rank is: one that the next node has too outlives the next (`Memory.copied`)."""
+"""Snapshots of each rank on its own node over several nodes: the one that the peer also has must survive the writing of
+the next (`Memory.copied`)."""
 _TABLE_BYTES = 1 << 28
-"""Of a snapshot's tables and of buffers, which the plan doesn't count, at most."""
+"""Upper bound of a snapshot's tables and buffers, which the plan doesn't count."""
 
 
 class HostMemoryBudget(NamedTuple):
     """Which copies fit into this node's memory."""
 
     snapshots: bool
-    """Whether the two fit that ranks write in turn."""
+    """Whether the `COPIES` snapshots of each rank fit."""
     disk: bool
-    """Whether the one fits from which checkpoints are written beside the training."""
+    """Whether the copy fits from which checkpoints are written beside the training."""
     state_bytes: int
-    """Bytes of one copy of what this node's ranks keep."""
+    """Bytes of one copy of the state of this node's ranks."""
     available_bytes: int
     """Memory that is available now."""
 
 
 def state_bytes(plan: Plan, ranks: int) -> int:
-    """Returns the bytes that ``ranks`` of the plan's ranks keep in one copy: copies of a part are kept once."""
-    held = sum(plan.prediction.memory.get(part, 0) for part in ("parameters", "optimizer"))
-    return held * ranks // max(1, plan.layout.degree("replicate"))
+    """Returns the bytes of one copy of the state of ``ranks`` ranks; replicated state is stored once."""
+    # The plan's figures are per rank, as sharded by the layout; replicas hold the same bytes and share a copy.
+    total_bytes = sum(plan.prediction.memory.get(kind, 0) for kind in ("parameters", "optimizer"))
+    return total_bytes * ranks // max(1, plan.layout.degree("replicate"))
 
 
 def largest_snapshot(plan: Plan) -> int:
-    """Returns the bytes above which what another node sends is no snapshot of one of the plan's ranks.
+    """Returns an upper bound of a rank's snapshot in bytes; larger ones from other nodes are refused.
 
-    Several times what a rank keeps on average: parts are whole, and tables and buffers come on top.
+    It is several times a rank's average, because tensors are stored undivided, and tables and buffers are added.
     """
     return 4 * state_bytes(plan, plan.layout.degree("replicate")) + _TABLE_BYTES
 
 
-def _left(plan: Plan, ranks: int, available: int) -> int:
-    """Bytes that are left once ``ranks`` of the plan's ranks have put there what they offload."""
+def _memory_after_offload(plan: Plan, ranks: int, available: int) -> int:
+    """Returns the bytes that remain after ``ranks`` ranks have offloaded their state to host memory."""
     return max(0, available - plan.prediction.host * ranks)
 
 
@@ -55,6 +57,7 @@ def available_bytes() -> int:
     """Returns the memory that this node can give without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        # MemAvailable counts reclaimable page cache, which a training process fills with its data files.
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -63,14 +66,14 @@ def available_bytes() -> int:
 def held_for_others(peers: int) -> int:
     """Returns how many snapshots of a rank each of ``peers`` other nodes holds.
 
-    One may have begun to take in the next while another rank's last is still on its way. Where the ranks' own nodes are
-    there, these have what is missing then; where two of them may be gone at once, those that hold copies must.
+    A peer may be receiving a rank's next snapshot while another rank's last one is still in transit. With one peer the
+    ranks' own nodes hold the missing ones; with more, two nodes may be lost at once, and the peers must hold them.
     """
     return COPIES if peers == 1 else NODE_COPIES
 
 
 def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0, peers: int = 1) -> bool:
-    """Says whether snapshots fit where each node of a ring holds its own ranks' and copies of those before.
+    """Returns whether snapshots fit on every node of a ring, each holding its own and those of ``peers`` nodes before.
 
     Args:
         plan: of the run.
@@ -81,26 +84,30 @@ def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], 
     """
     alone = len(ranks) == 1
 
-    def need(at: int) -> int:
+    def snapshots_on(position: int) -> int:
+        # Without peers only this node's snapshots, and the copy for the disk.
         if alone:
-            return (disk + COPIES) * ranks[at]
-        before = sum(ranks[at - back] for back in range(1, peers + 1))
-        return (disk + NODE_COPIES) * ranks[at] + held_for_others(peers) * before
+            return (disk + COPIES) * ranks[position]
+        # The ring wraps around: negative indices are the last nodes.
+        peer_ranks = sum(ranks[position - offset] for offset in range(1, peers + 1))
+        return (disk + NODE_COPIES) * ranks[position] + held_for_others(peers) * peer_ranks
 
     return all(
-        state_bytes(plan, need(at)) <= SHARE * _left(plan, own, room)
-        for at, (own, room) in enumerate(zip(ranks, available))
+        state_bytes(plan, snapshots_on(position)) <= SHARE * _memory_after_offload(plan, rank_count, available_here)
+        for position, (rank_count, available_here) in enumerate(zip(ranks, available))
     )
 
 
 def room_for(plan: Plan, ranks: int, available: int | None = None) -> HostMemoryBudget:
-    """Says which copies fit: the snapshots and the one for the disk, the latter alone, or none.
+    """Returns which copies fit: the snapshots and the copy for the disk, the latter alone, or none.
 
     Args:
         plan: of the run.
         ranks: how many of its ranks run on this node.
         available: bytes; what the node has now when None.
     """
-    room, one = available_bytes() if available is None else available, state_bytes(plan, ranks)
-    most = SHARE * _left(plan, ranks, room)
-    return HostMemoryBudget((COPIES + 1) * one <= most, one <= most, one, room)
+    available_here, copy_bytes = available_bytes() if available is None else available, state_bytes(plan, ranks)
+    budget_bytes = SHARE * _memory_after_offload(plan, ranks, available_here)
+    return HostMemoryBudget(
+        (COPIES + 1) * copy_bytes <= budget_bytes, copy_bytes <= budget_bytes, copy_bytes, available_here
+    )

@@ -1,4 +1,4 @@
-"""What a leader works with and whom it counts on, and why it may have to stop leading."""
+"""The leader's collaborators and its view of the other nodes, and the errors by which leadership ends."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class LeadershipLost(GenerationAborted):
 
 
 class MinorityPartition(LeadershipLost):
-    """Others are to lead: more nodes live that this one can't reach than that it can."""
+    """This node reaches fewer of the live nodes than it misses, so a node of the majority should lead."""
 
 
 @dataclasses.dataclass
 class Member:
-    """A node that is there."""
+    """A connected node and its last report."""
 
-    line: PeerConnection | None
+    connection: PeerConnection | None
     """The connection to it; None for the leader's own."""
     report: Message
-    """What it told last (`LocalNode.report`)."""
+    """Its last report (`LocalNode.report`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeaderContext:
-    """What a leader works with."""
+    """The leader's collaborators, built once by `Agent`."""
 
     local: LocalNode
     hub: Hub
@@ -40,6 +40,6 @@ class LeaderContext:
     plans: Callable[[int], tuple[Plan, ModelAnalysis]]
     """Gives a plan for a number of ranks; refuses numbers that have no layout."""
     announce: Callable[[Plan], None]
-    """Told of each later plan before its ranks start."""
+    """Called with each later plan before its ranks start."""
     event: Callable[..., None]
-    """Takes kind and data of what happened."""
+    """Records an event: its kind, and its fields by keyword."""

@@ -1,4 +1,4 @@
-"""What supervisors of several nodes say to each other: frozen records, checked field by field as they come in."""
+"""Messages between the supervisors of several nodes: frozen records, checked field by field when decoded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NotRequired, TypedDict
 from meshwright.records import RecordCodec
 
 VERSION = 3
-"""Of the messages below; supervisors of another version don't talk."""
+"""Version of the messages below; supervisors of different versions refuse each other's."""
 
 
 class Ports(TypedDict):
-    """Where a node listens for a generation."""
+    """Ports on which a node listens for a generation."""
 
     store: int
     shelf: int
@@ -21,7 +21,7 @@ class Ports(TypedDict):
 
 
 class Failure(TypedDict):
-    """How a node's ranks failed."""
+    """The first failure of a node's ranks."""
 
     error: str
     text: str
@@ -36,7 +36,7 @@ class Failure(TypedDict):
 
 
 class NodeReport(TypedDict):
-    """What a node says of itself (`LocalNode.report`)."""
+    """A node's report to the leader (`LocalNode.report`)."""
 
     node: int
     slots: list[int]
@@ -55,7 +55,7 @@ class NodeReport(TypedDict):
 
 
 class NodeShare(TypedDict):
-    """What an order says of a node with ranks."""
+    """The share of an order that concerns one node with ranks."""
 
     first: int
     slots: list[int]
@@ -65,18 +65,18 @@ class NodeShare(TypedDict):
 
 
 class StatePlaces(TypedDict):
-    """The state to go on from, and which node has each rank's snapshot."""
+    """The state to restore, and the node that holds each rank's snapshot."""
 
     step: int
     generation: int
     places: dict[str, int]
     tier: str
     alone: list[int]
-    """Ranks whose snapshot no second node holds."""
+    """Ranks whose snapshot only one node holds."""
 
 
 class Order(TypedDict):
-    """What the leader says of a generation (`orders.compose`, `orders.copies`)."""
+    """The leader's order for a generation (`orders.compose`, `orders.copies`)."""
 
     generation: int
     plan: dict[str, Any]
@@ -98,12 +98,12 @@ class Order(TypedDict):
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life."""
+    """A sign of life (`peers.BEAT_S`)."""
 
 
 @dataclass(frozen=True)
 class Busy:
-    """The sender will be silent, for so many seconds at most."""
+    """The sender will be silent for at most ``seconds``, because it is about to block."""
 
     seconds: float
 
@@ -113,27 +113,27 @@ class Ready:
     """A node is ready for another generation."""
 
     session: str
-    """Of its supervisor's process."""
+    """Identifies its supervisor's process: a restarted one has another."""
     report: NodeReport
 
 
 @dataclass(frozen=True)
 class Start:
-    """The leader has a generation's ranks started."""
+    """The leader starts a generation: each node forks its ranks."""
 
     order: Order
 
 
 @dataclass(frozen=True)
 class Reconfigure:
-    """Ranks are to end after a step that they agree on."""
+    """The leader ends a generation in order: ranks stop after a step that they agree on."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Fence:
-    """Ranks are to be ended now."""
+    """The leader aborts a generation: each node kills its ranks and reports `Ready`."""
 
     generation: int
 
@@ -143,7 +143,7 @@ class End:
     """The run has ended."""
 
     result: dict[str, Any] | None
-    """What rank 0 returned; None for an error."""
+    """Rank 0's result; None for an error."""
     error: str
 
 
@@ -160,6 +160,7 @@ class Envelope:
     def __post_init__(self) -> None:
         """Refuses another version."""
         if self.version != VERSION:
+            # `RecordCodec` turns the ValueError into a RecordError, which closes the connection.
             raise ValueError(f"messages of version {self.version}, this program speaks {VERSION}")
 
 

@@ -1,4 +1,8 @@
-"""From where a run goes on whose steps were sick or whose state turned out damaged."""
+"""The state from which a run continues after anomalous steps or a damaged state.
+
+A step is **sick** in this room when its loss or gradient is anomalous (`train.health`); a state is **damaged** when
+copies differ or values are out of bounds (`train.integrity`).
+"""
 
 from __future__ import annotations
 
@@ -12,80 +16,84 @@ from meshwright.train.run_config import RunConfig
 
 
 class Rewinds:
-    """Decides how far a run goes back, and when doing so is hopeless.
+    """Decides how far a run is rewound, and when rewinding is hopeless.
 
     Args:
         config: of the run.
         store: its checkpoints.
-        event: takes kind and data of what happened.
+        event: records an event: its kind, and its fields by keyword.
     """
 
     def __init__(self, config: RunConfig, store: CheckpointStore, event: Callable[..., None]) -> None:
         self._config, self._store, self._event = config, store, event
         self.sick_step = 0
-        """Place in the text, in steps, up to which it is passed over; 0 for none."""
+        """Step up to whose batches the data is skipped; 0 for none."""
         self.damage: Damage | None = None
-        """What ranks went back for last."""
-        self._turns, self._turned_to = 0, -1
-        self._damages, self._damaged = 0, -1
+        """The damage that caused the last rewind."""
+        self._rewinds, self._last_base = 0, -1
+        self._repeated_damages, self._furthest_damage = 0, -1
 
     def order(self) -> dict[str, Any]:
-        """Returns what other nodes need to know of it; `adopt` takes it back."""
+        """Returns the fields of an order that carry this state to other nodes (`adopt`)."""
         return {"sick": self.sick_step, "damage": self.damage.to_json() if self.damage is not None else None}
 
     def adopt(self, order: Mapping[str, Any] | None) -> None:
-        """Takes over what another leader's last order says; None for none."""
+        """Adopts the state in another leader's last order, if any."""
         if order is not None:
             self.sick_step = order["sick"]
             self.damage = Damage.from_json(order["damage"]) if order["damage"] is not None else None
 
     def turn_back(self, result: Mapping[str, Any]) -> None:
-        """Makes the next ranks go on from the last checkpoint, with the rows after the sick ones.
+        """Rewinds the next ranks to the last checkpoint, with the batches after the anomalous ones.
 
         Raises:
-            RankError: when that has been done too often from the same checkpoint.
+            RankError: when the same checkpoint was rewound to too often.
         """
         self.sick_step = result["sick"]
         latest = self._store.latest()
         base = latest.step if latest is not None else 0
-        self._turns = self._turns + 1 if base == self._turned_to else 1
-        self._turned_to = base
+        # Rewinds count per checkpoint: a newer one means progress.
+        self._rewinds = self._rewinds + 1 if base == self._last_base else 1
+        self._last_base = base
         self._event("rewinding", sick=result["step"], step=base)
-        if self._turns > self._config.recovery.attempts:
+        if self._rewinds > self._config.recovery.attempts:
             raise RankError(
-                f"steps after the checkpoint of step {base} were sick {self._turns} times with other rows each time; "
+                f"steps after the checkpoint of step {base} were sick {self._rewinds} times with other rows each time; "
                 f"lower optimizer.lr = {self._config.optimizer.lr}, or look at recovery.spike and largest_norm"
             )
 
-    def go_back(self, damage: Damage, older: bool) -> int:
-        """Makes the next ranks go on from the newest state that is older than a damage; takes back later checkpoints.
+    def go_back(self, damage: Damage, has_older_state: bool) -> int:
+        """Rewinds the next ranks to the newest state older than a damage, and withdraws later checkpoints.
 
         Args:
             damage: of the state.
-            older: whether a state in memory is old enough.
+            has_older_state: whether a state in memory is old enough.
 
         Returns:
-            The newest step that may be gone back to.
+            The newest step whose state may be restored.
 
         Raises:
-            RankError: when that has been done too often without a step beyond it.
+            RankError: when damages recurred too often without a step beyond the furthest one.
         """
         disk = any(entry.step <= damage.keep for entry in self._store.entries())
         withdrawn = []
-        if older or disk or damage.keep >= damage.base:
+        if has_older_state or disk or damage.keep >= damage.base:
             keep = max(0, damage.keep)
+            # Later checkpoints may contain the damage: renamed, so that nobody resumes from them.
             withdrawn = [path.name for path in self._store.withdraw(keep)]
         else:
-            # Nothing is older than what these ranks began from: what comes again after it is the training's own.
+            # No state is older than the one that these ranks restored: if the numbers recur, they are correct.
             damage, keep = is_last(damage), damage.base
-        self._damages = self._damages + 1 if damage.step <= self._damaged else 1
-        self._damaged = max(self._damaged, damage.step)
-        if self._damages > 1:
-            # From an older state once more; ranks that then come to the same leave it be.
+        self._repeated_damages = self._repeated_damages + 1 if damage.step <= self._furthest_damage else 1
+        self._furthest_damage = max(self._furthest_damage, damage.step)
+        if self._repeated_damages > 1:
+            # The second rewind for one damage: ranks that reproduce it accept it as the training's own numbers.
             damage = is_last(damage)
         self.damage = damage
-        told = {"suspects": list(damage.ranks), "why": damage.why, "withdrawn": withdrawn}
-        self._event("damaged", step=damage.step, back_to=keep, **told)
-        if self._damages > self._config.recovery.attempts:
-            raise RankError(f"{damage.why}, for the {self._damages}th time in a row; look at the devices and memory")
+        event_fields = {"suspects": list(damage.ranks), "why": damage.why, "withdrawn": withdrawn}
+        self._event("damaged", step=damage.step, back_to=keep, **event_fields)
+        if self._repeated_damages > self._config.recovery.attempts:
+            raise RankError(
+                f"{damage.why}, for the {self._repeated_damages}th time in a row; look at the devices and memory"
+            )
         return keep

@@ -1,12 +1,12 @@
-"""Who trains in a run directory: one command at a time, which a file says, with a lease that other hosts can read.
+"""The lock of a run directory: one command trains there at a time, recorded in a file with a lease.
 
-The file has a number and is made by linking a finished one to its name, which succeeds for one process alone, on
-network file systems too. On its own host an owner is alive as long as its process is; elsewhere as long as a small
-process beside it renews the file, so that a killed command can be typed again at once and a dead host costs seconds.
+The file is numbered and created by linking a finished one to its name, which succeeds for one process alone, on network
+file systems too. On its own host an owner is alive while its process is; on other hosts, while a small process beside
+it renews the file. So a killed command can be restarted at once, and a dead host costs seconds.
 
-Of a run over several nodes each node's command owns its own number of node: a second one with the same number is
-refused, while a node that was lost may come back. Such nodes and a command of one node exclude each other: each makes
-its own file first, and looks for those of the other kind then, so that of two at once never both train.
+In a run over several nodes each node's command locks its node number: a second command with the same number is refused,
+while a lost node may come back. Multi-node commands and single-node commands exclude each other: each creates its own
+file first and checks for the other kind then, so that of two at once at most one trains.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwright.forking import die_with_parent
 
 FOLDER = "owner"
 LEASE_S = 10.0
-"""An owner on another host that hasn't renewed its file for so long, by this host's clock, is taken for dead."""
+"""An owner on another host that hasn't renewed its file for so long, by this host's clock, counts as dead."""
 RENEW_S = 1.0
 _NODE = "node-"
 _POLL_S = 0.2
@@ -39,18 +39,18 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """What the file says."""
+    """The contents of the lock file."""
 
     host: str
     """Name of its host."""
     machine: str
-    """The host's boot, and its space of process ids: a container has its own."""
+    """The host's boot id and pid namespace: a container has its own namespace."""
     pid: int
-    """The command's process."""
+    """The command's process id."""
     started: str
-    """When the kernel started it: ids are used again."""
+    """The process's start time in kernel ticks, because process ids are reused."""
     since: str
-    """When it began to train, as its own clock has it."""
+    """When it began to train, by its own clock."""
     node: int | None = None
     """Its node's number in a run over several; None for a run of one node."""
 
@@ -58,17 +58,17 @@ class Owner:
     def myself(cls, node: int | None = None) -> Self:
         """Returns the owner that this process is."""
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        pid, machine = os.getpid(), _machine()
+        pid, machine = os.getpid(), _machine_id()
         return cls(
-            host=socket.gethostname(), machine=machine, pid=pid, started=_started(pid), since=since, node=node
+            host=socket.gethostname(), machine=machine, pid=pid, started=_start_time(pid), since=since, node=node
         )  # fmt: skip
 
     @property
     def lives(self) -> bool | None:
-        """Whether its process does; None where that can't be seen from this host."""
-        if self.machine != _machine():
+        """Whether its process is alive; None where this host can't know."""
+        if self.machine != _machine_id():
             return None
-        return bool(self.started) and _started(self.pid) == self.started
+        return bool(self.started) and _start_time(self.pid) == self.started
 
 
 class RunLock:
@@ -88,17 +88,18 @@ class RunLock:
         self._prefix = "" if node is None else f"{_NODE}{node}-"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._number = self._helper = 0
-        end = time.monotonic() + wait_s
-        while not self._taken():
-            owner = self._held()
-            if owner is not None and time.monotonic() >= end:
-                raise self._refusal(owner)
+        deadline = time.monotonic() + wait_s
+        while not self._try_acquire():
+            owner = self._current_owner()
+            if owner is not None and time.monotonic() >= deadline:
+                raise self._refusal_error(owner)
             time.sleep(_POLL_S if owner is not None else 0.0)
-        self._helper = self._renewing()
+        # Renew from now on: the check below may wait longer than a lease.
+        self._helper = self._start_renewing()
         try:
-            while (owner := self._other_kind()) is not None:
-                if time.monotonic() >= end:
-                    raise self._refusal(owner)
+            while (owner := self._owner_of_other_kind()) is not None:
+                if time.monotonic() >= deadline:
+                    raise self._refusal_error(owner)
                 time.sleep(_POLL_S)
         except BaseException:
             self.__exit__()
@@ -116,13 +117,14 @@ class RunLock:
             self._path(self._number).unlink()
             if self._node is None:
                 (self._folder / "keeper").unlink(missing_ok=True)
+            # Only an empty folder is removed: other nodes' files keep it.
             self._folder.rmdir()
             self._run_dir.rmdir()
 
-    def _refusal(self, owner: Owner) -> ConfigError:
-        place = "" if owner.node is None else f" as node {owner.node} of several"
+    def _refusal_error(self, owner: Owner) -> ConfigError:
+        role = "" if owner.node is None else f" as node {owner.node} of several"
         return ConfigError(
-            f"run = {self._run_dir}: process {owner.pid} on {owner.host} trains there{place} since {owner.since}, and "
+            f"run = {self._run_dir}: process {owner.pid} on {owner.host} trains there{role} since {owner.since}, and "
             "two would remove each other's checkpoints; end it, give another --run, or wait for it with "
             "launch.owner_s = 3600"
         )
@@ -131,50 +133,51 @@ class RunLock:
         return self._folder / f"{self._prefix}{number:06d}"
 
     def _numbers(self) -> list[int]:
-        """Returns the numbers of this command's kind and node that there are."""
+        """Returns the numbers of the lock files of this command's kind and node."""
         with contextlib.suppress(FileNotFoundError):
             names = [path.name.removeprefix(self._prefix) for path in self._folder.glob(f"{self._prefix}*")]
             return [int(name) for name in names if name.isdigit()]
         return []
 
-    def _held(self) -> Owner | None:
-        """Returns the owner that trains here in this command's place; None when nobody does."""
-        return _living([self._path(max(self._numbers(), default=0))])
+    def _current_owner(self) -> Owner | None:
+        """Returns the live owner of this command's kind and node; None without one."""
+        return _living_owner([self._path(max(self._numbers(), default=0))])
 
-    def _other_kind(self) -> Owner | None:
-        """Returns an owner that trains here as one node, where this command is one of several, or the reverse.
+    def _owner_of_other_kind(self) -> Owner | None:
+        """Returns a live owner of the other kind: single-node for a multi-node command, and the reverse.
 
-        What dead ones of these left is removed: who comes now makes a file of a higher number.
+        Files of dead owners are removed; that is safe, because a new command creates a file of a higher number.
         """
         paths = [path for path in self._folder.iterdir() if path.name[-1:].isdigit()]
-        others = [path for path in paths if path.name.startswith(_NODE) == (self._node is None)]
-        owner = _living(others)
-        for path in others if owner is None else ():
+        other_paths = [path for path in paths if path.name.startswith(_NODE) == (self._node is None)]
+        owner = _living_owner(other_paths)
+        for path in other_paths if owner is None else ():
             path.unlink(missing_ok=True)
         return owner
 
-    def _taken(self) -> bool:
-        """Makes the next number's file when nobody trains here; returns whether it was this process that did."""
+    def _try_acquire(self) -> bool:
+        """Creates the next number's file if nobody trains here; returns whether this process acquired the lock."""
         number = max(self._numbers(), default=0)
-        if self._held() is not None:
+        if self._current_owner() is not None:
             return False
         self._folder.mkdir(parents=True, exist_ok=True)
-        beside = self._folder / f".{uuid.uuid4().hex}"
+        temporary = self._folder / f".{uuid.uuid4().hex}"
         try:
-            beside.write_text(json.dumps(asdict(Owner.myself(self._node))), encoding="utf-8")
-            os.link(beside, self._path(number + 1))
-        except (FileExistsError, FileNotFoundError):  # another was faster, or has just let go of the folder
+            temporary.write_text(json.dumps(asdict(Owner.myself(self._node))), encoding="utf-8")
+            # link fails if the number exists: of several commands one succeeds.
+            os.link(temporary, self._path(number + 1))
+        except (FileExistsError, FileNotFoundError):  # another command was faster, or has just removed the folder
             return False
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         self._number = number + 1
-        for before in self._numbers():
-            if before <= number:
-                self._path(before).unlink(missing_ok=True)
+        for older_number in self._numbers():
+            if older_number <= number:
+                self._path(older_number).unlink(missing_ok=True)
         return True
 
-    def _renewing(self) -> int:
-        """Starts the process that renews the file while this one lives; returns its id."""
+    def _start_renewing(self) -> int:
+        """Starts the process that renews the file while this one lives; returns its process id."""
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -183,11 +186,11 @@ class RunLock:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._renew(parent)
+            self._renew_forever(parent)
         return pid
 
-    def _renew(self, parent: int) -> NoReturn:
-        """Renews the file; ends the run when another command has taken it over meanwhile. In the forked process."""
+    def _renew_forever(self, parent: int) -> NoReturn:
+        """Renews the file, and kills the run when another command took it over; runs in the forked process."""
         try:
             die_with_parent(parent)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -197,16 +200,17 @@ class RunLock:
                     os.utime(self._path(self._number))
                 if self._path(self._number + 1).exists():
                     os.write(2, f"{self._run_dir} was taken over by another command; this one ends\n".encode())
+                    # SIGKILL, since both commands would write the same checkpoints by now.
                     os.kill(parent, signal.SIGKILL)
                 time.sleep(RENEW_S)
         finally:
             os._exit(0)
 
 
-def _living(paths: Iterable[Path]) -> Owner | None:
-    """Returns the owner of one of some files that lives; None when none does.
+def _living_owner(paths: Iterable[Path]) -> Owner | None:
+    """Returns a live owner among those of some files; None when none lives.
 
-    Those of other hosts are looked at together, for as long as a lease: what clocks say differs.
+    Owners on other hosts are watched for a whole lease: a changed stamp proves life without comparing clocks.
     """
     stamps: dict[Path, tuple[Owner, int]] = {}
     for path in paths:
@@ -216,38 +220,38 @@ def _living(paths: Iterable[Path]) -> Owner | None:
             continue
         if owner.lives:
             return owner
-        if owner.lives is None and (stamp := _stamp(path)):
+        if owner.lives is None and (stamp := _change_time_ns(path)):
             stamps[path] = (owner, stamp)
-    end = time.monotonic() + LEASE_S
-    while stamps and time.monotonic() < end:
+    deadline = time.monotonic() + LEASE_S
+    while stamps and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        for path, (owner, first) in list(stamps.items()):
-            stamp = _stamp(path)
+        for path, (owner, first_stamp) in list(stamps.items()):
+            stamp = _change_time_ns(path)
             if not stamp:
                 del stamps[path]  # it has let go
-            elif stamp != first:
+            elif stamp != first_stamp:
                 return owner
     return None
 
 
-def _stamp(path: Path) -> int:
-    # Opened, not looked up: a network file system then asks its server.
+def _change_time_ns(path: Path) -> int:
+    # Opened instead of stat'ed: an open makes NFS revalidate its cached attributes with the server.
     with contextlib.suppress(OSError), path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
     return 0
 
 
-def _machine() -> str:
-    """Returns what tells boots and process-id spaces of hosts apart."""
-    found = [socket.gethostname()]
+def _machine_id() -> str:
+    """Returns an identifier of the host's boot and pid namespace."""
+    parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
     with contextlib.suppress(OSError):
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Returns when a process was started, in the kernel's ticks; empty when it isn't there or has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,7 +1,7 @@
-"""Finds ranks that are slower than those who do the same work: by how much of the time they compute.
+"""Finds ranks that compute for a larger share of the time than others with the same work.
 
-Wall time can't tell: a slow rank makes all of them take as long. Its peers wait for it in collectives, though, and it
-waits for nobody; looking at the ranks' stamps some times a second shows who computes and who waits.
+Wall time doesn't show a slow rank, since all ranks take as long as it does. But its peers wait for it in collectives
+while it never waits: polling the ranks' stamps some times a second shows which compute and which wait.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import NamedTuple
 from meshwright.monitor.progress import RankStamp
 
 SAMPLES = 200
-"""Looks of which a verdict is made."""
+"""Polls for one verdict."""
 TIMES = 1.4
-"""A rank is slow that computes for this many times as long as the others do, in the median."""
+"""A rank is slow when it computes for this many times the median share of the others,"""
 LEAST_SHARE = 0.5
-"""and for at least this share of the time: one that is hardly used holds nobody up."""
+"""and for at least this share of the time: a rank that is mostly idle delays nobody."""
 _COMPUTES = ("data", "forward", "backward", "reduce", "optimizer", "record")
 
 
 class Slow(NamedTuple):
-    """A rank that holds others up."""
+    """A rank that delays others."""
 
     rank: int
-    """Which one."""
+    """The slow rank."""
     share: float
     """Share of the time that it computes."""
     others: float
@@ -33,37 +33,43 @@ class Slow(NamedTuple):
 
 
 class SlowWatch:
-    """Counts, look by look, who computes.
+    """Counts over many polls which ranks compute.
 
     Args:
-        alike: names a rank's work; ranks with equal names are compared.
+        alike: returns a key of a rank's work; ranks with equal keys are compared.
     """
 
     def __init__(self, alike: Callable[[int], Hashable]) -> None:
         self._alike = alike
-        self._looks = 0
-        self._busy: dict[int, int] = {}
+        self._polls = 0
+        self._computing: dict[int, int] = {}
 
-    def look(self, found: Sequence[RankStamp]) -> list[Slow]:
-        """Takes one look; returns the slow ranks of the last `SAMPLES` looks when these are full."""
-        if not found or any(one.step < 3 or one.phase not in _COMPUTES for one in found):
+    def poll(self, stamps: Sequence[RankStamp]) -> list[Slow]:
+        """Counts one poll; returns the slow ranks of the last `SAMPLES` polls each time that many are complete."""
+        # Startup, evaluation and checkpoints say nothing about the speed of training.
+        if not stamps or any(stamp.step < 3 or stamp.phase not in _COMPUTES for stamp in stamps):
             return []
-        self._looks += 1
-        for one in found:
-            self._busy[one.rank] = self._busy.get(one.rank, 0) + (not one.waits_for)
-        if self._looks < SAMPLES:
+        self._polls += 1
+        for stamp in stamps:
+            self._computing[stamp.rank] = self._computing.get(stamp.rank, 0) + (not stamp.waits_for)
+        if self._polls < SAMPLES:
             return []
-        shares = {rank: count / self._looks for rank, count in self._busy.items()}
-        self._looks, self._busy = 0, {}
-        return self._verdict(shares)
+        shares = {rank: count / self._polls for rank, count in self._computing.items()}
+        self._polls, self._computing = 0, {}
+        return self._slow_ranks(shares)
 
-    def _verdict(self, shares: dict[int, float]) -> list[Slow]:
+    def _slow_ranks(self, shares: dict[int, float]) -> list[Slow]:
         slow = []
         for rank, share in shares.items():
-            others = [value for other, value in shares.items() if other != rank and self._same(other, rank)]
-            if others and share >= LEAST_SHARE and share > TIMES * median(others):
-                slow.append(Slow(rank, share, median(others)))
+            other_shares = [
+                value
+                for other_rank, value in shares.items()
+                if other_rank != rank and self._do_same_work(other_rank, rank)
+            ]
+            # The median, since one more slow rank among the others must not hide this one.
+            if other_shares and share >= LEAST_SHARE and share > TIMES * median(other_shares):
+                slow.append(Slow(rank, share, median(other_shares)))
         return slow
 
-    def _same(self, one: int, other: int) -> bool:
-        return self._alike(one) == self._alike(other)
+    def _do_same_work(self, rank: int, other_rank: int) -> bool:
+        return self._alike(rank) == self._alike(other_rank)

@@ -1,7 +1,7 @@
-"""Second copies of the state that a generation's ranks go on from, made while they start.
+"""Second copies of the state that a generation restores, made while its ranks start.
 
-A node that ran alone, or whose ranks ended before their last snapshots had been sent, holds some of that state as the
-only one; until the new ranks' first snapshots have been sent, its loss would cost every step since the last checkpoint.
+A node that ran alone, or whose ranks ended before their last snapshots were sent, may be the only holder of some state.
+Until the new ranks' first snapshots are sent, its loss would cost every step since the last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,76 +19,78 @@ _CHUNK_BYTES = 8 << 20
 
 
 def ranks_to_copy(order: Message, node: int) -> dict[int, int]:
-    """Returns, for each rank of the old layout whose snapshot a node is to copy, the node that holds it alone.
+    """Returns the ranks of the old layout whose snapshots a node should copy, each with its only holder.
 
-    The next nodes of the ring copy, as many as hold copies of each node's snapshots.
+    The ``peers`` next nodes of the ring after the holder copy, as for regular snapshots.
 
     Args:
         order: the leader's.
-        node: the one that asks.
+        node: the node that would copy.
     """
     state = order["state"]
     peers = order["peers"] if order["every"] else 0
     if state is None or not peers:
         return {}
     ring = sorted(map(int, order["nodes"]))
-    wanted = {}
+    holders = {}
     for rank in state["alone"]:
         holder = state["places"][str(rank)]
-        at = ring.index(holder) if holder in ring else -1
-        if node != holder and node in [ring[(at + way) % len(ring)] for way in range(1, peers + 1)]:
-            wanted[rank] = holder
-    return wanted
+        ring_index = ring.index(holder) if holder in ring else -1
+        if node != holder and node in [ring[(ring_index + offset) % len(ring)] for offset in range(1, peers + 1)]:
+            holders[rank] = holder
+    return holders
 
 
 class SpareCopies:
-    """Copies snapshots from other nodes to this one, in a process of its own.
+    """Copies snapshots from other nodes to this one in a forked process.
 
     Args:
-        wanted: for each snapshot where to read it.
+        wanted: opens the shelf of each snapshot's holder.
     """
 
-    def __init__(self, wanted: Mapping[Key, Callable[[], Shelf]]) -> None:
-        self.wanted = tuple(wanted)
-        """Generation, step and rank of each."""
-        self._segments = [Segment() for _ in wanted]
+    def __init__(self, shelves: Mapping[Key, Callable[[], Shelf]]) -> None:
+        self.wanted = tuple(shelves)
+        """Generation, step and rank of each snapshot."""
+        self._segments = [Segment() for _ in shelves]
 
-        def work() -> None:
-            for (key, shelf), segment in zip(wanted.items(), self._segments):
+        def copy_all() -> None:
+            for (key, shelf), segment in zip(shelves.items(), self._segments):
                 try:
-                    _copy(shelf(), key, segment)
-                except CheckpointError:  # the node that holds it is gone, and who leads sees it
+                    _copy_snapshot(shelf(), key, segment)
+                except CheckpointError:  # its holder is gone, which the leader notices by itself
                     continue
 
-        self._helper = Helper(work)
-        self._told = False
+        # A process, not a thread: the supervisor's thread must stay responsive, and forks ranks.
+        self._helper = Helper(copy_all)
+        self._reported = False
 
     @property
     def just_done(self) -> bool:
-        """Whether it has ended since this was asked last."""
-        done = not self._told and self._helper.died
-        self._told |= done
-        return done
+        """Whether the copying has ended since the last access."""
+        finished = not self._reported and self._helper.died
+        self._reported |= finished
+        return finished
 
     def snapshots(self) -> list[Snapshot]:
-        """Returns what has been copied whole."""
+        """Returns the completely copied snapshots."""
         return read_snapshots(self._segments)
 
     def close(self) -> None:
-        """Ends the copying and lets go of the memory, which lives on in `snapshots`."""
+        """Ends the copying and closes the segments; `snapshots` keep their memory."""
         self._helper.close()
         for segment in self._segments:
             segment.close()
 
 
-def _copy(shelf: Shelf, key: Key, segment: Segment) -> None:
-    """Copies a snapshot; its header is written last, as its own rank wrote it."""
-    head, whole = shelf.read(key, 0, HEADER_BYTES)
-    if available_bytes() < 2 * whole:
+def _copy_snapshot(shelf: Shelf, key: Key, segment: Segment) -> None:
+    """Copies a snapshot, its header last: a segment without a header holds no snapshot."""
+    header_bytes, size = shelf.read(key, 0, HEADER_BYTES)
+    # A copy is a precaution: never at the price of memory that ranks may need.
+    if available_bytes() < 2 * size:
         return
-    memory = segment.map(whole)
-    for at in range(HEADER_BYTES, whole, _CHUNK_BYTES):
-        end = min(whole, at + _CHUNK_BYTES)
-        memory[at:end] = bytes(shelf.read(key, at, end - at)[0])
-    memory[:HEADER_BYTES] = bytes(head)
+    memory = segment.map(size)
+    for start in range(HEADER_BYTES, size, _CHUNK_BYTES):
+        stop = min(size, start + _CHUNK_BYTES)
+        memory[start:stop] = bytes(shelf.read(key, start, stop - start)[0])
+    memory[:HEADER_BYTES] = bytes(header_bytes)
     shelf.close()

@@ -1,1 +1,1 @@
-"""The loop and what it is made of."""
+"""The training loop and its components."""

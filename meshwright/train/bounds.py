@@ -1,4 +1,4 @@
-"""What AdamW can have made of a state: a weight or moment beyond that was damaged by the machine.
+"""Bounds of every weight and moment under AdamW's updates: a value beyond them was corrupted by the machine.
 
 With b1, b2 the decays and g the norm of the gradient that an update used, after clipping, every element keeps
 
@@ -6,8 +6,8 @@ With b1, b2 the decays and g the norm of the gradient that an update used, after
     |w_t| <= max(1, |1 - lr decay|) |w_t-1| + lr c sqrt(1 - b2^t) / (1 - b1^t)
     c^2 = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2))
 
-the last by Cauchy and Schwarz over the sums that m and v are, for b1^2 < b2. Whoever holds a part once, so that there
-is no copy to compare it with, still sees what no training can have done to it.
+the last by the Cauchy-Schwarz inequality over the sums that m and v are, for b1^2 < b2. These bounds also protect state
+that only one rank holds, which has no copy to compare with.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from meshwright.train.optimizer import MOMENTS, LocalAdamW
 from meshwright.train.state import WEIGHTS
 
 SLACK, GROWTH = 1.05, 2.0
-"""By what moments and weights may be over their bound, and by what an update may be over its own: bfloat16 rounds to 1
-part in 256, and what an update adds to at most twice that, or to nothing. For the same reason bounds of moments don't
-decay with them: 0.999 of a bfloat16 is that number again."""
+"""Factors on the bounds of values and of updates, for rounding: bfloat16 rounds values to 1 part in 256, and an added
+update to at most twice its size, or to nothing. For the same reason bounds of moments don't decay with the moments:
+0.999 x a bfloat16 rounds to the same number."""
 _LEAST = 1e-30
-"""Below this nothing is too large: rounding may leave something of what underflows."""
+"""Magnitudes below this are never too large: rounding may leave remnants of underflow."""
 
 
 class StateBounds:
-    """Knows how large each element of a rank's state can be.
+    """Tracks how large each element of a rank's local weights and moments can be.
 
     Args:
-        program: of this rank.
+        program: this rank's program.
         optimizer: over its weights.
     """
 
@@ -41,65 +41,79 @@ class StateBounds:
         config = optimizer.config
         self._optimizer, self._config = optimizer, config
         weights = [weight for weight in (*program.weights, *program.frozen) if weight.local.numel()]
+        # Only floating weights are updated by AdamW.
         self._weights = [weight for weight in weights if weight.local.is_floating_point()]
+        # c of the module's head: finite for b1^2 < b2 only; otherwise weights have no bound.
         ratio = config.beta1**2 / config.beta2 if config.beta2 else math.inf
         self._ratio = (1 - config.beta1) / math.sqrt((1 - config.beta2) * (1 - ratio)) if ratio < 1 else math.inf
-        self._largest: list[float] = []
-        self._mean = self._square = self._growth = 0.0
-        self._swelling = 1.0
+        self._largest_weights: list[float] = []
+        self._mean_bound = self._square_bound = self._growth = 0.0
+        self._decay_factor = 1.0
         self._updates = 0
 
     def start(self) -> None:
-        """Takes the state as it stands for sound."""
-        self._updates, self._growth, self._swelling = self._optimizer.steps, 0.0, 1.0
-        self._largest = _sizes([weight.local for weight in self._weights])
+        """Takes the present state as correct, and measures it."""
+        self._updates, self._growth, self._decay_factor = self._optimizer.steps, 0.0, 1.0
+        self._largest_weights = _largest_magnitudes([weight.local for weight in self._weights])
         means, squares, _ = self._moments()
-        self._mean, self._square = (max(found, default=0.0) for found in (means, squares))
+        self._mean_bound, self._square_bound = (max(sizes, default=0.0) for sizes in (means, squares))
 
     def updated(self, norm: float, lr: float) -> None:
-        """Takes note of an update.
+        """Extends the bounds by an update.
 
         Args:
-            norm: of its gradient, before clipping.
+            norm: global 2-norm of its gradient, before clipping.
             lr: its learning rate.
         """
         config = self._config
-        used = min(norm, config.clip) if config.clip else norm
+        clipped_norm = min(norm, config.clip) if config.clip else norm
         self._updates += 1
-        self._mean, self._square = max(self._mean, used), max(self._square, used * used)
+        self._mean_bound, self._square_bound = (
+            max(self._mean_bound, clipped_norm),
+            max(self._square_bound, clipped_norm * clipped_norm),
+        )
+        # |update| <= lr c sqrt(1 - b2^t) / (1 - b1^t), the third inequality of the module's head.
         bias = math.sqrt(1 - config.beta2**self._updates) / (1 - config.beta1**self._updates)
-        swelling = max(1.0, abs(1 - lr * config.weight_decay))
-        self._swelling *= swelling
-        self._growth = swelling * self._growth + lr * self._ratio * bias
+        factor = max(1.0, abs(1 - lr * config.weight_decay))
+        self._decay_factor *= factor
+        # Bounds compose over updates: decay first, then the largest possible step.
+        self._growth = factor * self._growth + lr * self._ratio * bias
 
     def broken(self) -> str | None:
-        """Returns which tensor is beyond what its updates can have made of it, and how far; None while none is."""
-        weights = _sizes([weight.local for weight in self._weights])
-        means, squares, least = self._moments()
+        """Returns a sentence on the first tensor beyond its bound, None without one; else measures the state anew."""
+        weights = _largest_magnitudes([weight.local for weight in self._weights])
+        means, squares, least_square = self._moments()
         rows = [
-            *((f"{WEIGHTS}/{weight.name}", size, SLACK * self._swelling * before + GROWTH * self._growth)
-              for weight, size, before in zip(self._weights, weights, self._largest)),
-            *((MOMENTS[0], size, SLACK * self._mean) for size in means),
-            *((MOMENTS[1], size, SLACK * self._square) for size in squares),
+            *((f"{WEIGHTS}/{weight.name}", size, SLACK * self._decay_factor * earlier_size + GROWTH * self._growth)
+              for weight, size, earlier_size in zip(self._weights, weights, self._largest_weights)),
+            *((MOMENTS[0], size, SLACK * self._mean_bound) for size in means),
+            *((MOMENTS[1], size, SLACK * self._square_bound) for size in squares),
         ]  # fmt: skip
         for name, size, limit in rows:
+            # Written so that NaN fails too.
             if not (size <= limit + _LEAST and math.isfinite(size)):
                 return f"{name} holds {size:.4g}, of which its updates can't have made more than {limit:.4g}"
-        if least < 0:
-            return f"{MOMENTS[1]} holds {least:.4g}, and squares are never below 0"
-        self._largest, self._growth, self._swelling = weights, 0.0, 1.0
-        self._mean, self._square = (max(found, default=0.0) for found in (means, squares))
+        # A sign bit flip in a second moment keeps its magnitude: only the sign shows it.
+        if least_square < 0:
+            return f"{MOMENTS[1]} holds {least_square:.4g}, and squares are never below 0"
+        self._largest_weights, self._growth, self._decay_factor = weights, 0.0, 1.0
+        self._mean_bound, self._square_bound = (max(sizes, default=0.0) for sizes in (means, squares))
         return None
 
     def _moments(self) -> tuple[list[float], list[float], float]:
-        """Returns the largest size of each first and of each second moment, and the least second one."""
-        held = self._optimizer.moments()
-        means, squares = held[::2], held[1::2]
-        least = torch.stack([square.min() for square in squares]) if squares else torch.zeros(1)
-        return _sizes(means), _sizes(squares), float(least.min())
+        """Returns each first moment's and each second moment's largest magnitude, and the least second moment."""
+        moments = self._optimizer.moments()
+        means, squares = moments[::2], moments[1::2]
+        least_square = torch.stack([square.min() for square in squares]) if squares else torch.zeros(1)
+        return _largest_magnitudes(means), _largest_magnitudes(squares), float(least_square.min())
 
 
-def _sizes(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Returns the largest size of an element of each tensor, none of them empty; NaN where one isn't a number."""
-    held = [tensor.detach() for tensor in tensors]
-    return torch.stack(torch._foreach_norm(held, math.inf)).tolist() if held else []
+def _largest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Returns each tensor's largest magnitude; NaN where it contains one.
+
+    Args:
+        tensors: local shards of any shape, floating, none of them empty.
+    """
+    detached = [tensor.detach() for tensor in tensors]
+    # One fused kernel for all tensors, and one transfer of the results.
+    return torch.stack(torch._foreach_norm(detached, math.inf)).tolist() if detached else []

@@ -58,7 +58,7 @@ class ScheduleConfig(Config):
     """Share of the steps that decay, for ``wsd``."""
 
     def warmup_steps(self, steps: int) -> int:
-        """Returns the steps of warm-up of a run of so many steps."""
+        """Returns the warm-up steps of a run of ``steps`` steps."""
         return min(USUAL_WARMUP, steps // 4) if self.warmup is None else self.warmup
 
     def check(self) -> None:
@@ -128,7 +128,7 @@ class RecoveryConfig(Config):
     """Steps between copies of the state in this node's memory; 0 for none, None for as often as costs 1 % of a step."""
     copies: int = 1
     """Over several nodes: other nodes that hold a copy of each node's state, the next ones in the ring. So many may be
-    lost at once, neighbours too, without going back to the disk; each takes network and memory."""
+    lost at once, neighbours too, without going back to the disk; each costs network traffic and memory."""
     attempts: int = 3
     """Failures in a row without a new step between them after which the run ends."""
     on_death: Literal["restart", "shrink"] = "restart"

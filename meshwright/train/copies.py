@@ -1,8 +1,9 @@
-"""Whether all that several ranks hold of the same weights and moments is the same: a checksum each, compared.
+"""Detects silent data corruption by comparing checksums of state that several ranks hold.
 
-Replicas, weights tied over pipeline stages, what tensor-parallel ranks share, and the copies of experts are found the
-same way: boxes of the state that more than one rank holds. Ranks that hold the same boxes are a holder set; each of
-them sums up its boxes' bits to one number, and these are gathered. A flipped bit changes a sum, always.
+Replicas, weights tied over pipeline stages, weights that tensor-parallel ranks share, and replicated experts are all
+found in one way: as boxes of the state that more than one rank holds. The ranks that hold the same boxes are a **holder
+set**; each of them sums the bits of its boxes to one 64-bit number, and the numbers are gathered and compared. A single
+flipped bit always changes the sum.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from meshwright.checkpoint.tensor_shards import TensorShard, cells_of, parts_of,
 from meshwright.parallel.program import Program
 from meshwright.spec.placement import Box
 from meshwright.train.optimizer import LocalAdamW
-from meshwright.train.state import BUFFERS, state_places, state_tensors
+from meshwright.train.state import BUFFERS, state_addresses, state_tensors
 
 SHARE = 0.002
-"""Of a run's time that comparing may cost."""
+"""Share of a run's time that comparisons may cost."""
 FIRST = 10
-"""Steps between comparisons while it isn't known what they cost."""
+"""Steps between comparisons until their cost is known."""
 MOST_STEPS = 1000
-"""Steps between comparisons at most."""
+"""Largest number of steps between comparisons."""
 ROUNDING = 1e-3
-"""Largest difference of copies, of the root mean square of what they are copies of, that is taken for rounding: ranks
-that compute the same sums in another order."""
+"""Largest difference of copies, relative to the tensor's root mean square, that counts as rounding: ranks may sum the
+same terms in another order."""
 _SHOWN = 4
-_ODD = 0x9E3779B97F4A7C15
+_GOLDEN_RATIO_BITS = 0x9E3779B97F4A7C15
 """Odd, so that a sum times its powers changes whenever the sum does. Source: Knuth, 6.4, the golden ratio's bits."""
 _WORD = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
 class HolderSet:
-    """Boxes that the same ranks hold."""
+    """The boxes of the state that exactly these ranks hold."""
 
     ranks: tuple[int, ...]
-    """These ranks, ascending."""
+    """The holders, ascending."""
     names: tuple[str, ...]
     """Name of each box's tensor."""
     views: tuple[torch.Tensor, ...]
@@ -53,281 +54,319 @@ class HolderSet:
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One element of what several ranks hold, as each of them has it."""
+    """One element of a box, with its value on each holder."""
 
     ranks: tuple[int, ...]
-    """Who holds it."""
+    """The holders."""
     number: int
-    """Which of their boxes it is in."""
+    """Number of its box in the holder set."""
     index: int
-    """Its place in that box, counted through all dims."""
+    """Its index in the flattened box."""
     values: tuple[str, ...]
-    """What each of them has, as Python writes it: JSON has no infinity."""
+    """``repr`` of each holder's value: JSON has no infinity."""
 
     def farthest(self, value: float) -> tuple[int, ...]:
-        """Returns the rank whose value is farthest from a right one; none where several are."""
-        apart = [abs(float(one) - value) for one in self.values]
-        apart = [math.inf if math.isnan(one) else one for one in apart]
-        most = max(apart)
-        return (self.ranks[apart.index(most)],) if apart.count(most) == 1 else ()
+        """Returns the rank whose value is farthest from a correct one, as a tuple; empty when several are."""
+        distances = [abs(float(entry) - value) for entry in self.values]
+        # max() with a NaN depends on the order of its arguments.
+        distances = [math.inf if math.isnan(entry) else entry for entry in distances]
+        largest = max(distances)
+        return (self.ranks[distances.index(largest)],) if distances.count(largest) == 1 else ()
 
 
 @dataclass(frozen=True, slots=True)
 class CopyMismatch:
-    """Copies that aren't equal."""
+    """Copies that differ."""
 
     ranks: tuple[int, ...]
-    """Who holds them."""
+    """The holders."""
     odd: tuple[int, ...]
-    """Those of them that differ from most; empty where no value is that of most."""
+    """Holders that differ from the majority; empty without a majority."""
     names: tuple[str, ...]
     """Tensors that differ, the first few."""
     count: int
     """How many tensors differ."""
     size: float
-    """Largest difference of an element, of the root mean square of its tensor; infinite for what isn't finite."""
+    """Largest difference of an element, relative to its tensor's root mean square; infinite if not finite."""
     element: Element | None = None
-    """Where that is."""
+    """The element with the largest difference."""
 
     def __str__(self) -> str:
-        """Returns a sentence without an end."""
-        where = ", ".join(self.names) + (f" and {self.count - len(self.names)} more" if self.count > _SHOWN else "")
-        who = f"rank {', '.join(map(str, self.odd))} differs from ranks" if self.odd else "ranks"
-        others = ", ".join(str(rank) for rank in self.ranks if rank not in self.odd)
-        return f"{who} {others} {'' if self.odd else 'hold different copies '}in {where}"
+        """Returns a clause for an event or error."""
+        tensor_names = ", ".join(self.names) + (
+            f" and {self.count - len(self.names)} more" if self.count > _SHOWN else ""
+        )
+        subject = f"rank {', '.join(map(str, self.odd))} differs from ranks" if self.odd else "ranks"
+        other_ranks = ", ".join(str(rank) for rank in self.ranks if rank not in self.odd)
+        return f"{subject} {other_ranks} {'' if self.odd else 'hold different copies '}in {tensor_names}"
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What comparing all copies came to, the same on every rank."""
+    """The outcome of comparing all copies, the same on every rank."""
 
     rows: list[list[int]]
     """The checksums of each rank."""
     differences: list[CopyMismatch] = field(default_factory=list)
-    """What isn't equal, to rounding; none while all is well."""
+    """Copies that differ by more than rounding."""
     alarms: tuple[int, ...] = ()
-    """Ranks whose own part is out of bounds (`train.bounds`)."""
+    """Ranks whose own state is out of bounds (`train.bounds`)."""
     rounded: list[CopyMismatch] = field(default_factory=list)
-    """What differs by rounding, seen for the first time: such copies are no longer compared."""
+    """Copies that differ by rounding, found now; they are no longer compared."""
 
 
 class CopyCheck:
-    """Compares what ranks hold twice.
+    """Compares the state that several ranks hold.
 
     Args:
-        program: of this rank.
+        program: this rank's program.
         optimizer: over its weights.
-        agreement: how ranks exchange small values.
-        every: steps between comparisons; None for as often as costs `SHARE` of the time.
+        agreement: exchanges small values between all ranks.
+        every: steps between comparisons; None adapts to a cost of `SHARE` of the time.
     """
 
     def __init__(self, program: Program, optimizer: LocalAdamW, agreement: Agreement, every: int | None) -> None:
         self._program, self._optimizer, self._agreement = program, optimizer, agreement
-        self._given = every
+        self._fixed_interval = every
         self.every = every or FIRST
         """Steps between comparisons."""
-        self._sets: list[HolderSet] = []
-        self._places: list[int] = []
-        self._held: Any = None
+        self._holder_sets: list[HolderSet] = []
+        self._addresses: list[int] = []
+        self._state: dict[str, Any] | None = None
         self._tolerated: set[tuple[int, ...]] = set()
-        self._spent_ns = self._width = 0
-        self._last = (0, time.monotonic())
+        self._cost_ns = self._width = 0
+        self._last_comparison = (0, time.monotonic())
 
     def due(self, step: int) -> bool:
-        """Whether copies are to be compared after a step."""
-        return step - self._last[0] >= self.every
+        """Whether to compare copies after a step."""
+        return step - self._last_comparison[0] >= self.every
 
     def start(self, step: int) -> None:
-        """Tells from which step on this rank trains."""
-        self._last = (step, time.monotonic())
+        """Sets the step from which this rank trains."""
+        self._last_comparison = (step, time.monotonic())
 
     def compare(self, step: int, scalars: Sequence[float | int], alarm: bool = False) -> Comparison:
         """Compares all copies after a step; every rank must call it.
 
         Args:
             step: steps done.
-            scalars: plain values that all ranks must have alike.
-            alarm: whether this rank's own part is out of bounds, which all ranks learn.
+            scalars: plain values that must be equal on all ranks.
+            alarm: whether this rank's own state is out of bounds; sent to all ranks.
         """
-        began = time.perf_counter_ns()
-        if self._held is None or state_places(self._program, self._optimizer) != self._places:
-            self._plan()
-        own = [_scalar_sum(scalars), *(_sum_of(one.views) for one in self._sets if one.views)]
-        since, at = self._last
-        step_ns = int(1e9 * (time.monotonic() - at) / max(1, step - since))
-        own += [0] * (self._width - len(own))
-        summed = time.perf_counter_ns()
-        rows = self._gathered([*own, int(alarm), self._spent_ns, step_ns])
-        # What waiting for the slowest rank takes is its own time, not that of comparing.
-        self._spent_ns = summed - began
-        self._adapt(rows)
-        self._last = (step, time.monotonic())
-        found = self._judged([row[: self._width] for row in rows])
-        found.alarms = tuple(rank for rank, row in enumerate(rows) if row[self._width])
-        return found
+        started_ns = time.perf_counter_ns()
+        # The holder sets contain views: gather them again after memory has moved.
+        if self._state is None or state_addresses(self._program, self._optimizer) != self._addresses:
+            self._agree_on_holders()
+        checksums = [
+            _scalar_checksum(scalars),
+            *(_checksum(holder_set.views) for holder_set in self._holder_sets if holder_set.views),
+        ]
+        last_step, last_time = self._last_comparison
+        # Step time since the last comparison, for the interval that keeps the cost below `SHARE`.
+        step_ns = int(1e9 * (time.monotonic() - last_time) / max(1, step - last_step))
+        # all_gather needs equal lengths: ranks in fewer holder sets pad with zeros.
+        checksums += [0] * (self._width - len(checksums))
+        summed_ns = time.perf_counter_ns()
+        rows = self._gather_rows([*checksums, int(alarm), self._cost_ns, step_ns])
+        # The wait for the slowest rank in the gather isn't a cost of comparing: the time before it counts.
+        self._cost_ns = summed_ns - started_ns
+        self._adapt_interval(rows)
+        self._last_comparison = (step, time.monotonic())
+        comparison = self._compare_rows([row[: self._width] for row in rows])
+        comparison.alarms = tuple(rank for rank, row in enumerate(rows) if row[self._width])
+        return comparison
 
     def tolerate(self, difference: CopyMismatch) -> None:
-        """No longer compares the copies of some ranks: computed again, they came to the same differences."""
+        """Stops comparing the copies of a holder set whose differences recurred when recomputed."""
         self._tolerated.add(difference.ranks)
 
-    def _plan(self) -> None:
-        """Agrees with the other ranks on who holds what."""
-        self._held = state_tensors(self._program, self._optimizer)
-        self._places = state_places(self._program, self._optimizer)
-        held = [pair for pair in parts_of(self._held) if not pair[0].name.startswith(f"{BUFFERS}/")]
+    def _agree_on_holders(self) -> None:
+        """Builds the holder sets from the shards of all ranks; every rank must call it."""
+        self._state = state_tensors(self._program, self._optimizer)
+        self._addresses = state_addresses(self._program, self._optimizer)
+        # Buffers may differ between ranks by design, as running statistics of local batches.
+        local_shards = [pair for pair in parts_of(self._state) if not pair[0].name.startswith(f"{BUFFERS}/")]
         tables = [
             [TensorShard.from_json(values) for values in table]
-            for table in self._agreement.gather([part.to_json() for part, _ in held])
+            for table in self._agreement.gather([shard.to_json() for shard, _ in local_shards])
         ]
         holders: dict[tuple[str, tuple[int, ...], Box], set[int]] = {}
         boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
-        for part in (part for table in tables for part in table):
-            boxes.setdefault((part.name, part.shape), set()).add(part.box)
-        cells = {key: cells_of(key[1], found) for key, found in boxes.items()}
+        for shard in (shard for table in tables for shard in table):
+            boxes.setdefault((shard.name, shard.shape), set()).add(shard.box)
+        # Shards of ranks may overlap partly: their boxes are cut into cells that each rank holds entirely or not.
+        cells = {key: cells_of(key[1], shard_boxes) for key, shard_boxes in boxes.items()}
         for rank, table in enumerate(tables):
-            for part in table:
-                for box in cells[part.name, part.shape][part.box]:
-                    holders.setdefault((part.name, part.shape, box), set()).add(rank)
+            for shard in table:
+                for box in cells[shard.name, shard.shape][shard.box]:
+                    holders.setdefault((shard.name, shard.shape, box), set()).add(rank)
+        # This rank's views of the cells that it holds, through its own shards.
         views = {
-            (part.name, part.shape, box): within(view, part.box, box)
-            for part, view in held
-            for box in cells[part.name, part.shape][part.box]
+            (shard.name, shard.shape, box): within(view, shard.box, box)
+            for shard, view in local_shards
+            for box in cells[shard.name, shard.shape][shard.box]
         }
         sets: dict[tuple[int, ...], list[tuple[str, tuple[int, ...], Box]]] = {}
         for key in sorted(holders):
+            # State that only one rank holds has nothing to be compared with (`train.bounds` covers it).
             if len(holders[key]) > 1:
                 sets.setdefault(tuple(sorted(holders[key])), []).append(key)
-        mine = self._agreement.rank
-        self._sets = [
-            HolderSet(ranks, tuple(key[0] for key in keys), tuple(views[key] for key in keys) if mine in ranks else ())
+        own_rank = self._agreement.rank
+        self._holder_sets = [
+            HolderSet(
+                ranks, tuple(key[0] for key in keys), tuple(views[key] for key in keys) if own_rank in ranks else ()
+            )
             for ranks, keys in sorted(sets.items())
         ]
-        self._width = 1 + max(sum(rank in one.ranks for one in self._sets) for rank in range(len(tables)))
+        self._width = 1 + max(
+            sum(rank in holder_set.ranks for holder_set in self._holder_sets) for rank in range(len(tables))
+        )
 
-    def _gathered(self, values: list[int]) -> list[list[int]]:
+    def _gather_rows(self, values: list[int]) -> list[list[int]]:
         group, count = self._agreement.group, self._agreement.count
         if group is None:
             return [values]
-        own = torch.tensor(values, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(count)]
-        dist.all_gather(found, own, group=group)
-        return [row.tolist() for row in found]
+        # On the CPU: the agreement's group is gloo, and the row small.
+        local_row = torch.tensor(values, dtype=torch.int64)
+        rows = [torch.empty_like(local_row) for _ in range(count)]
+        dist.all_gather(rows, local_row, group=group)
+        return [row.tolist() for row in rows]
 
-    def _adapt(self, rows: list[list[int]]) -> None:
-        """Sets the steps between comparisons by what the last one cost the slowest rank, and what a step takes."""
-        spent, step_ns = (max(row[at] for row in rows) for at in (-2, -1))
-        if self._given is None and spent and step_ns:
-            self.every = max(1, min(MOST_STEPS, int(spent / (SHARE * step_ns)) + 1))
+    def _adapt_interval(self, rows: list[list[int]]) -> None:
+        """Sets the steps between comparisons from the last one's cost on the slowest rank and the step time."""
+        cost_ns, step_ns = (max(row[column] for row in rows) for column in (-2, -1))
+        # All ranks take the maximum over the same rows, so they agree on the next step.
+        if self._fixed_interval is None and cost_ns and step_ns:
+            self.every = max(1, min(MOST_STEPS, int(cost_ns / (SHARE * step_ns)) + 1))
 
-    def _judged(self, rows: list[list[int]]) -> Comparison:
-        found = Comparison(rows)
+    def _compare_rows(self, rows: list[list[int]]) -> Comparison:
+        comparison = Comparison(rows)
         everyone = tuple(range(len(rows)))
+        # Column 0 is every rank's scalars; then a column for each holder set of the rank, in the same order.
         if len({row[0] for row in rows}) > 1:
-            odd = _odd(everyone, [row[0] for row in rows])
-            found.differences.append(CopyMismatch(everyone, odd, ("counters of the loop",), 1, float("inf")))
-        at = [1] * len(rows)
-        for one in self._sets:
-            values = [rows[rank][at[rank]] for rank in one.ranks]
-            for rank in one.ranks:
-                at[rank] += 1
-            if len(set(values)) > 1 and one.ranks not in self._tolerated:
-                difference = self._measured(one, values)
+            odd = _outvoted_ranks(everyone, [row[0] for row in rows])
+            comparison.differences.append(CopyMismatch(everyone, odd, ("counters of the loop",), 1, float("inf")))
+        columns = [1] * len(rows)
+        for holder_set in self._holder_sets:
+            values = [rows[rank][columns[rank]] for rank in holder_set.ranks]
+            for rank in holder_set.ranks:
+                columns[rank] += 1
+            if len(set(values)) > 1 and holder_set.ranks not in self._tolerated:
+                difference = self._measure_mismatch(holder_set, values)
                 small = difference.size <= ROUNDING
+                # Rounding persists: don't pay for the measurement again at each comparison.
                 if small:
                     self.tolerate(difference)
-                (found.rounded if small else found.differences).append(difference)
-        return found
+                (comparison.rounded if small else comparison.differences).append(difference)
+        return comparison
 
-    def _measured(self, one: HolderSet, values: list[int]) -> CopyMismatch:
-        """Finds which tensors differ and by how much: the ranks that hold them send what they are unsure of."""
-        table = self._agreement.gather([_signed(_bits(view)) for view in one.views])
-        unequal = [at for at in range(len(one.names)) if len({table[rank][at] for rank in one.ranks}) > 1]
-        found = [self._distance(one, at) for at in unequal[:_SHOWN]]
-        size, element = max(found, key=lambda pair: pair[0])
-        names = tuple(one.names[at] for at in unequal[:_SHOWN])
-        return CopyMismatch(one.ranks, _odd(one.ranks, values), names, len(unequal), size, element)
+    def _measure_mismatch(self, holder_set: HolderSet, values: list[int]) -> CopyMismatch:
+        """Returns which tensors of a holder set differ, and by how much; every rank must call it."""
+        # A second exchange, only after a mismatch: which tensors differ.
+        table = self._agreement.gather([_as_int64(_bit_sum(view)) for view in holder_set.views])
+        unequal = [
+            number
+            for number in range(len(holder_set.names))
+            if len({table[rank][number] for rank in holder_set.ranks}) > 1
+        ]
+        largest_differences = [self._largest_difference(holder_set, number) for number in unequal[:_SHOWN]]
+        size, element = max(largest_differences, key=lambda pair: pair[0])
+        names = tuple(holder_set.names[number] for number in unequal[:_SHOWN])
+        return CopyMismatch(
+            holder_set.ranks, _outvoted_ranks(holder_set.ranks, values), names, len(unequal), size, element
+        )
 
-    def _distance(self, one: HolderSet, at: int) -> tuple[float, Element]:
-        """Returns how far the copies of a box are apart, and where most; the same on every rank."""
-        first, mine = one.ranks[0], self._agreement.rank
-        shape = self._agreement.gather(list(one.views[at].shape) if one.views else [])[first]
-        sent = torch.zeros(shape, dtype=torch.float64)
-        if mine == first:
-            sent.copy_(one.views[at])
-        dist.broadcast(sent, group=self._agreement.group, group_src=first)
-        apart, index = 0.0, 0
-        if one.views:
-            difference = (one.views[at].to("cpu", torch.float64) - sent).abs().nan_to_num(nan=math.inf).view(-1)
+    def _largest_difference(self, holder_set: HolderSet, number: int) -> tuple[float, Element]:
+        """Returns the largest difference of a box's copies, relative to its root mean square, and that element.
+
+        Every rank must call it, and gets the same. The first holder broadcasts its copy, float64 on the CPU.
+        """
+        reference_rank, own_rank = holder_set.ranks[0], self._agreement.rank
+        shape = self._agreement.gather(list(holder_set.views[number].shape) if holder_set.views else [])[reference_rank]
+        reference = torch.zeros(shape, dtype=torch.float64)
+        if own_rank == reference_rank:
+            reference.copy_(holder_set.views[number])
+        # Ranks outside the holder set must take part in the collective too.
+        dist.broadcast(reference, group=self._agreement.group, group_src=reference_rank)
+        relative_size, index = 0.0, 0
+        if holder_set.views:
+            difference = (
+                (holder_set.views[number].to("cpu", torch.float64) - reference).abs().nan_to_num(nan=math.inf).view(-1)
+            )
             index = int(difference.argmax())
-            rms = float(sent.square().mean().sqrt())
-            apart = float(difference[index]) / rms if 0 < rms < math.inf else math.inf
-        sizes, places = self._agreement.gather(repr(apart)), self._agreement.gather(index)
-        most = max(one.ranks, key=lambda rank: float(sizes[rank]))
-        size, index = float(sizes[most]), places[most]
-        return size, Element(one.ranks, at, index, tuple(map(repr, self._values(one, at, index))))
+            rms = float(reference.square().mean().sqrt())
+            relative_size = float(difference[index]) / rms if 0 < rms < math.inf else math.inf
+        sizes, indices = self._agreement.gather(repr(relative_size)), self._agreement.gather(index)
+        farthest_rank = max(holder_set.ranks, key=lambda rank: float(sizes[rank]))
+        size, index = float(sizes[farthest_rank]), indices[farthest_rank]
+        return size, Element(
+            holder_set.ranks, number, index, tuple(map(repr, self._gather_element(holder_set, number, index)))
+        )
 
-    def _values(self, one: HolderSet, at: int, index: int) -> list[float]:
-        """Returns an element of a box as each of its holders has it."""
-        own = float(one.views[at].reshape(-1)[index]) if one.views else 0.0
-        found = self._agreement.gather(repr(own))
-        return [float(found[rank]) for rank in one.ranks]
+    def _gather_element(self, holder_set: HolderSet, number: int, index: int) -> list[float]:
+        """Returns the value of a box's element on each of its holders; every rank must call it."""
+        local_value = float(holder_set.views[number].reshape(-1)[index]) if holder_set.views else 0.0
+        values = self._agreement.gather(repr(local_value))
+        return [float(values[rank]) for rank in holder_set.ranks]
 
     def right_value(self, element: Element) -> float | None:
-        """Returns what the holders of an element have now, when they agree; None where nobody holds it like that."""
-        if self._held is None:
-            self._plan()
-        one = next((one for one in self._sets if one.ranks == element.ranks), None)
-        if one is None or element.number >= len(one.names):
+        """Returns an element's present value on its first holder; None when no holder set has that element."""
+        if self._state is None:
+            self._agree_on_holders()
+        holder_set = next((holder_set for holder_set in self._holder_sets if holder_set.ranks == element.ranks), None)
+        if holder_set is None or element.number >= len(holder_set.names):
             return None
-        shapes = self._agreement.gather(one.views[element.number].numel() if one.views else 0)
-        if element.index >= shapes[one.ranks[0]]:
+        shapes = self._agreement.gather(holder_set.views[element.number].numel() if holder_set.views else 0)
+        if element.index >= shapes[holder_set.ranks[0]]:
             return None
-        return self._values(one, element.number, element.index)[0]
+        return self._gather_element(holder_set, element.number, element.index)[0]
 
 
-def _odd(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ranks whose value isn't that of more than half of them; none where no value is."""
+def _outvoted_ranks(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
+    """Returns the ranks whose value differs from the majority's; empty without a majority of more than half."""
     (value, count), *_ = Counter(values).most_common()
     if 2 * count <= len(values):
         return ()
-    return tuple(rank for rank, own in zip(ranks, values) if own != value)
+    return tuple(rank for rank, rank_value in zip(ranks, values) if rank_value != value)
 
 
-def _sum_of(views: Sequence[torch.Tensor]) -> int:
-    """Returns one number of 64 bits for some tensors, which any single change changes."""
-    totals = [_bits(view) for view in views]
-    factors = [_signed(pow(_ODD, at + 1, _WORD)) for at in range(len(totals))]
+def _checksum(views: Sequence[torch.Tensor]) -> int:
+    """Returns a 64-bit checksum of tensors of any shape and dtype; any change of one tensor's bit sum changes it."""
+    # sum_i g^(i+1) s_i mod 2^64: odd factors keep each term invertible, powers keep swapped tensors distinct.
+    totals = [_bit_sum(view) for view in views]
+    factors = [_as_int64(pow(_GOLDEN_RATIO_BITS, power + 1, _WORD)) for power in range(len(totals))]
     stacked = torch.stack(totals)
     return int((stacked * torch.tensor(factors, device=stacked.device)).sum())
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of a tensor's words of 64 bits, modulo 2^64: int64, without dims, on its device."""
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of a tensor's 64-bit words modulo 2^64, an int64 scalar on its device."""
     flat = tensor.contiguous().reshape(-1)
-    words = 8 // flat.element_size()
-    whole = flat.numel() - flat.numel() % words
-    head, tail = flat[:whole], flat[whole:]
+    elements_per_word = 8 // flat.element_size()
+    aligned_size = flat.numel() - flat.numel() % elements_per_word
+    # The tail that fills no word is padded with zeros; a head off an 8-byte boundary can't be viewed as int64.
+    head, tail = flat[:aligned_size], flat[aligned_size:]
     if head.data_ptr() % 8:
         head = head.clone()
     total = head.view(torch.int64).sum()
     if tail.numel():
-        padded = torch.zeros(words, dtype=flat.dtype, device=flat.device)
+        padded = torch.zeros(elements_per_word, dtype=flat.dtype, device=flat.device)
         padded[: tail.numel()] = tail
         total += padded.view(torch.int64).sum()
     return total
 
 
-def _scalar_sum(values: Sequence[float | int]) -> int:
-    return int(_bits(torch.tensor([float(value) for value in values], dtype=torch.float64)))
+def _scalar_checksum(values: Sequence[float | int]) -> int:
+    return int(_bit_sum(torch.tensor([float(value) for value in values], dtype=torch.float64)))
 
 
-def _signed(value: int | torch.Tensor) -> int:
-    """Returns a number modulo 2^64 as torch's int64 has it."""
+def _as_int64(value: int | torch.Tensor) -> int:
+    """Returns a number modulo 2^64 as a signed int64."""
     number = int(value) % _WORD
     return number - _WORD if number >= _WORD // 2 else number
 
 
 def as_values(values: Mapping[str, Any]) -> list[float]:
-    """Returns the numbers among plain values, in order of their names: what all ranks must have alike."""
-    kept = ((name, value) for name, value in sorted(values.items()) if isinstance(value, (int, float)))
-    return [float(value) for _, value in kept]
+    """Returns the numbers among plain values as floats, ordered by name."""
+    numbers = ((name, value) for name, value in sorted(values.items()) if isinstance(value, (int, float)))
+    return [float(value) for _, value in numbers]

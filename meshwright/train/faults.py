@@ -1,11 +1,11 @@
-"""Faults on purpose: what a rank does to itself at a place that was named beforehand, so that recovery can be tried.
+"""Fault injection: a rank fails by itself at a point that was named beforehand, so that recovery can be tested.
 
     kill:rank=3,step=20
     hang:rank=1,step=12,phase=backward;nan:rank=0,step=30
     flip:rank=1,step=5,of=moments,bit=29,seed=7
 
-A fault happens once in a run: a rank leaves a mark in the run directory before it acts. What spoils a gradient waits,
-where the rank has none at the place that was named, until the gradients of a step are whole.
+A fault happens once in a run: the rank creates a mark file in the run directory before it acts. A fault that needs a
+gradient waits, when the rank has none at the named point, until the gradients of the step are complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from meshwright.errors import ConfigError, nearest
 
 FOLDER = "chaos"
-"""Where a run directory holds faults that were asked for while it ran, and marks of those that happened."""
+"""Folder of a run directory with faults requested while it runs, and marks of those that happened."""
 KINDS = {
     "kill": "the rank is killed, as by kill -9",
     "stop": "the rank is stopped, as by kill -STOP",
@@ -34,11 +34,11 @@ KINDS = {
     "slow": "the rank sleeps for `seconds` in each step from then on",
     "flip": "a bit of the rank's memory flips: of its weights, unless `of` names something else",
 }
-"""What can be done to a rank."""
+"""Kinds of faults."""
 FLIPPED = ("weights", "gradients", "moments", "activations")
-"""What `flip` can hit."""
+"""Targets of `flip`."""
 WHOLE = "reduce"
-"""Phase at whose beginning every gradient of the step is there."""
+"""Phase at whose start every gradient of the step is complete."""
 WRITER = -1
 """The rank that a fault names to hit the process that writes checkpoints on node 0; one less a node."""
 COURIER = -101
@@ -49,7 +49,7 @@ _TICK_NS = 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing to happen."""
+    """One fault to inject."""
 
     kind: str
     """One of `KINDS`."""
@@ -74,13 +74,13 @@ class Fault:
     """Draws the element, for ``flip``; -1 for the first one."""
 
     def __str__(self) -> str:
-        """Returns the text that `parse` takes."""
-        words = [f"rank={self.rank}"]
+        """Returns the text that `parse` reads."""
+        fields = [f"rank={self.rank}"]
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default:
-                words.append(f"{field.name}={value}")
-        return f"{self.kind}:{','.join(words)}"
+                fields.append(f"{field.name}={value}")
+        return f"{self.kind}:{','.join(fields)}"
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -89,7 +89,7 @@ class Fault:
         Raises:
             ConfigError: for anything else.
         """
-        kind, _, rest = text.strip().partition(":")
+        kind, _, field_texts = text.strip().partition(":")
         if kind not in KINDS:
             raise ConfigError(f"fault '{text}': '{kind}' is unknown{nearest(kind, KINDS)}")
         types: dict[str, Callable[[str], int | float | str]] = {
@@ -97,8 +97,8 @@ class Fault:
             "seed": int,
         }  # fmt: skip
         values: dict[str, int | float | str] = {}
-        for word in rest.split(","):
-            name, _, value = word.partition("=")
+        for field_text in field_texts.split(","):
+            name, _, value = field_text.partition("=")
             if name not in types:
                 raise ConfigError(f"fault '{text}': '{name}' is unknown{nearest(name, types)}")
             try:
@@ -107,26 +107,26 @@ class Fault:
                 raise ConfigError(f"fault '{text}': {name}={value} is no number") from None
         if "rank" not in values:
             raise ConfigError(f"fault '{text}' names no rank; write {kind}:rank=0,step=20")
-        if (what := values.get("of", "weights")) not in FLIPPED:
-            raise ConfigError(f"fault '{text}': of={what} is unknown{nearest(str(what), FLIPPED)}")
+        if (target := values.get("of", "weights")) not in FLIPPED:
+            raise ConfigError(f"fault '{text}': of={target} is unknown{nearest(str(target), FLIPPED)}")
         if not -1 <= int(values.get("bit", 0)) < 32:
             raise ConfigError(f"fault '{text}': bit={values['bit']} isn't from 0 to 31, or -1")
         return cls(kind=kind, **values)  # type: ignore[arg-type]
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Returns the faults of a text in which ``;`` stands between them."""
-    return [Fault.parse(one) for one in text.split(";") if one.strip()]
+    """Returns the faults of a text, separated by ``;``."""
+    return [Fault.parse(fault_text) for fault_text in text.split(";") if fault_text.strip()]
 
 
 class Faults:
-    """The faults of one rank.
+    """Injects the faults of one rank.
 
     Args:
         run_dir: of the run.
-        rank: this rank.
+        rank: this rank; negative for helper processes (`WRITER`, `COURIER`).
         generation: of these ranks.
-        known: those that the config names; more may come through the run directory.
+        known: the config's faults; others may be requested through the run directory.
         spoil: makes one of the rank's gradients NaN; returns whether there was one.
         flip: flips a bit as the fault says; returns whether there was one.
     """
@@ -136,91 +136,95 @@ class Faults:
         run_dir: Path,
         rank: int,
         generation: int,
-        known: Sequence[Fault] = (),
+        configured: Sequence[Fault] = (),
         spoil: Callable[[], bool] = lambda: True,
         flip: Callable[[Fault], bool] = lambda fault: True,
     ) -> None:
         self._folder = run_dir / FOLDER
         self._rank, self._generation = rank, generation
-        self._known = list(known)
+        self._faults = list(configured)
         self._spoil, self._flip = spoil, flip
-        self._seen_ns = -1
+        self._folder_changed_ns = -1
         self._step = 0
         self._slow = 0.0
         self._pending: list[tuple[Fault, Path]] = []
-        self._late: list[Fault] = []
+        self._waiting_for_gradients: list[Fault] = []
         self._refused: set[Path] = set()
-        self.refuse: Callable[[Path, str], None] = lambda path, why: None
-        """Told of each file that asks for something unintelligible, once."""
-        self.begin(0)
+        self.refuse: Callable[[Path, str], None] = lambda path, reason: None
+        """Called once with each request file that can't be parsed, and the reason."""
+        # Step 0 is the rank's start: its faults strike in this constructor.
+        self.begin_step(0)
 
-    def begin(self, step: int) -> None:
-        """Tells that a step begins (from 1; 0 for the start), and does what belongs there."""
+    def begin_step(self, step: int) -> None:
+        """Starts a step (from 1; 0 for the rank's start), and injects faults at its beginning."""
         self._step = step
-        asked = self._read() if step else []
-        self._known += asked
-        if self._known:
+        # Requests come while the run is running: none need be read before its first step.
+        requested = self._read_requests() if step else []
+        self._faults += requested
+        if self._faults:
             self._pending = [
-                (fault, self._mark(fault))
-                for fault in self._known
+                (fault, self._mark_path(fault))
+                for fault in self._faults
                 if fault.rank == self._rank
                 and fault.step == step
                 and fault.generation in (-1, self._generation)
-                and not self._mark(fault).exists()
+                and not self._mark_path(fault).exists()
             ]
-            self.at("")
+            self.reach("")
         if self._slow:
             time.sleep(self._slow)
 
     @property
     def pending(self) -> bool:
-        """Whether something is to go wrong in this step."""
-        return bool(self._pending or self._late)
+        """Whether a fault is to be injected in this step."""
+        return bool(self._pending or self._waiting_for_gradients)
 
-    def at(self, place: str) -> None:
-        """Tells that the rank has come to a place within the step, and does what belongs there."""
+    def reach(self, point: str) -> None:
+        """Injects the faults at a point within the step, which the rank has reached."""
         if not self.pending:
             return
-        if place == WHOLE:
-            late, self._late = self._late, []
-            for fault in late:
-                self._do(fault)
+        if point == WHOLE:
+            waiting, self._waiting_for_gradients = self._waiting_for_gradients, []
+            for fault in waiting:
+                self._execute(fault)
         for fault, mark in list(self._pending):
-            if fault.phase == place:
+            if fault.phase == point:
                 self._pending.remove((fault, mark))
                 self._folder.mkdir(exist_ok=True)
+                # Before the fault: after it this process may not exist any more.
                 mark.touch()
-                self._do(fault)
+                self._execute(fault)
 
-    def _mark(self, fault: Fault) -> Path:
+    def _mark_path(self, fault: Fault) -> Path:
         return self._folder / str(fault).replace(":", "-").replace(",", "-")
 
-    def _read(self) -> list[Fault]:
-        """Returns the faults that were asked for since the last look."""
+    def _read_requests(self) -> list[Fault]:
+        """Returns the faults that were requested since the last call."""
         try:
             changed = os.stat(self._folder).st_mtime_ns
         except OSError:
             return []
-        # File systems count time in ticks, of which one may hold this look and what is asked right after it.
-        if changed == self._seen_ns and time.time_ns() - changed > _TICK_NS:
+        # A request within the same tick of the file system's clock leaves the folder's time unchanged: read again.
+        if changed == self._folder_changed_ns and time.time_ns() - changed > _TICK_NS:
             return []
-        self._seen_ns = changed
-        asked = []
+        self._folder_changed_ns = changed
+        requested = []
         for path in sorted(set(self._folder.glob("*.ask")) - self._refused):
-            # Anybody may put a file here; one that says nothing costs the run nothing.
+            # Any file may be put here: an invalid one must not stop the run.
             try:
-                asked.append(Fault.parse(path.read_text(encoding="utf-8")))
+                requested.append(Fault.parse(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, ConfigError) as error:
                 self._refused.add(path)
                 self.refuse(path, str(error)[:200])
-        return [fault for fault in asked if fault not in self._known]
+        return [fault for fault in requested if fault not in self._faults]
 
-    def _do(self, fault: Fault) -> None:
+    def _execute(self, fault: Fault) -> None:
         if fault.kind in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         elif fault.kind == "hang":
             time.sleep(_FOR_EVER_S)
         elif fault.kind == "gil":
+            # PyDLL keeps the GIL, so that no thread of the rank can answer.
             ctypes.PyDLL(None).sleep(_FOR_EVER_S)
         elif fault.kind == "exit":
             os._exit(17)
@@ -229,11 +233,11 @@ class Faults:
         elif fault.kind == "slow":
             self._slow = fault.seconds
         elif not (self._spoil() if fault.kind == "nan" else self._flip(fault)):
-            self._late.append(fault)
+            self._waiting_for_gradients.append(fault)
 
 
 def ask(run_dir: Path, fault: Fault) -> Path:
-    """Asks a run under way for a fault; returns the mark that will stand once it happens.
+    """Requests a fault of a running job; returns the path of the mark that appears once it happens.
 
     Raises:
         ConfigError: when there is no such run.
@@ -243,7 +247,8 @@ def ask(run_dir: Path, fault: Fault) -> Path:
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     name = str(fault).replace(":", "-").replace(",", "-")
-    beside = folder / f".{name}.new"
-    beside.write_text(str(fault), encoding="utf-8")
-    beside.replace(folder / f"{name}.ask")
+    temporary = folder / f".{name}.new"
+    temporary.write_text(str(fault), encoding="utf-8")
+    # Renamed into place, so that the run never reads half a request.
+    temporary.replace(folder / f"{name}.ask")
     return folder / name

@@ -19,7 +19,7 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass reads."""
+    """The input of one forward pass."""
 
     tokens: torch.Tensor
     """(B, S) int64."""
@@ -30,7 +30,7 @@ class MicroBatch:
 
 
 class Feed(Protocol):
-    """Where a trainer gets its micro-batches from."""
+    """The trainer's source of micro-batches."""
 
     def micro_batches(self, step: int) -> Sequence[Any]:
         """Returns this rank's micro-batches of a step (steps done before it)."""
@@ -49,17 +49,17 @@ class Feed(Protocol):
 
 
 class TokenFeed:
-    """This rank's part of every global batch.
+    """Reads this rank's rows of every global batch.
 
     Args:
         token_set: prepared text.
         rows: rows of the global batch.
         sequence: tokens a row, S.
-        seed: of the order.
-        span: (first row, row after the last) of each global batch that this rank reads.
+        seed: of the rows' order.
+        span: [start, stop) of this rank's rows in each global batch.
         micro: micro-batches a step.
         mask_documents: whether documents in a row are kept apart.
-        device: where tensors go.
+        device: of the tensors.
         start: first step.
     """
 
@@ -89,15 +89,24 @@ class TokenFeed:
         self._prefetcher = Prefetcher(self._loader, start, depth=AHEAD, to_device=self._split)
 
     def _split(self, batch: Batch) -> list[MicroBatch]:
-        """Cuts a reader's rows into equal micro-batches and moves them; runs in the prefetching thread."""
-        broken = np.any(batch.positions[:, -1] != self._sequence - 1)
+        """Splits a reader's rows into equal micro-batches and moves them; runs in the prefetching thread.
+
+        Args:
+            batch: this reader's rows, (rows of span, S).
+        """
+        # A row without a document break counts its positions from 0 to S - 1: then no mask is needed.
+        has_document_breaks = np.any(batch.positions[:, -1] != self._sequence - 1)
         moved = tensors(batch, self._device)
-        parts = (moved.tokens, moved.targets, moved.positions)
-        chunks = zip(*(part.chunk(self._micro) for part in parts))
-        return [MicroBatch(tokens, targets, places if broken else None) for tokens, targets, places in chunks]
+        fields = (moved.tokens, moved.targets, moved.positions)
+        chunks = zip(*(tensor.chunk(self._micro) for tensor in fields))
+        return [
+            MicroBatch(tokens, targets, positions if has_document_breaks else None)
+            for tokens, targets, positions in chunks
+        ]
 
     def micro_batches(self, step: int) -> Sequence[MicroBatch]:
         """Returns this rank's micro-batches of a step; steps must be asked for in order."""
+        # The prefetcher reads ahead in order: another step would need another reader.
         if step != self._prefetcher.step:
             raise AssertionError(f"step {step} asked for, step {self._prefetcher.step} is next")
         return next(self._prefetcher)
@@ -115,19 +124,21 @@ class TokenFeed:
 
         Rows beyond those, which fill up the last batch, have no targets.
         """
-        first, last = (row // self._micro for row in self._span)
+        start, stop = (row // self._micro for row in self._span)
+        # Evaluation batches are one micro-batch of the global batch, so memory suffices.
         share = self._rows // self._micro
-        seen = 0
+        rows_yielded = 0
         if len(self._set.validation.tokens) < 2:
             return
         for batch in evaluation_batches(
-            self._set.validation, rows=share, sequence=self._sequence, row_range=(first, last)
+            self._set.validation, rows=share, sequence=self._sequence, row_range=(start, stop)
         ):
-            if rows is not None and seen >= rows:
+            if rows is not None and rows_yielded >= rows:
                 return
             if rows is not None:
-                batch.targets[seen + np.arange(first, last) >= rows] = IGNORED
-            seen += share
+                # Rows of the last batch beyond ``rows`` are masked: the result doesn't depend on the batch size.
+                batch.targets[rows_yielded + np.arange(start, stop) >= rows] = IGNORED
+            rows_yielded += share
             moved = tensors(batch, self._device)
             yield MicroBatch(moved.tokens, moved.targets, None)
 

@@ -1,4 +1,4 @@
-"""How a supervisor asks its ranks what their devices are at, when nothing moves: each has a thread that answers."""
+"""Lets a supervisor query which operation the GPU of each hung rank waits for, by a thread in each rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from meshwright.checkpoint.snapshot import Segment
 from meshwright.monitor.flight import read_dump, unfinished
 
 WAIT_S = 1.0
-"""A rank that doesn't answer within so long can't: its interpreter is held, or its driver."""
-_SPACE = 256
+"""A rank that doesn't answer within this time can't: its interpreter or its driver is blocked."""
+_ANSWER_BYTES = 256
 _SIZE = struct.Struct("<q")
 _POLL_S = 0.01
 
 
 class Flight:
-    """Questions and answers between a supervisor and the ranks of its node; made before they are forked.
+    """A request pipe and shared answers between a supervisor and its node's ranks; made before they are forked.
 
     Args:
         ranks: of this node.
@@ -28,53 +28,55 @@ class Flight:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._segment = Segment()
-        self._map = self._segment.map(_SPACE * ranks)
-        self._asks, self._asked = os.pipe()
+        self._map = self._segment.map(_ANSWER_BYTES * ranks)
+        self._request_reader, self._request_writer = os.pipe()
 
     def answer(self, local_rank: int, dump: Callable[[], bytes] | None) -> None:
-        """Answers on a rank, once, by a thread that sleeps until it is asked.
+        """Starts a thread on a rank that answers one query.
 
         Args:
-            local_rank: among the ranks of this node.
-            dump: of the recorder; None where there is none.
+            local_rank: index among the ranks of this node.
+            dump: returns the flight recorder's dump; None without a recorder.
         """
         if dump is not None:
-            work = threading.Thread(target=self._answer, args=(local_rank, dump), name="flight", daemon=True)
-            work.start()
+            thread = threading.Thread(target=self._wait_and_answer, args=(local_rank, dump), name="flight", daemon=True)
+            thread.start()
 
-    def _answer(self, local_rank: int, dump: Callable[[], bytes]) -> None:
-        # A byte for each rank comes at once, of which each takes one.
-        if not os.read(self._asks, 1):
+    def _wait_and_answer(self, local_rank: int, dump: Callable[[], bytes]) -> None:
+        # One query writes a byte for each rank; each rank reads one.
+        if not os.read(self._request_reader, 1):
             return
         try:
-            found = unfinished(read_dump(dump()))
-        except Exception:  # a dump of another form than is known says nothing, and must not be what is told
+            operation = unfinished(read_dump(dump()))
+        except Exception:  # an unknown dump format must not replace the error that is being diagnosed
             return
-        words = (str(found) if found is not None else "").encode()[: _SPACE - _SIZE.size]
-        at = _SPACE * local_rank
-        self._map[at + _SIZE.size : at + _SIZE.size + len(words)] = words
-        _SIZE.pack_into(self._map, at, len(words) + 1)
+        text = (str(operation) if operation is not None else "").encode()[: _ANSWER_BYTES - _SIZE.size]
+        offset = _ANSWER_BYTES * local_rank
+        # Text first, then its size: a nonzero size says that the text is complete.
+        self._map[offset + _SIZE.size : offset + _SIZE.size + len(text)] = text
+        _SIZE.pack_into(self._map, offset, len(text) + 1)
 
-    def ask(self) -> dict[int, str]:
-        """Asks all ranks, and returns what those that answered say, by local rank; empty words where nothing waits."""
-        os.write(self._asked, bytes(self._ranks))
-        end = time.monotonic() + WAIT_S
-        while len(found := self._answers()) < self._ranks and time.monotonic() < end:
+    def query(self) -> dict[int, str]:
+        """Queries all ranks; returns the answers by local rank, empty text for a GPU that waits for nothing."""
+        os.write(self._request_writer, bytes(self._ranks))
+        deadline = time.monotonic() + WAIT_S
+        # Ranks whose interpreter is blocked never answer: don't wait longer than `WAIT_S`.
+        while len(answers := self._read_answers()) < self._ranks and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return found
+        return answers
 
-    def _answers(self) -> dict[int, str]:
-        found = {}
+    def _read_answers(self) -> dict[int, str]:
+        answers = {}
         for rank in range(self._ranks):
-            (size,) = _SIZE.unpack_from(self._map, _SPACE * rank)
+            (size,) = _SIZE.unpack_from(self._map, _ANSWER_BYTES * rank)
             if size:
-                at = _SPACE * rank + _SIZE.size
-                found[rank] = self._map[at : at + size - 1].decode("utf-8", "replace")
-        return found
+                offset = _ANSWER_BYTES * rank + _SIZE.size
+                answers[rank] = self._map[offset : offset + size - 1].decode("utf-8", "replace")
+        return answers
 
     def close(self) -> None:
         """Lets go of memory and pipe."""
         self._map.close()
         self._segment.close()
-        for fd in (self._asks, self._asked):
+        for fd in (self._request_reader, self._request_writer):
             os.close(fd)

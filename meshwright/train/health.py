@@ -1,4 +1,4 @@
-"""Whether a step's numbers are sane, judged from what all ranks share: by the user's limits and by the run's past."""
+"""Judges a step's loss and gradient norm, by the user's limits and by limits learned from the run's past."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from meshwright.train.config import RecoveryConfig
 
 REMEMBERED = 64
-"""Steps whose losses and gradient norms are the run's past."""
+"""Number of last steps whose losses and gradient norms are the run's past."""
 LEAST = 16
-"""Steps before which the past says nothing."""
+"""Least number of steps from which limits are learned."""
 LOSS_FACTOR, LOSS_DEVIATIONS = 3.0, 20.0
 """A loss is out of range above the median by twice its size, and by so many robust standard deviations. The spikes that
 large runs report and recover from stay below. Source: Chowdhery et al., PaLM (2022), 5.1; Zhang et al., OPT (2022)."""
@@ -29,7 +29,7 @@ class Limits(NamedTuple):
     """The largest numbers with which a step updates the weights."""
 
     loss: float
-    """Nats a target token, or what the model's own loss counts in."""
+    """In nats per target token, or in the unit of the model's own loss."""
     norm: float
     """2-norm of the whole gradient, before clipping."""
 
@@ -38,11 +38,10 @@ NO_LIMITS = Limits(math.inf, math.inf)
 
 
 class Health:
-    """Judges losses and gradient norms; the same on every rank, since all see the same numbers.
+    """Judges losses and gradient norms; every rank comes to the same verdict, since all see the same numbers.
 
-    Two kinds of limits: those that the user names (`spike`, `largest_norm`) decide what ``recovery.on_sick`` says of a
-    step; those learned from the run's own past only ask whether the machine computed right, and never change the
-    training of a machine that did.
+    The user's limits (`spike`, `largest_norm`) select the steps to which ``recovery.on_sick`` applies. The learned
+    limits only select steps to recompute, in case the machine erred; they never change the training of a correct one.
 
     Args:
         config: which numbers are out of range.
@@ -60,14 +59,15 @@ class Health:
         """The user's own limits; None for any numbers that are finite."""
         if not self.config.spike and not self.config.largest_norm:
             return None
-        known = self.config.spike and len(self._losses) >= LEAST
+        # A median of a few losses is no reference.
+        has_history = self.config.spike and len(self._losses) >= LEAST
         return Limits(
-            self.config.spike * median(self._losses) if known else math.inf,
+            self.config.spike * median(self._losses) if has_history else math.inf,
             self.config.largest_norm or math.inf,
         )
 
     def learned(self, step: int) -> Limits:
-        """Returns the limits that the last steps give for one.
+        """Returns the limits learned from the last steps; `NO_LIMITS` before `LEAST` steps.
 
         Args:
             step: steps done before it.
@@ -77,11 +77,12 @@ class Health:
         width = WARMUP_FACTOR if step < self._warmup else 1.0
         loss, spread = _centre(self._losses)
         loss += width * max(LOSS_DEVIATIONS * spread, (LOSS_FACTOR - 1.0) * abs(loss))
+        # Gradient norms are spread over decades: their logarithms are roughly normal.
         logarithm, spread = _centre([math.log(max(norm, 1e-300)) for norm in self._norms])
         return Limits(loss, _exp(logarithm + width * max(NORM_DEVIATIONS * spread, math.log(NORM_FACTOR))))
 
     def suspect(self, step: int, loss: float, norm: float) -> str | None:
-        """Returns why a step's numbers may come of a broken machine, or None.
+        """Returns why a step's numbers may be the machine's error, or None.
 
         Args:
             step: steps done before it.
@@ -100,33 +101,35 @@ class Health:
         return None
 
     def judge(self, loss: float, norm: float) -> str | None:
-        """Returns what is wrong with a step by the user's limits, or None; takes note of it when nothing is."""
+        """Returns why a step violates the user's limits, or None; then its numbers join the run's past."""
         limits = self.limits or NO_LIMITS
         self._quiet = max(0, self._quiet - 1)
         if not math.isfinite(norm):
             return "the gradient isn't finite"
+        # Negated, so that a NaN loss violates it.
         if not loss <= limits.loss:
             return f"the loss is over {self.config.spike:g} times the median of the last {len(self._losses)}"
         if norm > limits.norm:
             return f"the gradient norm is over recovery.largest_norm = {self.config.largest_norm:g}"
         if self.config.spike or self.config.learned_limits:
+            # Only accepted steps enter the past, so that anomalies don't widen the limits.
             self._losses = [*self._losses[1 - REMEMBERED :], loss]
             self._norms = [*self._norms[1 - REMEMBERED :], norm]
         return None
 
     def accept(self) -> None:
-        """Forgets the past, which the training itself has left: done again, it came to the same numbers.
+        """Forgets the run's past, after suspect numbers recurred and so were the training's own.
 
-        No step is suspect until there is another past.
+        No step is suspect until a new past has been collected.
         """
         self._losses, self._norms, self._quiet = [], [], REMEMBERED
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns plain values for a checkpoint."""
         return {"losses": self._losses, "norms": self._norms, "quiet": self._quiet}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Takes back `state`; a checkpoint without norms has no past for them."""
+        """Restores `state`'s values; a checkpoint without norms restores no past."""
         losses, norms = ([float(value) for value in values.get(name, [])] for name in ("losses", "norms"))
         self._losses, self._norms = (losses, norms) if len(losses) == len(norms) else ([], [])
         self._quiet = int(values.get("quiet", 0))

@@ -1,4 +1,4 @@
-"""Hooks: what may look at each step and ask the trainer for something, without ever holding it."""
+"""Hooks: functions that see each step and may request an evaluation, a checkpoint or the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.events import StepRecord
 
 
 class Request(Flag):
-    """What a hook may ask for; several combine with ``|``. Honoured before the next step, on all ranks at once."""
+    """A hook's request; several combine with ``|``. Executed before the next step, on all ranks at once."""
 
     NONE = 0
     EVALUATE = auto()
@@ -23,17 +23,17 @@ class Request(Flag):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """What a hook is told after a step; the same on every rank, so that all ranks ask for the same."""
+    """A hook's argument after a step; the same on every rank, so that all ranks request the same."""
 
     step: int
     """Steps done."""
     steps: int
     """Steps of the whole run."""
     record: StepRecord
-    """The step's line of metrics; memory, parts and traffic are this rank's own."""
+    """The step's line of metrics; its memory, times and traffic differ between ranks."""
     validation_loss: float | None
     """Last validation loss, nats per token, if there was one."""
 
 
 Hook = Callable[[StepInfo], Request]
-"""A hook decides from what all ranks share (step, loss, norm, tokens), never from memory or time of one rank."""
+"""A hook decides by values that all ranks share (step, loss, norm, tokens), never by memory or time of one rank."""

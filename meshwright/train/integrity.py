@@ -1,6 +1,7 @@
-"""Whether the machine that trains computes right: suspect steps are done again, and copies are compared.
+"""Detection of hardware errors: suspect steps are recomputed, copies of the state compared, its values bounded.
 
-What is found damaged is told to the supervisor, whose next ranks go on from an older state.
+A detected damage ends these ranks; their supervisor starts others from an older state, which recompute the same steps.
+If the suspect numbers recur there, they are the training's own and are accepted.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ LIMITS, COPIES, BOUNDS = "limits", "copies", "bounds"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """What ranks found wrong with their state, for those that come after them."""
+    """A damage of the state, as the ranks that detected it report it to their successors."""
 
     kind: str
-    """`LIMITS`: numbers that the run's past doesn't give; `COPIES`: ranks hold different copies; `BOUNDS`: a rank holds
-    what no update can have made."""
+    """`LIMITS`: loss or norm out of the learned range; `COPIES`: copies differ; `BOUNDS`: a value that no update can
+    have produced."""
     step: int
-    """Steps done when it was seen."""
+    """Steps done at its detection."""
     keep: int
-    """The newest step whose state may be gone back to."""
+    """The newest step whose state may be restored."""
     why: str
-    """A sentence."""
+    """A sentence for events and errors."""
     ranks: tuple[int, ...] = ()
-    """Ranks that most others contradict."""
+    """Ranks that the majority contradicts."""
     base: int = 0
-    """Step of the state that the ranks which saw it had begun from."""
+    """Step of the state that the detecting ranks had restored."""
     rows: tuple[tuple[int, ...], ...] = ()
     """Checksums of each rank, for `COPIES`."""
     element: Element | None = None
-    """Where copies differ most, for `COPIES`."""
+    """The element whose copies differ most, for `COPIES`."""
     last: bool = False
-    """Whether no older state is there: what comes again is the training's own."""
+    """Whether no older state exists: recurring numbers are the training's own."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
@@ -53,31 +54,31 @@ class Damage:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Returns the damage of `to_json`'s values."""
-        more: dict[str, Any] = {"ranks": tuple(values["ranks"]), "rows": tuple(map(tuple, values["rows"]))}
+        fields: dict[str, Any] = {"ranks": tuple(values["ranks"]), "rows": tuple(map(tuple, values["rows"]))}
         if (element := values["element"]) is not None:
-            ranks, number, index, held = (element[name] for name in ("ranks", "number", "index", "values"))
-            more["element"] = Element(tuple(ranks), number, index, tuple(held))
-        return cls(**dict(values) | more)
+            ranks, number, index, values_held = (element[name] for name in ("ranks", "number", "index", "values"))
+            fields["element"] = Element(tuple(ranks), number, index, tuple(values_held))
+        return cls(**dict(values) | fields)
 
 
 class Past(Protocol):
-    """What ranks before these left (`train.memory.RankMemory`)."""
+    """The previous ranks' legacy (`train.memory.RankMemory`)."""
 
     @property
     def damage(self) -> Damage | None:
-        """What they went back for; None when they didn't."""
+        """The damage that ended them; None without one."""
 
 
 class Integrity:
-    """Watches over the numbers and copies of one rank; every method is called by all ranks alike.
+    """Checks a rank's numbers, copies and bounds; all ranks call every method together.
 
     Args:
-        health: judges numbers; its config says what is watched.
-        program: of this rank.
+        health: judges losses and norms; its config selects the checks.
+        program: this rank's program.
         optimizer: over its weights.
-        agreement: how ranks exchange small values.
-        memory: knows what the ranks before these went back for; None where nobody starts others from an older state.
-        event: reports what all ranks know.
+        agreement: exchanges small values between all ranks.
+        memory: holds the damage that ended the previous ranks; None where no supervisor can restart from older state.
+        event: records an event on rank 0.
     """
 
     def __init__(
@@ -90,197 +91,221 @@ class Integrity:
         event: Callable[..., None],
     ) -> None:
         self._health, self._event, config = health, event, health.config
-        self._seen, self._can_go_back = memory.damage if memory is not None else None, memory is not None
-        self._base = 0
-        compared = config.compare and agreement.count > 1
-        self._copies = CopyCheck(program, optimizer, agreement, config.compare_every) if compared else None
+        # Without a supervisor nobody restarts from an older state: damages then raise.
+        self._earlier_damage, self._can_rewind = memory.damage if memory is not None else None, memory is not None
+        self._restored_step = 0
+        compares = config.compare and agreement.count > 1
+        self._copy_check = CopyCheck(program, optimizer, agreement, config.compare_every) if compares else None
         self._bounds = StateBounds(program, optimizer) if config.compare else None
         self._agreement = agreement
         self.damage: Damage | None = None
-        """Why these ranks end, and others begin from an older state; None while all is well."""
+        """The damage for which these ranks end; None while none was detected."""
 
     def start(self, step: int) -> None:
-        """Tells from which step on these ranks train."""
-        self._base = step
-        if self._copies is not None:
-            self._copies.start(step)
+        """Sets the step from which these ranks train."""
+        self._restored_step = step
+        if self._copy_check is not None:
+            self._copy_check.start(step)
         if self._bounds is not None:
             self._bounds.start()
 
     def limits(self, step: int) -> Limits | None:
-        """Returns the largest numbers with which the step after ``step`` updates the weights; None for any finite."""
-        own, learned = self._health.limits, self._health.learned(step)
-        if own is None:
+        """Returns the largest loss and norm with which step ``step + 1`` may update weights; None for any finite."""
+        configured, learned = self._health.limits, self._health.learned(step)
+        if configured is None:
             return learned if math.isfinite(learned.loss) or math.isfinite(learned.norm) else None
-        return Limits(min(own.loss, learned.loss), min(own.norm, learned.norm))
+        return Limits(min(configured.loss, learned.loss), min(configured.norm, learned.norm))
 
     def settled(
         self, step: int, outcome: StepOutcome, scaled: bool, run: Callable[[Limits | None], StepOutcome]
     ) -> tuple[StepOutcome, dict[str, float]]:
-        """Returns a step's outcome once it is trusted: a suspect one, which updated nothing, is computed again.
+        """Returns a trusted outcome of a step; a suspect step, which updated no weight, is recomputed.
 
         Args:
             step: steps done before it.
-            outcome: as it came first.
+            outcome: of the first computation.
             scaled: whether a loss scale may have made the gradient infinite.
             run: computes the step again within limits.
         """
-        outcome, values = self._trusted(step, outcome, scaled, run)
+        outcome, values = self._trusted_outcome(step, outcome, scaled, run)
         loss, norm = self.limits(step) or NO_LIMITS
+        # Only a step that updated the weights widens their bounds.
         if self._bounds is not None and values["finite"] and values["loss"] <= loss and values["grad_norm"] <= norm:
             self._bounds.updated(values["grad_norm"], outcome.lr)
         return outcome, values
 
-    def _trusted(
+    def _trusted_outcome(
         self, step: int, outcome: StepOutcome, scaled: bool, run: Callable[[Limits | None], StepOutcome]
     ) -> tuple[StepOutcome, dict[str, float]]:
-        """Returns what `settled` does, of which nobody has taken note yet."""
+        """Returns the outcome for `settled`, before `StateBounds` learns of the update."""
         values = outcome.read()
-        why = self._suspect(step, values, scaled)
-        if why is None:
-            self._passed(LIMITS, step)
+        # Deterministic steps: a recomputation gives the same numbers unless the machine erred once.
+        reason = self._suspect(step, values, scaled)
+        if reason is None:
+            self._mark_passed(LIMITS, step)
             return outcome, values
-        again = run(self.limits(step))
-        repeated = again.read()
-        if self._suspect(step, repeated, scaled) is None:
-            told = {"first": [values["loss"], values["grad_norm"]], "loss": repeated["loss"]}
-            self._event("step_repeated", step=step + 1, why=why, **told, grad_norm=repeated["grad_norm"])
-            self._passed(LIMITS, step)
-            return again, repeated
-        before = self._doubted(LIMITS, step)
-        if self._can_go_back and (before is None or not before.last):
-            # Weights may have been damaged after the step before the last had used them.
-            keep = step - 1 if before is None else self._base - 1
-            self.damage = Damage(kind=LIMITS, step=step, keep=keep, why=why, base=self._base)
-            return again, repeated
-        self._event("limits_left", step=step + 1, why=why, replayed=before is not None)
-        self._seen = None
+        second = run(self.limits(step))
+        second_values = second.read()
+        if self._suspect(step, second_values, scaled) is None:
+            event_fields = {"first": [values["loss"], values["grad_norm"]], "loss": second_values["loss"]}
+            self._event(
+                "step_repeated", step=step + 1, why=reason, **event_fields, grad_norm=second_values["grad_norm"]
+            )
+            self._mark_passed(LIMITS, step)
+            return second, second_values
+        earlier = self._earlier_damage_at(LIMITS, step)
+        # The numbers recur on this state, so the state is the suspect, unless older ones gave the same.
+        if self._can_rewind and (earlier is None or not earlier.last):
+            # First rewind before the last step, after whose forward weights may have been damaged.
+            keep = step - 1 if earlier is None else self._restored_step - 1
+            self.damage = Damage(kind=LIMITS, step=step, keep=keep, why=reason, base=self._restored_step)
+            return second, second_values
+        # They recurred from older states too: the training's own numbers, so learn new limits.
+        self._event("limits_left", step=step + 1, why=reason, replayed=earlier is not None)
+        self._earlier_damage = None
         self._health.accept()
-        if math.isfinite(repeated["grad_norm"]):
-            again = run(self._health.limits)
-            repeated = again.read()
-        return again, repeated
+        if math.isfinite(second_values["grad_norm"]):
+            second = run(self._health.limits)
+            second_values = second.read()
+        return second, second_values
 
     def _suspect(self, step: int, values: Mapping[str, float], scaled: bool) -> str | None:
+        # An overflow under a loss scale is normal: the scaler halves the scale.
         if scaled and not math.isfinite(values["grad_norm"]):
             return None
         return self._health.suspect(step, values["loss"], values["grad_norm"])
 
     def due(self, step: int) -> bool:
-        """Whether copies are to be compared after ``step`` steps, though no state is kept there."""
-        if self._copies is None:
+        """Whether to compare copies after ``step`` steps, even if no state is saved there."""
+        if self._copy_check is None:
             return False
-        return self._copies.due(step) or any(self._doubted(kind, step) for kind in (COPIES, BOUNDS))
+        return self._copy_check.due(step) or any(self._earlier_damage_at(kind, step) for kind in (COPIES, BOUNDS))
 
     def agrees(self, step: int, counters: Mapping[str, Any]) -> bool:
-        """Compares all copies after ``step`` steps; returns whether they are equal, which a state must be to be kept.
+        """Compares all copies after ``step`` steps; returns whether the state may be saved.
 
         Args:
             step: steps done.
-            counters: plain values that all ranks must have alike.
+            counters: plain values that must be equal on all ranks.
 
         Raises:
-            RankError: when they aren't and nobody starts other ranks.
+            RankError: when copies differ and no supervisor can restart from older state.
         """
-        why = self._bounds.broken() if self._bounds is not None else None
-        if self._copies is None:
-            return self._within(step, [why], (0,) if why else ())
-        found = self._copies.compare(step, [step, *as_values(counters)], alarm=why is not None)
-        for small in found.rounded:
-            self._event("copies_rounded", step=step, why=str(small), size=small.size)
-        seen = self._doubted(COPIES, step)
-        if seen is not None and found.differences and [list(row) for row in seen.rows] == found.rows:
-            self._tolerate(found, step)
-        if not found.differences:
-            if seen is not None:
-                self._named(seen, seen.ranks or self._contradicted(seen))
-            return self._within(step, self._agreement.gather(why) if found.alarms else [], found.alarms)
-        first = found.differences[0]
-        why = f"copies of the state differ after step {step}: {first}"
-        if not self._can_go_back:
-            raise RankError(f"{why}; the newest checkpoint was written while they agreed")
-        rows = tuple(tuple(row) for row in found.rows)
-        keep = step - 1 if seen is None else self._base - 1 if self._base else 0
-        more: dict[str, Any] = {"ranks": first.odd, "base": self._base, "rows": rows, "element": first.element}
-        self.damage = Damage(kind=COPIES, step=step, keep=keep, why=why, **more)
+        # Checked on each rank alone; the comparison below tells all ranks who raised an alarm.
+        reason = self._bounds.broken() if self._bounds is not None else None
+        if self._copy_check is None:
+            return self._within_bounds(step, [reason], (0,) if reason else ())
+        comparison = self._copy_check.compare(step, [step, *as_values(counters)], alarm=reason is not None)
+        for mismatch_by_rounding in comparison.rounded:
+            self._event("copies_rounded", step=step, why=str(mismatch_by_rounding), size=mismatch_by_rounding.size)
+        earlier = self._earlier_damage_at(COPIES, step)
+        # The same checksums from an intact older state: nondeterminism or a software difference, no damage.
+        if earlier is not None and comparison.differences and [list(row) for row in earlier.rows] == comparison.rows:
+            self._tolerate(comparison, step)
+        if not comparison.differences:
+            if earlier is not None:
+                self._report_repaired(earlier, earlier.ranks or self._contradicted_rank(earlier))
+            return self._within_bounds(
+                step, self._agreement.gather(reason) if comparison.alarms else [], comparison.alarms
+            )
+        mismatch = comparison.differences[0]
+        reason = f"copies of the state differ after step {step}: {mismatch}"
+        if not self._can_rewind:
+            raise RankError(f"{reason}; the newest checkpoint was written while they agreed")
+        rows = tuple(tuple(row) for row in comparison.rows)
+        # First rewind before this step; if copies differ again after that, before the restored state.
+        keep = step - 1 if earlier is None else self._restored_step - 1 if self._restored_step else 0
+        fields: dict[str, Any] = {
+            "ranks": mismatch.odd,
+            "base": self._restored_step,
+            "rows": rows,
+            "element": mismatch.element,
+        }
+        self.damage = Damage(kind=COPIES, step=step, keep=keep, why=reason, **fields)
         return False
 
-    def _within(self, step: int, whys: Sequence[str | None], ranks: tuple[int, ...]) -> bool:
-        """Says whether every rank holds only what its updates can have made.
+    def _within_bounds(self, step: int, reasons: Sequence[str | None], ranks: tuple[int, ...]) -> bool:
+        """Returns whether every rank's state is within the bounds of its updates (`train.bounds`).
 
         Args:
             step: steps done.
-            whys: each rank's sentence, None where all is well.
-            ranks: those that have one.
+            reasons: each rank's sentence; None for a rank within bounds.
+            ranks: those with a sentence.
 
         Raises:
-            RankError: when a rank doesn't and nobody starts other ranks.
+            RankError: when one is out of bounds and no supervisor can restart from older state.
         """
-        seen = self._doubted(BOUNDS, step)
+        earlier = self._earlier_damage_at(BOUNDS, step)
         if not ranks:
-            if seen is not None:
-                self._named(seen, seen.ranks)
+            if earlier is not None:
+                self._report_repaired(earlier, earlier.ranks)
             return True
-        why = f"rank {ranks[0]}'s state is damaged after step {step}: {whys[ranks[0]]}"
-        if not self._can_go_back:
-            raise RankError(f"{why}; the newest checkpoint was written before")
-        if seen is not None and seen.last:
-            self._event("limits_left", step=step, why=why, replayed=True)
-            self._seen = self._bounds = None
+        reason = f"rank {ranks[0]}'s state is damaged after step {step}: {reasons[ranks[0]]}"
+        if not self._can_rewind:
+            raise RankError(f"{reason}; the newest checkpoint was written before")
+        if earlier is not None and earlier.last:
+            self._event("limits_left", step=step, why=reason, replayed=True)
+            self._earlier_damage = self._bounds = None
             return True
-        keep = step - 1 if seen is None else self._base - 1
-        self.damage = Damage(kind=BOUNDS, step=step, keep=keep, why=why, ranks=ranks, base=self._base)
+        keep = step - 1 if earlier is None else self._restored_step - 1
+        self.damage = Damage(kind=BOUNDS, step=step, keep=keep, why=reason, ranks=ranks, base=self._restored_step)
         return False
 
-    def _contradicted(self, seen: Damage) -> tuple[int, ...]:
-        """Returns the rank that a state computed again contradicts most, where two held different copies."""
-        assert self._copies is not None
-        value = self._copies.right_value(seen.element) if seen.element is not None else None
-        return seen.element.farthest(value) if seen.element is not None and value is not None else ()
+    def _contradicted_rank(self, earlier: Damage) -> tuple[int, ...]:
+        """Returns the rank whose earlier value the recomputed state contradicts most, as a tuple; empty if unknown."""
+        assert self._copy_check is not None
+        value = self._copy_check.right_value(earlier.element) if earlier.element is not None else None
+        return earlier.element.farthest(value) if earlier.element is not None and value is not None else ()
 
-    def sound(self, step: int, loss: float, before: float | None) -> bool:
-        """Says whether the loss over held-out text bears out the last state, which no further step will.
+    def sound(self, step: int, loss: float, previous_loss: float | None) -> bool:
+        """Returns whether the final validation loss is plausible: no further step will check the last state.
 
         Args:
             step: steps done.
-            loss: nats a token.
-            before: the one before; None for none.
+            loss: validation loss in nats per token.
+            previous_loss: the previous validation loss, if any.
         """
-        seen = self._doubted(LIMITS, step)
-        bound = 3.0 * max(self._health.learned(step).loss, before if before is not None else -math.inf)
+        earlier = self._earlier_damage_at(LIMITS, step)
+        # A factor of 3 over what training or the previous evaluation showed: far beyond noise.
+        bound = 3.0 * max(self._health.learned(step).loss, previous_loss if previous_loss is not None else -math.inf)
         fits = math.isfinite(loss) and loss <= bound
-        if fits or not self._can_go_back or (seen is not None and seen.last):
-            self._passed(LIMITS, step)
+        if fits or not self._can_rewind or (earlier is not None and earlier.last):
+            self._mark_passed(LIMITS, step)
             return True
-        keep = step - 1 if seen is None else self._base - 1
-        why = f"the loss over held-out text is {loss:.4g} after the last step"
-        self.damage = Damage(kind=LIMITS, step=step, keep=keep, why=why, base=self._base)
+        keep = step - 1 if earlier is None else self._restored_step - 1
+        reason = f"the loss over held-out text is {loss:.4g} after the last step"
+        self.damage = Damage(kind=LIMITS, step=step, keep=keep, why=reason, base=self._restored_step)
         return False
 
-    def _tolerate(self, found: Comparison, step: int) -> None:
-        """Leaves be what comes out differently by itself, computed twice from a state of which all copies agreed."""
-        assert self._copies is not None
-        for difference in found.differences:
-            self._copies.tolerate(difference)
+    def _tolerate(self, comparison: Comparison, step: int) -> None:
+        """Accepts differences that recurred when recomputed from a state whose copies agreed."""
+        assert self._copy_check is not None
+        for difference in comparison.differences:
+            self._copy_check.tolerate(difference)
             self._event("copies_left", step=step, why=str(difference), size=difference.size)
-        found.differences.clear()
-        self._seen = None
+        comparison.differences.clear()
+        self._earlier_damage = None
 
-    def _passed(self, kind: str, step: int) -> None:
-        """Takes note that the step of which ranks before these had doubts came out right."""
-        if (seen := self._doubted(kind, step)) is not None:
-            self._named(seen, ())
+    def _mark_passed(self, kind: str, step: int) -> None:
+        """Reports as repaired a damage that the previous ranks had at this step, and that didn't recur."""
+        if (earlier := self._earlier_damage_at(kind, step)) is not None:
+            self._report_repaired(earlier, ())
 
-    def _doubted(self, kind: str, step: int) -> Damage | None:
-        """Returns what ranks before these went back for, if it was this."""
-        return self._seen if self._seen is not None and (self._seen.kind, self._seen.step) == (kind, step) else None
+    def _earlier_damage_at(self, kind: str, step: int) -> Damage | None:
+        """Returns the previous ranks' damage if it was of this kind and at this step."""
+        return (
+            self._earlier_damage
+            if self._earlier_damage is not None
+            and (self._earlier_damage.kind, self._earlier_damage.step) == (kind, step)
+            else None
+        )
 
-    def _named(self, seen: Damage, odd: tuple[int, ...]) -> None:
-        """Tells that a damage is repaired, and which ranks it was at, as the same steps computed again show."""
-        self._event("damage_repaired", step=seen.step, damaged=list(odd), why=seen.why)
-        self._seen = None
+    def _report_repaired(self, earlier: Damage, damaged_ranks: tuple[int, ...]) -> None:
+        """Reports that recomputing the same steps repaired a damage, and which ranks had it."""
+        self._event("damage_repaired", step=earlier.step, damaged=list(damaged_ranks), why=earlier.why)
+        self._earlier_damage = None
 
 
 def is_last(damage: Damage) -> Damage:
-    """Returns the damage for ranks that have no older state to go back to."""
+    """Returns the damage, marked for ranks without an older state to restore."""
     return replace(damage, last=True)

@@ -1,4 +1,4 @@
-"""Cross-entropy summed over target tokens, with the logits' gradient made in the logits' own memory."""
+"""Cross-entropy summed over target tokens, with the logits' gradient written into the logits' memory."""
 
 from __future__ import annotations
 
@@ -15,99 +15,129 @@ IGNORED = -100
 """Target that counts for nothing."""
 
 _IN_PLACE = {"UnsafeViewBackward0", "ViewBackward0", "MmBackward0", "AddmmBackward0", "ToCopyBackward0"}
-"""Makers of logits whose backward doesn't read the logits again, so that their memory may be reused."""
+"""Autograd nodes that produce logits and don't read them in backward, so that their memory may be reused."""
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Forward makes loss, hits and gradient in one pass over cached rows; backward hands the gradient on."""
+    """Computes loss, hits and gradient in forward, chunk by chunk; backward returns the saved gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: Scale, reuse: bool, vocab: VocabShard | None
-    ) -> Any:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wants_gradient = ctx.needs_input_grad[0]
+        # The logits' memory becomes their gradient: at large V this halves the peak of the head.
         gradient = (logits if reuse else torch.empty_like(logits)) if wants_gradient else None
-        work = _whole if vocab is None else _split
-        loss_sum, hits = work(logits, targets, scale, gradient, vocab)
+        one_pass = _full_vocab_pass if vocab is None else _sharded_vocab_pass
+        loss_sum, hits = one_pass(logits, targets, scale, gradient, vocab)
         if gradient is not None:
             ctx.save_for_backward(gradient)
+        # float64 sums: float32 loses digits over 10^6 tokens, and would depend on the layout.
         sums = torch.stack([loss_sum, (targets != IGNORED).sum().to(torch.float64), hits])
         ctx.mark_non_differentiable(sums)
-        kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return (loss_sum * scale).to(kind), sums
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        return (loss_sum * scale).to(dtype), sums
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         (gradient,) = ctx.saved_tensors
         factor = upstream[0]
+        # The incoming gradient is usually 1; testing that on a GPU would synchronise.
         if factor.device.type != "cpu" or factor.item() != 1.0:
             gradient = gradient * factor.to(gradient.dtype)
         return gradient, None, None, None, None
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    """Yields runs of rows that fit the cache, or on a GPU a reasonable buffer."""
+    """Yields slices of rows of logits (N, V) whose chunk fits the cache, or on a GPU a 128 M-element buffer."""
     rows = max(1, ((1 << 18) if logits.device.type == "cpu" else (1 << 27)) // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
-def _whole(
+def _full_vocab_pass(
     logits: torch.Tensor, targets: torch.Tensor, scale: Scale, gradient: torch.Tensor | None, _: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (loss sum, hits) of logits (N, V) and fills their gradient, in one pass."""
-    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    """Computes loss, hits and gradient over the full vocabulary in one pass.
+
+    Args:
+        logits: (N, V) floating, whole rows on this rank.
+        targets: (N,) int64.
+        scale: factor on the gradient.
+        gradient: (N, V), filled with scale x (softmax - one-hot); may be the logits' own memory; None for none.
+
+    Returns:
+        (loss sum in nats, number of hits), float64 scalars.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     loss_sum = torch.zeros((), dtype=torch.float64, device=logits.device)
     hits = torch.zeros_like(loss_sum)
     for rows in _chunks(logits):
-        part, wanted = logits[rows], targets[rows]
-        counted = wanted != IGNORED
-        column = wanted.clamp(min=0).unsqueeze(1)
-        top = part.amax(dim=1, keepdim=True).to(kind)
-        chosen = part.gather(1, column).to(kind)
-        weight = (part.to(kind) - top).exp_()
-        total = weight.sum(dim=1, keepdim=True)
-        loss_sum += ((total.log() + top - chosen).squeeze(1) * counted).sum(dtype=torch.float64)
-        hits += ((chosen == top).squeeze(1) & counted).sum()
+        chunk, chunk_targets = logits[rows], targets[rows]
+        is_target = chunk_targets != IGNORED
+        column = chunk_targets.clamp(min=0).unsqueeze(1)
+        # log-sum-exp with the row's maximum subtracted: no overflow.
+        row_max = chunk.amax(dim=1, keepdim=True).to(dtype)
+        target_logit = chunk.gather(1, column).to(dtype)
+        exp_shifted = (chunk.to(dtype) - row_max).exp_()
+        exp_sum = exp_shifted.sum(dim=1, keepdim=True)
+        loss_sum += ((exp_sum.log() + row_max - target_logit).squeeze(1) * is_target).sum(dtype=torch.float64)
+        # A hit: the target's logit is the row's largest.
+        hits += ((target_logit == row_max).squeeze(1) & is_target).sum()
         if gradient is not None:
-            factor = counted.to(kind).unsqueeze(1) * scale
-            weight.mul_(factor / total)
-            weight.scatter_add_(1, column, -factor)
-            gradient[rows] = weight
+            factor = is_target.to(dtype).unsqueeze(1) * scale
+            # Softmax x scale in place, then subtract the scale at each target: scale x (softmax - onehot).
+            exp_shifted.mul_(factor / exp_sum)
+            exp_shifted.scatter_add_(1, column, -factor)
+            gradient[rows] = exp_shifted
     return loss_sum, hits
 
 
-def _split(
+def _sharded_vocab_pass(
     logits: torch.Tensor, targets: torch.Tensor, scale: Scale, gradient: torch.Tensor | None, vocab: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_whole`, for logits (N, stop - start) of a run of the vocabulary; every rank gets the same sums.
+    """Computes loss, hits and gradient over logits that are sharded by vocabulary; every rank gets the same sums.
 
-    The first pass leaves exp(logit - own top) where the gradient goes, so that the exponential is taken once.
+    Args:
+        logits: (N, stop - start) floating, this rank's columns [start, stop) of the vocabulary.
+        targets: (N,) int64, over the full vocabulary.
+        scale: factor on the gradient.
+        gradient: shaped like logits, filled; may be the logits' own memory; None for none.
+        vocab: this rank's columns, and the collectives over the ranks that share the rows.
+
+    Returns:
+        (loss sum in nats, number of hits), float64 scalars.
     """
     assert vocab is not None
-    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    counted = targets != IGNORED
-    mine = (targets >= vocab.start) & (targets < vocab.stop)
-    column = torch.where(mine, targets - vocab.start, 0)
-    own, parts = logits.new_empty(len(logits), dtype=kind), logits.new_empty(2, len(logits), dtype=kind)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    is_target = targets != IGNORED
+    in_shard = (targets >= vocab.start) & (targets < vocab.stop)
+    # Targets in another rank's columns point to column 0 here, and are masked out below.
+    column = torch.where(in_shard, targets - vocab.start, 0)
+    local_max, local_terms = logits.new_empty(len(logits), dtype=dtype), logits.new_empty(2, len(logits), dtype=dtype)
     for rows in _chunks(logits):
-        part = logits[rows]
-        own[rows] = part.amax(dim=1).to(kind)
-        parts[1, rows] = part.gather(1, column[rows].unsqueeze(1)).squeeze(1).to(kind) * mine[rows]
-        weight = (part.to(kind) - own[rows].unsqueeze(1)).exp_()
-        parts[0, rows] = weight.sum(dim=1)
+        chunk = logits[rows]
+        local_max[rows] = chunk.amax(dim=1).to(dtype)
+        # Two rows for one all-reduce: the local sum of exponentials, and the target's logit on its owner.
+        local_terms[1, rows] = chunk.gather(1, column[rows].unsqueeze(1)).squeeze(1).to(dtype) * in_shard[rows]
+        exp_shifted = (chunk.to(dtype) - local_max[rows].unsqueeze(1)).exp_()
+        local_terms[0, rows] = exp_shifted.sum(dim=1)
         if gradient is not None:
-            gradient[rows] = weight
-    top = vocab.maximum(own.clone())
-    lift = (own - top).exp_()
-    parts[0] *= lift
-    total, chosen = vocab.sum(parts).unbind()
-    loss_sum = ((total.log() + top - chosen) * counted).sum(dtype=torch.float64)
-    hits = ((chosen == top) & counted).sum().to(torch.float64)
+            gradient[rows] = exp_shifted
+    # First all-reduce, max: the shift must be the same on all ranks.
+    row_max = vocab.maximum(local_max.clone())
+    # Exponentials taken with the local maximum are rescaled to the global one.
+    rescale = (local_max - row_max).exp_()
+    local_terms[0] *= rescale
+    # Second all-reduce, sum: the denominators and the targets' logits.
+    exp_sum, target_logit = vocab.sum(local_terms).unbind()
+    loss_sum = ((exp_sum.log() + row_max - target_logit) * is_target).sum(dtype=torch.float64)
+    hits = ((target_logit == row_max) & is_target).sum().to(torch.float64)
     if gradient is not None:
-        factor = counted.to(kind) * scale
+        factor = is_target.to(dtype) * scale
         for rows in _chunks(logits):
-            gradient[rows] *= (factor[rows] * lift[rows] / total[rows]).unsqueeze(1).to(gradient.dtype)
-        gradient.scatter_add_(1, column.unsqueeze(1), (-factor * mine).unsqueeze(1).to(gradient.dtype))
+            gradient[rows] *= (factor[rows] * rescale[rows] / exp_sum[rows]).unsqueeze(1).to(gradient.dtype)
+        # Only the owner of a target's column subtracts there.
+        gradient.scatter_add_(1, column.unsqueeze(1), (-factor * in_shard).unsqueeze(1).to(gradient.dtype))
     return loss_sum, hits
 
 
@@ -122,17 +152,18 @@ def cross_entropy_sums(
 
     Args:
         logits: (B, S, V), any floating dtype; its memory is reused for the gradient where that is safe.
-        targets: (B, S) int64; -100 where nothing is to be predicted.
-        scale: factor on the loss, part of its gradient.
-        vocab: the run of the vocabulary that the logits are of, (B, S, stop - start); None for all of it.
-        spare: whether nobody else reads the logits in backward, so that their memory may become their gradient.
+        targets: (B, S) int64; -100 for positions without a target.
+        scale: factor on the loss and its gradient.
+        vocab: this rank's columns of the vocabulary, with logits (B, S, stop - start); None for unsharded logits.
+        spare: whether no other operation reads the logits in backward, so that their memory may be reused.
 
     Returns:
-        The loss to differentiate, a scalar, float32 (float64 for float64 logits); and a detached float64 vector (loss
-        sum in nats, target tokens, targets whose logit was the largest).
+        The loss to differentiate, () float32 (float64 for float64 logits); and a detached (3,) float64 vector: loss sum
+        in nats, target tokens, and hits, the targets whose logit was the largest. Equal on the ranks of ``vocab``.
     """
     producer = type(logits.grad_fn).__name__ if logits.grad_fn is not None else ""
     flat = logits.reshape(-1, logits.shape[-1])
+    # In place only if backward of the producer doesn't read the logits, and they are no view of other memory.
     reuse = spare and producer in _IN_PLACE and flat.is_contiguous() and flat.data_ptr() == logits.data_ptr()
     loss, sums = _CrossEntropy.apply(flat, targets.reshape(-1), scale, reuse, vocab)
     return loss, sums

@@ -1,4 +1,4 @@
-"""The state of a run in memory that outlives its ranks: copied every few steps, taken up by those that come after."""
+"""Snapshots of a run's state in shared memory that outlives its ranks, restored by the ranks after a failure."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
-from meshwright.train.state import BUFFERS, adopt_values, plain_values, state_places, state_tensors
+from meshwright.train.state import BUFFERS, adopt_values, plain_values, state_addresses, state_tensors
 
-_WORD = struct.Struct("<q")
+_INT64 = struct.Struct("<q")
 CUT_SHARE = 2.0**-20
-"""What a rank that was asked to cut adds to the sum of those that were asked to stop: far less than one of these."""
+"""A rank's contribution to the all-reduced stop count when a reconfiguration was requested: all together below 1."""
 
 
 RESTORING = "restoring from memory failed"
-"""How the error of a state in memory that can't be taken up begins."""
+"""Beginning of the error for a state in memory that can't be restored."""
 
 
 class Control:
-    """Words that a supervisor writes and every rank reads."""
+    """Three shared int64 words that a supervisor writes and every rank reads: cut, written step, write succeeded."""
 
     def __init__(self) -> None:
         self._segment = Segment()
-        self._map = self._segment.map(3 * _WORD.size)
+        self._map = self._segment.map(3 * _INT64.size)
 
     def ask_cut(self) -> None:
-        """Asks all ranks to end after a step that they agree on, keeping the state."""
-        _WORD.pack_into(self._map, 0, 1)
+        """Requests that all ranks end after a step that they agree on, with a snapshot of its state."""
+        _INT64.pack_into(self._map, 0, 1)
 
     @property
     def cut(self) -> bool:
-        """Whether that was asked."""
-        return _WORD.unpack_from(self._map, 0)[0] != 0
+        """Whether a reconfiguration was requested."""
+        return _INT64.unpack_from(self._map, 0)[0] != 0
 
     def tell_written(self, step: int, good: bool) -> None:
-        """Tells that the state of a step, copied for the disk, was written or couldn't be."""
-        _WORD.pack_into(self._map, 2 * _WORD.size, int(good))
-        _WORD.pack_into(self._map, _WORD.size, step)
+        """Publishes whether the checkpoint of a step was written."""
+        # The step is stored last: a rank that reads the new step also reads its outcome.
+        _INT64.pack_into(self._map, 2 * _INT64.size, int(good))
+        _INT64.pack_into(self._map, _INT64.size, step)
 
     @property
     def written(self) -> tuple[int, bool]:
-        """The last step of which that was told, 0 before the first, and whether it was written."""
-        return _WORD.unpack_from(self._map, _WORD.size)[0], _WORD.unpack_from(self._map, 2 * _WORD.size)[0] != 0
+        """The step of the last checkpoint, 0 before the first, and whether it was written."""
+        return _INT64.unpack_from(self._map, _INT64.size)[0], _INT64.unpack_from(self._map, 2 * _INT64.size)[0] != 0
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -62,37 +63,39 @@ class Control:
 
 
 class Copied:
-    """For each rank of a node the step of its newest snapshot that other nodes have: written by what sends them.
+    """Shared counters of the newest snapshot of each local rank that arrived on each peer, set by the courier.
 
     Args:
-        ranks: of this node.
-        peers: how many other nodes take them in.
+        ranks: number of ranks on this node.
+        peers: number of other nodes that receive their snapshots.
     """
 
     LIMIT_S = 20.0
-    """A rank waits no longer for its copy to arrive; a node that takes longer is missed by then."""
+    """Longest wait of a rank for its copy to arrive; a peer that needs longer counts as lost by then."""
 
     def __init__(self, ranks: int, peers: int = 1) -> None:
         self._peers = peers
         self._segment = Segment()
-        self._map = self._segment.map(_WORD.size * ranks * peers)
+        self._map = self._segment.map(_INT64.size * ranks * peers)
         for rank in range(ranks):
             for peer in range(peers):
+                # -1: nothing arrived. Fresh shared memory would read as step 0.
                 self.arrived(rank, -1, peer)
 
     def arrived(self, local_rank: int, step: int, peer: int = 0) -> None:
-        """Takes note that one of the other nodes has a rank's snapshot of a step."""
-        _WORD.pack_into(self._map, _WORD.size * (local_rank * self._peers + peer), step)
+        """Records that a peer has a rank's snapshot of a step."""
+        _INT64.pack_into(self._map, _INT64.size * (local_rank * self._peers + peer), step)
 
     def step(self, local_rank: int) -> int:
-        """Returns the newest step of which all of them have a rank's snapshot, or a later one."""
-        first = local_rank * self._peers
-        return min(_WORD.unpack_from(self._map, _WORD.size * (first + peer))[0] for peer in range(self._peers))
+        """Returns the newest step of which every peer has a rank's snapshot or a later one."""
+        offset = local_rank * self._peers
+        # The slowest peer decides: after any loss a peer must have the step.
+        return min(_INT64.unpack_from(self._map, _INT64.size * (offset + peer))[0] for peer in range(self._peers))
 
     def wait(self, local_rank: int, step: int) -> None:
-        """Waits until all of them have the snapshot of a step, or a later one: a limited time."""
-        end = time.monotonic() + self.LIMIT_S
-        while self.step(local_rank) < step and time.monotonic() < end:
+        """Waits until every peer has a rank's snapshot of a step or a later one, up to `LIMIT_S`."""
+        deadline = time.monotonic() + self.LIMIT_S
+        while self.step(local_rank) < step and time.monotonic() < deadline:
             time.sleep(0.0005)
 
     def close(self) -> None:
@@ -103,75 +106,76 @@ class Copied:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a supervisor hands to the ranks it starts."""
+    """Everything that a supervisor shares with the ranks it starts."""
 
     segments: tuple[tuple[Segment, ...], ...]
-    """For each rank of this node, where it writes its snapshots: one more than two of them where they are copied."""
+    """Segments for each local rank's snapshots: two, or three where they are also sent to peers."""
     disk: tuple[Segment, ...]
-    """For each rank, where it leaves what is to be written to disk; none when ranks write themselves."""
+    """Each local rank's segment for checkpoints, which the supervisor writes; empty when ranks write themselves."""
     control: Control
-    """How the supervisor asks for an end."""
+    """Requests of the supervisor."""
     every: int
     """Steps between snapshots; 0 for none."""
     state: State | None = None
-    """What the ranks before these left."""
+    """The state to restore; None to restore from disk or start anew."""
     lost_at: float | None = None
-    """time.monotonic() at which it was seen that a rank had failed, when these ranks replace others."""
+    """time.monotonic() at which the failure of the previous ranks was noticed; None without one."""
     sick_step: int = 0
-    """Place in the text, in steps, up to which it is passed over; 0 for none."""
+    """Step up to whose batches the data is skipped; 0 for none."""
     damage: Damage | None = None
-    """What the ranks before these went back for; None when they didn't."""
+    """The damage that ended the previous ranks; None without one."""
     peak_flops: float | None = None
-    """Matrix-product rate of one device as the ranks before these measured it."""
+    """FLOP/s of one device's matrix products, as the previous ranks measured it."""
     copied: Copied | None = None
-    """Which snapshots other nodes have; None where they aren't copied. A rank's next one waits until the last one is
-    there, so that with three segments there is always a step of which every rank's snapshot stands here and there."""
+    """Which snapshots peers have; None without peers. A rank writes its next snapshot only after the last one arrived,
+    so that with three segments there is always a step whose snapshot every rank has both locally and on the peers."""
     fence: Callable[[], None] | None = None
-    """Raises once other ranks have taken over; asked before anything is written."""
+    """Raises once another generation was claimed; called before anything is written."""
     flight: Flight | None = None
-    """Where ranks say what their GPUs are at, when they are asked; None for ranks on the CPU."""
+    """Queries the operations that the ranks' GPUs wait for; None for ranks on the CPU."""
 
 
 class Aimed:
-    """A writer of snapshots that looks up where the state lies only when it has moved.
+    """A snapshot writer that gathers the state's tensors again only after their memory has moved.
 
     Args:
         make: makes the writer for a state's tensors.
     """
 
-    def __init__(self, make: Callable[[Mapping[str, Any]], SnapshotWriter]) -> None:
-        self._make = make
+    def __init__(self, make_writer: Callable[[Mapping[str, Any]], SnapshotWriter]) -> None:
+        self._make_writer = make_writer
         self._writer: SnapshotWriter | None = None
-        self._places: list[int] = []
+        self._addresses: list[int] = []
 
     def take(self, step: int, program: Program, optimizer: LocalAdamW, values: Mapping[str, Any]) -> None:
-        """Copies the state; the optimizer's next update waits for the copy where it runs beside the training."""
-        places = state_places(program, optimizer)
-        # The writer holds the tensors of the last time, so that nothing else can lie where they were.
-        tensors = state_tensors(program, optimizer) if self._writer is None or places != self._places else None
+        """Copies the state; the optimizer's next update waits for a copy that runs asynchronously on the device."""
+        addresses = state_addresses(program, optimizer)
+        # The writer keeps the last tensors alive, so that equal addresses mean the same tensors.
+        tensors = state_tensors(program, optimizer) if self._writer is None or addresses != self._addresses else None
         if self._writer is None:
             assert tensors is not None
-            self._writer = self._make(tensors)
+            self._writer = self._make_writer(tensors)
         self._writer.take(step, tensors, values)
         if tensors is not None:
-            # Moments that weren't there yet have been made by now.
-            self._places = state_places(program, optimizer)
+            # `state_tensors` creates moments that didn't exist yet, so the addresses are read again.
+            self._addresses = state_addresses(program, optimizer)
+        # The copy runs on its own stream; the update would overwrite what it still reads.
         optimizer.wait_for(self._writer.copier.done)
 
     def wait(self) -> None:
-        """Waits until the last snapshot counts."""
+        """Waits until the last snapshot is complete."""
         if self._writer is not None:
             self._writer.wait()
 
 
 class RankMemory:
-    """One rank's side of it; every method is called by all ranks at once.
+    """One rank's use of the shared memory; all ranks call every method together.
 
     Args:
         memory: from the supervisor.
         rank: this rank.
-        generation: how many times ranks were started before.
-        agreement: how ranks exchange what they hold.
+        generation: of these ranks.
+        agreement: exchanges small values between all ranks.
         local_rank: its index among the ranks of this node.
     """
 
@@ -179,45 +183,45 @@ class RankMemory:
         self, memory: Memory, rank: int, generation: int, agreement: Agreement, local_rank: int | None = None
     ) -> None:
         self._memory, self._rank, self._generation, self._agreement = memory, rank, generation, agreement
-        self._make: Callable[[Sequence[Segment]], SnapshotWriter] | None = None
-        self._local = rank if local_rank is None else local_rank
+        self._make_writer: Callable[[Sequence[Segment]], SnapshotWriter] | None = None
+        self._local_rank = rank if local_rank is None else local_rank
         self._writer: Aimed | None = None
         self._disk: Aimed | None = None
-        self._asked = 0
+        self._saved_step = 0
         self.taken = -1
         """Step of the last snapshot."""
 
     @property
     def state(self) -> State | None:
-        """What the ranks before these left."""
+        """The state to restore, if the previous ranks left one."""
         return self._memory.state
 
     @property
     def damage(self) -> Damage | None:
-        """What the ranks before these went back for."""
+        """The damage that ended the previous ranks."""
         return self._memory.damage
 
     @property
     def lost_at(self) -> float | None:
-        """time.monotonic() at which the failure before was seen."""
+        """time.monotonic() at which the failure of the previous ranks was noticed."""
         return self._memory.lost_at
 
     def check_fence(self) -> None:
-        """Sees to it that a rank whose place others have taken writes nothing.
+        """Stops a rank whose generation was superseded.
 
         Raises:
-            CheckpointError: when they have.
+            CheckpointError: when another generation was claimed.
         """
         if self._memory.fence is not None:
             self._memory.fence()
 
     @property
     def cut(self) -> bool:
-        """Whether the supervisor asked for an end."""
+        """Whether the supervisor requested a reconfiguration."""
         return self._memory.control.cut
 
     def restore(self, program: Program, optimizer: LocalAdamW, scaler: LossScaler) -> Mapping[str, Any] | None:
-        """Fills weights, moments and counters from the state that was left; returns its plain values, if any.
+        """Fills weights, moments and counters from the previous ranks' state; returns its plain values, if any.
 
         Raises:
             CheckpointError: on every rank when the state is damaged on any.
@@ -226,41 +230,43 @@ class RankMemory:
         if state is None:
             return None
         tensors = state_tensors(program, optimizer)
+        # One rank's damaged snapshot makes all of them fail together, so that none trains on alone.
         self._agreement.everywhere(RESTORING, lambda: state.fill(tensors))
         adopt_values(state.meta, optimizer, scaler)
         return state.meta
 
     @property
     def copies(self) -> bool:
-        """Whether the state is copied along the way."""
+        """Whether snapshots are taken."""
         return self._memory.every > 0
 
     def due(self, step: int) -> bool:
-        """Returns whether a snapshot is to be taken after this step; over several nodes always after the first.
+        """Returns whether to take a snapshot after this step; over several nodes always after the first.
 
-        What a node held that is gone lies in one place only until then.
+        After a node was lost, state that it held has only one copy until then.
         """
-        first = self._memory.copied is not None and self.taken < 0
-        return self._memory.every > 0 and (first or step % self._memory.every == 0)
+        is_first = self._memory.copied is not None and self.taken < 0
+        return self._memory.every > 0 and (is_first or step % self._memory.every == 0)
 
     def take(
-        self, step: int, program: Program, optimizer: LocalAdamW, scaler: LossScaler, tokens: int, **more: Any
+        self, step: int, program: Program, optimizer: LocalAdamW, scaler: LossScaler, tokens: int, **values: Any
     ) -> float:
-        """Copies the state after ``step`` steps; returns the seconds that it held up training."""
-        began = time.perf_counter()
+        """Takes a snapshot after ``step`` steps; returns the seconds for which it blocked training."""
+        # The snapshot that peers lack must not be overwritten: wait until the last one has arrived.
+        started = time.perf_counter()
         if self._memory.copied is not None and self.taken >= 0:
-            self._memory.copied.wait(self._local, self.taken)
+            self._memory.copied.wait(self._local_rank, self.taken)
         if self._writer is None:
-            self._writer = Aimed(lambda tensors: self._planned(tensors)(self._memory.segments[self._local]))
-        self._writer.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | more)
+            self._writer = Aimed(lambda tensors: self._writer_factory(tensors)(self._memory.segments[self._local_rank]))
+        self._writer.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
         self.taken = step
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     def settle(self, step: int) -> None:
-        """Waits until the last snapshot counts, where one is due after this step; to be called before its last sum.
+        """Waits until the last snapshot is complete, if one is due after this step; call before the last all-reduce.
 
-        A rank that is done with the step writes over the snapshot before the last. Until every rank has the last one
-        whole none may, or there would be a moment without a state that all of them have.
+        A rank that finishes the step overwrites its older snapshot. None may do so until every rank has completed the
+        last one, or no state would be complete on all ranks for a moment. The all-reduce provides that barrier.
         """
         if self._writer is not None and (self.cut or self.due(step)):
             self._writer.wait()
@@ -278,54 +284,56 @@ class RankMemory:
         scaler: LossScaler,
         tokens: int,
         limit_s: float,
-        **more: Any,
+        **values: Any,
     ) -> float:
-        """Copies the state to where the supervisor takes it from to write it to disk, beside the training.
+        """Copies the state for the supervisor, which writes it to disk beside the training.
 
         Returns:
-            Seconds that training was held up: the copy, and what the disk still needs for the checkpoint before.
+            Seconds for which training was blocked: by the copy, and by waiting for the previous checkpoint.
 
         Raises:
-            CheckpointError: when that one isn't written within ``limit_s`` seconds.
+            CheckpointError: when the previous checkpoint isn't written within ``limit_s`` seconds.
         """
-        began = time.perf_counter()
-        while self._memory.control.written[0] < self._asked:
-            if time.perf_counter() - began > limit_s:
+        started = time.perf_counter()
+        # The disk's segment holds the previous checkpoint until it is written.
+        while self._memory.control.written[0] < self._saved_step:
+            if time.perf_counter() - started > limit_s:
                 raise CheckpointError(
-                    f"the checkpoint of step {self._asked} was not written within checkpoint.wait_s = {limit_s:g} s; "
-                    "raise it, or checkpoint.every"
+                    f"the checkpoint of step {self._saved_step} was not written within "
+                    f"checkpoint.wait_s = {limit_s:g} s; raise it, or checkpoint.every"
                 )
             time.sleep(0.002)
         if self._disk is None:
-            place = self._memory.disk[self._local : self._local + 1]
-            self._disk = Aimed(lambda tensors: self._planned(tensors)(place))
-        self._disk.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | more)
-        self._asked = step
+            segments = self._memory.disk[self._local_rank : self._local_rank + 1]
+            self._disk = Aimed(lambda tensors: self._writer_factory(tensors)(segments))
+        self._disk.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
+        self._saved_step = step
         if self._memory.copied is None:
-            self.taken = step  # it counts as a snapshot, but isn't sent to another node
-        return time.perf_counter() - began
+            self.taken = step  # it can be restored like a snapshot, but the courier doesn't send it
+        return time.perf_counter() - started
 
-    def _planned(self, tensors: Mapping[str, Any]) -> Callable[[Sequence[Segment]], SnapshotWriter]:
-        """Agrees with the other ranks, once, who keeps what; returns what makes a writer of it."""
-        if self._make is None:
-            held = [part for part, _ in parts_of(tensors)]
-            tables = self._agreement.gather(held)
-            self._make = partial(
+    def _writer_factory(self, tensors: Mapping[str, Any]) -> Callable[[Sequence[Segment]], SnapshotWriter]:
+        """Agrees with the other ranks, once, which rank stores which shard; returns a factory of writers."""
+        if self._make_writer is None:
+            local_shards = [shard for shard, _ in parts_of(tensors)]
+            # Replicated shards are stored by one rank each (`keepers`), so a state is stored once.
+            tables = self._agreement.gather(local_shards)
+            self._make_writer = partial(
                 SnapshotWriter,
                 rank=self._rank,
                 generation=self._generation,
                 ranks=len(tables),
-                tensors=digest(part for table in tables for part in table),
-                held=held,
+                tensors=digest(shard for table in tables for shard in table),
+                held=local_shards,
                 kept=keepers(tables)[self._rank],
                 changing=f"{BUFFERS}/",
             )
-        return self._make
+        return self._make_writer
 
     def close(self) -> None:
-        """Waits until the last snapshots count, and until other nodes have those that the next ranks go on from."""
+        """Waits until the last snapshots are complete and, before a reconfiguration, have arrived on the peers."""
         for writer in (self._writer, self._disk):
             if writer is not None:
                 writer.wait()
         if self.cut and self._memory.copied is not None and self.taken >= 0:
-            self._memory.copied.wait(self._local, self.taken)
+            self._memory.copied.wait(self._local_rank, self.taken)

@@ -1,4 +1,4 @@
-"""What a layout needs to know of a model beyond its modules: read once, before a rank starts."""
+"""The analysis of a model that a layout needs beyond its modules, done once before ranks start."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from meshwright.spec.sharding_table import ShardingTable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelAnalysis:
-    """What a layout needs to know of a model beyond its modules; read once, before ranks are forked."""
+    """Facts of a model that a layout needs beyond its modules."""
 
     table: ShardingTable | None = None
-    """How its weights can be split; for ``tp`` and ``cp``."""
+    """How its weights are split; for ``tp`` and ``cp``."""
     layer_graph: LayerGraph | None = None
-    """What passes from layer to layer; for ``pp``."""
+    """Tensors that pass between consecutive layers; for ``pp``."""
     experts: Sequence[ExpertRows] = ()
-    """Where its experts are; for ``ep``, and to count their tokens."""
+    """Its experts' weights; for ``ep``, and to count their tokens."""
     attention: str = ""
     """How ``cp`` computes attention."""
     rows: int = 1
-    """Of how many rows a micro-batch must be a multiple under ``cp``."""
+    """Number of which a micro-batch's rows must be a multiple under ``cp``."""
     tried: str = ""
-    """Rows on which ``cp`` was tried, and why none longer."""
+    """Row lengths on which ``cp`` was tried, and why no longer ones."""
     trial: ForwardTrial | None = None
-    """Its own loss, and the buffers that forward changes; None for a loop of the user's own."""
+    """Its own loss, and the buffers that forward changes; None for a custom training loop."""
 
 
 def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
-    """Refuses a layout under which the model's loss or buffers would be others than on one device.
+    """Refuses a layout under which the model's loss or buffers would differ from those on one device.
 
     Raises:
         PlanError: with the term or buffer, and the nearest layout that works.
     """
-    objective, parts = trial.objective, sum(layout.shares()) * layout.microbatches
+    objective, batches = trial.objective, sum(layout.shares()) * layout.microbatches
     names = ", ".join(term.name for term in objective.terms)
     if not objective.plain and (degree := layout.degree("cp")) > 1:
         raise PlanError(
@@ -59,11 +59,12 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"sequence=true splits the tokens between the groups of a layer, and the model's own loss has terms "
             f"({names}) that may be computed from them there; drop sequence"
         )
-    if not objective.logits and parts > 1 and objective.terms[0].mean != "targets":
+    if not objective.logits and batches > 1 and objective.terms[0].mean != "targets":
         raise PlanError(
-            f"the model gives a loss and no logits, and its loss isn't a mean over targets, so {parts} micro-batches "
+            f"the model gives a loss and no logits, and its loss isn't a mean over targets, so {batches} micro-batches "
             "can't be added up; return logits (B, S, V) beside the loss, or use one reader and microbatches=1"
         )
+    # Buffers that depend on the rows of a call would differ with the layout's micro-batches.
     fixed = [buffer.name for buffer in trial.moving if buffer.data]
     if fixed and (layout.world > 1 or layout.microbatches > 1):
         raise PlanError(
@@ -74,15 +75,15 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
 
 
 def analyse_model(
-    model: BuiltModel, layout: Layout, known: ModelAnalysis | None = None, tokens: int = 0
+    model: BuiltModel, layout: Layout, earlier: ModelAnalysis | None = None, tokens: int = 0
 ) -> ModelAnalysis:
-    """Reads what a layout needs of a model, and refuses a layout that the model doesn't allow.
+    """Analyses a model for a layout, and refuses a layout that the model doesn't allow.
 
     Args:
-        model: on meta; it stays as it is.
+        model: on the meta device; it isn't changed.
         layout: to be run.
-        known: facts that were read for a layout with the same degrees of ``tp`` and ``cp``; they are kept.
-        tokens: in the run's rows, on which splits of tokens are tried; 0 where no run is known.
+        earlier: an analysis for a layout with the same degrees of ``tp`` and ``cp``, which is reused.
+        tokens: tokens per row of the run, with which splits of tokens are tried; 0 if unknown.
 
     Raises:
         PlanError: with the rule, what was found, and the nearest layout that works.
@@ -92,10 +93,11 @@ def analyse_model(
             f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "
             "compile out, or set the model's dropout to 0"
         )
-    known = known or ModelAnalysis()
-    trial = known.trial or try_forward(model)
+    earlier = earlier or ModelAnalysis()
+    # A forward of a small clone finds the model's own loss, and the buffers that forward changes.
+    trial = earlier.trial or try_forward(model)
     _check_trial(trial, layout)
-    table, layer_graph, experts = known.table, known.layer_graph, known.experts
+    table, layer_graph, experts = earlier.table, earlier.layer_graph, earlier.experts
     split = layout.degree("tp") * layout.degree("cp")  # heads are split by both
     if split > 1 and table is None:
         table = sharding_table(model, split, objective=trial.objective)
@@ -105,45 +107,49 @@ def analyse_model(
     if model.config.sharding and split == 1:
         raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
     if layout.degree("pp") > 1:
+        # Needs a traced forward, so an earlier one is reused.
         layer_graph = layer_graph or read_layer_graph(model, trial.objective)
         _check_stages(model, layer_graph, layout)
     experts = experts or require_experts(model.module, layout.degree("ep"))
     tensor_stages.check(table, layout)
     if layout.sequence and table is not None:
         _check_sequence(model, layout, table, tokens)
-    rows, attention, tried = known.rows, known.attention, known.tried
+    rows, attention, tried = earlier.rows, earlier.attention, earlier.tried
+    # Tried again only if the layout names another way to compute attention.
     if layout.degree("cp") > 1 and table is not None and (not attention or layout.attention not in ("", attention)):
-        found = _context(model, layout, table, tokens)
-        rows, attention, tried = found.rows, found.attention, found.tried
+        context = _context_split(model, layout, table, tokens)
+        rows, attention, tried = context.rows, context.attention, context.tried
     return ModelAnalysis(
         table=table, layer_graph=layer_graph, experts=experts, rows=rows, attention=attention, tried=tried, trial=trial
     )
 
 
 def _check_stages(model: BuiltModel, layer_graph: LayerGraph, layout: Layout) -> None:
-    """Refuses stages where the model can't be cut so; the ranks divide it by the same rule."""
+    """Refuses pipeline stages into which the model can't be divided, by the rule that ranks apply later."""
     sizes = {name: item.numel() for name, item in model.module.named_parameters(remove_duplicate=False)}
     divide(layer_graph, sizes, model.structure.ties, layout.pipeline().stages, layout.split)
 
 
 def _check_sequence(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> None:
     degree = layout.degree("tp")
-    if why := read_sequence(model, table, degree, tokens):
+    if reason := read_sequence(model, table, degree, tokens):
         raise PlanError(
-            f"sequence=true splits the tokens between the parts that tp={degree} splits, but {why}; leave sequence out"
+            f"sequence=true splits the tokens between the parts that tp={degree} splits, but {reason}; "
+            "leave sequence out"
         )
 
 
-def _context(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> Context:
+def _context_split(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> Context:
     degree = layout.degree("cp")
-    found = read_context(model, table, degree, layout.degree("tp"), layout.attention, tokens)
-    if found.refused:
+    context = read_context(model, table, degree, layout.degree("tp"), layout.attention, tokens)
+    if context.refused:
         raise PlanError(
-            f"cp={degree} splits each row's tokens, but the model doesn't allow it: {found.refused}; use shard={degree}"
+            f"cp={degree} splits each row's tokens, but the model doesn't allow it: {context.refused}; "
+            f"use shard={degree}"
         )
-    if found.attention == "gather" and layout.compile:
+    if context.attention == "gather" and layout.compile:
         raise PlanError("attention=gather looks for attention in the model's calls, which compile=true hides; drop one")
-    return found
+    return context
 
 
 def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int) -> None:
@@ -158,16 +164,19 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
     Raises:
         PlanError: with the numbers and the nearest that work.
     """
-    parts = layout.degree("cp") * (layout.degree("tp") if layout.sequence else 1)
-    parts *= 2 if facts.attention == "gather" else 1
-    if sequence % parts:
-        near = sequence // parts * parts or parts
-        raise PlanError(f"rows of {sequence} tokens don't divide into {parts} parts; nearest that works: {near} tokens")
+    divisor = layout.degree("cp") * (layout.degree("tp") if layout.sequence else 1)
+    # gather balances causal attention by giving each rank two chunks of tokens.
+    divisor *= 2 if facts.attention == "gather" else 1
+    if sequence % divisor:
+        near = sequence // divisor * divisor or divisor
+        raise PlanError(
+            f"rows of {sequence} tokens don't divide into {divisor} parts; nearest that works: {near} tokens"
+        )
     layout.check_batch(rows)
-    shares = {last - first for first, last in (layout.span(rank, rows) for rank in range(layout.world))}
-    odd = [share // layout.microbatches for share in shares if share // layout.microbatches % facts.rows]
-    if odd:
+    shares = {stop - start for start, stop in (layout.span(rank, rows) for rank in range(layout.world))}
+    bad_sizes = [share // layout.microbatches for share in shares if share // layout.microbatches % facts.rows]
+    if bad_sizes:
         raise PlanError(
             f"this model shapes its output as whole rows: under cp={layout.degree('cp')} a micro-batch must have a "
-            f"multiple of {facts.rows} rows, and it has {odd[0]}; change train.batch or microbatches"
+            f"multiple of {facts.rows} rows, and it has {bad_sizes[0]}; change train.batch or microbatches"
         )

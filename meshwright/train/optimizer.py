@@ -1,4 +1,4 @@
-"""AdamW over this rank's local parts: plain tensors, whatever mesh or placement the weights have."""
+"""AdamW over this rank's local shards: plain tensors, whatever mesh or placement the weights have."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LocalAdamW:
-    """torch's AdamW on local parts.
+    """Runs torch's AdamW on local shards.
 
-    The optimizer sees plain tensors that share storage with the weights' local parts, so fused kernels run on any mix
+    The optimizer sees plain tensors that share storage with the weights' local shards, so fused kernels run on any mix
     of meshes; the step's factor on gradients (normalisation, unscaling, clipping) is folded into the kernel.
 
     Args:
         weights: all weights of this rank.
         config: hyper-parameters.
-        on_host: keep moments and run the update in host memory; gradients go there, new weights come back.
+        on_host: keep moments and run the update in host memory; gradients are copied there, new weights back.
     """
 
     def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, on_host: bool = False) -> None:
         self.config, self._on_host = config, on_host
-        self._before: list[Any] = []
-        self._held = [weight for weight in weights if weight.local.numel()]
+        self._pending_copies: list[Any] = []
+        # Weights without an element on this rank have no state here.
+        self._local_weights = [weight for weight in weights if weight.local.numel()]
         self._all = list(weights)
-        self._parts = [self._part(weight) for weight in self._held]
-        self._host_gradients = [_host_like(weight.local) for weight in self._held] if on_host else []
-        self._of = {weight.name: part for weight, part in zip(self._held, self._parts)}
-        decays = [config.decay == "all" or len(weight.shape) >= 2 for weight in self._held]
+        self._parameters = [self._make_parameter(weight) for weight in self._local_weights]
+        self._host_gradients = [_host_like(weight.local) for weight in self._local_weights] if on_host else []
+        self._parameter_by_name = {
+            weight.name: parameter for weight, parameter in zip(self._local_weights, self._parameters)
+        }
+        decays = [config.decay == "all" or len(weight.shape) >= 2 for weight in self._local_weights]
         groups: list[dict[str, Any]] = []
-        for wanted, decay in ((True, config.weight_decay), (False, 0.0)):
-            chosen = [part for part, decayed in zip(self._parts, decays) if decayed is wanted]
-            if chosen:
-                groups.append({"params": chosen, "weight_decay": decay})
+        # torch's AdamW has one weight decay for each parameter group.
+        for decays_group, decay in ((True, config.weight_decay), (False, 0.0)):
+            members = [parameter for parameter, decayed in zip(self._parameters, decays) if decayed is decays_group]
+            if members:
+                groups.append({"params": members, "weight_decay": decay})
         self._optimizer = torch.optim.AdamW(
+            # torch refuses an optimizer without parameters.
             groups or [{"params": [nn.Parameter(torch.zeros(1))]}],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
@@ -50,61 +55,65 @@ class LocalAdamW:
             foreach=config.implementation == "foreach",
         )
 
-    def _part(self, weight: Weight) -> nn.Parameter:
-        local = weight.local
+    def _make_parameter(self, weight: Weight) -> nn.Parameter:
+        shard = weight.local
         if self._on_host:
-            local = _host_like(local).copy_(local)
-        return nn.Parameter(local, requires_grad=False)
+            shard = _host_like(shard).copy_(shard)
+        return nn.Parameter(shard, requires_grad=False)
 
     def wait_for(self, event: Any) -> None:
-        """Lets the next update begin on the device only after a CUDA event: until then the state is being copied."""
+        """Makes the next update wait on the device for a CUDA event, because a snapshot is copying the state."""
         if event is not None:
-            self._before.append(event)
+            self._pending_copies.append(event)
 
     def step(self, lr: float, factor: torch.Tensor) -> None:
-        """Updates the weights with ``factor`` x their gradients; a factor that isn't finite leaves them as they are.
+        """Updates the weights with ``factor`` x their gradients; a factor that isn't finite leaves them unchanged.
 
         Args:
             lr: learning rate of this step.
-            factor: scalar float64 tensor on the weights' device.
+            factor: () float64 on the weights' device, equal on all ranks.
         """
-        while self._before:
-            self._before.pop().wait()  # on the current device's stream: the weights may lie in host memory
+        while self._pending_copies:
+            self._pending_copies.pop().wait()  # on the current device's stream: the weights may lie in host memory
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._on_host:
-            factor = self._fetch(factor)
+            factor = self._fetch_gradients(factor)
         else:
-            for part, weight in zip(self._parts, self._held):
-                part.grad = weight.gradient
-        self._apply(factor)
-        for part in self._parts:
-            part.grad = None
+            for parameter, weight in zip(self._parameters, self._local_weights):
+                parameter.grad = weight.gradient
+        self._run_kernel(factor)
+        for parameter in self._parameters:
+            parameter.grad = None
         if self._on_host:
-            for weight, part in zip(self._held, self._parts):
-                weight.local.copy_(part, non_blocking=True)
+            for weight, parameter in zip(self._local_weights, self._parameters):
+                # Back to the device on the current stream, ahead of the next forward.
+                weight.local.copy_(parameter, non_blocking=True)
 
-    def _fetch(self, factor: torch.Tensor) -> torch.Tensor:
-        """Copies gradients to host memory, through pinned buffers, and waits for the last; returns the factor there."""
-        for part, weight, place in zip(self._parts, self._held, self._host_gradients):
+    def _fetch_gradients(self, factor: torch.Tensor) -> torch.Tensor:
+        """Copies the local gradients to pinned host buffers and waits; returns the factor, () float64 on the CPU."""
+        for parameter, weight, host_gradient in zip(self._parameters, self._local_weights, self._host_gradients):
             assert weight.gradient is not None
-            place.copy_(weight.gradient, non_blocking=True)
-            part.grad = place
+            host_gradient.copy_(weight.gradient, non_blocking=True)
+            parameter.grad = host_gradient
         if factor.is_cuda:
+            # The CPU kernel reads the pinned buffers as soon as this returns.
             torch.cuda.current_stream(factor.device).synchronize()
         return factor.to("cpu")
 
-    def _apply(self, factor: torch.Tensor) -> None:
-        """Runs the kernel; fused float32 takes factor and skip as arguments, without another pass over gradients."""
+    def _run_kernel(self, factor: torch.Tensor) -> None:
+        """Runs the update kernel; ``factor``: () float64, where the parameters are."""
+        # The fused kernel divides gradients by grad_scale and skips on found_inf, like torch.amp: no pass of its own,
+        # and no device synchronisation to test the factor.
         optimizer: Any = self._optimizer
         fused = self.config.implementation == "fused"
-        if fused and all(part.dtype == torch.float32 for part in self._parts):
+        if fused and all(parameter.dtype == torch.float32 for parameter in self._parameters):
             optimizer.grad_scale = (1.0 / factor).to(torch.float32)
             optimizer.found_inf = (~torch.isfinite(factor)).to(torch.float32)
             optimizer.step()
         elif bool(torch.isfinite(factor)):
             if float(factor) != 1.0:
-                torch._foreach_mul_([part.grad for part in self._parts], float(factor))
+                torch._foreach_mul_([parameter.grad for parameter in self._parameters], float(factor))
             optimizer.step()
 
     @property
@@ -115,38 +124,41 @@ class LocalAdamW:
         return 0
 
     def state(self) -> Iterator[tuple[str, Any]]:
-        """Yields (``exp_avg/<weight>``, tensor placed like the weight) for each moment of each weight."""
+        """Yields (``exp_avg/<weight>``, tensor sharded like the weight) for each moment of each weight."""
         for weight in self._all:
-            part = self._of.get(weight.name)
+            parameter = self._parameter_by_name.get(weight.name)
             for moment in MOMENTS:
-                yield f"{moment}/{weight.name}", weight.saved(self._moment(weight, part, moment))
+                yield f"{moment}/{weight.name}", weight.saved(self._moment(weight, parameter, moment))
 
     def moments(self) -> list[torch.Tensor]:
-        """Returns the moments that there are, each of its part's shape; none before the first update."""
+        """Returns exp_avg and exp_avg_sq of each weight in turn, shaped like its local shard; none before an update."""
         return [state[moment] for state in self._optimizer.state.values() for moment in MOMENTS]
 
-    def places(self) -> list[int]:
-        """Returns the addresses of all moments that there are."""
+    def moment_addresses(self) -> list[int]:
+        """Returns the memory addresses of all moments."""
         return [moment.data_ptr() for moment in self.moments()]
 
-    def _moment(self, weight: Weight, part: nn.Parameter | None, moment: str) -> torch.Tensor:
-        if part is None:
+    def _moment(self, weight: Weight, parameter: nn.Parameter | None, moment: str) -> torch.Tensor:
+        if parameter is None:
+            # An empty shard has no state, but appears in checkpoints like every other.
             return torch.empty_like(weight.local)
-        state = self._optimizer.state[part]
+        state = self._optimizer.state[parameter]
         if not state:
-            step_device = part.device if self.config.implementation == "fused" else torch.device("cpu")
+            # Where torch's own AdamW keeps the step counter: fused kernels read it on the device.
+            step_device = parameter.device if self.config.implementation == "fused" else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
             for name in MOMENTS:
-                state[name] = torch.zeros_like(part)
+                state[name] = torch.zeros_like(parameter)
         return state[moment]
 
     def restored(self, steps: int) -> None:
-        """Tells that `state`'s tensors were filled from a checkpoint taken after ``steps`` updates."""
-        for weight, part in zip(self._held, self._parts):
-            self._moment(weight, part, MOMENTS[0])
-            self._optimizer.state[part]["step"].fill_(steps)
+        """Sets the number of updates after `state`'s tensors were filled from a checkpoint."""
+        for weight, parameter in zip(self._local_weights, self._parameters):
+            self._moment(weight, parameter, MOMENTS[0])
+            self._optimizer.state[parameter]["step"].fill_(steps)
             if self._on_host:
-                part.data.copy_(weight.local)
+                # The host copies are the master weights: refresh them from the restored ones.
+                parameter.data.copy_(weight.local)
 
     def bytes(self) -> int:
         """Returns the bytes of optimizer state that this rank holds."""
@@ -156,5 +168,5 @@ class LocalAdamW:
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor of the same shape and type in host memory, pinned where a GPU copies to and from it."""
+    """Returns an empty host tensor of the same shape and dtype, pinned if the original is on a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -27,38 +27,49 @@ def own_loss_compute(structure: ModelStructure, objective: Objective) -> Compute
     def compute(
         module: nn.Module, batch: MicroBatch, scale: float, view: LossView
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        masked = batch.positions is not None
+        has_documents = batch.positions is not None
         output = author_output(
-            module, structure, batch.tokens, batch.targets, objective.labels, batch.positions, masked
+            module, structure, batch.tokens, batch.targets, objective.labels, batch.positions, has_documents
         )
         assert output.loss is not None
         weights = objective.weights(batch.targets)
         if output.logits is None or not objective.logits:
             return _loss_alone(output.loss, weights[0], scale)
+        # Outside of a training step nobody sets global totals: this micro-batch's weights are all.
         totals = weights if view.totals is None else view.totals
-        # s_t = w_t / W_t, times what every loss is scaled by; N cancels the division by all targets in ``scale``.
+        # s_t = w_t / W_t times the loss scale; N = totals[0] cancels the division by all targets in ``scale``.
         shares = scale * totals[0] * weights[1:] / totals[1:].clamp(min=1.0)
-        last = shares[-1]
-        # The model's loss has all terms in it: with the last one's share, the others are mended by the difference.
+        last_share = shares[-1]
+        # The model's loss is the sum of all terms: scaled by the last term's share, each other term is corrected by
+        # the difference of its share, the cross-entropy by that of ``scale``.
         logits = output.logits.detach() if objective.terms[-1].mean == "targets" else output.logits
         entropy, sums = cross_entropy_sums(
-            logits, objective.counted(batch.targets), scale - last / weights[0].clamp(min=1.0), spare=False
+            logits, objective.counted(batch.targets), scale - last_share / weights[0].clamp(min=1.0), spare=False
         )
         values = objective.values(output, sums[0] / sums[1].clamp(min=1.0))
-        loss = last * output.loss + entropy
+        loss = last_share * output.loss + entropy
         for share, value in zip(shares[:-1], values[:-1]):
-            loss = loss + (share - last) * value
-        told = []
+            loss = loss + (share - last_share) * value
+        term_sums = []
         for value, weight in zip(values, weights[1:]):
-            # Rows that fill up an evaluation have no targets, and a mean over none is no number.
-            counted = torch.where(weights[0] > 0, weight, 0.0)
-            told += [torch.where(counted > 0, value.detach().to(torch.float64) * counted, 0.0), counted]
-        return loss, torch.cat([sums, torch.stack(told)])
+            # Padding rows of an evaluation have no targets, and a mean over none is NaN.
+            weight_counted = torch.where(weights[0] > 0, weight, 0.0)
+            term_sums += [
+                torch.where(weight_counted > 0, value.detach().to(torch.float64) * weight_counted, 0.0),
+                weight_counted,
+            ]
+        return loss, torch.cat([sums, torch.stack(term_sums)])
 
     return compute
 
 
 def _loss_alone(loss: torch.Tensor, targets: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mean over targets, of which no hits are known."""
+    """Returns (scaled loss, sums) of a loss without logits, whose hits are unknown and counted as 0.
+
+    Args:
+        loss: () floating, a mean over this micro-batch's targets.
+        targets: () floating, their number.
+        scale: factor on the loss.
+    """
     loss_sum = torch.where(targets > 0, loss.detach().to(torch.float64) * targets, 0.0)
     return loss * (targets * scale), torch.stack([loss_sum, targets, torch.zeros_like(loss_sum)])

@@ -1,4 +1,4 @@
-"""Where a rank stands, stamped for whoever watches: phase, layer, what it waits for; and what goes wrong there."""
+"""A rank's position in its step (phase, layer, awaited collective), stamped for watchers; injects faults there."""
 
 from __future__ import annotations
 
@@ -8,56 +8,58 @@ from meshwright.monitor.progress import NO_LAYER, ProgressWriter
 from meshwright.train.faults import Faults
 
 AFTERWARDS = ("restore", "record", "compare", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
-"""Phases that follow a step, and are said to be of it; of none while it isn't known yet."""
+"""Phases after a step, which are stamped with that step's number."""
 
 
 class RankProgress:
-    """Keeps where this rank stands.
+    """Stamps this rank's position.
 
     Args:
-        progress: where that is stamped.
-        faults: what is to go wrong on purpose.
-        done: gives the steps done.
+        progress: writes the stamps.
+        faults: the injected faults, if any.
+        done: returns the number of steps done.
     """
 
-    def __init__(self, progress: ProgressWriter, faults: Faults | None, done: Callable[[], int]) -> None:
-        self._progress, self._faults, self._done = progress, faults, done
+    def __init__(self, progress: ProgressWriter, faults: Faults | None, steps_done: Callable[[], int]) -> None:
+        self._progress, self._faults, self._steps_done = progress, faults, steps_done
         self._phase, self._micro, self._layer, self._number = "start", 0, NO_LAYER, 0
 
-    def begin(self) -> None:
-        """Tells that a step begins."""
+    def begin_step(self) -> None:
+        """Starts a step."""
+        # Collectives are numbered within a step, so that ranks can be compared.
         self._number = 0
         if self._faults is not None:
-            self._faults.begin(self._done() + 1)
+            self._faults.begin_step(self._steps_done() + 1)
 
     def phase(self, phase: str, micro: int) -> None:
-        """Tells that a phase begins."""
+        """Starts a phase, and stamps it."""
         self._phase, self._micro, self._layer = phase, micro, NO_LAYER
         self._progress.stamp(phase, self._step, micro, "", self._number)
 
-    def planned(self) -> None:
-        """Does what is to go wrong at the beginning of the phase."""
+    def inject(self) -> None:
+        """Injects the faults at the beginning of the phase."""
         if self._faults is not None:
-            self._faults.at(self._phase)
+            self._faults.reach(self._phase)
 
     def enter(self, layer: int) -> None:
-        """Tells which layer begins, or that none does."""
+        """Starts a layer, `NO_LAYER` for none, and stamps it."""
         self._layer = layer
+        # A write to shared memory without a system call: cheap enough for every layer.
         self._progress.enter(layer)
         if self._faults is not None and self._faults.pending:
-            self._faults.at(f"{self._phase}.{layer}")
+            self._faults.reach(f"{self._phase}.{layer}")
 
-    def waits(self, what: str, number: int = 0, size_bytes: int = 0) -> None:
-        """Tells what the rank is about to wait for, as `TrafficLog.on_wait` takes it."""
+    def waits(self, operation: str, number: int = 0, size_bytes: int = 0) -> None:
+        """Stamps the operation that the rank is about to wait for (`TrafficLog.on_wait`); empty after the wait."""
         self._number = number
-        self._progress.stamp(self._phase, self._step, self._micro, what, number, self._layer, size_bytes)
-        if what and self._faults is not None:
-            self._faults.at("collective")
+        self._progress.stamp(self._phase, self._step, self._micro, operation, number, self._layer, size_bytes)
+        if operation and self._faults is not None:
+            self._faults.reach("collective")
 
     @property
     def _step(self) -> int:
-        """The step under way; the one just done in what follows a step."""
-        return self._done() + (self._phase not in AFTERWARDS)
+        """The current step; in phases after a step, the step just done."""
+        return self._steps_done() + (self._phase not in AFTERWARDS)
 
     def __str__(self) -> str:
         """Returns ``backward of step 12``."""

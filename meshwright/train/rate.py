@@ -23,14 +23,16 @@ def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) ->
         return peak * (step + 1) / (warmup + 1)
     if config.shape == "constant":
         return peak
-    last = max(warmup + 1, steps - 1)
+    # At least one step after warm-up, so that the divisions below are defined.
+    last_step = max(warmup + 1, steps - 1)
     if config.shape == "wsd":
         start = round(steps * (1 - config.decay_share))
         if config.decay_share:
-            start = max(warmup, min(start, last - 1))
-        done = max(0.0, (step - start) / max(1, last - start))
+            # Rounding must neither start the decay within warm-up nor after the last step.
+            start = max(warmup, min(start, last_step - 1))
+        progress = max(0.0, (step - start) / max(1, last_step - start))
     else:
-        done = (step - warmup) / (last - warmup)
-    done = min(1.0, done)
-    left = 0.5 * (1 + math.cos(math.pi * done)) if config.shape == "cosine" else 1 - done
-    return peak * (config.floor + (1 - config.floor) * left)
+        progress = (step - warmup) / (last_step - warmup)
+    progress = min(1.0, progress)
+    multiplier = 0.5 * (1 + math.cos(math.pi * progress)) if config.shape == "cosine" else 1 - progress
+    return peak * (config.floor + (1 - config.floor) * multiplier)

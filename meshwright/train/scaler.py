@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training: kept in range by halving after an overflow and doubling after quiet steps.
+"""The dynamic loss scale of fp16 training: halved after an overflow, doubled after `GROWTH_STEPS` without one.
 
 Source: Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.2. Every rank sees the same global norm, so
 every rank takes the same decision.
@@ -40,6 +40,6 @@ class LossScaler:
         return {"scale": self.scale, "quiet": self._quiet, "active": self.active}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Takes back `state`'s values, where both precisions scale: another one's scale would be wrong for good."""
+        """Restores `state`'s values if that run scaled too: the constant 1 of an unscaled run would never be left."""
         if self.active and state.get("active", True):
             self.scale, self._quiet = float(state["scale"]), int(state["quiet"])

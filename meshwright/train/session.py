@@ -1,4 +1,4 @@
-"""What every rank of a run does: join the group, build the layout, train, say how it ended."""
+"""The work of every rank: join the process group, build the layout's program, train, return the outcome."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from meshwright.train.trainer import Trainer, TrainerDeps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainJob:
-    """What the command hands to every rank."""
+    """A training job, as the command passes it to every rank."""
 
     config: RunConfig
     plan: Plan
@@ -70,25 +70,25 @@ class TrainJob:
     run_dir: Path
     data_dir: Path
     fingerprint: str
-    """Of the model's architecture."""
+    """Fingerprint of the model's architecture."""
     header: dict[str, str]
-    """What the display says about the run."""
+    """Lines of the display's header."""
     analysis: ModelAnalysis
-    """What the layout needs to know of the model."""
+    """The model's sharding table, layer graph and own loss, as far as the layout needs them."""
     flops_per_token: float
     """Model FLOPs of one token, forward and backward."""
     hooks: tuple[Hook, ...] = ()
     """Called after each step, on every rank."""
     memory: Memory | None = None
-    """Where ranks leave their state for those that come after them; None when nobody starts others."""
+    """Memory shared with the supervisor; None without one."""
 
 
 def model_compute(model: BuiltModel, objective: Objective | None = None) -> Compute:
     """Returns the computation of one micro-batch: forward, and cross-entropy summed over target tokens.
 
     Args:
-        model: on meta.
-        objective: its own loss, where that is more than the cross-entropy of its logits.
+        model: on the meta device.
+        objective: its own loss, if that is more than the cross-entropy of its logits.
     """
     if objective is not None and not objective.plain:
         return own_loss_compute(model.structure, objective)
@@ -108,7 +108,8 @@ def model_compute(model: BuiltModel, objective: Objective | None = None) -> Comp
         )
         if output.logits is None:
             raise ConfigError("the model's forward gives only a loss, which no trial has read")
-        # Some models shape their output as whole rows, of which this rank has a part: the order is the same.
+        # Under cp or sequence, this rank has some tokens of each row: targets are cut like them (`own_tokens`). Models
+        # that reshape to full rows give the same elements in the same order, so a reshape restores (B, S_local, V).
         logits = output.logits.reshape(*targets.shape, output.logits.shape[-1])
         return cross_entropy_sums(logits, targets, scale, view.vocab)
 
@@ -116,26 +117,26 @@ def model_compute(model: BuiltModel, objective: Objective | None = None) -> Comp
 
 
 def _weights(objective: Objective, batch: MicroBatch) -> torch.Tensor:
-    """Returns what a micro-batch counts for in each term, `Objective.weights`."""
+    """Returns a micro-batch's weight in each term of the loss (`Objective.weights`)."""
     return objective.weights(batch.targets)
 
 
 def _no_values(name: str, box: Box) -> torch.Tensor:
-    """Stands for weights that a state is about to fill: a part that it would leave out shows at once."""
+    """Returns a box of NaN for weights that a checkpoint will fill: an element that it misses shows at once."""
     return torch.full([stop - start for start, stop in box], math.nan)
 
 
 def build_program(
     model: BuiltModel, plan: Plan, device: torch.device, facts: ModelAnalysis | None = None, filled: bool = True
 ) -> Program:
-    """Builds this rank's program; the default process group must stand.
+    """Builds this rank's program; the default process group must be initialised.
 
     Args:
-        model: on meta; its module is wrapped and becomes the program's.
+        model: on the meta device; its module is wrapped and becomes the program's.
         plan: the layout.
         device: where this rank computes.
         facts: from `analyse_model`; read here when not given.
-        filled: give weights their first values, which takes as long as to draw or read them; NaN otherwise.
+        filled: whether to draw or read initial weights; NaN otherwise.
     """
     layout = plan.layout
     source = source_of(model, layout, facts or analyse_model(model, layout), filled)
@@ -173,20 +174,20 @@ def source_of(model: BuiltModel, layout: Layout, facts: ModelAnalysis, filled: b
     )
 
 
-def _progress(context: RankContext, job: TrainJob) -> Path:
-    """Returns the file of this host's stamps: clocks and shared memory end at a host's edge."""
+def _progress_path(context: RankContext, job: TrainJob) -> Path:
+    """Returns the path of this host's progress file; clocks and shared memory aren't shared between hosts."""
     if context.node is not None:
         return job.run_dir / node_progress(context.node)
     return job.run_dir / (PROGRESS if context.nodes == 1 else f"{socket.gethostname()}-{PROGRESS}")
 
 
-def _peak(job: TrainJob, stepper: Stepper, device: torch.device) -> float:
-    """Returns the matrix-product rate of all ranks together, measured while all of them multiply, or as before."""
+def _peak_flops(job: TrainJob, stepper: Stepper, device: torch.device) -> float:
+    """Returns the FLOP/s of all ranks' matrix products, measured on all at once, or as the previous ranks did."""
     if job.memory is not None and job.memory.peak_flops is not None:
         return job.memory.peak_flops * job.plan.layout.world
-    best = max(measure_peak(device, dtype) for dtype in {DTYPES[job.plan.layout.precision], torch.float32})
-    own = torch.tensor([best], dtype=torch.float64, device=device)
-    return float(stepper.world_sum(own))
+    local_best = max(measure_peak(device, dtype) for dtype in {DTYPES[job.plan.layout.precision], torch.float32})
+    local_rate = torch.tensor([local_best], dtype=torch.float64, device=device)
+    return float(stepper.world_sum(local_rate))
 
 
 def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
@@ -196,8 +197,10 @@ def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
         How the run ended (the same on every rank).
     """
     config = job.config
+    # Before anything that may hang: its limit also reports ranks that never started.
     init_group(context, timeout_s=config.launch.collective_s, group_s=config.launch.group_s)
-    progress = ProgressWriter(_progress(context, job), context.rank, context.generation)
+    progress = ProgressWriter(_progress_path(context, job), context.rank, context.generation)
+    # The watcher's limits for the start count from this stamp.
     progress.stamp("start", 0, 0)
     if job.memory is not None and job.memory.flight is not None:
         job.memory.flight.answer(context.local_rank, find_recorder())
@@ -222,25 +225,25 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         seed=config.train.seed,
     )
     token_set = TokenSet.open(job.data_dir)
-    faults = _faults(context, job, program, optimizer)
+    faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
-    store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.at(f"checkpoint.{phase}"), fence)
-    at = (context.rank, context.generation, store.agreement, context.local_rank)
-    memory = RankMemory(job.memory, *at) if job.memory is not None else None
+    store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.reach(f"checkpoint.{phase}"), fence)
+    rank_identity = (context.rank, context.generation, store.agreement, context.local_rank)
+    memory = RankMemory(job.memory, *rank_identity) if job.memory is not None else None
     if memory is not None:
         stack.callback(memory.close)  # what was copied counts, whatever ends this rank
     latest = memory.state if memory is not None and memory.state is not None else store.latest()
     header = RunHeader(
-        steps=config.train.steps, rows=job.header, progress=_progress(context, job), describe=layout.describe_rank
+        steps=config.train.steps, rows=job.header, progress=_progress_path(context, job), describe=layout.describe_rank
     )
     monitor = Monitor.build(
         config.monitor, job.run_dir, header, rank=context.rank, resumed_step=latest.step if latest else None
     )
     stack.callback(monitor.close)
     monitor.event(Event(kind="rank_started", rank=context.rank, data={"device": context.device}))
-    faults.refuse = partial(_tell_refused, monitor, context.rank)
+    faults.refuse = partial(_report_refused_fault, monitor, context.rank)
     origin = Origin(model=job.fingerprint, data=token_set.fingerprint, layout=layout, config=config.to_dict())
-    parts = TrainerDeps(
+    deps = TrainerDeps(
         config=config,
         layout=layout,
         program=program,
@@ -255,25 +258,25 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         stop_asked=context.stop,
         flops_per_token=job.flops_per_token,
         hooks=job.hooks,
-        peak_flops=_peak(job, stepper, device),
+        peak_flops=_peak_flops(job, stepper, device),
         memory=memory,
         faults=faults,
         sick_step=job.memory.sick_step if job.memory is not None else 0,
     )
-    trainer = Trainer(parts)
-    stack.enter_context(_shortage_told(job.plan, trainer))
+    trainer = Trainer(deps)
+    stack.enter_context(_reporting_shortage(job.plan, trainer))
     start = trainer.resume() + trainer.passed_over
-    feed = _feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
+    feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
-    parts.feed = feed
+    deps.feed = feed
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
 
 
 @contextlib.contextmanager
-def _shortage_told(plan: Plan, trainer: Trainer) -> Iterator[None]:
-    """Turns an allocator's error into a report of what was planned and what is held."""
+def _reporting_shortage(plan: Plan, trainer: Trainer) -> Iterator[None]:
+    """Turns an allocator's error into a report of planned and measured bytes."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -282,21 +285,23 @@ def _shortage_told(plan: Plan, trainer: Trainer) -> Iterator[None]:
         raise RankError(report(plan, trainer.held(), trainer.place, error)) from error
 
 
-def _tell_refused(monitor: Monitor, rank: int, path: Path, why: str) -> None:
-    """Reports a file that asks for no fault that there is."""
+def _report_refused_fault(monitor: Monitor, rank: int, path: Path, reason: str) -> None:
+    """Reports a fault request that can't be parsed."""
     if rank == 0:
-        monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": why}))
+        monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": reason}))
 
 
-def _faults(context: RankContext, job: TrainJob, program: Program, optimizer: LocalAdamW) -> Faults:
-    """Returns what is to go wrong on this rank; what belongs to its start happens here."""
+def _make_faults(context: RankContext, job: TrainJob, program: Program, optimizer: LocalAdamW) -> Faults:
+    """Returns this rank's injected faults; those at its start strike here."""
     spoiler = Spoiler(program, optimizer)
-    known = parse_faults(job.config.recovery.faults)
-    return Faults(job.run_dir, context.rank, context.generation, known, spoiler.spoil_gradient, spoiler.flip_bit)
+    configured = parse_faults(job.config.recovery.faults)
+    return Faults(job.run_dir, context.rank, context.generation, configured, spoiler.spoil_gradient, spoiler.flip_bit)
 
 
-def _feed(job: TrainJob, token_set: TokenSet, span: tuple[int, int], device: torch.device, start: int) -> TokenFeed:
-    """Opens this rank's part of the text, from step ``start`` on."""
+def _make_feed(
+    job: TrainJob, token_set: TokenSet, span: tuple[int, int], device: torch.device, start: int
+) -> TokenFeed:
+    """Opens this rank's rows of the data, from step ``start`` on."""
     data, train = job.config.data, job.config.train
     return TokenFeed(
         token_set,

@@ -1,4 +1,4 @@
-"""Out of memory: what was planned beside what was held, part by part, instead of an allocator's last words."""
+"""The report of an out-of-memory error: planned and measured bytes of each kind of memory side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.spec.plan import Plan
 from meshwright.units import format_bytes
 
 OUT_OF_MEMORY = "out of memory"
-"""How the report begins, behind the rank's name."""
+"""Beginning of the report, after the rank's name."""
 _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -19,7 +19,7 @@ def is_shortage(error: BaseException) -> bool:
     """Returns whether an exception means that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _WORDS)
 
 
 def peak_bytes() -> int:
@@ -29,21 +29,23 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def report(plan: Plan, measured: Mapping[str, int], place: str, error: BaseException) -> str:
-    """Returns the message.
+def report(plan: Plan, measured: Mapping[str, int], position: str, error: BaseException) -> str:
+    """Returns the error message with a table of planned and measured bytes.
 
     Args:
         plan: of the run.
-        measured: bytes of this rank by part, as far as they are known; ``peak`` is the most it used.
-        place: phase and step.
+        measured: bytes of this rank by kind, as far as they are known; ``peak`` is the most it used.
+        position: phase and step.
         error: what the allocator raised.
     """
     planned = plan.prediction.memory
-    rows = [f"{OUT_OF_MEMORY} in {place}: {str(error).splitlines()[0][:300] or type(error).__name__}"]
+    rows = [f"{OUT_OF_MEMORY} in {position}: {str(error).splitlines()[0][:300] or type(error).__name__}"]
     rows.append(f"  {'part of a rank':<18}{'planned':>12}{'measured':>12}")
-    for part in dict.fromkeys((*planned, *(name for name in measured if name != "peak"))):
-        told = (format_bytes(held[part]) if part in held else "-" for held in (planned, measured))
-        rows.append(f"  {part:<18}" + "".join(f"{text:>12}" for text in told))
+    for kind in dict.fromkeys((*planned, *(name for name in measured if name != "peak"))):
+        cells = (
+            format_bytes(bytes_by_kind[kind]) if kind in bytes_by_kind else "-" for bytes_by_kind in (planned, measured)
+        )
+        rows.append(f"  {kind:<18}" + "".join(f"{text:>12}" for text in cells))
     peak = format_bytes(measured["peak"]) if measured.get("peak") else "-"
     rows.append(f"  {'together, peak':<18}{format_bytes(sum(planned.values())):>12}{peak:>12}")
     return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""Damage on purpose to what a rank holds in memory: NaN in a gradient, a flipped bit anywhere."""
+"""Injected memory errors of a rank: NaN in a gradient, a flipped bit in weights, moments, gradients or activations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright.train.optimizer import LocalAdamW
 
 _AS_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = -(2.0**60)
-"""What an element is multiplied with where no single bit is named: large, and its square is still finite."""
+"""Factor on an element when the fault names no bit: large, with a finite square."""
 
 
 class Spoiler:
-    """Damages a rank's own memory.
+    """Injects errors into a rank's memory.
 
     Args:
-        program: of the rank.
+        program: the rank's program.
         optimizer: over its weights.
     """
 
@@ -36,7 +36,7 @@ class Spoiler:
         return bool(gradients)
 
     def flip_bit(self, fault: Fault) -> bool:
-        """Flips the bit that a fault names; returns False while there is no element that it could hit."""
+        """Flips the bit that a fault names; returns False while its target has no element on this rank."""
         draw = random.Random(fault.seed)
         if fault.of == "activations":
             self._flip_next_output(fault, draw)
@@ -52,35 +52,38 @@ class Spoiler:
         return bool(tensors)
 
     def _gradients(self) -> list[torch.Tensor]:
-        found = (weight.gradient for weight in self._program.weights)
-        return [gradient for gradient in found if gradient is not None and gradient.numel()]
+        gradients_or_none = (weight.gradient for weight in self._program.weights)
+        return [gradient for gradient in gradients_or_none if gradient is not None and gradient.numel()]
 
     def _flip_next_output(self, fault: Fault, draw: random.Random) -> None:
         """Flips a bit in the next output of one of the rank's layers, once."""
-        layers = [layer for part in self._program.parts for layer in part.layers]
+        layers = [layer for stage in self._program.parts for layer in stage.layers]
 
         def damage(module: nn.Module, inputs: Any, output: Any) -> None:
+            # Once: a flip is a transient error.
             handle.remove()
-            first = output[0] if isinstance(output, (tuple, list)) else output
-            _flip([first], fault, draw)
+            tensor = output[0] if isinstance(output, (tuple, list)) else output
+            _flip([tensor], fault, draw)
 
         handle = draw.choice(layers).register_forward_hook(damage)
 
 
 def _flip(tensors: list[torch.Tensor], fault: Fault, draw: random.Random) -> None:
-    """Flips a bit of one element, drawn from all elements of some tensors."""
-    at = 0 if fault.seed < 0 else draw.randrange(sum(tensor.numel() for tensor in tensors))
+    """Flips a bit of one element, drawn from all elements of floating tensors of any shape."""
+    offset = 0 if fault.seed < 0 else draw.randrange(sum(tensor.numel() for tensor in tensors))
     for tensor in tensors:
-        if at < tensor.numel():
+        if offset < tensor.numel():
             # `.data` leaves autograd's version count alone, as a broken memory cell does.
-            place = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), tensor.shape))
-            element = tensor.data[place].view(1)
+            index = tuple(int(index) for index in torch.unravel_index(torch.tensor(offset), tensor.shape))
+            element = tensor.data[index].view(1)
             if fault.bit < 0:
                 element.mul_(_FACTOR)
             else:
                 size = element.element_size()
                 integer = element.view(_AS_INTEGER[size])
+                # The fault counts bits as in float32: aligned at the sign for other widths.
                 bit = max(0, fault.bit + 8 * size - 32)
+                # The sign bit's mask as a signed integer is negative.
                 integer.bitwise_xor_(-(2**bit) if bit == 8 * size - 1 else 2**bit)
             return
-        at -= tensor.numel()
+        offset -= tensor.numel()

@@ -18,26 +18,27 @@ BUFFERS = "buffers"
 
 
 def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, Any]:
-    """Returns every tensor that a checkpoint holds; they share memory with the run's own.
+    """Returns every tensor of a checkpoint by name; they share memory with the program and the optimizer.
 
     Names: ``weights/<weight>``, ``exp_avg/<weight>``, ``exp_avg_sq/<weight>``, ``buffers/<buffer>`` for buffers that
     the module itself saves. Sharded ones are DTensors or boxes.
     """
     tensors: dict[str, Any] = {}
     for weight in (*program.weights, *program.frozen):
+        # Frozen weights are saved too: a checkpoint is complete without the pretrained model.
         tensors[f"{WEIGHTS}/{weight.name}"] = weight.saved(weight.local)
     tensors.update(optimizer.state())
     tensors.update((f"{BUFFERS}/{name}", buffer) for name, buffer in program.buffers())
     return tensors
 
 
-def state_places(program: Program, optimizer: LocalAdamW) -> list[int]:
-    """Returns the addresses of what `state_tensors` returns, in a fraction of the time.
+def state_addresses(program: Program, optimizer: LocalAdamW) -> list[int]:
+    """Returns the memory addresses of `state_tensors`' tensors, in a fraction of its time.
 
-    Equal lists mean the same memory, as long as somebody holds the tensors of the first.
+    Equal lists mean the same tensors, as long as those of the first list are kept alive.
     """
-    places = [weight.address for weight in (*program.weights, *program.frozen)]
-    return [*places, *optimizer.places(), *(buffer.data_ptr() for _, buffer in program.buffers())]
+    addresses = [weight.address for weight in (*program.weights, *program.frozen)]
+    return [*addresses, *optimizer.moment_addresses(), *(buffer.data_ptr() for _, buffer in program.buffers())]
 
 
 def save_state(
@@ -48,23 +49,23 @@ def save_state(
     scaler: LossScaler,
     origin: Origin,
     tokens: int,
-    **more: Any,
+    **values: Any,
 ) -> SavedCheckpoint:
-    """Writes a checkpoint after ``step`` steps and ``tokens`` target tokens, with ``more`` plain values beside.
+    """Writes a checkpoint after ``step`` steps and ``tokens`` target tokens, with further plain values.
 
-    The step alone says where in the data the run is, which learning rate comes next and what dropout draws.
+    The step alone determines the position in the data, the next learning rate and dropout's random numbers.
     """
-    values = plain_values(optimizer, scaler, tokens) | more
-    return store.save(step, state_tensors(program, optimizer), values, origin)
+    plain = plain_values(optimizer, scaler, tokens) | values
+    return store.save(step, state_tensors(program, optimizer), plain, origin)
 
 
 def plain_values(optimizer: LocalAdamW, scaler: LossScaler, tokens: int) -> dict[str, Any]:
-    """Returns what a state holds beside its tensors and its step; `adopt_values` takes it back."""
+    """Returns a state's plain values beside its tensors and its step (`adopt_values` restores them)."""
     return {"tokens": tokens, "updates": optimizer.steps, "scaler": scaler.state()}
 
 
 def adopt_values(values: Mapping[str, Any], optimizer: LocalAdamW, scaler: LossScaler) -> None:
-    """Takes over the plain values of a state whose tensors have been filled in."""
+    """Restores the plain values of a state whose tensors have been filled."""
     optimizer.restored(int(values["updates"]))
     scaler.restore(dict(values["scaler"]))
 
@@ -72,13 +73,14 @@ def adopt_values(values: Mapping[str, Any], optimizer: LocalAdamW, scaler: LossS
 def load_state(
     store: CheckpointStore, program: Program, optimizer: LocalAdamW, scaler: LossScaler, origin: Origin
 ) -> LoadedCheckpoint | None:
-    """Fills weights, moments and counters from the newest whole checkpoint; None when there is no checkpoint.
+    """Fills weights, moments and counters from the newest complete checkpoint; returns None without a checkpoint.
 
     Raises:
-        CheckpointError: when checkpoints exist but none is whole, or they belong to another model or other data.
+        CheckpointError: when checkpoints exist but none is complete, or they belong to another model or other data.
     """
+    # Layout and configuration may differ: a checkpoint is resharded on load.
     expect = {"model": origin.model, "data": origin.data}
-    found = store.load(state_tensors(program, optimizer), expect=expect, required=False)
-    if found is not None:
-        adopt_values(found.meta, optimizer, scaler)
-    return found
+    checkpoint = store.load(state_tensors(program, optimizer), expect=expect, required=False)
+    if checkpoint is not None:
+        adopt_values(checkpoint.meta, optimizer, scaler)
+    return checkpoint

@@ -15,33 +15,36 @@ from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 
 FIELDS = ("loss_sum", "targets", "hits", "norm_squared", "stop")
-"""What the step's all-reduce carries, each a sum over all ranks; two numbers for each term of a model's own loss
-follow (`parallel.program.Compute`), then a mixture's counts by expert."""
+"""Fields of the step's all-reduced vector, each a sum over all ranks. They are followed by two numbers for each term of
+a model's own loss (`parallel.program.Compute`), then the token counts of each expert."""
 
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step gave, global over all ranks; `read` waits for the device."""
+    """The outcome of a step, global over all ranks; `read` waits for the device."""
 
     sums: torch.Tensor
+    """(5 + 2 terms + experts,) float64, `FIELDS` and what follows them."""
     norm: torch.Tensor
+    """() float64, 2-norm of the global gradient before clipping."""
     lr: float
+    """Learning rate of the step."""
     names: tuple[str, ...] = ()
     """Terms of the model's own loss."""
 
     @property
     def experts(self) -> tuple[float, ...]:
-        """Share of the choices that went to each expert, over all layers; none for a model without experts."""
+        """Share of the routed tokens of each expert, over all layers; empty for a model without experts."""
         counts = self.sums[len(FIELDS) + 2 * len(self.names) :]
         return tuple((counts / counts.sum().clamp(min=1.0)).tolist())
 
     @property
     def terms(self) -> dict[str, float]:
-        """The mean of the cross-entropy and of each other term of the model's own loss; none where that is all."""
+        """Means of the cross-entropy and of each term of the model's own loss; empty for plain cross-entropy."""
         return mean_terms(torch.cat([self.sums[:3], self.sums[len(FIELDS) :]]), self.names)
 
     def read(self) -> dict[str, float]:
-        """Returns loss, targets, accuracy, grad_norm, stop (number of ranks that were asked to) and finite."""
+        """Returns loss, targets, accuracy, grad_norm, stop (number of ranks asked to stop) and finite."""
         loss_sum, targets, hits, _, stop = self.sums[: len(FIELDS)].tolist()
         norm = float(self.norm)
         return {
@@ -58,42 +61,44 @@ def mean_terms(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
     """Returns the mean of each term of a model's own loss, whose sum is the loss.
 
     Args:
-        sums: (3 + 2 terms, ...) float64, summed over all ranks, as `parallel.program.Compute` gives them.
-        names: of the terms; none where the cross-entropy is the loss.
+        sums: (3 + 2 terms + any,) float64, sums of `parallel.program.Compute` over all ranks.
+        names: of the terms; empty for plain cross-entropy.
     """
     if not names:
         return {}
-    loss_sum, targets, _, *rest = sums[: 3 + 2 * len(names)].tolist()
-    means = {name: rest[2 * place] / max(1.0, rest[2 * place + 1]) for place, name in enumerate(names)}
+    loss_sum, targets, _, *term_sums = sums[: 3 + 2 * len(names)].tolist()
+    means = {name: term_sums[2 * term] / max(1.0, term_sums[2 * term + 1]) for term, name in enumerate(names)}
     return {"cross_entropy": loss_sum / max(1.0, targets)} | means
 
 
 def local_norm_squared(program: Program) -> torch.Tensor:
-    """Returns this rank's share of the squared gradient norm, a float64 scalar; the shares of all ranks sum to it.
+    """Returns this rank's share of the squared gradient norm, () float64, partial over all ranks.
 
-    A part that several ranks hold counts once: each of them contributes its share of one over their number.
+    A box that several ranks hold counts once: each of its ``copies`` ranks contributes 1 / copies of its square.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for weight in program.weights:
         grad = weight.gradient
         if grad is None or not grad.numel():
             continue
-        pieces = weight.pieces
-        if len({piece.copies for piece in pieces}) == 1:
-            by_copies.setdefault(pieces[0].copies, []).append(grad)
+        boxes = weight.pieces
+        # The common case: the whole local shard has one replication factor.
+        if len({box.copies for box in boxes}) == 1:
+            by_copies.setdefault(boxes[0].copies, []).append(grad)
             continue
-        for piece in pieces:
-            by_copies.setdefault(piece.copies, []).append(cut(grad, piece.local).contiguous())
+        for box in boxes:
+            by_copies.setdefault(box.copies, []).append(cut(grad, box.local).contiguous())
     device = program.weights[0].local.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
+        # One fused kernel per replication factor; float64 sums keep the norm independent of the layout.
         norms = torch.stack(torch._foreach_norm(grads, 2))
         total += norms.to(torch.float64).square().sum() / copies
     return total
 
 
 def fill_missing(program: Program) -> None:
-    """Gives weights that no rank's forward reached a zero gradient, so that every rank updates the same weights."""
+    """Sets a zero gradient for weights that forward didn't reach, so that every rank updates the same weights."""
     for weight in program.weights:
         if weight.parameter.grad is None:
             weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
@@ -122,7 +127,7 @@ class Stepper:
         self._clip, self._seed = clip, seed
         self._targets = 1
         self.probe: Callable[[torch.Tensor], None] | None = None
-        """Shown the factor from held to true gradients while these are whole: before clipping and update."""
+        """Called before clipping and update, when gradients are complete, with the factor to true gradients."""
         self._copies = program.reporters
 
     def run(
@@ -140,23 +145,27 @@ class Stepper:
         Args:
             step: steps done before this one.
             batches: this rank's micro-batches.
-            targets: target tokens of the whole global batch, as the index has it: the loss is divided by them before
-                backward, so that gradients have the same values under every layout, to the rounding of each operation.
+            targets: target tokens of the global batch by the data index. The loss is divided by them before backward,
+                so that gradients have the same values under every layout, up to rounding.
             lr: learning rate.
-            stop: whether this rank was asked to stop (1, or less for a lesser request); all ranks learn the sum.
-            stamp: where to report progress.
-            limits: the largest (loss, norm) that may change the weights; None for any that are finite.
+            stop: this rank's term of the stop count: 1 if asked to stop, less for a lesser request; all ranks get the
+                sum.
+            stamp: reports progress.
+            limits: the largest (loss, norm) with which weights are updated; None for any finite ones.
 
         Returns:
-            Global sums; loss and norm are those of the whole global batch, normalised by its true target count.
+            Global sums; loss and norm are those of the global batch, normalised by its true number of targets.
         """
         program = self.program
+        # A batch whose targets are all masked would divide by zero.
         self._targets = max(1, targets)
         scale = self.scaler.scale / self._targets
         if program.weigh is not None:
-            own = torch.stack([program.weigh(batch) for batch in batches]).sum(dim=0)
-            program.view.totals = self.world_sum(own / program.readers_alike)
+            local_weights = torch.stack([program.weigh(batch) for batch in batches]).sum(dim=0)
+            # Ranks that read the same rows each report the full weight: count it once.
+            program.view.totals = self.world_sum(local_weights / program.readers_alike)
         sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
+        # Before norm and update: all ranks must update the same weights.
         fill_missing(program)
         if stamp:
             stamp.phase("reduce", 0)
@@ -166,10 +175,12 @@ class Stepper:
         program.clock.lap("norm")
         if stamp:
             stamp.phase("optimizer", 0)
-        sane = torch.isfinite(norm)  # clipping would make 0 of what is infinite, and that would count as an update
+        is_valid = torch.isfinite(
+            norm
+        )  # clipping would scale an infinite gradient to 0, which would count as an update
         if limits is not None:
-            sane = sane & (self._mean_loss(vector) <= limits[0]) & (norm <= limits[1])
-        factor = torch.where(sane, factor, torch.nan)
+            is_valid = is_valid & (self._mean_loss(vector) <= limits[0]) & (norm <= limits[1])
+        factor = torch.where(is_valid, factor, torch.nan)
         if self._clip:
             factor = factor * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         self.optimizer.step(lr, factor)
@@ -178,31 +189,43 @@ class Stepper:
         return StepOutcome(vector, norm, lr, program.terms)
 
     def _mean_loss(self, vector: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of a step from its summed vector, float64 on the device."""
+        """Returns a step's loss, () float64 on the device, from its summed vector (`StepOutcome.sums`)."""
         loss = vector[0] / vector[1].clamp(min=1.0)
-        for place in range(len(FIELDS), len(FIELDS) + 2 * len(self.program.terms), 2):
-            loss = loss + vector[place] / vector[place + 1].clamp(min=1.0)
+        for term_index in range(len(FIELDS), len(FIELDS) + 2 * len(self.program.terms), 2):
+            loss = loss + vector[term_index] / vector[term_index + 1].clamp(min=1.0)
         return loss
 
     def globals(self, sums: torch.Tensor, stop: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (true norm, summed vector of `FIELDS`, factor from held to true gradients), all on the device."""
+        """All-reduces the step's sums and the squared gradient norm, in one vector.
+
+        Args:
+            sums: (3 + 2 terms,) this rank's sums of `parallel.program.Compute`, partial over readers.
+            stop: this rank's term of the stop count.
+
+        Returns:
+            On the device, float64: the global norm of the true gradients, (); the summed vector of `FIELDS` and what
+            follows, 1-D; and the factor from stored to true gradients, ().
+        """
         program = self.program
         squared = local_norm_squared(program)
         sums = sums.to(squared.device)
+        # Ranks that read the same rows (tp, cp) report the same sums: count them once.
         sums = sums / self._copies
         vector = torch.cat([sums[:3], torch.stack([squared, squared.new_tensor(stop)]), sums[3:]])
         if program.experts is not None:
             vector = torch.cat([vector, program.experts.drain(vector.device)])
+        # The step's only all-reduce over all ranks: loss, targets, hits, norm, stop and expert counts together.
         self.world_sum(vector)
+        # Gradients were scaled by scale / expected targets; the true mean divides by the counted ones.
         factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)
         return vector[3].sqrt() * factor, vector, factor
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's sums of `parallel.program.Compute`, summed over all ranks that read other data."""
+        """Returns ``sums`` of `parallel.program.Compute`, (3 + 2 terms,), as float64 summed over all readers."""
         return self.world_sum(sums.to(torch.float64) / self._copies)
 
     def world_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns ``values`` summed over all ranks, in place where there are several."""
+        """Returns ``values``, any shape, summed over all ranks; in place for more than one rank."""
         if self.program.mesh is not None and self.program.mesh.world.size > 1:
             self.program.mesh.world.all_reduce(values).wait()
         return values

@@ -1,4 +1,4 @@
-"""The loop: steps, evaluation, checkpoints and a clean end. It knows no model family and no planner."""
+"""The training loop: steps, evaluation, checkpoints, snapshots and an orderly end; independent of model and planner."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import RankError
 from meshwright.events import Event, StepRecord
+from meshwright.launch.signals import StopFlag
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
 from meshwright.parallel.program import Program
@@ -36,12 +37,12 @@ from meshwright.train.step import StepOutcome, Stepper, mean_terms
 SICK_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
 METERED_STEPS = 2
-"""First steps in which the state's bytes are read off; later ones hold the same."""
+"""First steps in which the bytes of the state are measured; they don't change later."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerDeps:
-    """What a trainer is made of, built by the session."""
+    """The collaborators of a trainer, built by the session."""
 
     config: RunConfig
     layout: Layout
@@ -54,217 +55,220 @@ class TrainerDeps:
     progress: ProgressWriter
     origin: Origin
     rank: int
-    stop_asked: Any
-    """Says by ``.requested`` whether this rank was asked to end."""
+    stop_asked: StopFlag
+    """Has ``.requested``: whether this rank was asked to end."""
     flops_per_token: float = 0.0
     peak_flops: float | None = None
-    """Of all devices together."""
+    """Peak FLOP/s of all devices together."""
     hooks: Sequence[Hook] = field(default_factory=tuple)
     memory: RankMemory | None = None
-    """Where the state is copied every few steps, when somebody watches over the ranks."""
+    """Shared memory for snapshots, when a supervisor watches the ranks."""
     sick_step: int = 0
-    """Step up to whose rows the text is passed over, when ranks before these turned back from it; 0 for none."""
+    """Step up to whose batches the data is skipped, when the previous ranks were rewound from it; 0 for none."""
     faults: Faults | None = None
-    """What is to go wrong on purpose."""
+    """The injected faults, if any."""
 
 
 class Trainer:
-    """Runs the steps of a run from wherever its state stands."""
+    """Runs a training job's steps from its restored state to its end."""
 
-    def __init__(self, parts: TrainerDeps) -> None:
-        self._parts = parts
+    def __init__(self, deps: TrainerDeps) -> None:
+        self._deps = deps
         self.step = 0
         self.tokens = 0
         self.validation_loss: float | None = None
-        self._sick = 0
-        self._health = Health(parts.config.recovery, parts.config.schedule.warmup_steps(parts.config.train.steps))
-        watched = (parts.program, parts.optimizer, parts.store.agreement)
-        self._integrity = Integrity(self._health, *watched, parts.memory, self._event)
-        self._rewind = False
+        self._sick_steps = 0
+        self._health = Health(deps.config.recovery, deps.config.schedule.warmup_steps(deps.config.train.steps))
+        checked = (deps.program, deps.optimizer, deps.store.agreement)
+        self._integrity = Integrity(self._health, *checked, deps.memory, self._event)
+        self._must_rewind = False
         self.passed_over = 0
-        """Steps' worth of rows that were left out: the rows of a step are those of step + this."""
+        """Skipped batches: step s reads the batch of step s + ``passed_over``."""
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
-        self._standing = RankProgress(parts.progress, parts.faults, lambda: self.step)
-        parts.program.progress_hooks.tell = self._standing.enter
-        if parts.program.mesh is not None:
-            parts.program.mesh.log.on_wait = self._standing.waits
+        self._position = RankProgress(deps.progress, deps.faults, lambda: self.step)
+        deps.program.progress_hooks.tell = self._position.enter
+        if deps.program.mesh is not None:
+            deps.program.mesh.log.on_wait = self._position.waits
 
     def resume(self) -> int:
-        """Takes the state that ranks before these left in memory, else that of the newest whole checkpoint, if any.
+        """Restores the state that the previous ranks left in memory, else the newest complete checkpoint, if any.
 
         Returns:
             The steps done.
         """
-        parts, began = self._parts, time.monotonic()
+        deps, started = self._deps, time.monotonic()
         self._phase("restore", 0)
-        if parts.memory is not None and parts.memory.state is not None:
-            values = parts.memory.restore(parts.program, parts.optimizer, parts.stepper.scaler)
+        if deps.memory is not None and deps.memory.state is not None:
+            values = deps.memory.restore(deps.program, deps.optimizer, deps.stepper.scaler)
             assert values is not None
-            self.step = parts.memory.state.step
+            self.step = deps.memory.state.step
             self._adopt(values)
-            parts.store.went_on(self.step)
-            self._pass_over()
-            told = {"tier": parts.memory.state.tier, "bytes": parts.memory.state.size_bytes}
-            self._event("restored", step=self.step, seconds=time.monotonic() - began, **told)
+            deps.store.went_on(self.step)
+            self._skip_anomalous_rows()
+            fields = {"tier": deps.memory.state.tier, "bytes": deps.memory.state.size_bytes}
+            self._event("restored", step=self.step, seconds=time.monotonic() - started, **fields)
             return self.step
-        found = load_state(parts.store, parts.program, parts.optimizer, parts.stepper.scaler, parts.origin)
-        if found is not None:
-            self.step = self._saved_at = found.step
-            self._adopt(found.meta)
-            for refused in found.refused:
+        checkpoint = load_state(deps.store, deps.program, deps.optimizer, deps.stepper.scaler, deps.origin)
+        if checkpoint is not None:
+            self.step = self._saved_at = checkpoint.step
+            self._adopt(checkpoint.meta)
+            for refused in checkpoint.refused:
                 self._event("checkpoint_refused", path=str(refused.path), reason=refused.reason)
-            for asked in found.asked:
-                self._event(**asked)
-            self._event("resumed", step=found.step, path=str(found.path), seconds=found.seconds)
-        self._pass_over()
+            for notice in checkpoint.asked:
+                self._event(**notice)
+            self._event("resumed", step=checkpoint.step, path=str(checkpoint.path), seconds=checkpoint.seconds)
+        self._skip_anomalous_rows()
         return self.step
 
-    def _pass_over(self) -> None:
-        """Leaves out the rows up to a sick step that ranks before these turned back from."""
-        sick = self._parts.sick_step
+    def _skip_anomalous_rows(self) -> None:
+        """Skips the batches up to the anomalous step from which the previous ranks were rewound."""
+        sick = self._deps.sick_step
         if sick > self.step + self.passed_over:
             self.passed_over = sick - self.step
             self._event("rewound", step=self.step, sick=sick, passed_over=self.passed_over)
 
     def _counters(self) -> dict[str, Any]:
-        """What the loop itself remembers of earlier steps, beside step and tokens."""
-        told = {"validation_loss": self.validation_loss, "sick": self._sick, "passed_over": self.passed_over}
-        return told | self._health.state()
+        """Returns the loop's own plain values for a checkpoint, beside step and tokens."""
+        counters = {"validation_loss": self.validation_loss, "sick": self._sick_steps, "passed_over": self.passed_over}
+        return counters | self._health.state()
 
     def _adopt(self, values: Mapping[str, Any]) -> None:
-        """Takes `_counters` and tokens back from a state's plain values."""
-        self.tokens, self._sick = int(values["tokens"]), int(values.get("sick", 0))
+        """Restores tokens and `_counters` from a state's plain values."""
+        self.tokens, self._sick_steps = int(values["tokens"]), int(values.get("sick", 0))
         self.validation_loss = values.get("validation_loss")
         self.passed_over = int(values.get("passed_over", 0))
         self._health.restore(values)
 
     def run(self) -> dict[str, Any]:
-        """Trains to the last step, or until asked to stop; leaves a checkpoint either way.
+        """Trains to the last step or until asked to stop, and saves a checkpoint either way.
 
         Returns:
-            How it ended: ``finished``, step, loss, validation loss and bits per byte.
+            ``finished``, step, loss, validation loss and bits per byte; with ``cut`` when other ranks continue.
         """
-        parts, config = self._parts, self._parts.config
+        deps, config = self._deps, self._deps.config
         steps = config.train.steps
-        parts.program.clock.drain()
+        deps.program.clock.drain()
         self._integrity.start(self.step)
         stopped = cut = False
         last: StepRecord | None = None
         while self.step < steps and not stopped and not cut:
             stepped = self._one_step(steps)
             if stepped is None:
-                return self._go_back(last)
-            record, asked = stepped
-            if last is None and parts.memory is not None and parts.memory.lost_at is not None:
-                self._event("recovered", step=self.step, seconds=time.monotonic() - parts.memory.lost_at)
+                return self._rewound_result(last)
+            record, stop_count = stepped
+            if last is None and deps.memory is not None and deps.memory.lost_at is not None:
+                self._event("recovered", step=self.step, seconds=time.monotonic() - deps.memory.lost_at)
             last = record
-            wanted = self._wanted(record, steps)
-            cut = (0 < asked < 1 or self._rewind) and self.step < steps
-            if asked >= 1 or Request.STOP in wanted:
+            requests = self._requests(record, steps)
+            # The all-reduced count: 1 or more from ranks that were asked to stop, below 1 for a reconfiguration.
+            cut = (0 < stop_count < 1 or self._must_rewind) and self.step < steps
+            if stop_count >= 1 or Request.STOP in requests:
                 stopped = self.step < steps
-            if Request.EVALUATE in wanted and self.step < steps:
+            if Request.EVALUATE in requests and self.step < steps:
                 self.evaluate(config.evaluation.rows)
-            if self._rewind and not stopped and self.step < steps:
+            # The supervisor restarts from a checkpoint: saving this state would be in vain.
+            if self._must_rewind and not stopped and self.step < steps:
                 break
-            saves = (Request.CHECKPOINT in wanted or stopped or self.step == steps) and self._saved_at != self.step
-            copies = parts.memory is not None and (cut or parts.memory.due(self.step))
+            saves = (Request.CHECKPOINT in requests or stopped or self.step == steps) and self._saved_at != self.step
+            copies = deps.memory is not None and (cut or deps.memory.due(self.step))
+            # Never save a state that some ranks hold differently: it would outlive the intact one.
             if (saves or copies or self._integrity.due(self.step)) and not self._agrees():
-                return self._go_back(last)
+                return self._rewound_result(last)
             if saves:
                 self.save()
-            if copies and parts.memory is not None and parts.memory.taken < self.step:
+            if copies and deps.memory is not None and deps.memory.taken < self.step:
                 self._copy()
         result: dict[str, Any] = {"finished": not stopped, "step": self.step, "loss": last.loss if last else None}
         if cut and not stopped:
-            sick = self.step + self.passed_over if self._rewind else 0
-            parts.monitor.goes_on = True
+            sick = self.step + self.passed_over if self._must_rewind else 0
+            deps.monitor.goes_on = True
             return result | {"finished": False, "cut": True, "sick": sick}
         if stopped:
             self._event("interrupted", step=self.step)
         else:
-            before = self.validation_loss
+            previous = self.validation_loss
             result |= self.evaluate(None)
-            if self.validation_loss is not None and not self._integrity.sound(steps, self.validation_loss, before):
-                return self._go_back(last)
+            if self.validation_loss is not None and not self._integrity.sound(steps, self.validation_loss, previous):
+                return self._rewound_result(last)
         self._phase("done", 0)
         return result
 
     def _agrees(self) -> bool:
-        """Compares what several ranks hold; a state is kept only where that is the same."""
+        """Returns whether the state's copies agree on all ranks, which is required to save it."""
         self._phase("compare", 0)
         agrees = self._integrity.agrees(self.step, self._counters() | {"tokens": self.tokens})
-        self._parts.program.clock.lap("compare")
+        self._deps.program.clock.lap("compare")
         return agrees
 
-    def _go_back(self, last: StepRecord | None) -> dict[str, Any]:
-        """Returns how ranks end whose run others take up from an older state."""
+    def _rewound_result(self, last: StepRecord | None) -> dict[str, Any]:
+        """Returns the result of ranks that end because of a damage, so that others continue from an older state."""
         damage = self._integrity.damage
         assert damage is not None
-        self._parts.monitor.goes_on = True
-        told = {"step": self.step, "loss": last.loss if last else None, "damage": damage.to_json()}
-        return {"finished": False, "cut": True, "sick": 0} | told
+        self._deps.monitor.goes_on = True
+        fields = {"step": self.step, "loss": last.loss if last else None, "damage": damage.to_json()}
+        return {"finished": False, "cut": True, "sick": 0} | fields
 
     def _copy(self) -> None:
-        """Copies the state to memory that outlives this rank; where there is none for it, to the disk."""
-        parts = self._parts
-        assert parts.memory is not None
-        if not parts.memory.copies:
+        """Takes a snapshot of the state; writes a checkpoint instead where host memory doesn't allow snapshots."""
+        deps = self._deps
+        assert deps.memory is not None
+        if not deps.memory.copies:
             return self.save() if self._saved_at < self.step else None
         self._phase("snapshot", 0)
-        parts.memory.take(self.step, parts.program, parts.optimizer, parts.stepper.scaler, self.tokens, **self._more())
-        parts.program.clock.lap("snapshot")
+        deps.memory.take(self.step, deps.program, deps.optimizer, deps.stepper.scaler, self.tokens, **self._values())
+        deps.program.clock.lap("snapshot")
         self._phase("record", 0)
 
-    def _more(self) -> dict[str, Any]:
-        """Returns what later ranks may want to know beside the state."""
-        parts = self._parts
-        peak = parts.peak_flops / parts.layout.world if parts.peak_flops else None
+    def _values(self) -> dict[str, Any]:
+        """Returns the plain values of a snapshot."""
+        deps = self._deps
+        peak = deps.peak_flops / deps.layout.world if deps.peak_flops else None
         return self._counters() | {"peak_flops": peak}
 
     def _one_step(self, steps: int) -> tuple[StepRecord, float] | None:
-        """Runs a step; returns its record and how many ranks were asked to end, None where others must do it again."""
-        parts, config = self._parts, self._parts.config
-        began = time.perf_counter()
-        self._standing.begin()
+        """Runs a step; returns its record and the all-reduced stop count, None when a damage was detected."""
+        deps, config = self._deps, self._deps.config
+        started = time.perf_counter()
+        self._position.begin_step()
         self._phase("data", 0)
-        place = self.step + self.passed_over
-        batches = parts.feed.micro_batches(place)
-        parts.program.clock.lap("data")
+        data_step = self.step + self.passed_over
+        batches = deps.feed.micro_batches(data_step)
+        deps.program.clock.lap("data")
         rate = learning_rate(self.step, steps, config.optimizer.lr, config.schedule)
-        targets, asked = parts.feed.targets(place), float(parts.stop_asked.requested)
-        if parts.memory is not None and parts.memory.cut:
-            asked += CUT_SHARE
+        targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
+        if deps.memory is not None and deps.memory.cut:
+            stop_share += CUT_SHARE
 
         def run(limits: Limits | None) -> StepOutcome:
-            return parts.stepper.run(self.step, batches, targets, rate, asked, self._stamp, limits)
+            return deps.stepper.run(self.step, batches, targets, rate, stop_share, self._stamp, limits)
 
-        scaled, first = parts.stepper.scaler.active, run(self._integrity.limits(self.step))
-        outcome, values = self._integrity.settled(self.step, first, scaled, run)
+        scaled, first_outcome = deps.stepper.scaler.active, run(self._integrity.limits(self.step))
+        outcome, values = self._integrity.settled(self.step, first_outcome, scaled, run)
         if self._integrity.damage is not None:
             return None
-        why = self._health.judge(values["loss"], values["grad_norm"])
-        record = self._record(outcome, values, time.perf_counter() - began, why is not None)
-        self._judge(record, why)
+        reason = self._health.judge(values["loss"], values["grad_norm"])
+        record = self._record(outcome, values, time.perf_counter() - started, reason is not None)
+        self._handle_anomaly(record, reason)
         self.step += 1
         self._phase("record", 0)
         self.tokens += record.tokens
-        if self.step >= METERED_STEPS and parts.program.meter is not None:
-            parts.program.meter.close()
-            parts.program.meter = None
-        if parts.memory is not None and parts.rank == 0:
-            parts.memory.check_fence()
-        parts.monitor.step(record)
+        if self.step >= METERED_STEPS and deps.program.meter is not None:
+            deps.program.meter.close()
+            deps.program.meter = None
+        if deps.memory is not None and deps.rank == 0:
+            deps.memory.check_fence()
+        deps.monitor.step(record)
         return record, values["stop"]
 
     def _record(self, outcome: StepOutcome, values: Mapping[str, float], step_s: float, skipped: bool) -> StepRecord:
-        parts, tokens = self._parts, int(values["targets"])
-        spent = parts.program.clock.drain()
+        deps, tokens = self._deps, int(values["targets"])
+        times = deps.program.clock.drain()
         rate = tokens / step_s
-        if parts.program.meter is not None:
-            self._state_bytes = parts.program.meter.read(parts.optimizer.bytes())
-        used = parts.flops_per_token * rate / parts.peak_flops if parts.peak_flops else None
+        if deps.program.meter is not None:
+            self._state_bytes = deps.program.meter.read(deps.optimizer.bytes())
+        mfu = deps.flops_per_token * rate / deps.peak_flops if deps.peak_flops else None
         return StepRecord(
             step=self.step + 1,
             loss=values["loss"],
@@ -274,126 +278,124 @@ class Trainer:
             tokens_total=self.tokens + tokens,
             tokens_per_s=rate,
             step_s=step_s,
-            parts=spent | {"other": max(0.0, step_s - sum(spent.values()))},
+            parts=times | {"other": max(0.0, step_s - sum(times.values()))},
             memory={"peak": peak_bytes()} | self._state_bytes,
-            layout=str(parts.layout),
+            layout=str(deps.layout),
             accuracy=values["accuracy"],
-            mfu=used,
+            mfu=mfu,
             skipped=skipped,
             experts=outcome.experts,
             terms=outcome.terms,
-            comm=parts.program.mesh.log.drain() if parts.program.mesh is not None else (),
-            epoch=parts.feed.epoch(self.step + self.passed_over + 1),
+            comm=deps.program.mesh.log.drain() if deps.program.mesh is not None else (),
+            epoch=deps.feed.epoch(self.step + self.passed_over + 1),
         )
 
-    def _judge(self, record: StepRecord, why: str | None) -> None:
-        """Adapts the loss scale; skips, turns back from or ends at a sick step."""
-        scaler, policy = self._parts.stepper.scaler, self._parts.config.recovery.on_sick
+    def _handle_anomaly(self, record: StepRecord, reason: str | None) -> None:
+        """Adapts the loss scale; skips, rewinds from or stops at an anomalous step, as `recovery.on_sick` says."""
+        scaler, policy = self._deps.stepper.scaler, self._deps.config.recovery.on_sick
         finite = math.isfinite(record.grad_norm)
         scaler.update(finite)
-        if why is None:
-            self._sick = 0
+        if reason is None:
+            self._sick_steps = 0
             return
-        self._sick += 1
-        self._event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=why)
+        self._sick_steps += 1
+        self._event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=reason)
         if scaler.active and scaler.scale > 1.0 and not finite:
             return
         if policy == "stop":
             raise RankError(
-                f"loss {record.loss} and gradient norm {record.grad_norm} at step {record.step}: {why}; "
+                f"loss {record.loss} and gradient norm {record.grad_norm} at step {record.step}: {reason}; "
                 "recovery.on_sick = stop ends the run, whose weights are those of the step before"
             )
-        self._rewind = policy == "rewind"
-        if finite or self._rewind:
+        self._must_rewind = policy == "rewind"
+        if finite or self._must_rewind:
             return
-        if self._sick >= SICK_STEPS and (not scaler.active or scaler.scale <= 1.0):
+        if self._sick_steps >= SICK_STEPS and (not scaler.active or scaler.scale <= 1.0):
             raise RankError(
                 f"loss {record.loss} and gradient norm {record.grad_norm} at step {record.step}: not finite for "
-                f"{self._sick} steps in a row; lower optimizer.lr = {self._parts.config.optimizer.lr}, lengthen "
+                f"{self._sick_steps} steps in a row; lower optimizer.lr = {self._deps.config.optimizer.lr}, lengthen "
                 f"schedule.warmup, or look at the data; the last checkpoint stands"
             )
 
-    def _wanted(self, record: StepRecord, steps: int) -> Request:
-        config = self._parts.config
-        wanted = Request.NONE
+    def _requests(self, record: StepRecord, steps: int) -> Request:
+        config = self._deps.config
+        requests = Request.NONE
         if config.evaluation.every and self.step % config.evaluation.every == 0:
-            wanted |= Request.EVALUATE
+            requests |= Request.EVALUATE
         if config.checkpoint.due(self.step):
-            wanted |= Request.CHECKPOINT
-        if self._parts.hooks:
+            requests |= Request.CHECKPOINT
+        if self._deps.hooks:
             info = StepInfo(step=self.step, steps=steps, record=record, validation_loss=self.validation_loss)
-            for hook in self._parts.hooks:
-                wanted |= hook(info)
-        return wanted
+            for hook in self._deps.hooks:
+                requests |= hook(info)
+        return requests
 
     def evaluate(self, rows: int | None) -> dict[str, float]:
-        """Measures the validation loss over ``rows`` rows of the held-out text, or all of it.
+        """Measures the validation loss over ``rows`` rows of the held-out text, None for all of it.
 
         Returns:
             ``validation_loss`` (the model's own loss; nats per token where that is the cross-entropy), ``accuracy``
             and, over all of the text, ``bits_per_byte``.
         """
-        parts, began = self._parts, time.perf_counter()
+        deps, started = self._deps, time.perf_counter()
         self._phase("evaluate", 0)
         total: torch.Tensor | None = None
-        for number, batch in enumerate(parts.feed.evaluation(rows)):
+        for number, batch in enumerate(deps.feed.evaluation(rows)):
             self._phase("evaluate", number)
-            sums = parts.program.evaluate(batch)
+            sums = deps.program.evaluate(batch)
             total = sums if total is None else total + sums
         if total is None:
             return {}
-        summed = parts.stepper.total(total)
-        sums_all, terms = summed.tolist(), mean_terms(summed, parts.program.terms)
-        entropy = sums_all[0] / max(1.0, sums_all[1])
+        totals = deps.stepper.total(total)
+        values, terms = totals.tolist(), mean_terms(totals, deps.program.terms)
+        entropy = values[0] / max(1.0, values[1])
         loss = sum(terms.values()) if terms else entropy
-        found = {"validation_loss": loss, "accuracy": sums_all[2] / max(1.0, sums_all[1])}
+        metrics = {"validation_loss": loss, "accuracy": values[2] / max(1.0, values[1])}
         if rows is None:
-            found["bits_per_byte"] = parts.feed.bits_per_byte(entropy)
+            metrics["bits_per_byte"] = deps.feed.bits_per_byte(entropy)
         self.validation_loss = loss
-        seconds = time.perf_counter() - began
-        told = {key.removeprefix("validation_"): value for key, value in found.items()}
-        self._event("evaluated", step=self.step, targets=int(sums_all[1]), seconds=seconds, terms=terms, **told)
-        parts.program.clock.drain()
-        if parts.program.mesh is not None:
-            parts.program.mesh.log.drain()
-        return found
+        seconds = time.perf_counter() - started
+        fields = {key.removeprefix("validation_"): value for key, value in metrics.items()}
+        self._event("evaluated", step=self.step, targets=int(values[1]), seconds=seconds, terms=terms, **fields)
+        deps.program.clock.drain()
+        if deps.program.mesh is not None:
+            deps.program.mesh.log.drain()
+        return metrics
 
     def save(self) -> None:
-        """Writes a checkpoint of the steps done, or leaves it to the supervisor to write."""
-        parts = self._parts
+        """Writes a checkpoint, or copies the state for the supervisor to write it."""
+        deps = self._deps
         self._phase("checkpoint", 0)
-        if parts.memory is not None and parts.memory.writes:
-            limit_s = parts.config.checkpoint.wait_s
-            parts.memory.save(
-                self.step, parts.program, parts.optimizer, parts.stepper.scaler, self.tokens, limit_s, **self._more()
-            )
+        if deps.memory is not None and deps.memory.writes:
+            scaler, limit_s = deps.stepper.scaler, deps.config.checkpoint.wait_s
+            deps.memory.save(self.step, deps.program, deps.optimizer, scaler, self.tokens, limit_s, **self._values())
             self._saved_at = self.step
-            parts.program.clock.lap("snapshot")
+            deps.program.clock.lap("snapshot")
             return
-        scaler, counters = parts.stepper.scaler, self._counters()
+        scaler, counters = deps.stepper.scaler, self._counters()
         saved = save_state(
-            parts.store, self.step, parts.program, parts.optimizer, scaler, parts.origin, self.tokens, **counters
+            deps.store, self.step, deps.program, deps.optimizer, scaler, deps.origin, self.tokens, **counters
         )
         self._saved_at = self.step
         self._event("checkpoint_saved", step=self.step, **saved.told())
-        parts.program.clock.drain()
+        deps.program.clock.drain()
 
     @property
     def place(self) -> str:
-        """Where this rank stands: ``backward of step 12``."""
-        return str(self._standing)
+        """This rank's position: ``backward of step 12``."""
+        return str(self._position)
 
     def held(self) -> dict[str, int]:
-        """Returns the bytes that this rank holds: of state by part, as far as they were read, and the peak."""
+        """Returns this rank's bytes of state by kind, as far as they were measured, and its peak."""
         return self._state_bytes | {"peak": peak_bytes()}
 
     def _event(self, kind: str, **data: Any) -> None:
-        """Reports from rank 0 what all ranks know."""
-        if self._parts.rank == 0:
-            self._parts.monitor.event(Event(kind=kind, rank=0, data=data))
+        """Records on rank 0 an event that all ranks know."""
+        if self._deps.rank == 0:
+            self._deps.monitor.event(Event(kind=kind, rank=0, data=data))
 
     def _phase(self, phase: str, micro: int) -> None:
-        self._standing.phase(phase, micro)
-        if phase == "reduce" and self._parts.memory is not None:
-            self._parts.memory.settle(self.step + 1)
-        self._standing.planned()
+        self._position.phase(phase, micro)
+        if phase == "reduce" and self._deps.memory is not None:
+            self._deps.memory.settle(self.step + 1)
+        self._position.inject()

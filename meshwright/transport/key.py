@@ -1,4 +1,4 @@
-"""The key of a run: 32 random bytes in a file that its owner alone may read; who can't show it is a stranger."""
+"""The key of a run: 32 random bytes in a file that only its owner may read, by which its processes authenticate."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pathlib import Path
 from meshwright.errors import LaunchError
 
 NAME = "key"
-"""Of the file in a run directory."""
+"""Name of the key's file in a run directory."""
 KEY_BYTES = 32
 """Length of a key. Source: RFC 2104, section 3: no shorter than the hash's output, 32 bytes for SHA-256."""
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_SEEN_S = 10.0
-"""How long a file that another node just made may take to be seen on a network file system."""
+_NON_OWNER_BITS = stat.S_IRWXG | stat.S_IRWXO
+_VISIBLE_S = 10.0
+"""Time for a file that another node just created to become visible on a network file system."""
 
 
 @dataclass(frozen=True)
 class RunKey:
-    """What the processes of a run, and they alone, know."""
+    """The shared secret of a run's processes."""
 
     secret: bytes = field(repr=False)
-    """The bytes."""
+    """`KEY_BYTES` random bytes."""
 
     def __post_init__(self) -> None:
         """Refuses a key of another length."""
@@ -36,7 +36,7 @@ class RunKey:
 
     @classmethod
     def fresh(cls) -> RunKey:
-        """Returns a new one, from the operating system's random numbers."""
+        """Returns a new key from the operating system's random numbers."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
 
@@ -47,17 +47,17 @@ def read_key(path: Path) -> RunKey:
         LaunchError: when the file can't be read, belongs to another user, others may read it, or it holds no key.
     """
     try:
-        # Not a link that somebody else put there, and looked at through the descriptor that is read.
+        # No symbolic link, and the checks use the descriptor that is read: the path can't be swapped in between.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise LaunchError(f"the run's key {path} can't be read: {error.strerror}; give --key-file FILE") from None
     with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise LaunchError(f"the run's key {path} isn't this user's own file; give a copy: --key-file FILE")
-        if facts.st_mode & _OTHERS:
+        if status.st_mode & _NON_OWNER_BITS:
             raise LaunchError(
-                f"others may read or write the run's key {path} (mode {stat.S_IMODE(facts.st_mode):04o}); whoever has "
+                f"others may read or write the run's key {path} (mode {stat.S_IMODE(status.st_mode):04o}); whoever has "
                 f"it commands the run; chmod 600 {path}, or remove it where somebody may have read it"
             )
         text = file.read(2 * KEY_BYTES + 2)
@@ -70,39 +70,41 @@ def read_key(path: Path) -> RunKey:
 
 
 def run_key(run_dir: Path, key_file: Path | None = None) -> RunKey:
-    """Returns the key of a run: of the file that the user named, or the run directory's, which the first node makes.
+    """Returns a run's key from the user's file, or from the run directory, where the first node creates it.
 
     Args:
         run_dir: shared by all nodes.
-        key_file: of this node, where the run directory's own isn't to be used.
+        key_file: the user's key file on this node; None for the run directory's.
 
     Raises:
-        LaunchError: as `read_key` does, and where none can be made.
+        LaunchError: as `read_key`, and when none can be created.
     """
     if key_file is not None:
         return read_key(key_file)
     path = run_dir / NAME
     if not path.exists():
-        _make(path)
-    end = time.monotonic() + _SEEN_S
-    while not path.exists() and time.monotonic() < end:
+        _create_key_file(path)
+    deadline = time.monotonic() + _VISIBLE_S
+    # A network file system may cache the absence of a file.
+    while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return read_key(path)
 
 
-def _make(path: Path) -> None:
-    """Makes the file, unless another node does at the same moment; it is whole when it appears."""
-    beside = path.with_name(f".{NAME}-{uuid.uuid4().hex}")
+def _create_key_file(path: Path) -> None:
+    """Creates the key file, unless another node was faster; linking a finished file makes it appear complete."""
+    temporary = path.with_name(f".{NAME}-{uuid.uuid4().hex}")
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
                 file.write(secrets.token_hex(KEY_BYTES) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+            # Another node was faster: its key counts.
             with contextlib.suppress(FileExistsError):
-                os.link(beside, path)
+                os.link(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise LaunchError(f"the run's key {path} can't be made: {error.strerror}; give --key-file FILE") from None

@@ -235,7 +235,7 @@ def raises_at_the_end_of(step: int, rank: int, error: Exception) -> Callable[[],
         whole = Trainer._record
 
         def record(self: Trainer, *args: object):  # type: ignore[no-untyped-def]
-            if self.step + 1 == step and self._parts.rank == rank:
+            if self.step + 1 == step and self._deps.rank == rank:
                 raise error
             return whole(self, *args)  # type: ignore[arg-type]
 

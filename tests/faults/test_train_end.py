@@ -32,7 +32,7 @@ def at_step(step: int, rank: int, act: Callable[[Trainer], None]) -> Callable[[]
         whole = Trainer._one_step
 
         def one_step(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
-            if self.step == step and rank in (self._parts.rank, ANY):
+            if self.step == step and rank in (self._deps.rank, ANY):
                 act(self)
             return whole(self, steps)
 
@@ -43,7 +43,7 @@ def at_step(step: int, rank: int, act: Callable[[Trainer], None]) -> Callable[[]
 
 def until_asked(trainer: Trainer) -> None:
     """Holds a rank until it is asked to end."""
-    while not trainer._parts.stop_asked.requested:
+    while not trainer._deps.stop_asked.requested:
         time.sleep(0.01)
 
 

@@ -148,7 +148,7 @@ def _end_after(step: int) -> None:
 
     def asked(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
         if self.step + 1 == step < steps:
-            self._parts.stop_asked.request()
+            self._deps.stop_asked.request()
         return whole(self, steps)
 
     Trainer._one_step = asked  # type: ignore[method-assign]

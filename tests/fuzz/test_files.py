@@ -286,7 +286,7 @@ def test_keys_claims_and_digests(tmp_path: Path) -> None:
     run_key(tmp_path)
     attack(tmp_path / "key", lambda: run_key(tmp_path))
     claims = Claims(tmp_path)
-    assert claims.take(Claim(generation=0, node=0, session="s", host="127.0.0.1", port=1))
+    assert claims.try_claim(Claim(generation=0, node=0, session="s", host="127.0.0.1", port=1))
     attack(tmp_path / "generations" / "000000", lambda: Claims(tmp_path).newest())
     claims.newest()
     claims.end(0, {"finished": True, "step": 5})

@@ -109,7 +109,7 @@ class Optimizer:
         self.moments: list[torch.Tensor] = []
         self.waits_for: list[Any] = []
 
-    def places(self) -> list[int]:
+    def moment_addresses(self) -> list[int]:
         return [moment.data_ptr() for moment in self.moments]
 
     def state(self) -> Any:

@@ -122,10 +122,10 @@ def test_ranks_are_asked_for_what_torch_itself_recorded(
     writers = [ProgressWriter(path, rank) for rank in range(2)]
     for writer in writers:
         writer.stamp("optimizer", 7)
-    watch = HangWatch(path, 0, 2, 0.2, ask=two.ask)
+    watch = HangWatch(path, 0, 2, 0.2, query_devices=two.query)
     with pytest.raises(HangError) as told:
         while True:
-            watch.look()
+            watch.poll()
             time.sleep(0.02)
     waits = "; the GPU of rank 0 hasn't finished all_reduce over world, 56 B (number 2 of its group)"
     assert waits in str(told.value)
@@ -143,7 +143,7 @@ def test_who_cannot_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = (None, fails, lambda: b'{"entries": [{"state": "scheduled"}]}')
     for rank, given in enumerate(dumps):
         flight.answer(rank, given)
-    assert flight.ask() == {}
+    assert flight.query() == {}
     for thread in threading.enumerate():
         if thread.name == "flight":
             thread.join()

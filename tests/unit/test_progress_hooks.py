@@ -76,7 +76,7 @@ def test_where_a_rank_stands_is_stamped_with_its_layer(tmp_path: Path) -> None:
         (one,) = read_progress(path)
         return one.phase, one.step, one.layer, one.collective
 
-    standing.begin()
+    standing.begin_step()
     standing.phase("forward", 0)
     assert now() == ("forward", 12, NO_LAYER, "")
     standing.enter(3)

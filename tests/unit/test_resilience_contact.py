@@ -29,7 +29,7 @@ def test_pauses_grow_to_a_cap_and_end_with_another_leader(monkeypatch: pytest.Mo
     for _ in range(12):
         assert contact.may_call("a")
         contact.failed()
-        pauses.append(contact._next - now)
+        pauses.append(contact._next_call_at - now)
         assert not contact.may_call("a")
         now += pauses[-1]
     assert pauses[:3] == pytest.approx([FIRST_S, 2 * FIRST_S, 4 * FIRST_S]) and pauses[-2:] == [CAP_S, CAP_S]
@@ -38,13 +38,15 @@ def test_pauses_grow_to_a_cap_and_end_with_another_leader(monkeypatch: pytest.Mo
     nodes = {Contact() for _ in range(4)}
     for one in nodes:
         one.failed()
-    assert len({one._next for one in nodes}) == 4 and all(FIRST_S / 2 <= one._next - now <= FIRST_S for one in nodes)
+    assert len({one._next_call_at for one in nodes}) == 4 and all(
+        FIRST_S / 2 <= one._next_call_at - now <= FIRST_S for one in nodes
+    )
 
 
 def test_a_loss_is_told_once_until_a_connection_has_stood() -> None:
     contact = Contact()
     assert [contact.lost("a"), contact.lost("a"), contact.lost("b")] == [True, False, True]
-    contact.stands()
+    contact.mark_stable()
     assert contact.lost("b")
 
 
@@ -52,7 +54,7 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
     """A second of it: without pauses there were thousands of calls and events."""
     key, listener = RunKey.fresh(), listen_at("127.0.0.1")
     hub, claims, dropped = Hub(listener, key), Claims(tmp_path), 0
-    claims.take(Claim(generation=0, node=0, session="leads", host="127.0.0.1", port=listener.getsockname()[1]))
+    claims.try_claim(Claim(generation=0, node=0, session="leads", host="127.0.0.1", port=listener.getsockname()[1]))
     over = threading.Event()
 
     def lead() -> None:
@@ -60,7 +62,7 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
         while not over.is_set():
             claims.renew(0)
             hub.pump(0.01)
-            dropped += len(hub._lines)
+            dropped += len(hub._connections)
             hub.drop_all()
 
     config = SimpleNamespace(
@@ -77,7 +79,7 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
     try:
         with contextlib.suppress(LaunchError):
             while not agent._local.interrupts:
-                agent._one_reign()
+                agent._lead_or_follow()
     finally:
         over.set()
         leader.join()

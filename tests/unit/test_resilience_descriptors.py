@@ -43,7 +43,7 @@ def test_what_is_counted_is_what_runs_had_open_after_a_failure(
 
     Two more are counted since: the pipes of a supervisor's keepers.
     """
-    monkeypatch.setattr(descriptors, "_opened", lambda: 9)
+    monkeypatch.setattr(descriptors, "_open_descriptors", lambda: 9)
     found = Layout.parse(layout)
     assert most <= needed(found, found.world) <= most * 1.3 + 2
 

@@ -57,7 +57,7 @@ def looked(watch: IdleWatch, pids: list[int], seconds: float) -> float:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.05)
-        watch.look(pids, time.monotonic())
+        watch.poll(pids, time.monotonic())
     return time.monotonic()
 
 
@@ -100,9 +100,9 @@ def fake(proc: Path, state: str, ran: int, waited: int = 0, other: tuple[str, in
 def test_what_counts_as_sleep(tmp_path: Path, after: dict, rests: bool) -> None:
     watch = IdleWatch(tmp_path)
     fake(tmp_path, "S", 0)
-    watch.look([7], 50.0)
+    watch.poll([7], 50.0)
     fake(tmp_path, **after)
-    watch.look([7], 50.1)
+    watch.poll([7], 50.1)
     assert (watch.idle_s(7, 50.1) > 0.05) is rests
 
 
@@ -110,9 +110,9 @@ def test_time_in_which_nobody_looked_says_nothing(tmp_path: Path) -> None:
     watch = IdleWatch(tmp_path)
     fake(tmp_path, "S", 0)
     for now in (50.0, 50.5, 50.9):
-        watch.look([7], now)
+        watch.poll([7], now)
     assert watch.idle_s(7, 50.9) == pytest.approx(0.9)
-    watch.look([7], 51.0 + GAP_S)
+    watch.poll([7], 51.0 + GAP_S)
     assert watch.idle_s(7, 51.0 + GAP_S) == 0.0
     assert IdleWatch(tmp_path / "none").idle_s(7, 1.0) == 0.0
 
@@ -133,7 +133,7 @@ def watched(path: Path, forked: Forked, phases: dict[Callable[[], None], tuple[s
 def look_for(watch: HangWatch, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        watch.look()
+        watch.poll()
         time.sleep(0.05)
 
 

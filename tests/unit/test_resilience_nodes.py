@@ -52,11 +52,11 @@ def claim(generation: int, node: int) -> Claim:
 def test_a_generation_belongs_to_one_node(tmp_path: Path) -> None:
     one, two = Claims(tmp_path), Claims(tmp_path)
     assert one.newest() is None
-    assert one.take(claim(0, 0)) and not two.take(claim(0, 1))
+    assert one.try_claim(claim(0, 0)) and not two.try_claim(claim(0, 1))
     assert two.newest() == claim(0, 0)
     fence = one.fence(0)
     fence()
-    assert two.take(claim(1, 1)) and one.over(0) and not one.over(1)
+    assert two.try_claim(claim(1, 1)) and one.superseded(0) and not one.superseded(1)
     with pytest.raises(CheckpointError, match="generation 0 of the run was given up"):
         fence()
     assert one.newest() == claim(1, 1)
@@ -68,7 +68,7 @@ def test_a_claim_that_is_not_renewed_grows_old(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(claims_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     leader, other = Claims(tmp_path), Claims(tmp_path)
     assert other.age_s() == float("inf")
-    leader.take(claim(0, 0))
+    leader.try_claim(claim(0, 0))
     other.newest()
     assert other.age_s() == 0.0, "counted from the first look"
     clock.now += 3.0
@@ -87,10 +87,10 @@ def test_a_claim_that_is_not_renewed_grows_old(tmp_path: Path, monkeypatch: pyte
 
 def test_a_checkpoint_gets_no_name_behind_the_fence(tmp_path: Path) -> None:
     claims = Claims(tmp_path)
-    claims.take(claim(0, 0))
+    claims.try_claim(claim(0, 0))
     store = CheckpointStore(tmp_path / "checkpoints", fence=claims.fence(0))
     store.save(1, {"weights/a": torch.ones(3)}, {})
-    claims.take(claim(1, 1))
+    claims.try_claim(claim(1, 1))
     with pytest.raises(CheckpointError, match="was given up"):
         store.save(2, {"weights/a": torch.ones(3)}, {})
     assert [entry.step for entry in store.entries()] == [1]
@@ -102,7 +102,7 @@ def test_lines_carry_messages_and_tell_of_their_end() -> None:
     server, client = Hub(listener, KEY), Hub(listen_at("127.0.0.1"), KEY)
     try:
         line = called(server, client, port)
-        line.say(End(result=None, error="x" * 300_000))
+        line.send(End(result=None, error="x" * 300_000))
         heard: list = []
 
         def pump(seconds: float) -> None:
@@ -127,7 +127,7 @@ def test_who_slept_gives_others_time_to_speak(monkeypatch: pytest.MonkeyPatch) -
     server, client = Hub(listener, KEY), Hub(listen_at("127.0.0.1"), KEY)
     try:
         line = called(server, client, port)
-        line.say(Reconfigure(0))
+        line.send(Reconfigure(0))
         heard: list = []
         assert until(lambda: bool(heard), 100.0, lambda seconds: heard.extend(server.pump(seconds)[0]))
         clock = SimpleNamespace(now=time.monotonic())
@@ -229,12 +229,12 @@ def test_more_copies_take_more_room_and_fewer_are_held_where_it_is_short() -> No
 def test_most_nodes_are_those_that_live_and_are_not_reached(tmp_path: Path) -> None:
     """Of three, the leader sees one of two others that live no more, and both of them when it is cut off."""
     leaders, others = Claims(tmp_path), [Claims(tmp_path) for _ in (1, 2)]
-    assert leaders.take(claim(0, 0)) and leaders.stamps([1, 2]) == {}
+    assert leaders.try_claim(claim(0, 0)) and leaders.stamps([1, 2]) == {}
     for node, one in enumerate(others, 1):
         one.be_present(node)
     first = leaders.stamps([1, 2])
     assert sorted(first) == [1, 2]
-    others[0]._present = 0.0
+    others[0]._present_at = 0.0
     time.sleep(0.02)
     others[0].be_present(1)
     now = leaders.stamps([1, 2])

@@ -82,16 +82,16 @@ def test_a_rank_that_computes_for_ever_is_blamed_and_one_that_waits_is_not(tmp_p
     writers[0].stamp("backward", 5, 0, "all_reduce over replicate")
     writers[1].stamp("forward", 5)
     for _ in range(3):
-        assert len(watch.look()) == 2
+        assert len(watch.poll()) == 2
         clock.now += 0.7
     with pytest.raises(HangError, match=r"rank 1: replicate 1 made no progress in forward of step 5 for 2.1 s") as told:
-        watch.look()
+        watch.poll()
     assert told.value.rank == 1 and "rank 0 [replicate 0] waits in backward of step 5 for all_reduce" in str(told.value)
     writers[1].stamp("done")
     writers[0].stamp("done")
     for _ in range(4):
         clock.now += 0.7
-        watch.look()
+        watch.poll()
 
 
 def test_who_slept_meanwhile_blames_nobody(tmp_path: Path, clock: Clock) -> None:
@@ -100,13 +100,13 @@ def test_who_slept_meanwhile_blames_nobody(tmp_path: Path, clock: Clock) -> None
     watch = HangWatch(path, 0, 1, 2.0)
     ProgressWriter(path, 0, 0).stamp("forward", 5)
     clock.now += 30.0
-    assert len(watch.look()) == 1, "the whole machine may have been stopped"
+    assert len(watch.poll()) == 1, "the whole machine may have been stopped"
     for _ in range(2):
         clock.now += 0.9
-        watch.look()
+        watch.poll()
     clock.now += 0.9
     with pytest.raises(HangError, match=r"for 32\.7 s"):
-        watch.look()
+        watch.poll()
 
 
 @pytest.mark.parametrize("limit_s", [None, 5.0])
@@ -117,12 +117,12 @@ def test_a_first_step_that_compiles_may_take_longer_than_any_later_one(
     path = tmp_path / "progress.bin"
     reset_progress(path, 1)
     watch, writer = HangWatch(path, 1, 1, limit_s, compiles=True), ProgressWriter(path, 0, 1)
-    watch._look_closer = lambda found, now: None  # type: ignore[method-assign]
+    watch._check_processes = lambda found, now: None  # type: ignore[method-assign]
     first = [(41, "start", 0.1), (41, "forward", 0.1), (41, "backward", 0.1), (41, "forward", 90.0)]
 
     def pass_time(seconds: float) -> None:
         for _ in range(60):
-            watch.look()
+            watch.poll()
             clock.now += seconds / 60
 
     for step, phase, seconds in [*first, (42, "forward", 0.1), (42, "backward", 0.1)]:
@@ -139,7 +139,7 @@ def test_stamps_of_an_earlier_generation_say_nothing(tmp_path: Path, clock: Cloc
     watch = HangWatch(path, 1, 1, 2.0)
     ProgressWriter(path, 0, 0).stamp("forward", 5)
     for _ in range(5):
-        assert watch.look() == []
+        assert watch.poll() == []
         clock.now += 0.7
 
 
@@ -190,7 +190,7 @@ def looks(busy: dict[int, float]) -> list[list[RankStamp]]:
 )
 def test_a_rank_is_slow_against_those_who_do_the_same(busy: dict, stages: list[int], found: list[int]) -> None:
     watch = SlowWatch(lambda rank: stages[rank])
-    told = [slow for look in looks(busy) for slow in watch.look(look)]
+    told = [slow for look in looks(busy) for slow in watch.poll(look)]
     assert [slow.rank for slow in told] == found
 
 
@@ -205,7 +205,7 @@ def test_plans_are_made_ahead_by_another_process() -> None:
 
     ahead = PlanPrefetcher(plan)
     ahead.learn(8, "the first")
-    ahead.begin([7, 5])
+    ahead.start([7, 5])
     end = time.monotonic() + 20
     while ahead._pid and time.monotonic() < end:
         ahead._collect()
@@ -276,9 +276,9 @@ def test_a_fault_happens_once_at_its_place(tmp_path: Path) -> None:
         )  # fmt: skip
 
     def step(which: Faults, number: int) -> None:
-        which.begin(number)
+        which.begin_step(number)
         for phase in ("data", "forward", "reduce"):
-            which.at(phase)
+            which.reach(phase)
 
     mine, other = faults(1), faults(0)
     for number in (1, 2, 3):
@@ -332,11 +332,11 @@ def test_a_disk_or_an_evaluation_may_take_longer_than_ever(phase: str, tmp_path:
     writer = ProgressWriter(path, 0, 0)
     for stamped in (phase, "forward", phase, "forward"):
         writer.stamp(stamped, 5)
-        watch.look()
+        watch.poll()
         time.sleep(0.01)
-    assert watch._allowed(watch.look()) == LEAST_S
+    assert watch._limit_s(watch.poll()) == LEAST_S
     writer.stamp(phase, 6)
-    assert watch._allowed(watch.look()) == UNKNOWN_S
+    assert watch._limit_s(watch.poll()) == UNKNOWN_S
 
 
 def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path) -> None:
@@ -354,13 +354,13 @@ def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path
         one.wait()
 
     leave(0, [(0, part)])
-    writer.look(segments, Layout(), control)
+    writer.poll(segments, Layout(), control)
     assert not writer._pid, "rank 1 has not even opened its own"
     leave(1, [])
-    writer.look(segments, Layout(), control)
+    writer.poll(segments, Layout(), control)
     other = Control()
     writer.finish(30)
     assert [kind for kind, _ in told] == ["checkpoint_saved"] and (tmp_path / "step-00000003").is_dir()
-    writer.look(segments, Layout(), other)
+    writer.poll(segments, Layout(), other)
     assert other.written[0] == 0, "those who come after are told of their own alone"
     writer.close()

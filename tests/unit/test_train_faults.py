@@ -49,10 +49,10 @@ def test_what_spoils_gradients_waits_until_there_are_some(phase: str, tmp_path: 
     known = [Fault(kind="nan", rank=1, step=5, phase=phase)]
     faults = Faults(tmp_path, 1, 0, known, spoil=spoil)
     for step in range(1, 9):
-        faults.begin(step)
+        faults.begin_step(step)
         for place in ("data", "forward", "forward.0", "backward", "reduce", "optimizer", "record", "snapshot"):
             there = place in ("reduce", "optimizer")
-            faults.at(place)
+            faults.reach(place)
     assert spoiled == [6 if phase in ("record", "snapshot") else 5]
 
 
@@ -66,7 +66,7 @@ def test_a_file_that_says_nothing_is_told_of_once_and_ends_nothing(tmp_path: Pat
     faults = Faults(tmp_path, 0, 0)
     faults.refuse = lambda path, why: refused.append(path.name)
     for step in (1, 2, 3):
-        faults.begin(step)
+        faults.begin_step(step)
     assert refused == ["a.ask", "b.ask", "c.ask"]
 
 
