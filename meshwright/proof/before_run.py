@@ -28,7 +28,8 @@ from meshwright.proof.compare import Verdict, one_line
 from meshwright.proof.layouts import layers_needed
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.groups import world_size
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import row_axes, world_size
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
 
@@ -38,7 +39,6 @@ TOKENS = 128
 """Most tokens of a row of a clone."""
 VOCABULARY = 199
 """Tokens of made-up text of a clone; a prime, so that no degree divides it."""
-_WEIGHT = {"replicate": 1}
 """What an axis counts when not all can stay in use; 2 for all others."""
 
 
@@ -206,12 +206,12 @@ def _smaller(built: BuiltModel, layout: Layout, vocab: int, tokens: int) -> _Sma
         small = _Small(layout=few, model=config, tokens=tokens, vocab=vocab, instead=())
     else:
         few = few_ranks(layout, most, None)
-        parts = few.degree("tp") * few.degree("cp")
+        parts = few.degree(Mechanics.MATRICES) * few.degree(Mechanics.TOKENS)
         clone = with_every_kind(built, shrink(config, layers_needed([few]), parts=parts))
         instead.append("a small clone of the model")
         taken = tokens
         if tokens > TOKENS:
-            unit = 2 * few.degree("cp") * few.degree("tp")
+            unit = 2 * few.degree(Mechanics.TOKENS) * few.degree(Mechanics.MATRICES)
             taken = TOKENS // unit * unit
             instead.append(f"{taken} of {tokens} tokens a row")
         small = _Small(layout=few, model=clone, tokens=taken, vocab=VOCABULARY, instead=())
@@ -262,12 +262,12 @@ def _fewer(degrees: Mapping[str, int], most: int) -> list[dict[str, int]]:
 
 
 def _in_use(degrees: Mapping[str, int]) -> int:
-    return sum(_WEIGHT.get(name, 2) for name, degree in degrees.items() if degree > 1)
+    return sum(1 if name in row_axes(Holds.COPY) else 2 for name, degree in degrees.items() if degree > 1)
 
 
 def _choices(layout: Layout, degrees: Mapping[str, int]) -> Iterator[Layout]:
     """Yields the layout with fewer micro-batches, and then with less and less of what may not fit fewer ranks."""
-    pipeline, mode = degrees.get("pp", 1), layout.recompute.mode
+    pipeline, mode = degrees.get(layout.axis(Mechanics.STAGES), 1), layout.recompute.mode
     counts = [min(layout.microbatches, 2 * pipeline)] + [layout.microbatches, 4 * pipeline] * (pipeline > 1)
     tried = itertools.product(
         (layout.recompute, Recompute(mode, 1 if layout.recompute else 0)),

@@ -13,6 +13,9 @@ from torch import nn
 from meshwright.models.build import BuiltModel
 from meshwright.models.experts import find_experts
 from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import axes_with
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis
@@ -58,9 +61,10 @@ class Scope:
         """One line for people."""
         shares = ", ".join(f"{axis} {share:.0%}" for axis, share in self.split.items())
         parts = [f"split {shares}" if shares else "no weight split"]
-        if "tp" in self.split:
+        tensor = next((name for name in axes_with(Mechanics.MATRICES) if name in self.split), "")
+        if tensor:
             grown = " with a table grown from a narrower clone" if self.grown else ""
-            parts.append(f"{self.layer_share:.0%} of the layers by tp{grown}")
+            parts.append(f"{self.layer_share:.0%} of the layers by {tensor}{grown}")
         parts.append("rows of " + " and ".join(map(str, self.lengths)))
         parts.append("layers " + " + ".join(f"{count} {kind}" for kind, count in self.layers.items()))
         if "heads" in self.sizes:
@@ -97,11 +101,11 @@ def read_scope(
         layers=dict(kinds),
         sizes=sizes,
         windows={f"{key}={size}": max(lengths) > size for key, size in windows.items()},
-        attention=facts.attention if layout.degree("cp") > 1 else "",
-        tried=facts.tried if layout.degree("cp") > 1 else "",
-        grown=grown and layout.degree("tp") * layout.degree("cp") > 1,
+        attention=facts.attention if layout.degree(Mechanics.TOKENS) > 1 else "",
+        tried=facts.tried if layout.degree(Mechanics.TOKENS) > 1 else "",
+        grown=grown and layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) > 1,
     )
-    degree = layout.degree("tp")
+    degree = layout.degree(Mechanics.MATRICES)
     if degree == 1 or facts.table is None:
         return scope
     whole, unsplit = whole_matrices(module, facts.table, degree)
@@ -174,12 +178,13 @@ def split_shares(ranks: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str
         for name, (size, names) in rank["held"].items():
             sizes[name] = size
             axes.setdefault(name, set()).update(names)
-    if layout.degree("pp") > 1:
+    if layout.degree(Mechanics.STAGES) > 1:
         for name in sizes:
             if not all(name in rank["held"] for rank in ranks):
-                axes[name].add("pp")
+                axes[name].add(layout.axis(Mechanics.STAGES))
     total = max(1, sum(sizes.values()))
-    asked = ("pp", "shard", "tp", "ep")
+    asked = [name for name, axis in known_axes().items() if axis.holds is not Holds.COPY]
+    asked.sort(key=lambda name: bool(known_axes()[name].carves))
     return {
         axis: sum(size for name, size in sizes.items() if axis in axes[name]) / total
         for axis in asked

@@ -31,6 +31,7 @@ from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import SEED, References, moved
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.scope import expert_use, read_scope, split_shares
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -106,7 +107,9 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
         known: dict[Any, ModelAnalysis] = {}
         for layout in layouts:
             path, why = (Path(), unread) if unread else reference.of(layout)
-            known.setdefault((layout.degree("tp"), layout.degree("cp")), ModelAnalysis(trial=trial))
+            known.setdefault(
+                (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS)), ModelAnalysis(trial=trial)
+            )
             verdicts.append(Verdict.unproven(str(layout), refused=why) if why else _prove(case, layout, path, known))
             if done:
                 done(verdicts[-1])
@@ -123,8 +126,8 @@ def _prove(case: Case, layout: Layout, path: Path, known: dict[Any, ModelAnalysi
         device = found_devices(layout.world, case.device).kind
         built = case.build()
         check(layout, device, len(built.structure.layers))
-        key = (layout.degree("tp"), layout.degree("cp"))
-        parts = layout.degree("tp") * layout.degree("cp")
+        key = (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS))
+        parts = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)
         if case.grown and parts > 1 and known[key].table is None and not built.config.sharding:
             trial = known[key].trial
             table = sharding_table(built, parts, trial.objective if trial else None, narrow=NARROW)

@@ -14,6 +14,7 @@ from meshwright.models.layer_graph import read_layer_graph
 from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.table import sharding_table
 from meshwright.parallel import tensor_stages
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, divide
 from meshwright.spec.layout import Layout
@@ -49,7 +50,7 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
     """
     objective, parts = trial.objective, sum(layout.shares()) * layout.microbatches
     names = ", ".join(term.name for term in objective.terms)
-    if not objective.plain and (degree := layout.degree("cp")) > 1:
+    if not objective.plain and (degree := layout.degree(Mechanics.TOKENS)) > 1:
         raise PlanError(
             f"cp={degree} gives each rank some tokens of a row, and the model's own loss has terms ({names}) that it "
             f"computes from whole rows; use shard={degree}"
@@ -96,7 +97,7 @@ def analyse_model(
     trial = known.trial or try_forward(model)
     _check_trial(trial, layout)
     table, layer_graph, experts = known.table, known.layer_graph, known.experts
-    split = layout.degree("tp") * layout.degree("cp")  # heads are split by both
+    split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)  # heads are split by both
     if split > 1 and table is None:
         table = sharding_table(model, split, objective=trial.objective)
         if model.config.sharding:
@@ -104,15 +105,19 @@ def analyse_model(
             table = overridden(table, model.config.sharding, names)
     if model.config.sharding and split == 1:
         raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
-    if layout.degree("pp") > 1:
+    if layout.degree(Mechanics.STAGES) > 1:
         layer_graph = layer_graph or read_layer_graph(model, trial.objective)
         _check_stages(model, layer_graph, layout)
-    experts = experts or require_experts(model.module, layout.degree("ep"))
+    experts = experts or require_experts(model.module, layout.degree(Mechanics.EXPERTS))
     tensor_stages.check(table, layout)
     if layout.sequence and table is not None:
         _check_sequence(model, layout, table, tokens)
     rows, attention, tried = known.rows, known.attention, known.tried
-    if layout.degree("cp") > 1 and table is not None and (not attention or layout.attention not in ("", attention)):
+    if (
+        layout.degree(Mechanics.TOKENS) > 1
+        and table is not None
+        and (not attention or layout.attention not in ("", attention))
+    ):
         found = _context(model, layout, table, tokens)
         rows, attention, tried = found.rows, found.attention, found.tried
     return ModelAnalysis(
@@ -127,7 +132,7 @@ def _check_stages(model: BuiltModel, layer_graph: LayerGraph, layout: Layout) ->
 
 
 def _check_sequence(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> None:
-    degree = layout.degree("tp")
+    degree = layout.degree(Mechanics.MATRICES)
     if why := read_sequence(model, table, degree, tokens):
         raise PlanError(
             f"sequence=true splits the tokens between the parts that tp={degree} splits, but {why}; leave sequence out"
@@ -135,8 +140,8 @@ def _check_sequence(model: BuiltModel, layout: Layout, table: ShardingTable, tok
 
 
 def _context(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> Context:
-    degree = layout.degree("cp")
-    found = read_context(model, table, degree, layout.degree("tp"), layout.attention, tokens)
+    degree = layout.degree(Mechanics.TOKENS)
+    found = read_context(model, table, degree, layout.degree(Mechanics.MATRICES), layout.attention, tokens)
     if found.refused:
         raise PlanError(
             f"cp={degree} splits each row's tokens, but the model doesn't allow it: {found.refused}; use shard={degree}"
@@ -158,7 +163,7 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
     Raises:
         PlanError: with the numbers and the nearest that work.
     """
-    parts = layout.degree("cp") * (layout.degree("tp") if layout.sequence else 1)
+    parts = layout.degree(Mechanics.TOKENS) * (layout.degree(Mechanics.MATRICES) if layout.sequence else 1)
     parts *= 2 if facts.attention == "gather" else 1
     if sequence % parts:
         near = sequence // parts * parts or parts
