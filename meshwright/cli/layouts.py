@@ -51,9 +51,10 @@ def make_plans(
         short = host_shortage(question.job, layout, question.cluster, question.runtime)
         measure = measure_of(model.built, config.data.sequence, layout.precision)
         return [(predict.named_plan(question, layout, parts, measure), facts)]
-    except (ClusterError, PlanError):
+    except (ClusterError, PlanError) as error:
         if short:
             raise
+        say(f"plan: by state alone, since time can't be priced here: {error}")
         # A device without figures, or a model without layers: its state is priced all the same.
         return [(state_rule.named_plan(layout, machines.ranks, parts), facts)]
 
