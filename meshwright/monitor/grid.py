@@ -10,6 +10,8 @@ from typing import Any
 from meshwright.errors import PlanError
 from meshwright.monitor.charts import legend, svg
 from meshwright.monitor.rundir import RunFiles
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 
 _MOST_RANKS = 256
@@ -27,7 +29,7 @@ def layout_grid(run: RunFiles) -> str:
     layout = _layout(run)
     if layout is None:
         return ""
-    shape = {name: degree for name, degree in layout.shape().items() if degree > 1} or {"replicate": 1}
+    shape = {name: degree for name, degree in layout.shape().items() if degree > 1} or {row_axes(Holds.COPY)[0]: 1}
     *outer, inner = shape
     columns = shape[inner] if shape[inner] <= _MOST_COLUMNS else _MOST_COLUMNS
     shown = min(layout.world, _MOST_RANKS)

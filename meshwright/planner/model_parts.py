@@ -282,7 +282,9 @@ def stage_bounds(model: ModelParts, layout: Layout) -> tuple[int, ...]:
 
 def _spine(model: ModelParts, layout: Layout) -> LayerGraph:
     if model.layer_graph is None:
-        raise PlanError(f"pp={layout.degree('pp')}: its bytes follow from the model's layer graph, which wasn't read")
+        raise PlanError(
+            f"{layout.written(Mechanics.STAGES)}: its bytes follow from the model's layer graph, which wasn't read"
+        )
     return model.layer_graph
 
 

@@ -24,6 +24,7 @@ from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
 from meshwright.resilience.hang_watch import HangError, HangWatch
 from meshwright.resilience.host_memory_budget import COPIES, room_for, state_bytes
 from meshwright.resilience.slow_ranks import SlowWatch
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import coordinates
 from meshwright.spec.plan import Plan
 from meshwright.train.copies import SHARE
@@ -116,7 +117,7 @@ class GenerationRanks:
         progress = job.run_dir / (PROGRESS if place is None else node_progress(place.node))
         reset_progress(progress, job.plan.ranks)
         first = place.first if place is not None else None
-        self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees).get("pp", 0))
+        self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees)[layout.axis(Mechanics.STAGES)])
         limit_s, idle_s = job.config.recovery.hang_s, job.config.recovery.idle_s * _LONGER**fruitless
         # Devices, other hosts and compilers' processes work while all ranks here sleep.
         if place is not None or devices.kind != "cpu" or layout.compile:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import row_axes
 from meshwright.spec.plan import Plan
 
 SHARE = 0.5
@@ -35,7 +38,12 @@ class HostMemoryBudget(NamedTuple):
 def state_bytes(plan: Plan, ranks: int) -> int:
     """Returns the bytes that ``ranks`` of the plan's ranks keep in one copy: copies of a part are kept once."""
     held = sum(plan.prediction.memory.get(part, 0) for part in ("parameters", "optimizer"))
-    return held * ranks // max(1, plan.layout.degree("replicate"))
+    return held * ranks // _copies(plan)
+
+
+def _copies(plan: Plan) -> int:
+    """Ranks that hold the same part and read other rows."""
+    return math.prod(plan.layout.degree(name) for name in row_axes(Holds.COPY))
 
 
 def largest_snapshot(plan: Plan) -> int:
@@ -43,7 +51,7 @@ def largest_snapshot(plan: Plan) -> int:
 
     Several times what a rank keeps on average: parts are whole, and tables and buffers come on top.
     """
-    return 4 * state_bytes(plan, plan.layout.degree("replicate")) + _TABLE_BYTES
+    return 4 * state_bytes(plan, _copies(plan)) + _TABLE_BYTES
 
 
 def _left(plan: Plan, ranks: int, available: int) -> int:

@@ -70,3 +70,5 @@ class Axis:
     carves: tuple[str, ...] = ()
     mechanics: Mechanics = Mechanics.NONE
     """Of an axis that changes modules: how."""
+    aliases: tuple[str, ...] = ()
+    """Other names of it, as meshes of user code have them."""

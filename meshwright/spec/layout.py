@@ -216,6 +216,10 @@ class Layout:
         """Returns the axis of some mechanics that is used, or the first that is known where none is."""
         return axis_with(mechanics, self.degrees)
 
+    def written(self, mechanics: Mechanics) -> str:
+        """Returns the axis of some mechanics with its degree, as ``cp=2``."""
+        return f"{self.axis(mechanics)}={self.degree(mechanics)}"
+
     def pipeline(self) -> Schedule:
         """Builds the schedule; of one rank and stage without ``pp``.
 

@@ -52,8 +52,8 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
     names = ", ".join(term.name for term in objective.terms)
     if not objective.plain and (degree := layout.degree(Mechanics.TOKENS)) > 1:
         raise PlanError(
-            f"cp={degree} gives each rank some tokens of a row, and the model's own loss has terms ({names}) that it "
-            f"computes from whole rows; use shard={degree}"
+            f"{layout.written(Mechanics.TOKENS)} gives each rank some tokens of a row, and the model's own loss has "
+            f"terms ({names}) that it computes from whole rows; use shard={degree}"
         )
     if not objective.plain and layout.sequence:
         raise PlanError(
@@ -135,7 +135,8 @@ def _check_sequence(model: BuiltModel, layout: Layout, table: ShardingTable, tok
     degree = layout.degree(Mechanics.MATRICES)
     if why := read_sequence(model, table, degree, tokens):
         raise PlanError(
-            f"sequence=true splits the tokens between the parts that tp={degree} splits, but {why}; leave sequence out"
+            f"sequence=true splits the tokens between the parts that "
+            f"{layout.written(Mechanics.MATRICES)} splits, but {why}; leave sequence out"
         )
 
 
@@ -144,7 +145,8 @@ def _context(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: in
     found = read_context(model, table, degree, layout.degree(Mechanics.MATRICES), layout.attention, tokens)
     if found.refused:
         raise PlanError(
-            f"cp={degree} splits each row's tokens, but the model doesn't allow it: {found.refused}; use shard={degree}"
+            f"{layout.written(Mechanics.TOKENS)} splits each row's tokens, but the model doesn't allow it: "
+            f"{found.refused}; use shard={degree}"
         )
     if found.attention == "gather" and layout.compile:
         raise PlanError("attention=gather looks for attention in the model's calls, which compile=true hides; drop one")
@@ -173,6 +175,7 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
     odd = [share // layout.microbatches for share in shares if share // layout.microbatches % facts.rows]
     if odd:
         raise PlanError(
-            f"this model shapes its output as whole rows: under cp={layout.degree('cp')} a micro-batch must have a "
+            f"this model shapes its output as whole rows: under "
+            f"{layout.written(Mechanics.TOKENS)} a micro-batch must have a "
             f"multiple of {facts.rows} rows, and it has {odd[0]}; change train.batch or microbatches"
         )

@@ -11,4 +11,5 @@ AXIS = Axis(
     order=40,
     mechanics=Mechanics.TOKENS,
     purpose="context: ranks compute other tokens of the same rows",
+    aliases=("context",),
 )

@@ -12,4 +12,8 @@ AXIS = Axis(
     mechanics=Mechanics.EXPERTS,
     purpose="expert: ranks hold other experts, tokens go to theirs",
     carves=("shard", "cp", "tp"),
+    aliases=(
+        "expert",
+        "expert_parallel",
+    ),
 )

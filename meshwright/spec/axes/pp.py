@@ -11,4 +11,9 @@ AXIS = Axis(
     order=10,
     mechanics=Mechanics.STAGES,
     purpose="pipeline: ranks hold stages, micro-batches pass through them",
+    aliases=(
+        "pipe",
+        "pipeline",
+        "pipeline_parallel",
+    ),
 )

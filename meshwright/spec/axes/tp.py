@@ -11,4 +11,9 @@ AXIS = Axis(
     order=60,
     mechanics=Mechanics.MATRICES,
     purpose="tensor: ranks hold parts of each weight and compute parts of each layer",
+    aliases=(
+        "model",
+        "tensor",
+        "tensor_parallel",
+    ),
 )
