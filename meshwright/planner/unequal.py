@@ -42,9 +42,10 @@ def choose_unequal(question: Question, show: int = 10) -> Choice:
         show: most layouts in the answer.
 
     Raises:
-        PlanError: when nothing fits.
+        PlanError: when nothing fits, or something is asked for that neither family has.
     """
     began, kinds = time.perf_counter(), kinds_of(question.cluster)
+    _check_limits(question)
     layouts, seconds = _timed(question, kinds)
     found = _best(question, kinds, layouts, seconds, show)
     if not found:
@@ -65,6 +66,16 @@ def choose_unequal(question: Question, show: int = 10) -> Choice:
         took_s=time.perf_counter() - began,
         notes=_alone(question, best[0]),
     )
+
+
+def _check_limits(question: Question) -> None:
+    """Refuses what is given of the layouts, which the families don't have: the answer would be without it."""
+    for field, option in (("fixed", "--fix"), ("levels", "--fix zero"), ("schedules", "--schedules")):
+        if given := question.limits.get(field):
+            raise PlanError(
+                f"{option} ({given}): on devices of several kinds pipelines of one schedule and data layouts are "
+                "searched, whatever is given; name whole layouts by --layout, or plan for one kind"
+            )
 
 
 def _timed(question: Question, kinds: Sequence[Kind]) -> tuple[list[Layout], Array]:

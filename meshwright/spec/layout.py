@@ -70,8 +70,8 @@ class Layout:
     compile: bool = False
     """Run each layer through torch.compile."""
     schedule: str = ""
-    """Order of work along ``pp``: ``gpipe``, ``1f1b``, ``interleaved``, ``loopedbfs``, ``zerobubble``, ``zbv``,
-    ``dualpipev`` or ``file:PATH``; empty is ``1f1b`` where there is a pipeline."""
+    """Order of work along ``pp``: a name that ``python -m meshwright.schedules`` lists, or ``file:PATH``;
+    empty is ``1f1b`` where there is a pipeline."""
     stages: int = 0
     """Stages that each rank of ``pp`` runs; 0 is what the schedule asks for."""
     split: StageSplit = StageSplit()  # noqa: RUF009 - frozen

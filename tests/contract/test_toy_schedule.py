@@ -225,6 +225,18 @@ def test_a_file_is_planned_and_proven_with_stages_and_without(
     told = list(json.loads(capsys.readouterr().out)["compared"].values())
     assert told[0].startswith("fits, ") and told[0] == told[1]
     models.all_pass("gpt2", f"pp=2,microbatches=4,schedule=file:{path}{stages}")
+    sizes = ["--ranks", "2", "--microbatches", "4", *(["--stages-per-rank", "2"] if stages else [])]
+    assert command.main(["--draw", f"file:{path}", *sizes]) == 0
+    assert main([*PLAN, "--schedules", f"file:{path}"]) == 2
+    assert "is of one size; compare it by --layout" in capsys.readouterr().err
+
+
+def test_what_devices_of_several_kinds_have_no_search_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """There pipelines run 1F1B: a schedule that is asked for was passed over in silence."""
+    argv = [*PLAN, "--cluster", "8xh100+8xa100-40"]
+    for more in (["--schedules", "toy"], ["--fix", "tp=2"], ["--fix", "zero=1"]):
+        assert main([*argv, *more]) == 2
+        assert "name whole layouts by --layout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics, Reads
 from meshwright.spec.layout import Layout
 
-COPIES, SHARDS = "replicate", "shard"
-"""Columns of axes that change no module and read other rows: those that hold copies, and those that share the state."""
+COPIES = "replicate"
+"""Column of axes that change no module, read other rows and hold copies."""
+SHARDS = "shard"
+"""The same of those that share the state."""
 WIRE_ORDER = ("pp", COPIES, SHARDS, "cp", "tp")
 """Columns of axes in the order in which `cost.groups` lays out their ranks, outermost first."""
 
