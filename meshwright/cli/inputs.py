@@ -17,6 +17,7 @@ from meshwright.config import read_toml
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.launch.devices import Devices
 from meshwright.planner.memory import ModelParts, StateSizes
+from meshwright.spec.axis import Mechanics
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -174,7 +175,7 @@ def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:
     def of(layout: Layout, rows: int) -> ModelWork | None:
         if layout.offload != "none":  # its update isn't the device's, which is what was measured
             return None
-        work = measured(rows, layout.degree("tp"), layout.sequence)
+        work = measured(rows, layout.degree(Mechanics.MATRICES), layout.sequence)
         return work.compiled() if work is not None and layout.compile else work
 
     return of

@@ -13,6 +13,7 @@ from meshwright.cli.inspect_output import told
 from meshwright.config import Config
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.config import ModelConfig
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _priced(built: BuiltModel, layout: Layout, known: ModelAnalysis) -> dict[str
 
     check(layout, "cuda", len(built.structure.layers))
     facts = analyse_model(built, layout, known)
-    expert.check(facts.experts, layout.degree("ep"))
+    expert.check(facts.experts, layout.degree(Mechanics.EXPERTS))
     parts = model_parts(built, facts)
     positions = position_memory(layout, parts)
     fullest = max(positions, key=lambda position: position.total_bytes)

@@ -18,6 +18,8 @@ from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import informed, recosted
 from meshwright.planner.run_history import learn
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
@@ -51,9 +53,10 @@ def make_plans(
         short = host_shortage(question.job, layout, question.cluster, question.runtime)
         measure = measure_of(model.built, config.data.sequence, layout.precision)
         return [(predict.named_plan(question, layout, parts, measure), facts)]
-    except (ClusterError, PlanError):
+    except (ClusterError, PlanError) as error:
         if short:
             raise
+        say(f"plan: by state alone, since time can't be priced here: {error}")
         # A device without figures, or a model without layers: its state is priced all the same.
         return [(state_rule.named_plan(layout, machines.ranks, parts), facts)]
 
@@ -155,25 +158,29 @@ def leaner(config: RunConfig, model: ReadModel, machines: Machines, plan: Plan) 
     return f"nearest that needs less: --layout {text}, {format_bytes(size)} a rank, {format_seconds(step_s)} a step"
 
 
+MODEL_SPLITS = (Mechanics.STAGES, Mechanics.MATRICES, Mechanics.TOKENS)
+"""What keeps its degree when ranks are lost, the first longest; experts are dealt out over what is left."""
+
+
 def _like(whole: Layout, ranks: int, rows: int) -> list[Layout]:
     """Returns layouts of other numbers of ranks: what splits the model stays where it can, data take up the rest."""
-    named = [name for name in ("pp", "tp", "cp") if whole.degree(name) > 1]
+    named = [whole.axis(one) for one in MODEL_SPLITS if whole.degree(one) > 1]
     found = []
     for names in (names for count in range(len(named), -1, -1) for names in combinations(named, count)):
         model_axes = {name: whole.degree(name) for name in names}
         readers, rest = divmod(ranks, math.prod(model_axes.values()))
         if rest or readers > rows:
             continue
-        data = {} if readers == 1 else {"shard" if whole.zero else "replicate": readers}
+        data = {} if readers == 1 else {row_axes(Holds.SHARD if whole.zero else Holds.COPY)[0]: readers}
         layout = Layout(
             degrees=model_axes | data,
             zero=whole.zero if whole.zero and readers > 1 else 0,
             precision=whole.precision,
             recompute=whole.recompute,
-            sequence=whole.sequence and "tp" in model_axes,
-            schedule=whole.schedule if "pp" in model_axes else "",
-            stages=whole.stages if "pp" in model_axes else 0,
-            attention=whole.attention if "cp" in model_axes else "",
+            sequence=whole.sequence and whole.axis(Mechanics.MATRICES) in model_axes,
+            schedule=whole.schedule if whole.axis(Mechanics.STAGES) in model_axes else "",
+            stages=whole.stages if whole.axis(Mechanics.STAGES) in model_axes else 0,
+            attention=whole.attention if whole.axis(Mechanics.TOKENS) in model_axes else "",
             rows=uneven(rows, readers),
         )
         more = whole.microbatches

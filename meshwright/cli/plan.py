@@ -12,6 +12,7 @@ from meshwright.cli.arguments import answer, read_config, say, take_flag
 from meshwright.config import Config
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.config import ModelConfig
+from meshwright.schedules.file import PREFIX
 from meshwright.schedules.spec import find_schedule
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layout import OFFLOADS, Layout
@@ -61,7 +62,7 @@ class PlanConfig(Config):
     compile: bool = False
     """Plan for layers that torch.compile made, as ``compile=true`` in a layout runs them."""
     schedules: tuple[str, ...] = ()
-    """Schedules to choose from; the usual five when none is named."""
+    """Schedules to choose from; all that ask to be searched when none is named."""
     usable: float = 0.94
     """Share of a device's memory that may be filled."""
     layout: tuple[str, ...] = ()
@@ -86,6 +87,8 @@ class PlanConfig(Config):
         if self.hostfile and self.cluster:
             raise ConfigError("cluster and hostfile both name machines; give one")
         for name in self.schedules:
+            if name.startswith(PREFIX):
+                raise ConfigError(f"schedules: {name} is of one size; compare it by --layout pp=N,schedule={name}")
             find_schedule(name)
 
 

@@ -17,6 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.devices import found_devices
 from meshwright.launch.preload import prepare_environment
 from meshwright.models.config import ModelConfig
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _case(config: VerifyConfig, layouts: Sequence[Layout]) -> Case:
     from meshwright.proof.reference import OptimizerRecipe
     from meshwright.proof.verify import Case
 
-    parts = max(layout.degree("tp") * layout.degree("cp") for layout in layouts)
+    parts = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
     model = _model(config, layers_needed(layouts), parts)
     batches, vocab = _batches(config, layouts, model)
 

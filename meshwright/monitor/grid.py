@@ -10,6 +10,8 @@ from typing import Any
 from meshwright.errors import PlanError
 from meshwright.monitor.charts import legend, svg
 from meshwright.monitor.rundir import RunFiles
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 
 _MAX_RANKS = 256
@@ -27,7 +29,7 @@ def layout_grid(run: RunFiles) -> str:
     layout = _parse_layout(run)
     if layout is None:
         return ""
-    shape = {name: degree for name, degree in layout.shape().items() if degree > 1} or {"replicate": 1}
+    shape = {name: degree for name, degree in layout.shape().items() if degree > 1} or {row_axes(Holds.COPY)[0]: 1}
     # The innermost axis has consecutive ranks: it runs along a row.
     *outer_names, inner_name = shape
     columns = shape[inner_name] if shape[inner_name] <= _MAX_COLUMNS else _MAX_COLUMNS

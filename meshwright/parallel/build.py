@@ -17,6 +17,8 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import TransformContext, transforms
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Mechanics, Reads
 from meshwright.spec.layout import Layout
 
 
@@ -31,8 +33,25 @@ def check(layout: Layout, device_type: str, layers: int) -> None:
             f"offload={layout.offload} moves state from a GPU to host memory, but the ranks compute on the CPU, whose "
             "memory that is; leave offload out"
         )
+    _check_mechanics(layout)
     for transform in transforms():
         transform.check(layout, layers)
+
+
+def _check_mechanics(layout: Layout) -> None:
+    """Refuses an axis of which nothing says how modules change: its ranks would all compute the same."""
+    with_transform = {transform.axis for transform in transforms()}
+    for axis in (known_axes()[name] for name in layout.degrees):
+        if axis.mechanics is Mechanics.NONE and axis.reads is not Reads.ROWS:
+            raise PlanError(
+                f"axis {axis.name} reads {axis.reads.value} and changes no module (mechanics NONE), so its ranks would "
+                f"compute the same; give its AXIS the mechanics that it has, or leave {axis.name} out"
+            )
+        if axis.mechanics is not Mechanics.NONE and axis.name not in with_transform:
+            raise PlanError(
+                f"axis {axis.name} changes modules ({axis.mechanics.name.lower()}), but no file of parallel/ has a "
+                f"TRANSFORM with axis='{axis.name}'; add one, or leave {axis.name} out"
+            )
 
 
 def transformed(source: ModelSource, layout: Layout, mesh: Mesh | None) -> TransformContext:

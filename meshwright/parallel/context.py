@@ -25,6 +25,7 @@ from meshwright.parallel.head_exchange import to_tokens, to_units
 from meshwright.parallel.stage import held_layer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.cp import AXIS
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.placement import Span
 from meshwright.spec.sharding_table import LayerRows, ParameterSplit, ShardingGroup, ShardingTable, local_group
 
@@ -262,12 +263,12 @@ def _apply(work: TransformContext) -> None:
     """Makes the layers of this rank's stages compute its tokens; run after the tensor axis has split their units."""
     layout, mesh, source = work.layout, work.groups, work.source
     assert source.table is not None
-    tensor_place = (mesh.axis_groups["tp"].index, layout.degree("tp"))
-    splits = layout.degree("tp") if layout.sequence else 1
+    tensor = mesh.axis_groups[layout.axis(Mechanics.MATRICES)]
+    tensor_place, splits = (tensor.index, tensor.size), tensor.size if layout.sequence else 1
     group = mesh.axis_groups[AXIS.name]
     for stage in work.stages:
         wrap_model(stage.module, source.table, group, tensor_place, source.attention, splits)
     work.view.tokens = (group.index, group.size, source.attention == "gather")
 
 
-TRANSFORM = Transform(layer=ForwardLayer.CONTEXT, applies=uses_axis(AXIS.name), apply=_apply)
+TRANSFORM = Transform(layer=ForwardLayer.CONTEXT, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

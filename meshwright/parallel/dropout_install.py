@@ -14,6 +14,7 @@ from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import ShardingGroup, ShardingTable
@@ -62,7 +63,7 @@ def _runs(module: Any) -> bool:
 
 
 def _tokens(mesh: Mesh, attention: str) -> TokenSplit:
-    context, tensor = mesh.axis_groups["cp"], mesh.axis_groups["tp"]
+    context, tensor = (mesh.axis_groups[mesh.layout.axis(one)] for one in (Mechanics.TOKENS, Mechanics.MATRICES))
     return TokenSplit(
         index=context.index,
         ranks=context.size,
@@ -85,8 +86,8 @@ def _own_units(
 
 def held_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str) -> Units | None:
     """Returns the units of a group that this rank computes; None where it computes all."""
-    tensor, context = mesh.axis_groups["tp"], mesh.axis_groups["cp"]
-    shares = group.shares(tensor.size) if layout.degree("tp") > 1 else None
+    tensor, context = (mesh.axis_groups[layout.axis(one)] for one in (Mechanics.MATRICES, Mechanics.TOKENS))
+    shares = group.shares(tensor.size) if tensor.size > 1 else None
     first, last = shares[tensor.index] if shares is not None else (0, group.units)
     if context.size > 1 and attention != "gather" and group.heads:
         local = local_group(group, tensor.index, tensor.size).shares(context.size)

@@ -87,4 +87,4 @@ def _apply(work: TransformContext) -> None:
                 wrap_forward(experts, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)
 
 
-TRANSFORM = Transform(layer=ForwardLayer.EXPERT, applies=uses_axis(AXIS.name), apply=_apply)
+TRANSFORM = Transform(layer=ForwardLayer.EXPERT, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

@@ -264,4 +264,4 @@ def _program(work: TransformContext, clock: StepTimer) -> PipelineProgram:
     return PipelineProgram(work.stages, work.source.compute, work.view, work.groups, clock, work.layout)
 
 
-TRANSFORM = Transform(layer=ForwardLayer.STAGE, applies=uses_axis(AXIS.name), apply=_split, check=check)
+TRANSFORM = Transform(layer=ForwardLayer.STAGE, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_split, check=check)

@@ -115,4 +115,4 @@ def _apply(work: TransformContext) -> None:
     work.view.vocab = split(work.stages, work.source.table, work.groups, spread)
 
 
-TRANSFORM = Transform(layer=ForwardLayer.TENSOR, applies=uses_axis(AXIS.name), apply=_apply)
+TRANSFORM = Transform(layer=ForwardLayer.TENSOR, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

@@ -74,6 +74,8 @@ class Transform:
     """Whether a layout asks for it."""
     apply: Callable[[TransformContext], None]
     """Changes the context's modules, which are on the meta device."""
+    axis: str = ""
+    """The axis whose mechanics it has; "" for a choice of the layout, and for axes that follow from their facts."""
     check: Callable[[Layout, int], None] = no_rule
     """(layout, number of repeated layers): raises PlanError with the rule and the nearest layout that works."""
 

@@ -25,6 +25,8 @@ from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
 from meshwright.units import format_bytes
@@ -247,7 +249,7 @@ def arranged(found: Sequence[Candidate], same: float) -> tuple[tuple[Candidate, 
 
 def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns how much a layout asks for: axes besides the data axes and choices, ZeRO level, micro-batches."""
-    axes = sum(layout.degree(axis) > 1 for axis in ("pp", "tp", "cp", "ep"))
+    axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     choices = bool(layout.recompute) + (layout.stages > 1) + (layout.offload != "none")
     return axes + choices, layout.zero, layout.microbatches
 
@@ -276,10 +278,10 @@ def candidate(question: Question, layout: Layout) -> Candidate:
 
 def _simulated(question: Question, layout: Layout, found: Price) -> Price:
     """The price with the pipeline's actions run one by one, where the closed form was an approximation."""
-    if layout.degree("pp") == 1:
+    if layout.degree(Mechanics.STAGES) == 1:
         return found
     chunks = layout.stages_per_rank
-    if 2 * layout.degree("pp") * layout.microbatches * chunks > MOST_ACTIONS:
+    if 2 * layout.degree(Mechanics.STAGES) * layout.microbatches * chunks > MOST_ACTIONS:
         return found
     simulated_s = pipeline_s(question.job, layout, question.machine, question.runtime)
     piped = sum(seconds for name, seconds in found.parts.items() if name not in AFTER)
@@ -295,7 +297,7 @@ def _unlike(question: Question, degrees: LayoutBatch, prices: Prices, show: int)
     chosen: list[Layout] = []
     seen: set[str] = set()
     for at in order:
-        layout = layout_of(degrees, int(at), question.base, layers)
+        layout = layout_of(degrees, int(at), question.base, layers, question.space.fixed)
         kind = dataclasses.replace(layout, zero=min(layout.zero, 1), recompute=Recompute(layout.recompute.mode))
         if str(kind) not in seen:
             seen.add(str(kind))
@@ -312,7 +314,7 @@ def _lean(question: Question, degrees: LayoutBatch, prices: Prices) -> list[Layo
     for at in np.lexsort((prices.peak, prices.step_s)):
         if float(prices.peak[at]) < least * (1 - LEANER):
             least = float(prices.peak[at])
-            found.append(layout_of(degrees, int(at), question.base, layers))
+            found.append(layout_of(degrees, int(at), question.base, layers, question.space.fixed))
     return found
 
 
@@ -383,7 +385,7 @@ def _nothing_fits(question: Question, found: SearchResult) -> str:
     if found.leanest is None:
         return f"no layout of {question.cluster} exists for {job.shape.name}"
     degrees, prices = found.leanest
-    layout = layout_of(degrees, 0, question.base, len(job.shape.blocks))
+    layout = layout_of(degrees, 0, question.base, len(job.shape.blocks), question.space.fixed)
     need = float(prices.peak[0])
     layers = int(len(job.shape.blocks) * room / need)
     cures = [f"about {round(question.cluster.devices * need / room)} devices"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from meshwright.planner.model_parts import ModelParts, Places
 from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_elements
 from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, coordinates, gradient_axes, members, state_index
 from meshwright.spec.layout import Layout
 
@@ -115,14 +116,17 @@ class StateTraffic:
     def __init__(self, model: ModelParts, layout: Layout, rank: int) -> None:
         self._model, self._layout, self._rank = model, layout, rank
         self._places, self._groups, self._width = Places(model, layout), RankGroups(layout, rank), Bytes.of(layout)
-        self._place = coordinates(rank, layout.degrees)
-        self._expert = self._groups.carved("ep").ranks.index(rank)
+        place = coordinates(rank, layout.degrees)
+        self._line, self._split = layout.axis(Mechanics.STAGES), layout.axis(Mechanics.MATRICES)
+        self._spread = layout.axis(Mechanics.EXPERTS)
+        self._stage, self._part = place[self._line], place[self._split]
+        self._expert = self._groups.carved(self._spread).ranks.index(rank)
         self._sharded = bool(layout.zero) or layout.mixed or layout.offload == "parameters"
 
     def add_to(self, found: Collectives) -> None:
         """Adds all of them."""
-        for number, names in enumerate(self._places.stages(self._place["pp"])):
-            stage = self._places.held_stage(names, self._place["tp"], self._expert)
+        for number, names in enumerate(self._places.stages(self._stage)):
+            stage = self._places.held_stage(names, self._part, self._expert)
             if self._sharded:
                 self._units(found, stage, number)
             else:
@@ -134,11 +138,11 @@ class StateTraffic:
         """FSDP2's units of a stage: the rest, every layer, every module of experts."""
         layout, groups = self._layout, self._groups
         shards, copies = groups.across(layout.state_axes), groups.across(gradient_axes(layout.state_axes))
-        own, holders = groups.carved("ep_copies"), groups.carved("ep_shard")
+        own, holders = groups.carved(f"{self._spread}_copies"), groups.carved(f"{self._spread}_shard")
         if layout.zero:
-            own = groups.across(gradient_axes(known_axes()["ep"].carves))
+            own = groups.across(gradient_axes(known_axes()[self._spread].carves))
         else:
-            holders = CollectiveGroup("ep_shard", (self._rank,))
+            holders = CollectiveGroup(f"{self._spread}_shard", (self._rank,))
         unsharded = self._gathers(number)
         self._unit(found, stage.rest, shards, copies, unsharded[0])
         for layer in stage.layers:
@@ -152,14 +156,14 @@ class StateTraffic:
         part = shard_elements(held, len(shards.ranks))  # padded: all shards are as long as the first
         found.add(shards, "all_gather", part * self._width.compute * gathers)
         # A pipeline scatters once, after its last backward; below ZeRO-2 gradients stay whole until the last one.
-        scatters = micro if layout.zero >= 2 and layout.degree("pp") == 1 else 1
+        scatters = micro if layout.zero >= 2 and layout.degree(Mechanics.STAGES) == 1 else 1
         found.add(shards, "reduce_scatter", part * self._width.master * scatters)
         found.add(copies, "all_reduce", part * self._width.master)
 
     def _gathers(self, number: int) -> tuple[int, int]:
         """How often a stage's rest and its layers are gathered in a step."""
         layout, micro = self._layout, self._layout.microbatches
-        if layout.degree("pp") > 1:
+        if layout.degree(Mechanics.STAGES) > 1:
             times = list(self._unsharded()).count(number)
             return times, times
         # ZeRO-3: the rest stays gathered from a micro-batch's forward to its backward, layers are gathered for each.
@@ -168,8 +172,8 @@ class StateTraffic:
     def _unsharded(self) -> Iterator[int]:
         """Yields this rank's stages in the order in which the schedule gathers them."""
         schedule = self._layout.pipeline()
-        numbers = schedule.rank_stages(self._place["pp"])
-        order = [part.stage for action in schedule.actions[self._place["pp"]] for part in action.parts]
+        numbers = schedule.rank_stages(self._stage)
+        order = [part.stage for action in schedule.actions[self._stage] for part in action.parts]
         active: set[int] = set()
         for at in range(len(order)):
             ahead = list(dict.fromkeys(order[at:]))[:ACTIVE_STAGES]
@@ -183,7 +187,7 @@ class StateTraffic:
         own = elements(stage.rest) + sum(elements(layer.own) for layer in stage.layers)
         experts = sum(elements(layer.experts) for layer in stage.layers)
         found.add(self._groups.across(gradient_axes(())), "all_reduce", own * self._width.master)
-        found.add(self._groups.carved("ep_copies"), "all_reduce", experts * self._width.master)
+        found.add(self._groups.carved(f"{self._spread}_copies"), "all_reduce", experts * self._width.master)
 
     def _local(self, tensors: Tensors) -> int:
         """Elements of weights that lie on this rank once they are sharded."""
@@ -192,11 +196,11 @@ class StateTraffic:
 
     def _partial(self, found: Collectives, names: Sequence[str]) -> None:
         """Gradients of which each rank of ``tp`` has a summand: weights that its part of a group shares with others."""
-        table, degree = self._model.table, self._layout.degree("tp")
+        table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
         if degree == 1 or table is None:
             return
-        shapes, shared = self._places.shapes(self._place["tp"], self._expert), set[str]()
-        spread = {row.module for row in self._model.experts} if self._layout.degree("ep") > 1 else set()
+        shapes, shared = self._places.shapes(self._part, self._expert), set[str]()
+        spread = {row.module for row in self._model.experts} if self._layout.degree(Mechanics.EXPERTS) > 1 else set()
         for layer, rows in table.layers.items():
             groups = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not spread)]
             split = {f"{layer}.{item.name}" for group in groups for item in group.splits}
@@ -206,21 +210,21 @@ class StateTraffic:
                 shared |= {f"{layer}.{name}" for group in groups for name in group.shared}
         chosen = [name for name in names if name in shared and name.rpartition(".")[0] not in spread]
         size = sum(self._local(((shapes[name][0], _columns(shapes[name])),)) for name in chosen)
-        found.add(self._groups.across(("tp",)), "all_reduce", size * self._width.master)
+        found.add(self._groups.across((self._split,)), "all_reduce", size * self._width.master)
         for ranks, count in self._copied(names, spread).items():
-            found.add(self._groups.neighbours("tp", ranks), "all_reduce", count * self._width.master)
+            found.add(self._groups.neighbours(self._split, ranks), "all_reduce", count * self._width.master)
 
     def _copied(self, names: Sequence[str], spread: set[str]) -> Mapping[int, int]:
         """Elements that some neighbours along ``tp`` hold alike, by the number of these: key heads fewer than ranks."""
-        table, degree, found = self._model.table, self._layout.degree("tp"), dict[int, int]()
+        table, degree, found = self._model.table, self._layout.degree(Mechanics.MATRICES), dict[int, int]()
         assert table is not None
-        shapes = self._places.shapes(self._place["tp"], self._expert)
+        shapes = self._places.shapes(self._part, self._expert)
         for layer, split, shares, group in table.splits(degree):
             name, at = f"{layer}.{split.name}", 0
             if name not in names or (spread and not group.column_linears):
                 continue
             for block in split.blocks:
-                start, stop = block.span(*shares[self._place["tp"]], group.units)
+                start, stop = block.span(*shares[self._part], group.units)
                 if block.count < degree:
                     size = self._run(shapes[name], split.dim, at, at + stop - start)
                     found[degree // block.count] = found.get(degree // block.count, 0) + size
@@ -238,18 +242,18 @@ class StateTraffic:
 
     def _shared(self, found: Collectives) -> None:
         """Gradients of tied weights that stages on several ranks hold."""
-        degree, first = self._layout.degree("pp"), self._model.first_names()
+        degree, first = self._layout.degree(Mechanics.STAGES), self._model.first_names()
         if degree == 1:
             return
         holders: dict[str, set[int]] = {}
         for place in range(degree):
             for name in (name for stage in self._places.stages(place) for name in stage):
                 holders.setdefault(first.get(name, name), set()).add(place)
-        shapes, line = self._places.shapes(self._place["tp"], self._expert), self._groups.across(("pp",)).ranks
+        shapes, line = self._places.shapes(self._part, self._expert), self._groups.across((self._line,)).ranks
         for name, places in holders.items():
-            if len(places) > 1 and self._place["pp"] in places:
+            if len(places) > 1 and self._stage in places:
                 size = self._local(((shapes[name][0], _columns(shapes[name])),))
-                group = CollectiveGroup("pp", tuple(line[place] for place in sorted(places)))
+                group = CollectiveGroup(self._line, tuple(line[place] for place in sorted(places)))
                 found.add(group, "all_reduce", size * self._width.master)
 
 

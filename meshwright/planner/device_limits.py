@@ -103,7 +103,7 @@ def with_host_memory(
     found = search(job, space, machine, engine, room_bytes).best
     if found is None:
         return []
-    layout = layout_of(found[0], 0, base, len(job.shape.blocks))
+    layout = layout_of(found[0], 0, base, len(job.shape.blocks), space.fixed)
     node = float(found[1].host[0]) * cluster.node_devices / HOST_USABLE
     told = f"offload={layout.offload} ({layout})"
     if cluster.host is None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.spec.layout_choices import Recompute
 from meshwright.units import format_bytes, format_seconds
@@ -86,7 +89,7 @@ def memory_sentence(question: Question, one: Candidate) -> str:
 
 def _written(layout: Layout) -> Layout:
     """The layout with what it leaves to its defaults spelled out, so that equal ones are equal."""
-    if layout.degree("pp") == 1:
+    if layout.degree(Mechanics.STAGES) == 1:
         return layout
     schedule = layout.schedule or DEFAULT_SCHEDULE
     return dataclasses.replace(layout, schedule=schedule, stages=layout.stages_per_rank)
@@ -124,11 +127,12 @@ def _leaner(layout: Layout) -> list[Layout]:
     found = []
     if not layout.recompute:
         found += [dataclasses.replace(layout, recompute=Recompute(mode)) for mode in ("selective", "full")]
-    if layout.degree("shard") > 1:
+    if layout.zero:
         found += [dataclasses.replace(layout, zero=level) for level in range(layout.zero + 1, 4)]
-    replicas = layout.degree("replicate")
+    copies, shard = row_axes(Holds.COPY), row_axes(Holds.SHARD)[0]
+    replicas = math.prod(layout.degree(name) for name in copies)
     if replicas > 1:
-        degrees = {**layout.degrees, "replicate": 1, "shard": layout.degree("shard") * replicas}
+        degrees = {**layout.degrees, **dict.fromkeys(copies, 1), shard: layout.degree(shard) * replicas}
         found += [dataclasses.replace(layout, degrees=degrees, zero=level) for level in (1, 3)]
     if layout.offload == "none":
         found += [dataclasses.replace(layout, offload=mode) for mode in OFFLOADS if mode != "none"]

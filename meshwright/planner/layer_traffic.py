@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.planner.collectives import Bytes, CollectiveGroup, Collectives, RankGroups
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.model_parts import ModelParts, stage_bounds
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import coordinates
 from meshwright.spec.layout import Layout
@@ -45,13 +46,19 @@ class LayerTraffic:
         self._job, self._layout, self._model = job, layout, model
         self._place, self._bytes = coordinates(rank, layout.degrees), Bytes.of(layout)
         groups = RankGroups(layout, rank)
-        self._tp, self._cp, self._pp = (groups.across((name,)) for name in ("tp", "cp", "pp"))
-        self._ep = groups.carved("ep")
+        self._tp, self._cp, self._pp = (
+            groups.across((layout.axis(one),)) for one in (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.STAGES)
+        )
+        self._ep = groups.carved(layout.axis(Mechanics.EXPERTS))
         self._at = self._ep.ranks.index(rank)
         share = layout.shares()[layout.reader(rank)[0]]
         self._rows = job.rows * share / (sum(layout.shares()) * layout.microbatches)
-        self._tokens = self._rows * job.sequence / layout.degree("cp")
+        self._tokens = self._rows * job.sequence / layout.degree(Mechanics.TOKENS)
         self._width = job.shape.width
+
+    def _index(self, mechanics: Mechanics) -> int:
+        """This rank's index along the axis of some mechanics."""
+        return self._place[self._layout.axis(mechanics)]
 
     def add_to(self, found: Collectives) -> None:
         """Adds all of them."""
@@ -61,11 +68,11 @@ class LayerTraffic:
 
     def _stages(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields (first layer, layer after the last, number, number of stages) of this rank's stages."""
-        if self._layout.degree("pp") == 1:
+        if self._layout.degree(Mechanics.STAGES) == 1:
             yield 0, len(self._model.layers), 0, 1
             return
         bounds, schedule = stage_bounds(self._model, self._layout), self._layout.pipeline()
-        for number in schedule.rank_stages(self._place["pp"]):
+        for number in schedule.rank_stages(self._index(Mechanics.STAGES)):
             yield bounds[number], bounds[number + 1], number, schedule.stages
 
     def _stage(self, first: int, stop: int, number: int, stages: int) -> Iterator[LayerCollective]:
@@ -86,30 +93,30 @@ class LayerTraffic:
         """Activations to the next stage and gradients to the one before, where these are on other ranks."""
         layer_graph, schedule, line = self._model.layer_graph, self._layout.pipeline(), self._pp.ranks
         assert layer_graph is not None
-        split = self._layout.degree("tp") if self._layout.sequence else 1
+        split = self._layout.degree(Mechanics.MATRICES) if self._layout.sequence else 1
         size = self._tokens / split * self._width * self._bytes.compute
-        mine = self._place["pp"]
+        mine = self._index(Mechanics.STAGES)
         for other, cut, back in ((number + 1, stop, False), (number - 1, first, True)):
             if 0 <= other < stages and schedule.stage_rank(other) != mine:
                 pair = tuple(sorted((line[mine], line[schedule.stage_rank(other)])))
-                yield LayerCollective(
-                    CollectiveGroup("pp", pair), "send", size * len(layer_graph.boundary_tensors[cut]), back
-                )
+                group = CollectiveGroup(self._layout.axis(Mechanics.STAGES), pair)
+                count = len(layer_graph.boundary_tensors[cut])
+                yield LayerCollective(group, "send", size * count, back)
 
     # -------------------------------------------------------- the ends
 
     def _ends(self, is_first: bool, is_last: bool) -> Iterator[LayerCollective]:
         """The split vocabulary: rows of the embedding summed, the head's input, and two vectors of the loss."""
         table, loss = self._model.table, 8 if self._layout.precision == "float64" else 4
-        if self._layout.degree("tp") == 1 or table is None:
+        if self._layout.degree(Mechanics.MATRICES) == 1 or table is None:
             return
         size = self._tokens * self._width * self._bytes.compute
         if table.vocabulary and is_first:  # of whole rows: the first layer takes this rank's tokens of them
-            yield LayerCollective(self._tp, "all_reduce", size * self._layout.degree("cp"))
+            yield LayerCollective(self._tp, "all_reduce", size * self._layout.degree(Mechanics.TOKENS))
         if table.vocabulary and is_last and not table.headless:
             yield LayerCollective(self._tp, "all_reduce", size, back=True)
             yield LayerCollective(self._tp, "all_reduce", self._tokens * loss * 3)
-        part = size / self._layout.degree("tp")
+        part = size / self._layout.degree(Mechanics.MATRICES)
         if self._layout.sequence and is_first:
             yield LayerCollective(self._tp, "all_gather", part, back=True)
         if self._layout.sequence and is_last:
@@ -119,19 +126,19 @@ class LayerTraffic:
 
     def _layer(self, at: int) -> Iterator[LayerCollective]:
         """What a layer sends on a micro-batch, in the order of its forward."""
-        name, table, spread = self._model.layers[at], self._model.table, self._layout.degree("ep") > 1
+        name, table, spread = self._model.layers[at], self._model.table, self._layout.degree(Mechanics.EXPERTS) > 1
         rows = table.layers.get(name, LayerRows(groups=())) if table is not None else LayerRows(groups=())
-        degree = self._layout.degree("tp")
+        degree = self._layout.degree(Mechanics.MATRICES)
         dispatched = [item for item in self._model.experts if spread and item.module.startswith(f"{name}.")]
         splits = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not spread)]
         for group in rows.groups:
-            if self._layout.degree("cp") > 1 and group.heads and self._attention == "heads":
-                yield from self._exchanged(name, local_group(group, self._place["tp"], degree))
+            if self._layout.degree(Mechanics.TOKENS) > 1 and group.heads and self._attention == "heads":
+                yield from self._exchanged(name, local_group(group, self._index(Mechanics.MATRICES), degree))
             if degree > 1 and group in splits:
                 # Routed experts follow attention, so that its sum isn't the layer's last.
                 ends = group is splits[-1] and not (dispatched and group.heads)
                 yield from self._summed(name, group, at, ends)
-        if self._layout.degree("cp") > 1 and self._attention == "gather":
+        if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
             yield from self._gathered(at)
         for experts in dispatched:
             yield from self._dispatched(experts, at, all(group.heads for group in splits))
@@ -142,7 +149,7 @@ class LayerTraffic:
 
     def _summed(self, layer: str, group: ShardingGroup, at: int, is_last: bool) -> Iterator[LayerCollective]:
         """A group of matrices over ``tp``: what enters it and what leaves it. Source: Shoeybi et al. (2019)."""
-        size, split, tp = self._tokens * self._bytes.compute, self._layout.degree("tp"), self._tp
+        size, split, tp = self._tokens * self._bytes.compute, self._layout.degree(Mechanics.MATRICES), self._tp
         entering = list(self._entering(layer, group, at))
         leaving = self._features(layer, group, group.row_linear)
         if not self._layout.sequence:
@@ -183,7 +190,7 @@ class LayerTraffic:
         shares = group.shares(len(self._cp.ranks))
         if shares is None:
             return
-        size, mine = self._tokens * self._bytes.compute, self._place["cp"]
+        size, mine = self._tokens * self._bytes.compute, self._index(Mechanics.TOKENS)
         by_name = {split.name: split for split in group.splits}
 
         def widths(split: ParameterSplit) -> list[int]:
@@ -210,14 +217,15 @@ class LayerTraffic:
             return
         heads = block.heads if block.window else block.kv_heads
         # Where there are fewer key heads than ranks of tp, each rank has a whole one.
-        features = -(-heads // self._layout.degree("tp")) * (block.head_size + block.value_size)
+        features = -(-heads // self._layout.degree(Mechanics.MATRICES)) * (block.head_size + block.value_size)
         size = self._tokens * features * self._bytes.compute
         yield LayerCollective(self._cp, "all_gather", size)
         yield LayerCollective(self._cp, "reduce_scatter", size, back=True)
 
     def _dispatched(self, rows: ExpertRows, at: int, is_last: bool) -> Iterator[LayerCollective]:
         """Tokens to their experts and back, where each expert is chosen as often. Source: GShard (2021), 3.2."""
-        degree, active, split = self._layout.degree("ep"), self._active(at), self._layout.degree("tp")
+        degree, split = self._layout.degree(Mechanics.EXPERTS), self._layout.degree(Mechanics.MATRICES)
+        active = self._active(at)
         tokens, compute = self._tokens, self._bytes.compute
         if split > 1:
             tokens = -(-tokens // split)

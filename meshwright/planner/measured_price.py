@@ -15,6 +15,7 @@ from meshwright.planner.choose import Candidate, Choice, Question, arranged, can
 from meshwright.planner.cost.operators import pieces
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.rates import MeasuredTimes
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork
 
@@ -38,7 +39,7 @@ def corrected(question: Question, one: Candidate, measure: Measure) -> Candidate
     work = measure(layout, max(1, rows))
     if work is None:
         return one
-    logits = work.rows * job.sequence * job.shape.vocab / layout.degree("tp")
+    logits = work.rows * job.sequence * job.shape.vocab / layout.degree(Mechanics.MATRICES)
     found = pieces(work, calibration, job.dtype, question.cluster.devices > 1, logits)
     return repriced(question, one, MeasuredTimes(question, one, work, found, calibration).price())
 

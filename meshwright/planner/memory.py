@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from meshwright.planner.model_parts import ModelParts, StateSizes
 from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeights, elements, shard_elements
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 __all__ = ["ModelParts", "Position", "StateSizes", "paper_memory", "position_memory", "rest_bytes", "state_memory"]
@@ -106,7 +107,7 @@ def _priced(layout: Layout, held: RankWeights) -> tuple[dict[str, int], dict[str
     rest = shard_elements(held.own, held.shards) + shard_elements(held.experts, held.expert_shards)
     twins = shard_elements(held.twins, held.shards)
     # A pipeline scatters once a step, after its last backward, whatever the level.
-    whole = layout.degree("pp") > 1 or (layout.zero <= 1 and layout.microbatches > 1)
+    whole = layout.degree(Mechanics.STAGES) > 1 or (layout.zero <= 1 and layout.microbatches > 1)
     part = "((n - x) / d + x / e)" if held.experts else "n / d"
     memory = {
         "parameters": narrow * parameters,
@@ -122,7 +123,7 @@ def _priced(layout: Layout, held: RankWeights) -> tuple[dict[str, int], dict[str
 
 def _gathered(layout: Layout, held: RankWeights) -> tuple[int, str]:
     """Elements that are gathered at most, and the formula."""
-    if layout.degree("pp") > 1:
+    if layout.degree(Mechanics.STAGES) > 1:
         stages = sorted((_stage_elements(stage, held) for stage in held.stages), reverse=True)
         return sum(stages[:ACTIVE_STAGES]), "c n" if len(stages) <= ACTIVE_STAGES else f"c ({ACTIVE_STAGES} stages)"
     (stage,) = held.stages

@@ -9,8 +9,10 @@ from typing import Any, Self
 
 from meshwright.errors import PlanError
 from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeights
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
-from meshwright.spec.groups import carved_shards, coordinates, state_index
+from meshwright.spec.groups import carved_index, carved_shards, coordinates, state_index
 from meshwright.spec.layer_graph import LayerGraph, divide, held_names
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import ShardingTable, vocabulary_span
@@ -140,7 +142,7 @@ class Places:
     def __init__(self, model: ModelParts, layout: Layout) -> None:
         self._model, self._layout = model, layout
         self._spread: set[str] = set()
-        if layout.degree("ep") > 1:
+        if layout.degree(Mechanics.EXPERTS) > 1:
             self._spread = {f"{rows.module}.{key}" for rows in model.experts for key in rows.parameters}
         self._by_stage = self._divided()
         self._local: dict[tuple[int, int], dict[str, Shape]] = {}
@@ -148,9 +150,9 @@ class Places:
     def positions(self) -> Iterator[tuple[dict[str, int], RankWeights]]:
         """See `ModelParts.positions`."""
         layout = self._layout
-        for stage in range(layout.degree("pp")):
-            for index in range(layout.degree("tp")):
-                place = {"pp": stage, "tp": index}
+        for stage in range(layout.degree(Mechanics.STAGES)):
+            for index in range(layout.degree(Mechanics.MATRICES)):
+                place = {layout.axis(Mechanics.STAGES): stage, layout.axis(Mechanics.MATRICES): index}
                 most = max(sorted(self._expert_places(index)), key=self._expert_count)
                 yield {name: at for name, at in place.items() if layout.degree(name) > 1}, self.held(stage, index, most)
 
@@ -158,10 +160,11 @@ class Places:
         """See `ModelParts.held_by`."""
         layout = self._layout
         place = coordinates(rank, layout.degrees)
-        spot = (place["shard"] * layout.degree("cp") + place["cp"]) * layout.degree("tp") + place["tp"]
-        behind, index = divmod(spot, layout.degree("ep"))
+        spot = carved_index(layout.axis(Mechanics.EXPERTS), rank, layout.degrees)
+        behind, index = divmod(spot, layout.degree(Mechanics.EXPERTS))
+        stage, part = place[layout.axis(Mechanics.STAGES)], place[layout.axis(Mechanics.MATRICES)]
         shard = state_index(rank, layout.degrees, layout.zero)
-        return self.held(place["pp"], place["tp"], index), shard, behind if layout.zero else 0
+        return self.held(stage, part, index), shard, behind if layout.zero else 0
 
     def held(self, pp: int, tp: int, ep: int) -> RankWeights:
         """Returns what the ranks of one place along three axes hold."""
@@ -177,7 +180,7 @@ class Places:
         return RankWeights(
             stages=tuple(stages),
             shards=layout.state_shards,
-            expert_shards=carved_shards("ep", layout.degrees, layout.zero),
+            expert_shards=carved_shards(layout.axis(Mechanics.EXPERTS), layout.degrees, layout.zero),
             twins=tuple(twins),
         )
 
@@ -196,12 +199,14 @@ class Places:
     def _divided(self) -> list[list[list[str]]]:
         """For each place along ``pp``, for each stage that it runs, the names that the stage trains."""
         model, layout = self._model, self._layout
-        if layout.degree("pp") == 1:
+        if layout.degree(Mechanics.STAGES) == 1:
             return [[model.trained(model.shapes)]]
         schedule = layout.pipeline()
         held = held_names(_spine(model, layout), list(model.shapes), stage_bounds(model, layout), model.ties)
         stages = [model.trained(name for name in model.shapes if name in names) for names in held]
-        return [[stages[number] for number in schedule.rank_stages(at)] for at in range(layout.degree("pp"))]
+        return [
+            [stages[number] for number in schedule.rank_stages(at)] for at in range(layout.degree(Mechanics.STAGES))
+        ]
 
     def _stage(self, names: Sequence[str], local: Mapping[str, Shape]) -> StageWeights:
         layers: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
@@ -224,17 +229,17 @@ class Places:
         """Shapes of what one place along ``tp`` and ``ep`` holds of each weight."""
         if (tp, ep) not in self._local:
             local = dict(self._model.shapes)
-            if self._layout.degree("tp") > 1:
+            if self._layout.degree(Mechanics.MATRICES) > 1:
                 self._cut(local, tp)
             for rows in self._model.experts if self._spread else ():
-                first, last = rows.span(ep, self._layout.degree("ep"))
+                first, last = rows.span(ep, self._layout.degree(Mechanics.EXPERTS))
                 for name in (f"{rows.module}.{key}" for key in rows.parameters):
                     local[name] = _resized(local[name], 0, last - first)
             self._local[tp, ep] = local
         return self._local[tp, ep]
 
     def _cut(self, local: dict[str, Shape], tp: int) -> None:
-        table, degree = self._model.table, self._layout.degree("tp")
+        table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
         if table is None:
             raise PlanError(f"tp={degree}: its bytes follow from the model's sharding table, which wasn't read")
         for layer, split, shares, group in table.splits(degree):
@@ -255,11 +260,13 @@ class Places:
     def _expert_places(self, tp: int) -> set[int]:
         """Indices along ``ep`` that ranks of one place along ``tp`` have."""
         layout = self._layout
-        before = layout.degree("shard") * layout.degree("cp")
-        return {(spot * layout.degree("tp") + tp) % layout.degree("ep") for spot in range(before)}
+        block = known_axes()[layout.axis(Mechanics.EXPERTS)].carves
+        parts, experts = layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.EXPERTS)
+        before = math.prod(layout.degree(name) for name in block) // parts
+        return {(spot * parts + tp) % experts for spot in range(before)}
 
     def _expert_count(self, index: int) -> int:
-        spans = [rows.span(index, self._layout.degree("ep")) for rows in self._model.experts]
+        spans = [rows.span(index, self._layout.degree(Mechanics.EXPERTS)) for rows in self._model.experts]
         return sum(stop - start for start, stop in spans)
 
 
@@ -275,7 +282,9 @@ def stage_bounds(model: ModelParts, layout: Layout) -> tuple[int, ...]:
 
 def _spine(model: ModelParts, layout: Layout) -> LayerGraph:
     if model.layer_graph is None:
-        raise PlanError(f"pp={layout.degree('pp')}: its bytes follow from the model's layer graph, which wasn't read")
+        raise PlanError(
+            f"{layout.written(Mechanics.STAGES)}: its bytes follow from the model's layer graph, which wasn't read"
+        )
     return model.layer_graph
 
 

@@ -8,6 +8,7 @@ from meshwright.planner.measured_price import Measure, priced
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.planner.state_rule import named, predict
 from meshwright.planner.traffic import step_collectives
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 
@@ -28,7 +29,7 @@ def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelPart
     parts = {"optimizer": price.parts["optimizer"], "reduce": price.parts["reduce"]}
     if one.layout.offload == "optimizer":  # its copies are part of the update, as it is measured
         parts["optimizer"] += price.parts["offload"]
-    if one.layout.degree("pp") > 1:
+    if one.layout.degree(Mechanics.STAGES) > 1:
         after = sum(price.parts[name] for name in AFTER)
         parts["pipeline"] = price.step_s - after
     else:

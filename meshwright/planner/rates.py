@@ -9,19 +9,22 @@ from meshwright.cluster.traffic import span
 from meshwright.planner.choose import Candidate, Question
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
-from meshwright.planner.cost.prices import Price
+from meshwright.planner.cost.prices import LAYER_TRAFFIC, Price
 from meshwright.planner.cost.stages import divide
 from meshwright.planner.timeline import send_of
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.model_shape import ModelWork
 
 WIDE = 4
 """Bytes of a master weight and of a reduced gradient."""
 COMPUTE = ("matmul", "attention", "elementwise")
 """Parts of a step that operators give."""
+OPERATOR_PARTS = (*COMPUTE, "recompute", Mechanics.MATRICES.value, Mechanics.TOKENS.value, "host")
+"""Parts of a micro-batch that `MeasuredTimes` finds for each layer."""
 
 
 class MeasuredTimes:
@@ -43,7 +46,7 @@ class MeasuredTimes:
         self._layers = sum(work.counts)
         self._serial = calibration.machine.get("kind") == "cpu"
         # What is measured of whole rows holds for a rank's part of their tokens.
-        self._share = 1.0 / one.layout.degree("cp")
+        self._share = 1.0 / one.layout.degree(Mechanics.TOKENS)
         shares = one.layout.shares()
         rows = question.job.rows * max(shares) / (sum(shares) * one.layout.microbatches)
         self._share *= rows / work.rows
@@ -55,8 +58,8 @@ class MeasuredTimes:
         ahead, back = self._layer()
         first, last = self._ends()
         whole = _summed([first[0], first[1], last[0], last[1]], [ahead, back], self._layers)
-        ranks = layout.degree("pp")
-        for name in (*COMPUTE, "recompute", "tp", "cp", "host"):
+        ranks = layout.degree(Mechanics.STAGES)
+        for name in OPERATOR_PARTS:
             parts[name] = micro * whole[name] / ranks
         if self._serial:
             parts["engine"] = 0.0  # among the stages' actions
@@ -67,7 +70,7 @@ class MeasuredTimes:
         if ranks > 1:
             piped = self._pipeline_s(ahead, back, first, last)
             parts["send"] = 0.0  # where a send isn't hidden its receiver waits: that is in the bubble
-            own = sum(parts[name] for name in (*COMPUTE, "recompute", "tp", "cp", "ep", "host"))
+            own = sum(parts[name] for name in (*COMPUTE, "recompute", *LAYER_TRAFFIC, "host"))
             parts["bubble"] = max(0.0, piped - own)
             stages = tuple(
                 dataclasses.replace(
@@ -91,11 +94,11 @@ class MeasuredTimes:
         """Forward and backward of a layer, by part: compute, recompute, traffic inside it, host."""
         layer, calibration = self._found.layer, self._calibration
         ahead, back = self._scaled(layer)
-        each = self._layout.degree("pp") / (self._layout.microbatches * self._layers)
-        near = self._near(self._layout.degree("tp"))
+        each = self._layout.degree(Mechanics.STAGES) / (self._layout.microbatches * self._layers)
+        near = self._near(self._layout.degree(Mechanics.MATRICES))
         wires = self._sent(self._work.layers[0].sent if self._work.layers else [])
         ahead["tp"] = back["tp"] = (wires if near else self._closed.parts["tp"] * each) / 2
-        if self._layout.degree("cp") > 1:
+        if self._layout.degree(Mechanics.TOKENS) > 1:
             crossed = self._cp_s() / self._layers
             ahead["cp"], back["cp"] = crossed / 3, 2 * crossed / 3
         mode, share = self._layout.recompute.mode, self._layout.recompute.share(self._layers)
@@ -106,16 +109,17 @@ class MeasuredTimes:
             back["recompute"] = share * (sum(ahead[name] for name in COMPUTE) - last)
             back["host"] += share * ahead["host"]
             back["tp"] += share * ahead["tp"] * near
-            back["cp"] += share * ahead["cp"] * self._near(self._layout.degree("cp"), self._layout.degree("tp"))
+            cp, tp = self._layout.degree(Mechanics.TOKENS), self._layout.degree(Mechanics.MATRICES)
+            back["cp"] += share * ahead["cp"] * self._near(cp, tp)
         elif mode == "selective":
             back["recompute"] = share * ahead["elementwise"]
             back["host"] += share * (ahead["host"] + seen)
             ahead["host"] += share * seen
         micro = calibration.host_s("shard_unit")
-        if self._layout.degree("shard") > 1:
+        if self._layout.zero:
             back["host"] += micro
         if self._layout.microbatches > 1:
-            weights = self._question.job.shape.parameters / (self._layout.degree("tp") * self._layers)
+            weights = self._question.job.shape.parameters / (self._layout.degree(Mechanics.MATRICES) * self._layers)
             times = (self._layout.microbatches - 1) / self._layout.microbatches
             back["elementwise"] += times * float(
                 calibration.operation_s("add", weights / 6, "float32", self._question.cluster.devices > 1) * 6
@@ -124,7 +128,7 @@ class MeasuredTimes:
 
     def _ends(self) -> tuple[tuple[dict[str, float], dict[str, float]], tuple[dict[str, float], dict[str, float]]]:
         first, last = self._scaled(self._found.first), self._scaled(self._found.last)
-        wires = self._sent(self._work.rest.sent) if self._near(self._layout.degree("tp")) else 0.0
+        wires = self._sent(self._work.rest.sent) if self._near(self._layout.degree(Mechanics.MATRICES)) else 0.0
         for one in (*first, *last):
             one["tp"] = wires / 4
         last[1]["host"] += self._calibration.host_s("microbatch")
@@ -163,10 +167,14 @@ class MeasuredTimes:
 
         Where keys and values are collected instead, forward gathers and backward scatters these two.
         """
-        degree, job, tp = self._layout.degree("cp"), self._question.job, self._layout.degree("tp")
+        degree, job, tp = (
+            self._layout.degree(Mechanics.TOKENS),
+            self._question.job,
+            self._layout.degree(Mechanics.MATRICES),
+        )
         block = job.shape.blocks[0]
         if not block.heads or not self._near(degree, tp):
-            return self._closed.parts["cp"] * self._layout.degree("pp") / self._layout.microbatches
+            return self._closed.parts["cp"] * self._layout.degree(Mechanics.STAGES) / self._layout.microbatches
         tokens = self._work.rows * self._share * job.sequence  # of a rank: the share has 1/cp in it
         if self._layout.attention == "gather":
             sizes = [degree * WIDE * tokens * width / tp for width in (block.key_width, block.value_width)]
@@ -213,12 +221,12 @@ class MeasuredTimes:
         piped = makespan_s(schedule, costs) if known else simulate(schedule, costs).makespan_s
         if calibration.crowd == 1.0:
             return piped
-        busy = layout.microbatches * (sum(forward) + sum(backward)) / layout.degree("pp")
+        busy = layout.microbatches * (sum(forward) + sum(backward)) / layout.degree(Mechanics.STAGES)
         return max(piped / calibration.crowd, busy)
 
     def _send_s(self) -> float:
         """Seconds of an activation from stage to stage, by the table where such neighbours were measured."""
-        question, degree = self._question, self._layout.degree("pp")
+        question, degree = self._question, self._layout.degree(Mechanics.STAGES)
         before = self._layout.world // degree
         nodes = self._crossed(degree, before)[1]
         size, closed_s = send_of(question.job, self._layout, question.machine, question.runtime)
@@ -238,12 +246,14 @@ class MeasuredTimes:
             if calibration.has_operation("sum"):
                 parts["optimizer"] += float(calibration.operation_s("sum", owned, "float32", busy))
         if calibration.host:
-            layers = self._layers / layout.degree("pp")
+            layers = self._layers / layout.degree(Mechanics.STAGES)
             parts["step"] = calibration.host_s("step") + layers * calibration.host_s("step_layer")
-        weights = self._question.job.shape.parameters / (layout.degree("pp") * layout.degree("tp"))
-        size = WIDE * weights / max(1, self._layers // layout.degree("pp") + 1)
+        weights = self._question.job.shape.parameters / (
+            layout.degree(Mechanics.STAGES) * layout.degree(Mechanics.MATRICES)
+        )
+        size = WIDE * weights / max(1, self._layers // layout.degree(Mechanics.STAGES) + 1)
         pass_s = 2 * WIDE * weights / float(calibration.bandwidth_bytes_per_s(size, "float32", busy))
-        once, micro = layout.degree("pp") > 1, layout.microbatches
+        once, micro = layout.degree(Mechanics.STAGES) > 1, layout.microbatches
         if layout.zero:
             # A gather copies the shard in and the whole out, a scatter the gradients in and their sum out.
             gathers = 2 * micro if layout.zero == 3 and not once else 1
@@ -258,7 +268,4 @@ def _total(parts: dict[str, float]) -> float:
 
 def _summed(ends: list[dict[str, float]], layer: list[dict[str, float]], layers: int) -> dict[str, float]:
     """Seconds by part of a micro-batch of the whole model."""
-    return {
-        name: sum(one[name] for one in ends) + layers * sum(one[name] for one in layer)
-        for name in (*COMPUTE, "recompute", "tp", "cp", "host")
-    }
+    return {name: sum(one[name] for one in ends) + layers * sum(one[name] for one in layer) for name in OPERATOR_PARTS}

@@ -12,6 +12,8 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.records import parse_json
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 
 NAME = "runs.jsonl"
@@ -110,4 +112,6 @@ def axes_of(layout: Layout) -> str:
     ZeRO 3 gathers for each layer, and counts as an axis of its own.
     """
     named = [name for name, degree in layout.degrees.items() if degree > 1]
-    return "+".join(sorted("shard3" if name == "shard" and layout.zero == 3 else name for name in named))
+    return "+".join(
+        sorted(f"{name}3" if layout.zero == 3 and name in row_axes(Holds.SHARD) else name for name in named)
+    )

@@ -23,11 +23,11 @@ from meshwright.errors import PlanError
 from meshwright.planner.activation_bytes import ActivationBytes, adjusted, extra_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields, splits
 from meshwright.planner.cost.offload import HOST_USABLE, least_seconds, wide_bytes
 from meshwright.planner.cost.price import piped_many, price_many
 from meshwright.planner.cost.prices import Prices
-from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, splits, variants
+from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants
 
 CHECKED = 4000
 """Cores of which it is looked at a time whether anything fits."""

@@ -11,18 +11,28 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.planner.cost.layout_batch import RECOMPUTES, Array, LayoutBatch, PricedJob, schedule_names
+from meshwright.planner.cost.axis_columns import (
+    COPIES,
+    SHARDS,
+    column_degrees,
+    column_of,
+    named_degrees,
+    priced_columns,
+)
+from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob, schedule_names, splits
 from meshwright.schedules.spec import known_schedules, searched_schedules
+from meshwright.spec.axes import known_axes
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.spec.layout_choices import Recompute
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
 """Columns of a core."""
-VARIANT = ("replicate", "shard", "zero", "recompute")
+VARIANT = (COPIES, SHARDS, "zero", "recompute")
 """Columns that its variants add."""
 
 
@@ -46,10 +56,20 @@ class Space:
     """What layers recompute."""
     sequence: bool = True
     """Whether tp splits the tokens between the parts that it divides, which holds less for the same traffic."""
-    axes: tuple[str, ...] = ("pp", "replicate", "shard", "cp", "tp", "ep")
-    """Axes that the model allows."""
+    axes: tuple[str, ...] = dataclasses.field(default_factory=lambda: tuple(known_axes()))
+    """Axes that may be used. Of several that cost the same the first is, and the others where they are given."""
     offloads: tuple[str, ...] = OFFLOADS
     """What may lie in host memory; looked at are those that could be faster than all without."""
+
+    def given(self, column: str) -> int | None:
+        """Returns the product of the degrees that are given of a column's axes; None where none is."""
+        found = [self.fixed[name] for name in self.fixed if name in known_axes() and column_of(name) == column]
+        return math.prod(found) if found else None
+
+    def allows(self, column: str) -> bool:
+        """Whether some axis of a column may be used."""
+        columns = priced_columns()
+        return any(columns.get(name) == column for name in self.axes)
 
     def recomputes_under(self, schedule: str) -> tuple[str, ...]:
         """Returns what layers may recompute under a schedule: nothing where it splits the backward.
@@ -93,7 +113,7 @@ def _degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]]:
     shape, every = job.shape, divisors(space.devices)
     heads = min(block.heads for block in shape.blocks if block.heads) if any(b.heads for b in shape.blocks) else 0
     for tp in _allowed("tp", every, space):
-        if tp > space.domain or (tp > 1 and "tp" not in space.fixed and heads and heads % tp):
+        if tp > space.domain or (tp > 1 and space.given("tp") is None and heads and heads % tp):
             continue
         for cp in _allowed("cp", every, space):
             parts = tp * cp * (2 if cp > 1 else 1)
@@ -104,10 +124,11 @@ def _degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]]:
                     yield pp, cp, tp
 
 
-def _allowed(axis: str, every: Sequence[int], space: Space) -> list[int]:
-    if axis in space.fixed:
-        return [space.fixed[axis]]
-    return list(every) if axis in space.axes else [1]
+def _allowed(column: str, every: Sequence[int], space: Space) -> list[int]:
+    given = space.given(column)
+    if given is not None:
+        return [given]
+    return list(every) if space.allows(column) else [1]
 
 
 def _experts(job: PricedJob, space: Space, data: int, cp: int, tp: int) -> list[int]:
@@ -121,8 +142,8 @@ def _experts(job: PricedJob, space: Space, data: int, cp: int, tp: int) -> list[
 
 
 def _microbatches(job: PricedJob, space: Space, data: int) -> list[int]:
-    given = [space.fixed[axis] for axis in ("replicate", "shard") if axis in space.fixed]
-    if job.rows % data or data % math.prod(given) or (len(given) == 2 and data != math.prod(given)):
+    copies, every_copy, shards, every_shard = _given_rows(tuple(space.fixed.items()))
+    if job.rows % data or data % (every_copy * every_shard) or (copies and shards and data != copies * shards):
         return []
     if "microbatches" in space.fixed:
         micro = space.fixed["microbatches"]
@@ -157,20 +178,23 @@ def variants(job: PricedJob, space: Space, core: Sequence[float]) -> tuple[tuple
     """Returns (replicate, shard, ZeRO level, recompute) of every variant of a core."""
     pp, cp, tp, ep = (int(value) for value in core[:4])
     data = space.devices // (pp * cp * tp)
-    given = space.fixed.get("replicate", 0), space.fixed.get("shard", 0 if "shard" in space.axes else 1)
+    given = _given_rows(tuple(space.fixed.items()))
+    if given[2:] == (0, 1) and not space.allows(SHARDS):
+        given = (*given[:2], 1, 1)
     names = space.recomputes_under(schedule_names()[int(core[5])])
     modes = tuple(RECOMPUTES.index(mode) for mode in names)
     return _variants(data, cp * tp, ep, job.shape.experts, given, space.levels, modes)
 
 
-def splits(schedules: Array) -> Array:
-    """Returns which layouts split the backward, bool: those recompute nothing in the space.
-
-    Args:
-        schedules: codes of the layouts' schedules.
-    """
-    codes = [code for code, name in enumerate(schedule_names()) if known_schedules()[name].splits_backward]
-    return np.isin(schedules, codes)
+@lru_cache(maxsize=64)
+def _given_rows(fixed: tuple[tuple[str, int], ...]) -> tuple[int, int, int, int]:
+    """What is given of copies, 0 where their first axis is free, and what divides them; the same of shards."""
+    found: list[int] = []
+    for column in (COPIES, SHARDS):
+        names = [name for name, other in priced_columns().items() if other == column]
+        product = math.prod(degree for name, degree in fixed if name in names)
+        found += [product if names[0] in dict(fixed) else 0, product]
+    return found[0], found[1], found[2], found[3]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -179,14 +203,17 @@ def _variants(
     block: int,
     ep: int,
     experts: int,
-    given: tuple[int, int],
+    given: tuple[int, int, int, int],
     levels: tuple[int, ...],
     modes: tuple[int, ...],
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Variants of cores with ``data`` readers of ``block`` ranks each; a degree that is given as 0 is free."""
+    """Variants of cores with ``data`` readers of ``block`` ranks each; ``given`` is of `_given_rows`."""
+    copies, every_copy, shards, every_shard = given
     found: list[tuple[int, int, int, int]] = []
     for shard in divisors(data):
-        if given[1] not in (0, shard) or given[0] not in (0, data // shard) or (shard * block) % ep:
+        if shards not in (0, shard) or copies not in (0, data // shard) or (shard * block) % ep:
+            continue
+        if shard % every_shard or data // shard % every_copy:
             continue
         if experts and not _experts_shard(experts, shard, block, ep):
             continue
@@ -259,7 +286,7 @@ def expand(job: PricedJob, space: Space, chosen: np.ndarray, offloads: Sequence[
 def lightest(space: Space, chosen: np.ndarray) -> LayoutBatch:
     """Returns cores as layouts whose data ranks hold copies, for a bound on all of their variants."""
     columns = dict(zip(CORE, chosen.T))
-    columns["replicate"] = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
+    columns[COPIES] = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     return LayoutBatch.of(columns)
 
@@ -280,8 +307,8 @@ def leanest(job: PricedJob, space: Space, chosen: np.ndarray, offloads: Sequence
     shard = np.tile(np.repeat([_widest(job, space, core) for core in firsts], lengths), len(forms))
     level = np.repeat([level for _, level in forms], len(chosen))
     alone = (shard == 1) | (level == 0)
-    columns["shard"] = np.where(alone, 1, shard)
-    columns["replicate"] = data / columns["shard"]
+    columns[SHARDS] = np.where(alone, 1, shard)
+    columns[COPIES] = data / columns[SHARDS]
     columns["zero"] = np.where(alone, 0, level)
     most = max(RECOMPUTES.index(mode) for mode in space.recomputes)
     columns["recompute"] = np.where(splits(columns["schedule"]), 0, most)
@@ -296,7 +323,9 @@ def _widest(job: PricedJob, space: Space, core: Sequence[float]) -> int:
     return found[-1][1] if found else 1
 
 
-def layout_of(degrees: LayoutBatch, at: int, base: Layout, layers: int) -> Layout:
+def layout_of(
+    degrees: LayoutBatch, at: int, base: Layout, layers: int, fixed: Mapping[str, int] = MappingProxyType({})
+) -> Layout:
     """Returns one of many layouts as a `Layout`.
 
     Args:
@@ -304,9 +333,9 @@ def layout_of(degrees: LayoutBatch, at: int, base: Layout, layers: int) -> Layou
         at: which one.
         base: what every layout shares.
         layers: of the model.
+        fixed: `Space.fixed`: which axes the degrees are of.
     """
-    names = ("pp", "replicate", "shard", "cp", "tp", "ep")
-    sizes = {name: int(getattr(degrees, name)[at]) for name in names}
+    sizes = {name: int(getattr(degrees, name)[at]) for name in dict.fromkeys(priced_columns().values())}
     mode, share = RECOMPUTES[int(degrees.recompute[at])], float(degrees.recompute_share[at])
     count = round(share * layers) if share < 1.0 and mode != "none" else 0
     spec = degrees.schedules[int(degrees.schedule[at])]
@@ -314,7 +343,7 @@ def layout_of(degrees: LayoutBatch, at: int, base: Layout, layers: int) -> Layou
     piped = sizes["pp"] > 1
     return dataclasses.replace(
         base,
-        degrees=sizes,
+        degrees=named_degrees(fixed, **sizes),
         zero=int(degrees.zero[at]),
         microbatches=int(degrees.microbatches[at]),
         recompute=Recompute(mode, count),
@@ -335,22 +364,25 @@ def contains(job: PricedJob, space: Space, every: np.ndarray, base: Layout, layo
         base: what every layout shares.
         layout: any; how many of its layers recompute is free.
     """
-    piped, mode = layout.degree("pp") > 1, layout.recompute.mode
+    sizes, mode = column_degrees(layout), layout.recompute.mode
+    piped = sizes["pp"] > 1
     name = (layout.schedule or schedule_names()[0]) if piped else schedule_names()[0]
     if name not in schedule_names() or mode not in space.recomputes or layout.offload not in space.offloads:
         return False
-    core = [layout.degree(axis) for axis in ("pp", "cp", "tp", "ep")]
+    if layout.degrees != Layout(degrees=named_degrees(space.fixed, **sizes), zero=layout.zero).degrees:
+        return False
+    core = [sizes[column] for column in CORE if column in sizes]
     core += [layout.microbatches, schedule_names().index(name), layout.stages_per_rank if piped else 1]
-    variant = (layout.degree("replicate"), layout.degree("shard"), layout.zero, RECOMPUTES.index(mode))
+    variant = (sizes[COPIES], sizes[SHARDS], layout.zero, RECOMPUTES.index(mode))
     if not (every == np.array(core, dtype=float)).all(axis=1).any() or variant not in variants(job, space, core):
         return False
     chosen = ("degrees", "zero", "microbatches", "recompute", "schedule", "stages", "offload")
     free = {name: getattr(layout, name) for name in chosen}
-    return layout == dataclasses.replace(base, sequence=layout.degree("tp") > 1 and space.sequence, **free)
+    return layout == dataclasses.replace(base, sequence=sizes["tp"] > 1 and space.sequence, **free)
 
 
 def _why_none(job: PricedJob, space: Space) -> str:
-    data = [size for size in divisors(space.devices) if job.rows % size == 0]
+    most = max(size for size in divisors(space.devices) if job.rows % size == 0)
     if space.fixed:
         told = ", ".join(f"{axis}={degree}" for axis, degree in space.fixed.items())
         return (
@@ -358,7 +390,7 @@ def _why_none(job: PricedJob, space: Space) -> str:
             f"devices, and what is left of them the rows; nearest that works: drop one of them"
         )
     return (
-        f"a batch of {job.rows} rows can't be shared by {space.devices} devices: at most {max(data)} of them can read "
+        f"a batch of {job.rows} rows can't be shared by {space.devices} devices: at most {most} of them can read "
         f"other rows, and the model's {len(job.shape.blocks)} layers and heads don't take up the rest; nearest that "
-        f"works: a batch of {space.devices} rows, or {max(data)} devices"
+        f"works: a batch of {space.devices} rows, or {most} devices"
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from meshwright.errors import PlanError
 from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, state_memory
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.units import format_bytes
@@ -48,8 +50,8 @@ def choose(ranks: int, rows: int, sizes: StateSizes, memory_bytes: int, precisio
     """
     rejected: dict[str, str] = {}
     candidates = [Layout(precision=precision)] if ranks == 1 else [
-        Layout(degrees={"replicate": ranks}, precision=precision),
-        *(Layout(degrees={"shard": ranks}, zero=level, precision=precision) for level in (1, 2, 3)),
+        Layout(degrees={row_axes(Holds.COPY)[0]: ranks}, precision=precision),
+        *(Layout(degrees={row_axes(Holds.SHARD)[0]: ranks}, zero=level, precision=precision) for level in (1, 2, 3)),
     ]  # fmt: skip
     for layout in candidates:
         layout.check_batch(rows)

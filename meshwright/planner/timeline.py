@@ -14,6 +14,7 @@ from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
 from meshwright.schedules.simulate import Simulation, simulate
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 
@@ -26,7 +27,7 @@ def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: Framework
         machine: what it runs on.
         engine: how it is run.
     """
-    if layout.degree("pp") == 1:
+    if layout.degree(Mechanics.STAGES) == 1:
         return None
     schedule = layout.pipeline()
     costs = stage_costs(job, layout, machine, engine, schedule.stages)

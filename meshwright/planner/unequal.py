@@ -25,6 +25,7 @@ from meshwright.planner.device_kinds import Kind, describe_kinds, kinds_of, plac
 from meshwright.planner.device_limits import check_host, job_for
 from meshwright.planner.explain import against
 from meshwright.planner.uneven_split import pipelines, shared
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.units import format_seconds
@@ -41,9 +42,10 @@ def choose_unequal(question: Question, show: int = 10) -> Choice:
         show: most layouts in the answer.
 
     Raises:
-        PlanError: when nothing fits.
+        PlanError: when nothing fits, or something is asked for that neither family has.
     """
     began, kinds = time.perf_counter(), kinds_of(question.cluster)
+    _check_limits(question)
     layouts, seconds = _timed(question, kinds)
     found = _best(question, kinds, layouts, seconds, show)
     if not found:
@@ -64,6 +66,16 @@ def choose_unequal(question: Question, show: int = 10) -> Choice:
         took_s=time.perf_counter() - began,
         notes=_alone(question, best[0]),
     )
+
+
+def _check_limits(question: Question) -> None:
+    """Refuses what is given of the layouts, which the families don't have: the answer would be without it."""
+    for field, option in (("fixed", "--fix"), ("levels", "--fix zero"), ("schedules", "--schedules")):
+        if given := question.limits.get(field):
+            raise PlanError(
+                f"{option} ({given}): on devices of several kinds pipelines of one schedule and data layouts are "
+                "searched, whatever is given; name whole layouts by --layout, or plan for one kind"
+            )
 
 
 def _timed(question: Question, kinds: Sequence[Kind]) -> tuple[list[Layout], Array]:
@@ -91,7 +103,7 @@ def _pipelines_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[La
     """Seconds a step of pipelines of equally many stages that fit, (N,): `_pipeline_price` of many."""
     if not layouts:
         return np.zeros(0)
-    pp, blocks = layouts[0].degree("pp"), len(question.job.shape.blocks)
+    pp, blocks = layouts[0].degree(Mechanics.STAGES), len(question.job.shape.blocks)
     places = places_of(kinds, question.cluster.devices // pp)
     degrees = LayoutBatch.from_layouts(layouts, blocks)
     forward, backward = np.empty((len(layouts), pp)), np.empty((len(layouts), pp))
@@ -132,7 +144,7 @@ def _shared_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layou
 
 def _readers(question: Question, kinds: Sequence[Kind], layout: Layout) -> list[tuple[int, int]]:
     """The readers of a data layout that differ: rows of the batch if all were such, and the kind."""
-    places, shares = places_of(kinds, layout.degree("tp")), layout.shares()
+    places, shares = places_of(kinds, layout.degree(Mechanics.MATRICES)), layout.shares()
     unit = question.job.rows // sum(shares) * len(shares)
     return sorted({(share * unit, place) for share, place in zip(shares, places or ())})
 
@@ -146,8 +158,9 @@ def why_unequal(question: Question, layout: Layout, choice: Choice) -> str:
     layout.check_ranks(question.cluster.devices)
     layout.check_batch(question.job.rows)
     kinds = kinds_of(question.cluster)
-    piped = layout.degree("pp") > 1
-    if places_of(kinds, question.cluster.devices // layout.degree("pp") if piped else layout.degree("tp")) is None:
+    piped = layout.degree(Mechanics.STAGES) > 1
+    size = question.cluster.devices // layout.degree(Mechanics.STAGES) if piped else layout.degree(Mechanics.MATRICES)
+    if places_of(kinds, size) is None:
         raise PlanError(f"its stages would lie on several kinds of device ({describe_kinds(question.cluster)})")
     question = dataclasses.replace(question, job=job_for(question.job, layout, question.cluster))
     check_host(question.job, layout, question.cluster, question.runtime)
@@ -203,13 +216,13 @@ def _candidate(question: Question, kinds: Sequence[Kind], layout: Layout) -> Can
 
 def unequal_price(question: Question, kinds: Sequence[Kind], layout: Layout) -> Price | None:
     """Returns what a layout takes on devices of several kinds; None where a stage or reader doesn't fit its device."""
-    if layout.degree("pp") > 1:
+    if layout.degree(Mechanics.STAGES) > 1:
         return _pipeline_price(question, kinds, layout)
     return _shared_price(question, kinds, layout)
 
 
 def _pipeline_price(question: Question, kinds: Sequence[Kind], layout: Layout) -> Price | None:
-    pp = layout.degree("pp")
+    pp = layout.degree(Mechanics.STAGES)
     places = places_of(kinds, question.cluster.devices // pp)
     if places is None:
         return None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.planner.choose import Question
+from meshwright.planner.cost.axis_columns import named_degrees
 from meshwright.planner.cost.embedding_and_head import head
 from meshwright.planner.cost.layers import LayerCost, PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
@@ -56,7 +57,7 @@ def _inner(question: Question, pp: int) -> Iterator[Layout]:
                 for shard, zero in ((1, 0), (data, 1)) if data > 1 else ((1, 0),):
                     yield dataclasses.replace(
                         question.base,
-                        degrees={"pp": pp, "tp": tp, "shard": shard, "replicate": data // shard},
+                        degrees=named_degrees(pp=pp, tp=tp, shard=shard, replicate=data // shard),
                         zero=zero,
                         microbatches=micro,
                         recompute=Recompute(recompute),
@@ -139,7 +140,7 @@ def shared(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
                 for shard, zero in ((1, 0), *((readers, level) for level in (1, 2, 3) if readers > 1)):
                     yield dataclasses.replace(
                         question.base,
-                        degrees={"tp": tp, "shard": shard, "replicate": readers // shard},
+                        degrees=named_degrees(tp=tp, shard=shard, replicate=readers // shard),
                         zero=zero,
                         microbatches=micro,
                         recompute=Recompute(recompute),
@@ -151,7 +152,9 @@ def shared(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
 def _speeds(question: Question, kinds: Sequence[Kind], tp: int) -> list[float]:
     """Rows a second of a reader of each kind."""
     job = dataclasses.replace(question.job, rows=1)
-    layout = dataclasses.replace(question.base, degrees={"tp": tp}, sequence=tp > 1 and question.space.sequence)
+    layout = dataclasses.replace(
+        question.base, degrees=named_degrees(tp=tp), sequence=tp > 1 and question.space.sequence
+    )
     costs = [price(job, layout, machine, question.runtime).stages[0] for _, machine, _ in kinds]
     return [1.0 / (cost.forward_s + cost.backward_s) for cost in costs]
 

@@ -28,7 +28,8 @@ from meshwright.proof.compare import Verdict, one_line
 from meshwright.proof.layouts import layers_needed
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
-from meshwright.spec.groups import world_size
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import row_axes, world_size
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
 
@@ -38,7 +39,6 @@ TOKENS = 128
 """Most tokens of a row of a clone."""
 VOCABULARY = 199
 """Tokens of made-up text of a clone; a prime, so that no degree divides it."""
-_WEIGHT = {"replicate": 1}
 """What an axis counts when not all can stay in use; 2 for all others."""
 
 
@@ -210,12 +210,12 @@ def _small_stand_in(built: BuiltModel, layout: Layout, vocab: int, tokens: int) 
         stand_in = _StandIn(layout=few_rank_layout, model=config, tokens=tokens, vocab=vocab, instead=())
     else:
         few_rank_layout = few_ranks(layout, rank_limit, None)
-        split_degree = few_rank_layout.degree("tp") * few_rank_layout.degree("cp")
+        split_degree = few_rank_layout.degree(Mechanics.MATRICES) * few_rank_layout.degree(Mechanics.TOKENS)
         clone = with_every_kind(built, shrink(config, layers_needed([few_rank_layout]), parts=split_degree))
         differences.append("a small clone of the model")
         row_tokens = tokens
         if tokens > TOKENS:
-            unit = 2 * few_rank_layout.degree("cp") * few_rank_layout.degree("tp")
+            unit = 2 * few_rank_layout.degree(Mechanics.TOKENS) * few_rank_layout.degree(Mechanics.MATRICES)
             row_tokens = TOKENS // unit * unit
             differences.append(f"{row_tokens} of {tokens} tokens a row")
         stand_in = _StandIn(layout=few_rank_layout, model=clone, tokens=row_tokens, vocab=VOCABULARY, instead=())
@@ -276,12 +276,12 @@ def _smaller_degrees(degrees: Mapping[str, int], rank_limit: int) -> list[dict[s
 
 
 def _axes_in_use(degrees: Mapping[str, int]) -> int:
-    return sum(_WEIGHT.get(name, 2) for name, degree in degrees.items() if degree > 1)
+    return sum(1 if name in row_axes(Holds.COPY) else 2 for name, degree in degrees.items() if degree > 1)
 
 
 def _choices_that_may_fit(layout: Layout, degrees: Mapping[str, int]) -> Iterator[Layout]:
     """Yields the layout with fewer micro-batches, and then with less and less of what may not fit fewer ranks."""
-    pipeline, mode = degrees.get("pp", 1), layout.recompute.mode
+    pipeline, mode = degrees.get(layout.axis(Mechanics.STAGES), 1), layout.recompute.mode
     counts = [min(layout.microbatches, 2 * pipeline)] + [layout.microbatches, 4 * pipeline] * (pipeline > 1)
     combinations = itertools.product(
         (layout.recompute, Recompute(mode, 1 if layout.recompute else 0)),

@@ -9,15 +9,15 @@ from itertools import cycle
 from meshwright.errors import PlanError
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
-from meshwright.spec.axis import Reads
-from meshwright.spec.groups import mesh_shape
+from meshwright.spec.axis import Holds, Mechanics, Reads
+from meshwright.spec.groups import axis_with, mesh_shape, row_axes
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute
 
 
 def layers_needed(layouts: Sequence[Layout]) -> int:
     """Returns how many layers a clone needs so that every pipeline has one for each of its stages; at least 2."""
-    return max(2, *(layout.degree("pp") * layout.stages_per_rank for layout in layouts))
+    return max(2, *(layout.degree(Mechanics.STAGES) * layout.stages_per_rank for layout in layouts))
 
 
 def data_layouts(ranks: int, base: Layout | None = None) -> list[Layout]:
@@ -31,17 +31,17 @@ def data_layouts(ranks: int, base: Layout | None = None) -> list[Layout]:
     """
     base = base or Layout()
     found: list[Layout] = []
-    for shard in (size for size in range(1, ranks + 1) if ranks % size == 0):
-        for zero in (1, 2, 3) if shard > 1 else (0,):
+    shards = row_axes(Holds.SHARD)
+    for degrees in factorisations(ranks, (*shards, *row_axes(Holds.COPY))):
+        for zero in (1, 2, 3) if any(degrees[name] > 1 for name in shards) else (0,):
             for micro, recompute in ((1, "none"), (2, "none"), (1, "full"), (2, "selective")):
-                degrees = {"replicate": ranks // shard, "shard": shard}
                 layout = dataclasses.replace(
                     base, degrees=degrees, zero=zero, microbatches=micro, recompute=Recompute(recompute)
                 )
                 found.append(layout)
     if ranks > 1:
         shares = BatchShares.of((3, *[2] * (ranks - 2), 1))
-        found.append(dataclasses.replace(base, degrees={"shard": ranks}, zero=2, rows=shares))
+        found.append(dataclasses.replace(base, degrees={shards[0]: ranks}, zero=2, rows=shares))
     return found
 
 
@@ -74,19 +74,20 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
     levels, recomputes, splits = cycle((1, 2, 3)), cycle(("none", "full", "selective")), cycle((True, False))
     attentions = cycle(("", "gather"))
     for degrees in factorisations(ranks, list(mesh_shape({}))):
-        if all(degree == 1 for name, degree in degrees.items() if name not in data):
+        if all(degree == 1 for name, degree in degrees.items() if name not in data) or _same_work(degrees):
             continue
+        stages, tokens = (degrees[axis_with(one, degrees)] for one in (Mechanics.STAGES, Mechanics.TOKENS))
         layout = dataclasses.replace(
             base,
             degrees=degrees,
-            zero=next(levels) if degrees["shard"] > 1 else 0,
-            microbatches=2 * degrees["pp"] if degrees["pp"] > 1 else 1,
+            zero=next(levels) if any(degrees[name] > 1 for name in row_axes(Holds.SHARD)) else 0,
+            microbatches=2 * stages if stages > 1 else 1,
             recompute=Recompute(next(recomputes)),
-            sequence=degrees["tp"] > 1 and next(splits),
-            attention=next(attentions) if degrees["cp"] > 1 else "",
+            sequence=degrees[axis_with(Mechanics.MATRICES, degrees)] > 1 and next(splits),
+            attention=next(attentions) if tokens > 1 else "",
         )
         found.append(layout)
-        if degrees["cp"] == ranks:
+        if tokens == ranks:
             found.append(dataclasses.replace(layout, attention="" if layout.attention else "gather"))
         if experts:
             found += _with_experts(layout, experts)
@@ -97,15 +98,24 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
 
 def _with_experts(layout: Layout, experts: int) -> Iterator[Layout]:
     """Yields the layout with its experts spread over all ranks that can hold them."""
+    axis = layout.axis(Mechanics.EXPERTS)
     for degree in range(min(experts, layout.world), 1, -1):
         try:
-            yield dataclasses.replace(layout, degrees={**layout.degrees, "ep": degree})
+            yield dataclasses.replace(layout, degrees={**layout.degrees, axis: degree})
         except PlanError:
             continue
         return
 
 
 def _schedules(ranks: int, base: Layout) -> Iterator[Layout]:
-    pipeline: Mapping[str, int] = {"pp": 2, "replicate": ranks // 2} if ranks % 2 == 0 else {"pp": ranks}
+    stages = 2 if ranks % 2 == 0 else ranks
+    degrees = {base.axis(Mechanics.STAGES): stages, row_axes(Holds.COPY)[0]: ranks // stages}
     for name in known_schedules():
-        yield dataclasses.replace(base, degrees=dict(pipeline), microbatches=4 * pipeline["pp"], schedule=name)
+        yield dataclasses.replace(base, degrees=degrees, microbatches=4 * stages, schedule=name)
+
+
+def _same_work(degrees: Mapping[str, int]) -> bool:
+    """Whether two axes are used that no layout has together, since they have the same mechanics."""
+    used = [known_axes()[name].mechanics for name, degree in degrees.items() if degree > 1]
+    split = [mechanics for mechanics in used if mechanics is not Mechanics.NONE]
+    return len(set(split)) < len(split)

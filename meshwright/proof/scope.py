@@ -13,6 +13,9 @@ from torch import nn
 from meshwright.models.build import BuiltModel
 from meshwright.models.experts import find_experts
 from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import axes_with
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis
@@ -58,9 +61,10 @@ class Scope:
         """One line for people."""
         shares = ", ".join(f"{axis} {share:.0%}" for axis, share in self.split.items())
         phrases = [f"split {shares}" if shares else "no weight split"]
-        if "tp" in self.split:
+        tensor_axis = next((name for name in axes_with(Mechanics.MATRICES) if name in self.split), "")
+        if tensor_axis:
             grown_note = " with a table grown from a narrower clone" if self.grown else ""
-            phrases.append(f"{self.layer_share:.0%} of the layers by tp{grown_note}")
+            phrases.append(f"{self.layer_share:.0%} of the layers by {tensor_axis}{grown_note}")
         phrases.append("rows of " + " and ".join(map(str, self.lengths)))
         phrases.append("layers " + " + ".join(f"{count} {kind}" for kind, count in self.layers.items()))
         if "heads" in self.sizes:
@@ -99,11 +103,11 @@ def read_scope(
         layers=dict(kinds),
         sizes=sizes,
         windows={f"{key}={size}": max(lengths) > size for key, size in windows.items()},
-        attention=analysis.attention if layout.degree("cp") > 1 else "",
-        tried=analysis.tried if layout.degree("cp") > 1 else "",
-        grown=grown and layout.degree("tp") * layout.degree("cp") > 1,
+        attention=analysis.attention if layout.degree(Mechanics.TOKENS) > 1 else "",
+        tried=analysis.tried if layout.degree(Mechanics.TOKENS) > 1 else "",
+        grown=grown and layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) > 1,
     )
-    degree = layout.degree("tp")
+    degree = layout.degree(Mechanics.MATRICES)
     if degree == 1 or analysis.table is None:
         return scope
     whole_reasons, unsplit_reasons = whole_matrices(module, analysis.table, degree)
@@ -178,12 +182,13 @@ def split_shares(ranks: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str
         for name, (size, axis_names) in rank["held"].items():
             sizes[name] = size
             axes.setdefault(name, set()).update(axis_names)
-    if layout.degree("pp") > 1:
+    if layout.degree(Mechanics.STAGES) > 1:
         for name in sizes:
             if not all(name in rank["held"] for rank in ranks):
-                axes[name].add("pp")
+                axes[name].add(layout.axis(Mechanics.STAGES))
     total_elements = max(1, sum(sizes.values()))
-    splitting_axes = ("pp", "shard", "tp", "ep")
+    splitting_axes = [name for name, axis in known_axes().items() if axis.holds is not Holds.COPY]
+    splitting_axes.sort(key=lambda name: bool(known_axes()[name].carves))
     return {
         axis: sum(size for name, size in sizes.items() if axis in axes[name]) / total_elements
         for axis in splitting_axes

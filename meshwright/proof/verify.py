@@ -29,6 +29,7 @@ from meshwright.proof.compare import Verdict, merged, one_line
 from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import SEED, References, moved
 from meshwright.proof.scope import expert_use, read_scope, split_shares
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -72,7 +73,9 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
         analyses: dict[Any, ModelAnalysis] = {}
         for layout in layouts:
             path, refusal = (Path(), analysis_error) if analysis_error else reference.of(layout)
-            analyses.setdefault((layout.degree("tp"), layout.degree("cp")), ModelAnalysis(trial=trial))
+            analyses.setdefault(
+                (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS)), ModelAnalysis(trial=trial)
+            )
             verdicts.append(
                 Verdict.unproven(str(layout), refused=refusal)
                 if refusal
@@ -93,8 +96,8 @@ def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, Mo
         device = found_devices(layout.world, case.device).kind
         built = case.build()
         check(layout, device, len(built.structure.layers))
-        key = (layout.degree("tp"), layout.degree("cp"))
-        split_degree = layout.degree("tp") * layout.degree("cp")
+        key = (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS))
+        split_degree = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)
         if case.grown and split_degree > 1 and analyses[key].table is None and not built.config.sharding:
             trial = analyses[key].trial
             table = sharding_table(built, split_degree, trial.objective if trial else None, narrow=NARROW)

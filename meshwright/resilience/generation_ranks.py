@@ -25,6 +25,7 @@ from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
 from meshwright.resilience.hang_watch import HangError, HangWatch
 from meshwright.resilience.host_memory_budget import COPIES, room_for, state_bytes
 from meshwright.resilience.slow_ranks import SlowWatch
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import coordinates
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -121,7 +122,7 @@ class GenerationRanks:
         # Stamps of the previous generation must not look like progress of this one.
         reset_progress(progress, job.plan.ranks)
         first_rank = place.first if place is not None else None
-        self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees).get("pp", 0))
+        self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees)[layout.axis(Mechanics.STAGES)])
         limit_s, idle_s = job.config.recovery.hang_s, job.config.recovery.idle_s * _IDLE_LIMIT_GROWTH**fruitless
         # No idle limit where devices, other hosts or compiler processes may work while all ranks on this node sleep.
         if place is not None or devices.kind != "cpu" or layout.compile:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import row_axes
 from meshwright.spec.plan import Plan
 
 SHARE = 0.5
@@ -37,7 +40,12 @@ def state_bytes(plan: Plan, ranks: int) -> int:
     """Returns the bytes of one copy of the state of ``ranks`` ranks; replicated state is stored once."""
     # The plan's figures are per rank, as sharded by the layout; replicas hold the same bytes and share a copy.
     total_bytes = sum(plan.prediction.memory.get(kind, 0) for kind in ("parameters", "optimizer"))
-    return total_bytes * ranks // max(1, plan.layout.degree("replicate"))
+    return total_bytes * ranks // max(1, _replicas(plan))
+
+
+def _replicas(plan: Plan) -> int:
+    """Returns the number of ranks that hold the same state and read other rows."""
+    return math.prod(plan.layout.degree(name) for name in row_axes(Holds.COPY))
 
 
 def largest_snapshot(plan: Plan) -> int:
@@ -45,7 +53,7 @@ def largest_snapshot(plan: Plan) -> int:
 
     It is several times a rank's average, because tensors are stored undivided, and tables and buffers are added.
     """
-    return 4 * state_bytes(plan, plan.layout.degree("replicate")) + _TABLE_BYTES
+    return 4 * state_bytes(plan, _replicas(plan)) + _TABLE_BYTES
 
 
 def _memory_after_offload(plan: Plan, ranks: int, available: int) -> int:

@@ -12,7 +12,6 @@ from meshwright.schedules import draw, table
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.file import build_schedule
 from meshwright.schedules.simulate import simulate
-from meshwright.schedules.spec import known_schedules
 
 
 def main(arguments: list[str]) -> int:
@@ -40,9 +39,7 @@ def _answer(chosen: argparse.Namespace) -> str:
         if chosen.json:
             return json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n"
         return table.as_text(found)
-    spec = known_schedules().get(chosen.draw)
-    stages = chosen.stages_per_rank or (spec.least_stages if spec else 1)
-    schedule = build_schedule(chosen.draw, chosen.ranks, stages, chosen.microbatches)
+    schedule = build_schedule(chosen.draw, chosen.ranks, chosen.stages_per_rank or 0, chosen.microbatches)
     if chosen.csv:
         return schedule.to_csv()
     seen = simulate(schedule, ActionCosts.uniform(schedule.stages))

@@ -33,13 +33,33 @@ class Holds(Enum):
     """Some of the layers."""
 
 
+class Mechanics(Enum):
+    """How an axis changes what the ranks compute: which formulas of the planner price it and list its traffic.
+
+    The value is the symbol that the planner's arrays and price parts have for it. An axis with mechanics that no member
+    describes adds one; until the planner has formulas for it, it refuses layouts with the axis.
+    """
+
+    NONE = "none"
+    """Not at all: who sums which gradients and who shares which state follow from the facts, and so does the price."""
+    STAGES = "pp"
+    """Micro-batches pass through stages in the order of a schedule."""
+    TOKENS = "cp"
+    """Attention exchanges heads or gathers keys and values."""
+    MATRICES = "tp"
+    """Products are split by columns and rows, attention by heads, the vocabulary by rows."""
+    EXPERTS = "ep"
+    """Tokens travel to the ranks that hold their experts."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
     """Facts of one mesh axis.
 
     ``order`` is the axis's place on the wire, outermost first: the nearest ranks are neighbours along the last axis.
     ``carves`` names the axes whose ranks this one factorises a second time (expert over shard, context and tensor); an
-    axis that carves multiplies nothing into the world size.
+    axis that carves multiplies nothing into the world size. Two axes of the same mechanics, such as a copy of one
+    under another name, can't be used in one layout.
     """
 
     name: str
@@ -48,3 +68,7 @@ class Axis:
     order: int
     purpose: str
     carves: tuple[str, ...] = ()
+    mechanics: Mechanics = Mechanics.NONE
+    """Of an axis that changes modules: how."""
+    aliases: tuple[str, ...] = ()
+    """Other names of it, as meshes of user code have them."""

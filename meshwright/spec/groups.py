@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from meshwright.spec.axes import known_axes
-from meshwright.spec.axis import Axis, Holds, Reads
+from meshwright.spec.axis import Axis, Holds, Mechanics, Reads
 
 
 def mesh_shape(degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> dict[str, int]:
@@ -71,6 +72,44 @@ def reader(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | Non
     for name in (name for name in shape if axes[name].reads is Reads.ROWS):
         index, count = index * shape[name] + coordinate[name], count * shape[name]
     return index, count
+
+
+def axes_with(mechanics: Mechanics, axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes of some mechanics, of which a layout uses one."""
+    if axes is None:
+        return _known_with(mechanics)
+    return tuple(name for name, axis in axes.items() if axis.mechanics is mechanics)
+
+
+@cache
+def _known_with(mechanics: Mechanics) -> tuple[str, ...]:
+    """As `axes_with`, which thousands of layouts ask for."""
+    return axes_with(mechanics, known_axes())
+
+
+def axis_with(mechanics: Mechanics, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> str:
+    """Returns the axis of some mechanics that a layout uses; where it uses none, the first that is known.
+
+    Args:
+        mechanics: not `Mechanics.NONE`.
+        degrees: axis name to degree; absent means 1.
+        axes: the known axes.
+    """
+    names = axes_with(mechanics, axes)
+    return next((name for name in names if degrees.get(name, 1) > 1), names[0])
+
+
+def row_axes(holds: Holds, axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes whose ranks read other rows and hold copies, or parts of the state."""
+    if axes is None:
+        return _known_rows(holds)
+    return tuple(name for name, axis in axes.items() if axis.reads is Reads.ROWS and axis.holds is holds)
+
+
+@cache
+def _known_rows(holds: Holds) -> tuple[str, ...]:
+    """As `row_axes`, which thousands of layouts ask for."""
+    return row_axes(holds, known_axes())
 
 
 def loss_axes(axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
@@ -153,6 +192,14 @@ def writes(rank: int, sharded_on: Sequence[str], degrees: Mapping[str, int]) -> 
         coordinate[name] == 0 or name in sharded_on or axes[name].holds is Holds.STAGE
         for name in mesh_shape(degrees, axes)
     )
+
+
+def carved_index(name: str, rank: int, degrees: Mapping[str, int]) -> int:
+    """Returns a rank's index among those that differ along the axes that one carves; the axis is its fastest part."""
+    place, index = coordinates(rank, degrees), 0
+    for other in (other for other in mesh_shape(degrees) if other in known_axes()[name].carves):
+        index = index * degrees.get(other, 1) + place[other]
+    return index
 
 
 def carved_groups(

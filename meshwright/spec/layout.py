@@ -16,7 +16,17 @@ from meshwright.errors import PlanError, nearest
 from meshwright.schedules.action import Schedule
 from meshwright.schedules.file import build_schedule, find_choice
 from meshwright.spec.axes import known_axes
-from meshwright.spec.groups import describe_rank, mesh_shape, reader, state_axes, state_shards, world_size
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import (
+    axis_with,
+    describe_rank,
+    mesh_shape,
+    reader,
+    row_axes,
+    state_axes,
+    state_shards,
+    world_size,
+)
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
 
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
@@ -30,6 +40,14 @@ _GRAMMARS: Mapping[str, type[Recompute] | type[StageSplit] | type[BatchShares]] 
     "rows": BatchShares,
 }
 """Choices that have a text form of their own."""
+_CHOICES_OF: Mapping[str, Mechanics] = {
+    "schedule": Mechanics.STAGES,
+    "stages": Mechanics.STAGES,
+    "split": Mechanics.STAGES,
+    "sequence": Mechanics.MATRICES,
+    "attention": Mechanics.TOKENS,
+}
+"""Choices that say something about an axis of some mechanics, and have no effect without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +70,8 @@ class Layout:
     compile: bool = False
     """Run each layer through torch.compile."""
     schedule: str = ""
-    """Order of work along ``pp``: ``gpipe``, ``1f1b``, ``interleaved``, ``loopedbfs``, ``zerobubble``, ``zbv``,
-    ``dualpipev`` or ``file:PATH``; empty is ``1f1b`` where there is a pipeline."""
+    """Order of work along ``pp``: a name that ``python -m meshwright.schedules`` lists, or ``file:PATH``;
+    empty is ``1f1b`` where there is a pipeline."""
     stages: int = 0
     """Stages that each rank of ``pp`` runs; 0 is what the schedule asks for."""
     split: StageSplit = StageSplit()  # noqa: RUF009 - frozen
@@ -85,13 +103,16 @@ class Layout:
     def _check_choices(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: the ZeRO level is 0, 1, 2 or 3")
-        shard = self.degrees.get("shard", 1)
+        copies, shards = row_axes(Holds.COPY), row_axes(Holds.SHARD)
+        name = next((name for name in shards if self.degree(name) > 1), shards[0])
+        shard = self.degree(name)
         if self.zero and shard == 1:
-            ranks = self.degrees.get("replicate", 1)
-            cure = f"shard={ranks},zero={self.zero}" if ranks > 1 else "zero=0"
-            raise PlanError(f"zero={self.zero} shards over the axis 'shard', whose degree is 1; write {cure}")
+            ranks = math.prod(self.degree(other) for other in copies)
+            cure = f"{name}={ranks},zero={self.zero}" if ranks > 1 else "zero=0"
+            raise PlanError(f"zero={self.zero} shards over the axis '{name}', whose degree is 1; write {cure}")
         if shard > 1 and not self.zero:
-            raise PlanError(f"shard={shard} with zero=0 shards nothing; write replicate={shard}, or zero=1, 2 or 3")
+            cure = f"{copies[0]}={shard}, or zero=1, 2 or 3"
+            raise PlanError(f"{name}={shard} with zero=0 shards nothing; write {cure}")
         if self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
         for name, value, known in (
@@ -104,10 +125,9 @@ class Layout:
 
     def _check_axes(self) -> None:
         """Refuses choices of an axis that isn't used, and expert degrees that the other axes can't carry."""
-        needs = {"schedule": "pp", "stages": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}
-        for name, axis in needs.items():
-            if getattr(self, name) and self.degree(axis) == 1:
-                value = str(getattr(self, name)).lower()
+        for name, mechanics in _CHOICES_OF.items():
+            if getattr(self, name) and self.degree(mechanics) == 1:
+                value, axis = str(getattr(self, name)).lower(), self.axis(mechanics)
                 raise PlanError(f"{name}={value} has no effect without {axis}; write {axis}=2 or more, or drop it")
         if self.attention not in ("", *ATTENTIONS):
             raise PlanError(f"attention={self.attention} is unknown{nearest(self.attention, ATTENTIONS)}")
@@ -115,7 +135,15 @@ class Layout:
             self._check_shares()
         if self.stages < 0:
             raise PlanError(f"stages={self.stages}: each rank runs 1 stage or more")
-        for name, fact in known_axes().items():
+        axes = known_axes()
+        for name in self.degrees:
+            fact = axes[name]
+            if fact.mechanics is not Mechanics.NONE and name != (other := self.axis(fact.mechanics)):
+                raise PlanError(
+                    f"{other}={self.degree(other)} and {name}={self.degree(name)} both split the same work "
+                    f"({fact.mechanics.name.lower()}), which one axis does; write {other}="
+                    f"{self.degree(other) * self.degree(name)}"
+                )
             held = math.prod(self.degree(other) for other in fact.carves)
             if fact.carves and held % self.degree(name):
                 among = " x ".join(fact.carves)
@@ -157,7 +185,7 @@ class Layout:
                 values[key] = _choice(key, value, str(choices[key].type))
             else:
                 raise PlanError(f"layout: unknown key '{key}'{nearest(key, [*known_axes(), *choices])}")
-        if degrees.get("shard", 1) > 1 and "zero" not in values:
+        if "zero" not in values and _shards_rows(degrees):
             values["zero"] = 3
         return cls(degrees=degrees, **values)
 
@@ -180,9 +208,17 @@ class Layout:
         """Whether compute runs in a lower precision than the master weights."""
         return self.precision in ("bf16", "fp16")
 
-    def degree(self, axis: str) -> int:
-        """Returns the size of an axis, 1 when it isn't used."""
-        return self.degrees.get(axis, 1)
+    def degree(self, axis: str | Mechanics) -> int:
+        """Returns the size of an axis, or of the one that has some mechanics; 1 when it isn't used."""
+        return self.degrees.get(axis if isinstance(axis, str) else self.axis(axis), 1)
+
+    def axis(self, mechanics: Mechanics) -> str:
+        """Returns the axis of some mechanics that is used, or the first that is known where none is."""
+        return axis_with(mechanics, self.degrees)
+
+    def written(self, mechanics: Mechanics) -> str:
+        """Returns the axis of some mechanics with its degree, as ``cp=2``."""
+        return f"{self.axis(mechanics)}={self.degree(mechanics)}"
 
     def pipeline(self) -> Schedule:
         """Builds the schedule; of one rank and stage without ``pp``.
@@ -194,13 +230,13 @@ class Layout:
             PlanError: there is no such schedule, or it doesn't fit.
         """
         name = self.schedule or DEFAULT_SCHEDULE
-        found = build_schedule(name, self.degree("pp"), self.stages, self.microbatches)
+        found = build_schedule(name, self.degree(Mechanics.STAGES), self.stages, self.microbatches)
         return found.unsplit() if self.recompute else found
 
     @property
     def unsplit(self) -> str:
         """Why the schedule's backward isn't split though it could be, in a clause; empty where that isn't so."""
-        splits = self.degree("pp") > 1 and find_choice(self.schedule or DEFAULT_SCHEDULE).splits_backward
+        splits = self.degree(Mechanics.STAGES) > 1 and find_choice(self.schedule or DEFAULT_SCHEDULE).splits_backward
         if not splits or not self.recompute:
             return ""
         return (
@@ -289,20 +325,21 @@ class Layout:
 
     def _fitted(self, ranks: int) -> Layout:
         """Returns the layout with the fewest changed degrees that has this many ranks."""
-        for name in reversed([name for name in mesh_shape({}) if self.degree(name) > 1] or ["replicate"]):
+        copies, shards = row_axes(Holds.COPY)[0], row_axes(Holds.SHARD)[0]
+        for name in reversed([name for name in mesh_shape({}) if self.degree(name) > 1] or [copies]):
             rest = math.prod(degree for other, degree in self.degrees.items() if other != name)
             if ranks % rest == 0:
                 return self.with_degrees({**self.degrees, name: ranks // rest})
-        return self.with_degrees({"shard": ranks} if self.zero else {"replicate": ranks})
+        return self.with_degrees({shards: ranks} if self.zero else {copies: ranks})
 
     def with_degrees(self, degrees: Mapping[str, int]) -> Layout:
         """Returns the same choices over other degrees; the ZeRO level drops to 0 when nothing is left to shard over."""
-        changes: dict[str, Any] = {"zero": (self.zero or 3) if degrees.get("shard", 1) > 1 else 0}
-        if degrees.get("pp", 1) == 1:
-            changes |= {"schedule": "", "stages": 0, "split": StageSplit()}
-        changes |= {} if degrees.get("tp", 1) > 1 else {"sequence": False}
+        changes: dict[str, Any] = {"zero": (self.zero or 3) if _shards_rows(degrees) else 0}
         changes |= {} if reader(0, degrees)[1] == reader(0, self.degrees)[1] else {"rows": BatchShares()}
-        changes |= {} if degrees.get("cp", 1) > 1 else {"attention": ""}
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        for name, mechanics in _CHOICES_OF.items():
+            if degrees.get(axis_with(mechanics, degrees), 1) == 1:
+                changes[name] = defaults[name]
         return dataclasses.replace(self, degrees=dict(degrees), **changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -315,6 +352,11 @@ class Layout:
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Builds the layout from `to_json`'s values."""
         return cls(**{key: value for key, value in values.items() if key != "text"})
+
+
+def _shards_rows(degrees: Mapping[str, int]) -> bool:
+    """Whether an axis is used that shards the state over ranks that read other rows."""
+    return any(degrees.get(name, 1) > 1 for name in row_axes(Holds.SHARD))
 
 
 def _whole(key: str, value: str) -> int:

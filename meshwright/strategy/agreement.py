@@ -17,6 +17,8 @@ from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import row_axes
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUM_BITS = 50
@@ -35,11 +37,12 @@ class AgreementCheck:
         axis_groups, layout = program.mesh.axis_groups, program.mesh.layout
         weights = (*program.weights, *program.frozen)
         self._copies: list[tuple[AxisGroup, Sequence[Weight]]] = []
-        if layout.degree("replicate") > 1:
-            self._copies.append((axis_groups["replicate"], weights))
-        if layout.degree("tp") > 1:
-            self._copies.append((axis_groups["tp"], [weight for weight in weights if weight.place.is_whole]))
-        self._same_rows = axis_groups["tp"] if layout.degree("tp") > 1 else None
+        for name in (name for name in row_axes(Holds.COPY) if layout.degree(name) > 1):
+            self._copies.append((axis_groups[name], weights))
+        tensor = axis_groups[layout.axis(Mechanics.MATRICES)]
+        if tensor.size > 1:
+            self._copies.append((tensor, [weight for weight in weights if weight.place.is_whole]))
+        self._same_rows = tensor if tensor.size > 1 else None
         self._steps = self._forwards = 0
 
     @torch.no_grad()

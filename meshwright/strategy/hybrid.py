@@ -21,6 +21,7 @@ from meshwright.parallel.model_source import Fill, ModelSource
 from meshwright.parallel.program import Program
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.weights import Weight
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.forward_hooks import ForwardHooks
@@ -182,7 +183,7 @@ class HybridParallelStrategy:
             raise ConfigError("this strategy has sharded a model; make one for each model")
         if from_rank is not None:
             send_weights(model, from_rank)
-        if self.layout.degree("pp") > 1 or loss is not None:
+        if self.layout.degree(Mechanics.STAGES) > 1 or loss is not None:
             return self._run_by_engine(model, optimizer, loss, microbatches, clip, example, device, fill)
         if microbatches is not None or clip:
             raise ConfigError("microbatches and clip are of step(): give a loss too, or do both in your own loop")
@@ -372,13 +373,12 @@ def _shape_only_program(source: ModelSource, layout: Layout, mesh: Mesh) -> Prog
 
 def _refuse_unsupported(layout: Layout) -> None:
     """Refuses layouts that a custom loop can't run."""
-    remedies = {
-        "cp": "a loop of one's own reads whole rows: use tp with sequence=true, or `meshwright train`",
-    }
-    for name, remedy in remedies.items():
-        if layout.degree(name) > 1:
-            raise PlanError(f"{name}={layout.degree(name)}: {remedy}")
-    if layout.microbatches > 1 and layout.degree("pp") == 1:
+    if layout.degree(Mechanics.TOKENS) > 1:
+        raise PlanError(
+            f"{layout.written(Mechanics.TOKENS)}: a loop of one's own reads whole rows: use tp with "
+            "sequence=true, or `meshwright train`"
+        )
+    if layout.microbatches > 1 and layout.degree(Mechanics.STAGES) == 1:
         raise PlanError(
             f"microbatches={layout.microbatches} has no effect on a loop of one's own: leave it out, and accumulate "
             "with `with strategy.accumulate():`"

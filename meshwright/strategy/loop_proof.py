@@ -22,6 +22,8 @@ from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
 from meshwright.parallel import float64_ops
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import axes_with, row_axes
 from meshwright.spec.layout import Layout
 from meshwright.strategy.hybrid import HybridParallelStrategy
 from meshwright.strategy.one_device import OneDevice
@@ -103,10 +105,11 @@ def load_loop(source: str) -> Loop:
 def loop_layouts(ranks: int) -> list[Layout]:
     """Returns the layouts that a loop which calls the model itself can run on some ranks."""
     layouts = []
+    copies, shards, tensor = row_axes(Holds.COPY)[0], row_axes(Holds.SHARD)[0], axes_with(Mechanics.MATRICES)[0]
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     # replicate fills the ranks that tp and shard leave
     for tp, shard in ((tp, shard) for tp in divisors for shard in divisors if ranks % (tp * shard) == 0):
-        degrees = {"replicate": ranks // (tp * shard), "shard": shard, "tp": tp}
+        degrees = {copies: ranks // (tp * shard), shards: shard, tensor: tp}
         layouts += [Layout(degrees=degrees, zero=zero) for zero in ((1, 2, 3) if shard > 1 else (0,))]
     return layouts
 

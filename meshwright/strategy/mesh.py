@@ -11,29 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.errors import ConfigError, PlanError, nearest
 from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 
 Dim: TypeAlias = int | str | DeviceMesh | None
 """Ranks of one axis: how many; a dim of a mesh by name; or that dim itself, ``mesh["tp"]``."""
-AXIS_OF_DIM = {
-    "dp": "replicate",
-    "data": "replicate",
-    "data_parallel": "replicate",
-    "ddp": "replicate",
-    "dp_replicate": "replicate",
-    "fsdp": "shard",
-    "dp_shard": "shard",
-    "model": "tp",
-    "tensor": "tp",
-    "tensor_parallel": "tp",
-    "pipe": "pp",
-    "pipeline": "pp",
-    "pipeline_parallel": "pp",
-    "expert": "ep",
-    "expert_parallel": "ep",
-    "context": "cp",
-}
-"""Other names of axes, as meshes of user code have them."""
+
+
+def axis_of_dim() -> dict[str, str]:
+    """Returns the axis by each other name that meshes of user code have for it: `spec.axis.Axis.aliases`."""
+    found: dict[str, str] = {}
+    for name, axis in known_axes().items():
+        for alias in axis.aliases:
+            found.setdefault(alias, name)
+    return found
 
 
 def device_mesh(layout: Layout | str, device_type: str = "cpu") -> DeviceMesh:
@@ -52,7 +44,7 @@ def device_mesh(layout: Layout | str, device_type: str = "cpu") -> DeviceMesh:
     """
     plan = ranks_of(layout)
     # axes of one rank are no dims; a single rank still needs one
-    shape = {name: size for name, size in plan.shape().items() if size > 1} or {"replicate": 1}
+    shape = {name: size for name, size in plan.shape().items() if size > 1} or {row_axes(Holds.COPY)[0]: 1}
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
@@ -80,7 +72,7 @@ def ranks_of(layout: Layout | str | DeviceMesh) -> Layout:
 
 
 def layout_of_mesh(mesh: DeviceMesh, zero: int | None = None) -> Layout:
-    """Returns the layout of a mesh whose dims are named as axes, or as `AXIS_OF_DIM` has them.
+    """Returns the layout of a mesh whose dims are named as axes, or as `axis_of_dim` has them.
 
     An ``ep`` dim becomes ranks that read rows of their own (``shard``), over which experts are dealt out.
 
@@ -105,20 +97,20 @@ def layout_of_dims(dims: Mapping[str, Dim], zero: int | None = None, mesh: Devic
     """Returns the layout of axes that are given one by one.
 
     Args:
-        dims: ranks of each axis, by the axis's name or another of `AXIS_OF_DIM`.
+        dims: ranks of each axis, by the axis's name or another of `axis_of_dim`.
         zero: ZeRO level of the ``shard`` dim; 3 when None.
         mesh: where dims that are given by name are looked up.
 
     Raises:
         PlanError: see `layout_of_mesh`.
     """
-    axes = known_axes()
+    axes, aliases = known_axes(), axis_of_dim()
     degrees: dict[str, int] = {}
     ranks_by_axis: dict[str, list[int]] = {}
     for name, dim in dims.items():
-        axis = AXIS_OF_DIM.get(name, name)
+        axis = aliases.get(name, name)
         if axis not in axes:
-            raise PlanError(f"'{name}' is no axis{nearest(name, [*axes, *AXIS_OF_DIM])}")
+            raise PlanError(f"'{name}' is no axis{nearest(name, [*axes, *aliases])}")
         if dim is None:
             continue
         if isinstance(dim, str):
@@ -131,12 +123,13 @@ def layout_of_dims(dims: Mapping[str, Dim], zero: int | None = None, mesh: Devic
         if axis in degrees:
             raise PlanError(f"'{name}' and another dim are both axis '{axis}': give each axis once")
         degrees[axis] = dim
-    if degrees.get("ep", 1) > 1 and "shard" not in degrees and "ep" in ranks_by_axis:
-        # Ranks of an expert dim read rows of their own: they are data ranks for all that isn't an expert.
-        degrees["shard"], ranks_by_axis["shard"] = degrees["ep"], ranks_by_axis.pop("ep")
-    # ep divides ranks of other axes, so the layout has no dim to compare it with
-    ranks_by_axis.pop("ep", None)
-    sharded = degrees.get("shard", 1) > 1
+    shard = row_axes(Holds.SHARD)[0]
+    for name in (name for name, axis in axes.items() if axis.carves):
+        if degrees.get(name, 1) > 1 and shard not in degrees and name in ranks_by_axis:
+            # Ranks of an expert dim read rows of their own: they are data ranks for all that isn't an expert.
+            degrees[shard], ranks_by_axis[shard] = degrees[name], ranks_by_axis.pop(name)
+        ranks_by_axis.pop(name, None)
+    sharded = any(degrees.get(name, 1) > 1 for name in row_axes(Holds.SHARD))
     layout = Layout(degrees=degrees, zero=(3 if zero is None else zero) if sharded else 0)
     if dist.is_initialized():
         _check_order(layout, ranks_by_axis)

@@ -19,6 +19,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
 from meshwright.strategy.mesh import compute_device, ranks_of
@@ -312,8 +313,10 @@ def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
         raise PlanError(
             f"microbatches={microbatches}, but the layout says microbatches={layout.microbatches}; give one of them"
         )
-    if layout.degree("cp") > 1:
-        raise PlanError(f"cp={layout.degree('cp')}: the engine's loss reads whole rows; use tp, or `meshwright train`")
+    if layout.degree(Mechanics.TOKENS) > 1:
+        raise PlanError(
+            f"{layout.written(Mechanics.TOKENS)}: the engine's loss reads whole rows; use tp, or `meshwright train`"
+        )
     if layout.precision == "fp16":
         raise PlanError("precision=fp16 needs a loss scale that the engine lacks: write precision=bf16")
     if layout.offload == "optimizer":

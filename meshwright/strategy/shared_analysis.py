@@ -15,6 +15,8 @@ from meshwright.models.objective_trial import ForwardTrial
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.byte_collectives import broadcast_bytes
 from meshwright.records import RecordCodec, RecordError
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput
 from meshwright.spec.layout import Layout
@@ -75,7 +77,7 @@ def shared_facts(
     Raises:
         PlanError: the model doesn't allow the layout; raised on every rank.
     """
-    if all(layout.degree(name) == 1 for name in ("pp", "tp", "ep")):
+    if all(known_axes()[name].mechanics is Mechanics.NONE for name in layout.degrees):
         return ModelAnalysis()
     # torch's fake backend sends nothing, so each rank analyses by itself
     no_network = dist.get_backend() == "fake"
@@ -94,7 +96,7 @@ def shared_facts(
 
 def _analyse(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> ModelAnalysis | RankRefusal:
     """Analyses the model; returns an error as a value, since the other ranks wait for an answer."""
-    needs_trial = layout.degree("pp") > 1 or layout.degree("tp") > 1
+    needs_trial = layout.degree(Mechanics.STAGES) > 1 or layout.degree(Mechanics.MATRICES) > 1
     try:
         # The loop computes the loss, not the model: no trial of it is run or sent.
         without_trial = ModelAnalysis(trial=ForwardTrial())

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.errors import ConfigError, PlanError
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import axis_with, row_axes
 from meshwright.spec.layout import Layout
 from meshwright.strategy.mesh import layout_of_mesh
 
@@ -41,14 +43,14 @@ class PipelineStrategy:
         mesh = self.device_mesh
         # an unnamed mesh of one dim is the pipeline
         if mesh is None or (mesh.ndim == 1 and mesh.mesh_dim_names is None):
-            degrees = {"pp": self.num_stages}
+            degrees = {axis_with(Mechanics.STAGES, {}): self.num_stages}
             ranks = self.num_stages if mesh is None else mesh.size()
         else:
             degrees = dict(layout_of_mesh(mesh).degrees)
-            ranks = degrees.get("pp", 1)
+            ranks = degrees.get(axis_with(Mechanics.STAGES, degrees), 1)
         if ranks != self.num_stages:
             raise PlanError(f"num_stages={self.num_stages}, but the mesh has {ranks} ranks for stages; make them equal")
-        zero = 3 if degrees.get("shard", 1) > 1 else 0
+        zero = 3 if any(degrees.get(name, 1) > 1 for name in row_axes(Holds.SHARD)) else 0
         return Layout(degrees=degrees, zero=zero, microbatches=rows // size, schedule=self.schedule)
 
 

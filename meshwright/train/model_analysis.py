@@ -14,6 +14,7 @@ from meshwright.models.layer_graph import read_layer_graph
 from meshwright.models.objective_trial import ForwardTrial, try_forward
 from meshwright.models.table import sharding_table
 from meshwright.parallel import tensor_stages
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, divide
 from meshwright.spec.layout import Layout
@@ -49,10 +50,10 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
     """
     objective, batches = trial.objective, sum(layout.shares()) * layout.microbatches
     names = ", ".join(term.name for term in objective.terms)
-    if not objective.plain and (degree := layout.degree("cp")) > 1:
+    if not objective.plain and (degree := layout.degree(Mechanics.TOKENS)) > 1:
         raise PlanError(
-            f"cp={degree} gives each rank some tokens of a row, and the model's own loss has terms ({names}) that it "
-            f"computes from whole rows; use shard={degree}"
+            f"{layout.written(Mechanics.TOKENS)} gives each rank some tokens of a row, and the model's own loss has "
+            f"terms ({names}) that it computes from whole rows; use shard={degree}"
         )
     if not objective.plain and layout.sequence:
         raise PlanError(
@@ -98,7 +99,7 @@ def analyse_model(
     trial = earlier.trial or try_forward(model)
     _check_trial(trial, layout)
     table, layer_graph, experts = earlier.table, earlier.layer_graph, earlier.experts
-    split = layout.degree("tp") * layout.degree("cp")  # heads are split by both
+    split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)  # heads are split by both
     if split > 1 and table is None:
         table = sharding_table(model, split, objective=trial.objective)
         if model.config.sharding:
@@ -106,17 +107,21 @@ def analyse_model(
             table = overridden(table, model.config.sharding, names)
     if model.config.sharding and split == 1:
         raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
-    if layout.degree("pp") > 1:
+    if layout.degree(Mechanics.STAGES) > 1:
         # Needs a traced forward, so an earlier one is reused.
         layer_graph = layer_graph or read_layer_graph(model, trial.objective)
         _check_stages(model, layer_graph, layout)
-    experts = experts or require_experts(model.module, layout.degree("ep"))
+    experts = experts or require_experts(model.module, layout.degree(Mechanics.EXPERTS))
     tensor_stages.check(table, layout)
     if layout.sequence and table is not None:
         _check_sequence(model, layout, table, tokens)
     rows, attention, tried = earlier.rows, earlier.attention, earlier.tried
     # Tried again only if the layout names another way to compute attention.
-    if layout.degree("cp") > 1 and table is not None and (not attention or layout.attention not in ("", attention)):
+    if (
+        layout.degree(Mechanics.TOKENS) > 1
+        and table is not None
+        and (not attention or layout.attention not in ("", attention))
+    ):
         context = _context_split(model, layout, table, tokens)
         rows, attention, tried = context.rows, context.attention, context.tried
     return ModelAnalysis(
@@ -131,21 +136,21 @@ def _check_stages(model: BuiltModel, layer_graph: LayerGraph, layout: Layout) ->
 
 
 def _check_sequence(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> None:
-    degree = layout.degree("tp")
+    degree = layout.degree(Mechanics.MATRICES)
     if reason := read_sequence(model, table, degree, tokens):
         raise PlanError(
-            f"sequence=true splits the tokens between the parts that tp={degree} splits, but {reason}; "
-            "leave sequence out"
+            f"sequence=true splits the tokens between the parts that {layout.written(Mechanics.MATRICES)} splits, but "
+            f"{reason}; leave sequence out"
         )
 
 
 def _context_split(model: BuiltModel, layout: Layout, table: ShardingTable, tokens: int) -> Context:
-    degree = layout.degree("cp")
-    context = read_context(model, table, degree, layout.degree("tp"), layout.attention, tokens)
+    degree = layout.degree(Mechanics.TOKENS)
+    context = read_context(model, table, degree, layout.degree(Mechanics.MATRICES), layout.attention, tokens)
     if context.refused:
         raise PlanError(
-            f"cp={degree} splits each row's tokens, but the model doesn't allow it: {context.refused}; "
-            f"use shard={degree}"
+            f"{layout.written(Mechanics.TOKENS)} splits each row's tokens, but the model doesn't allow it: "
+            f"{context.refused}; use shard={degree}"
         )
     if context.attention == "gather" and layout.compile:
         raise PlanError("attention=gather looks for attention in the model's calls, which compile=true hides; drop one")
@@ -164,7 +169,7 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
     Raises:
         PlanError: with the numbers and the nearest that work.
     """
-    divisor = layout.degree("cp") * (layout.degree("tp") if layout.sequence else 1)
+    divisor = layout.degree(Mechanics.TOKENS) * (layout.degree(Mechanics.MATRICES) if layout.sequence else 1)
     # gather balances causal attention by giving each rank two chunks of tokens.
     divisor *= 2 if facts.attention == "gather" else 1
     if sequence % divisor:

@@ -112,7 +112,7 @@ def test_schedules_that_split_the_backward_are_searched_with_all_layers_kept_alo
         every = cores(job, asked.space)
         whole = expand(job, asked.space, every)
         layouts = [layout_of(whole, at, asked.base, 5) for at in range(whole.count)]
-        kinds = {(layout.schedule, layout.recompute) for layout in layouts}
+        kinds = {(layout.schedule, layout.recompute.mode) for layout in layouts}
         halved = {mode for schedule, mode in kinds if schedule in ("zerobubble", "zbv", "dualpipev")}
         assert halved == {"none"} & set(recomputes) and ("1f1b", "full") in kinds
         named = Layout.parse("pp=2,shard=4,zero=1,microbatches=4,schedule=zbv,recompute=full,precision=bf16")

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 from meshwright.data.selection import (
     DOCUMENT,
     TextSpan,
-    split_document,
     document_row,
-    mark_first_copies,
     held_out,
+    mark_first_copies,
+    split_document,
     within_limit,
 )
 from meshwright.data.tokenizer import splits_at_newlines, train_bpe

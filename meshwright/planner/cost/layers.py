@@ -15,6 +15,7 @@ from meshwright.planner.cost.groups import CollectiveTimes, Machine
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, score_bytes
+from meshwright.planner.cost.prices import LAYER_TRAFFIC
 from meshwright.spec.model_shape import LayerShape, Product
 
 FULL, BLOCK, SELECTIVE = 2, 3, 1
@@ -289,7 +290,7 @@ class PricedModel:
         if not self.engine.runtime.flash:
             redone = redone + np.where(block, again.attention, 0.0)
         backward.recompute = redone * d.recompute_share
-        for name in ("tp", "cp", "ep"):
+        for name in LAYER_TRAFFIC:
             extra = np.where(full, getattr(forward, name), 0.0) * d.recompute_share
             setattr(backward, name, getattr(backward, name) + extra)
         backward.host = backward.host + np.where(full | selective, again.host, 0.0) * d.recompute_share

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import PlanError
+from meshwright.planner.cost.axis_columns import column_degrees, priced_columns
 from meshwright.schedules.file import find_choice
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
-from meshwright.spec.axes import known_axes
-from meshwright.spec.groups import carved_shards, state_shards
+from meshwright.spec.axis import Mechanics
+from meshwright.spec.groups import axes_with, carved_shards, state_shards
 from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.spec.model_shape import ModelShape
 
@@ -27,6 +28,16 @@ RECOMPUTES = ("none", "selective", "full", "block")
 def schedule_names() -> tuple[str, ...]:
     """Returns the schedules by their codes: the default first, then every other that has a file."""
     return (DEFAULT_SCHEDULE, *(name for name in known_schedules() if name != DEFAULT_SCHEDULE))
+
+
+def splits(schedules: Array) -> Array:
+    """Returns which layouts split the backward, bool: those recompute nothing in the space.
+
+    Args:
+        schedules: codes of the layouts' schedules.
+    """
+    codes = [code for code, name in enumerate(schedule_names()) if known_schedules()[name].splits_backward]
+    return np.isin(schedules, codes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +76,9 @@ class LayoutBatch:
 
     pp: Array
     replicate: Array
+    """Ranks that read other rows and hold copies, over all axes of which this is so."""
     shard: Array
+    """The same of axes whose ranks share the state."""
     cp: Array
     tp: Array
     ep: Array
@@ -123,7 +136,8 @@ class LayoutBatch:
     @property
     def expert_shards(self) -> Array:
         """The same of experts, of which ``ep`` gives a rank some, (N,); of others where it doesn't."""
-        spread = np.where(self.zero > 0, carved_shards("ep", self._by_axis(), 1), 1.0)
+        axis = axes_with(Mechanics.EXPERTS)[0]
+        spread = np.where(self.zero > 0, carved_shards(axis, self._by_axis(), 1), 1.0)
         return np.where(self.ep > 1, spread, self.state_shards)
 
     def expert_parts(self, experts: int) -> Array:
@@ -136,7 +150,11 @@ class LayoutBatch:
         return np.asarray(rows / np.ceil(rows / self.expert_shards))
 
     def _by_axis(self) -> dict[str, Array]:
-        return {name: getattr(self, name) for name in known_axes()}
+        """The degrees as if the first axis of each column had them all."""
+        firsts: dict[str, str] = {}
+        for name, column in priced_columns().items():
+            firsts.setdefault(column, name)
+        return {name: getattr(self, column) for column, name in firsts.items()}
 
     @property
     def world(self) -> Array:
@@ -200,7 +218,7 @@ def array_fields() -> list[str]:
 
 
 def _row(layout: Layout, layers: int) -> dict[str, float]:
-    row: dict[str, float] = {axis: layout.degree(axis) for axis in ("pp", "replicate", "shard", "cp", "tp", "ep")}
+    row: dict[str, float] = dict(column_degrees(layout))
     return row | {
         "zero": layout.zero,
         "microbatches": layout.microbatches,

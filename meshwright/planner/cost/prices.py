@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.cost.layout_batch import Array
+from meshwright.spec.axis import Mechanics
 
+LAYER_TRAFFIC = tuple(one.value for one in (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.EXPERTS))
+"""Traffic inside layers: a part for each kind of mechanics that sends some there."""
 PARTS = (
-    "matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep", "host", "engine", "send", "bubble",
+    "matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC, "host", "engine", "send", "bubble",
     "gather", "reduce", "offload", "optimizer", "step",
 )  # fmt: skip
 """Parts of a step's time; they sum to it. ``host``: the device waits for launches; ``engine``: the pipeline engine's

@@ -21,13 +21,13 @@ from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import spent, wide_bytes, without
-from meshwright.planner.cost.prices import MEMORY
+from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
 from meshwright.planner.cost.stages import StageCut, cut, kinds
 from meshwright.planner.cost.state_bytes import divided, state_bytes
 from meshwright.planner.cost.timing import held, makespan
 from meshwright.schedules.spec import ScheduleSpec
 
-KEPT = ("matmul", "attention", "elementwise", "recompute", "tp", "cp", "ep")
+KEPT = ("matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC)
 """Parts of a pass that are parts of a step."""
 STATE = ("parameters", "gradients", "optimizer")
 """Parts of memory that may lie in host memory."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from meshwright.spec.axis import Axis, Holds, Reads
+from meshwright.spec.axis import Axis, Holds, Mechanics, Reads
 
 AXIS = Axis(
     name="cp",
     reads=Reads.TOKENS,
     holds=Holds.COPY,
     order=40,
+    mechanics=Mechanics.TOKENS,
     purpose="context: ranks compute other tokens of the same rows",
+    aliases=("context",),
 )

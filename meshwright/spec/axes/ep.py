@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from meshwright.spec.axis import Axis, Holds, Reads
+from meshwright.spec.axis import Axis, Holds, Mechanics, Reads
 
 AXIS = Axis(
     name="ep",
     reads=Reads.SAME,
     holds=Holds.SHARD,
     order=50,
+    mechanics=Mechanics.EXPERTS,
     purpose="expert: ranks hold other experts, tokens go to theirs",
     carves=("shard", "cp", "tp"),
+    aliases=(
+        "expert",
+        "expert_parallel",
+    ),
 )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from meshwright.spec.axis import Axis, Holds, Reads
+from meshwright.spec.axis import Axis, Holds, Mechanics, Reads
 
 AXIS = Axis(
     name="pp",
     reads=Reads.SAME,
     holds=Holds.STAGE,
     order=10,
+    mechanics=Mechanics.STAGES,
     purpose="pipeline: ranks hold stages, micro-batches pass through them",
+    aliases=(
+        "pipe",
+        "pipeline",
+        "pipeline_parallel",
+    ),
 )

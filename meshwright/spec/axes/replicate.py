@@ -10,4 +10,11 @@ AXIS = Axis(
     holds=Holds.COPY,
     order=20,
     purpose="data parallel copies: gradients are all-reduced",
+    aliases=(
+        "dp",
+        "data",
+        "data_parallel",
+        "ddp",
+        "dp_replicate",
+    ),
 )

@@ -10,4 +10,8 @@ AXIS = Axis(
     holds=Holds.SHARD,
     order=30,
     purpose="data parallel shards: ZeRO 1-3 over optimizer state, gradients and parameters",
+    aliases=(
+        "fsdp",
+        "dp_shard",
+    ),
 )

@@ -1,0 +1,109 @@
+"""Which axes cost alike: the column of `LayoutBatch` that has each axis's degree, and the axes that columns stand for.
+
+A column is a symbol of the formulas. Every known axis has the one of its mechanics; axes that change no module have one
+by what their ranks read and hold. An axis that fits none has no price, and layouts that use it are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+
+from meshwright.errors import PlanError
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Holds, Mechanics, Reads
+from meshwright.spec.layout import Layout
+
+COPIES = "replicate"
+"""Column of axes that change no module, read other rows and hold copies."""
+SHARDS = "shard"
+"""The same of those that share the state."""
+WIRE_ORDER = ("pp", COPIES, SHARDS, "cp", "tp")
+"""Columns of axes in the order in which `cost.groups` lays out their ranks, outermost first."""
+
+
+@cache
+def priced_columns() -> Mapping[str, str]:
+    """Returns the column of `LayoutBatch` that has each axis's degree, for every known axis that formulas price.
+
+    Axes of the same mechanics have one column; so have all that change no module, read other rows and hold copies.
+    """
+    found = {}
+    for name, axis in known_axes().items():
+        column = axis.mechanics.value
+        if axis.mechanics is Mechanics.NONE and axis.reads is Reads.ROWS:
+            column = {Holds.COPY: COPIES, Holds.SHARD: SHARDS}.get(axis.holds, column)
+        if column in (*WIRE_ORDER, Mechanics.EXPERTS.value):
+            found[name] = column
+    return found
+
+
+def column_of(name: str) -> str:
+    """Returns the column that has an axis's degree.
+
+    Raises:
+        PlanError: no formula prices the axis.
+    """
+    column = priced_columns().get(name)
+    if column is None:
+        axis = known_axes()[name]
+        raise PlanError(
+            f"axis {name} reads {axis.reads.value}, holds {axis.holds.value} and has the mechanics "
+            f"'{axis.mechanics.name.lower()}', for which the planner has no formula, so no layout with {name} above 1 "
+            f"has a price; give its AXIS the mechanics that it has ({', '.join(one.name for one in Mechanics)}), add "
+            f"formulas to planner/cost, or leave {name} out"
+        )
+    return column
+
+
+def column_degrees(layout: Layout) -> dict[str, int]:
+    """Returns a layout's degrees by column.
+
+    Raises:
+        PlanError: for an axis without a price, or one that lies elsewhere among the ranks than its formulas assume.
+    """
+    row: dict[str, int] = dict.fromkeys((*WIRE_ORDER, *priced_columns().values()), 1)
+    outer = ""
+    for name, degree in layout.degrees.items():  # outermost first
+        column = column_of(name)
+        row[column] *= degree
+        if carves := known_axes()[name].carves:
+            _check_carved(name, carves, layout)
+            continue
+        if outer and WIRE_ORDER.index(column) < WIRE_ORDER.index(column_of(outer)):
+            raise PlanError(
+                f"axis {name} lies inside of {outer} in the order of the mesh, and the planner prices links in the "
+                f"order {', '.join(WIRE_ORDER)}; give {name} an order below {known_axes()[outer].order}, or use one of "
+                "them"
+            )
+        outer = name
+    return row
+
+
+def _check_carved(name: str, carves: Sequence[str], layout: Layout) -> None:
+    """Refuses ranks beside those that an axis divides where its formulas take both for one degree."""
+    columns = {column_of(other) for other in carves}
+    for other in layout.degrees:
+        if other not in (name, *carves) and column_of(other) in columns:
+            raise PlanError(
+                f"{name} divides the ranks of {' x '.join(carves)} a second time, not those of {other}, and the "
+                f"planner has no formula for both; leave one of them out, or add {other} to what {name} carves"
+            )
+
+
+def named_degrees(given: Mapping[str, int] = MappingProxyType({}), **columns: int) -> dict[str, int]:
+    """Returns degrees by axis, of degrees by column: the first axis of a column has what no other was given.
+
+    Args:
+        given: degrees that are asked for, by axis.
+        columns: degree of each column, a multiple of the given ones.
+    """
+    found: dict[str, int] = {}
+    for column, size in columns.items():
+        names = [name for name, other in priced_columns().items() if other == column]
+        for name in names[1:]:
+            found[name] = given.get(name, 1)
+            size //= found[name]
+        found[names[0]] = size
+    return found
