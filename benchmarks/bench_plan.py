@@ -22,8 +22,9 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.calibrate.practice import WARM_UP, practise_paced
 from meshwright.cli.inputs import Machines, cluster_here, ledger_here, measure_of, model_parts
+
+from meshwright.calibrate.practice import WARM_UP, practise_paced
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices, count_cores
 from meshwright.launch.fork import ForkLauncher

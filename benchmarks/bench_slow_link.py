@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.inputs import Machines, cluster_here, measure_of, model_parts
 from processes import kill_descendants
 
 from meshwright.calibrate.practice import practise
 from meshwright.cli.calibrate import CalibrateConfig, calibrate
-from meshwright.cli.inputs import Machines, cluster_here, measure_of, model_parts
 from meshwright.cli.nodes import NodeWords
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import found_devices

@@ -6,8 +6,8 @@ import dataclasses
 from itertools import product
 
 import pytest
-
 from meshwright.cli.inputs import measure_of
+
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.build import build_meta

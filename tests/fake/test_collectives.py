@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from meshwright.cli.inputs import model_parts
+
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import MeshwrightError
 from meshwright.launch.contract import RankContext

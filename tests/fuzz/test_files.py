@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from meshwright.cli.inputs import run_config
+from meshwright.cli.run_contents import read_text
+from meshwright.cli.trained_model import newest_weights, run_model
 
 from meshwright.checkpoint.dcp import BACKEND as DCP
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin, _sealed
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.cli.inputs import run_config
-from meshwright.cli.run_contents import read_text
-from meshwright.cli.trained_model import newest_weights, run_model
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.notation import read_file
 from meshwright.config import read_toml
@@ -220,7 +220,6 @@ def test_pickles_of_every_module_that_is_there_call_nothing(tmp_path: Path) -> N
 @pytest.fixture
 def run_dir(text: TokenSet, tmp_path: Path) -> Path:
     import tomli_w
-
     from meshwright.cli.run_contents import write_contents
 
     run = tmp_path / "run"

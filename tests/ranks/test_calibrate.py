@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from meshwright.cli.inputs import Machines, cluster_here, ledger_here
 
 from meshwright.calibrate import compute
 from meshwright.calibrate.clock import DeviceTimer
@@ -18,7 +19,6 @@ from meshwright.calibrate.host import host_times
 from meshwright.calibrate.machine import fastest
 from meshwright.cli.calibrate import CalibrateConfig, calibrate
 from meshwright.cli.calibrate_output import told
-from meshwright.cli.inputs import Machines, cluster_here, ledger_here
 from meshwright.cli.nodes import NodeWords
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster

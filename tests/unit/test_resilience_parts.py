@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from meshwright.cli.layouts import _like, uneven
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter
 from meshwright.checkpoint.tensor_shards import TensorShard, digest
-from meshwright.cli.layouts import _like, uneven
 from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.devices import Devices
 from meshwright.monitor import progress as progress_module

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from meshwright.cli.inputs import text_config
+
 from meshwright.cli.main import main
 from meshwright.data.config import DataConfig
 from meshwright.errors import ConfigError
