@@ -22,7 +22,8 @@ def run(argv: Sequence[str]) -> int:
     named = {word.partition("=")[0] for word in words} & {"--model", "--model.name", "-h", "--help"}
     if not named:
         raise ConfigError("meshwright inspect needs a model: a type such as gpt2, a directory, or module:function")
-    result = meshwright.inspect(read_config(InspectConfig, words, "inspect")).to_json()
+    config = read_config(InspectConfig, words, "inspect")
+    result = meshwright.inspect(config).to_json()
     if as_json:
         answer(json.dumps(result, indent=2))
     else:

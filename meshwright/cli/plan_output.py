@@ -1,10 +1,19 @@
-"""A plan for people: tables and a drawn timeline."""
+"""A plan as an answer: tables and a drawn timeline for people, JSON for programs."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+import meshwright
+from meshwright.cli.arguments import answer
+from meshwright.cli.plan_page import write_page
+from meshwright.jobs.plan_model import ScalingResult, model_of_sizes, plan_model, scale_model, spans_devices
+from meshwright.jobs.progress import to_stderr
+from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.planner.explain import NAMES, against, reason
 from meshwright.planner.scaling import KNEE, Point, knee
@@ -19,6 +28,31 @@ WIDTH = 140
 """Columns where the output is no terminal."""
 MOST_RANKS = 16
 """Ranks of a pipeline up to which its timeline is drawn in a terminal."""
+
+
+def answer_plan(config: PlanConfig, as_json: bool) -> int:
+    """Plans and prints the answer; exit status 0 when something fits."""
+    # Sizes need no torch, which takes longer to import than a plan.
+    model = model_of_sizes(config.sizes) if config.sizes else meshwright.plannable_model(config.model, config.sequence)
+    if spans_devices(config):
+        return _answer_scaling(scale_model(config, model), as_json)
+    result = plan_model(config, model)
+    question, choice, compared = result.question, result.choice, dict(result.compared)
+    if config.html:
+        to_stderr(f"page: {write_page(Path(config.html), question, choice, compared)}")
+    if as_json:
+        answer(json.dumps(result.to_json(), indent=2))
+    else:
+        show_plan(question, choice, compared)
+    return 0
+
+
+def _answer_scaling(result: ScalingResult, as_json: bool) -> int:
+    if as_json:
+        answer(json.dumps(result.to_json(), indent=2))
+    else:
+        show_curve(result.question, list(result.points))
+    return 0 if any(point.best for point in result.points) else 1
 
 
 def _console() -> Console:
