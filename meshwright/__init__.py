@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from meshwright.jobs.plan_model import PlannableModel as PlannableModel
     from meshwright.jobs.plan_model import PlanResult as PlanResult
     from meshwright.jobs.plan_model import ScalingResult as ScalingResult
+    from meshwright.jobs.plan_model import model_of_sizes as model_of_sizes
     from meshwright.jobs.prepare import prepare as prepare
     from meshwright.jobs.proof_reports import JobReport as JobReport
     from meshwright.jobs.proof_reports import LoopReport as LoopReport
@@ -114,6 +115,7 @@ _MODULES = {
     "PlanResult": "meshwright.jobs.plan_model",
     "PlannableModel": "meshwright.jobs.plan_model",
     "ScalingResult": "meshwright.jobs.plan_model",
+    "model_of_sizes": "meshwright.jobs.plan_model",
     "prepare": "meshwright.jobs.prepare",
     "JobReport": "meshwright.jobs.proof_reports",
     "LoopReport": "meshwright.jobs.proof_reports",

@@ -48,7 +48,7 @@ class PlanResult:
     choice: Choice
     """The best layouts, and what the search looked at."""
     compared: Mapping[str, str] = field(default_factory=dict)
-    """For each layout that was to be compared, by its text form, why it isn't the plan."""
+    """For each layout that was to be compared, by its whole text form, why it isn't the plan."""
 
     @property
     def layout(self) -> Layout:
@@ -142,6 +142,9 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 def model_of_sizes(text: str) -> PlannableModel:
     """Returns a standard transformer by its sizes, as ``layers=96,width=12288,heads=96,vocab=51200``.
+
+    Args:
+        text: ``name=value`` of the sizes, separated by commas; layers, width, heads and vocab are needed.
 
     Raises:
         ConfigError: for a size that isn't known, isn't a number, or is missing.

@@ -11,10 +11,8 @@ import pytest
 
 from tests.house import language, source
 
-RULES = [source.missing_docstrings, source.prints, source.environment_reads, source.oversized]
 
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", source.RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds(rule):
     assert list(rule()) == []
 
@@ -45,6 +43,31 @@ def test_rules_see_what_breaks_them(monkeypatch, tmp_path):
     ]
     assert len(list(source.prints())) == 1
     assert sorted(line.split()[-1] for line in source.environment_reads()) == ["os.environ", "os.getenv"]
+
+
+LAZY = """
+import importlib
+from os import path
+def plan():
+    import torch
+    from meshwright.jobs import train
+    def inner():
+        import tyro
+    importlib.import_module("torch")
+"""
+
+
+def test_imports_inside_functions_of_jobs_are_seen(monkeypatch):
+    names = ("jobs/made_up.py", "cli/arguments.py", "data/made_up.py")
+    monkeypatch.setattr(source, "modules", lambda: {source.PACKAGE / name: ast.parse(LAZY) for name in names})
+    assert sorted(f"{line.partition(':')[0]} {line.split()[2]}" for line in source.inner_imports()) == [
+        "meshwright/cli/arguments.py meshwright.jobs",
+        "meshwright/cli/arguments.py torch",
+        "meshwright/jobs/made_up.py meshwright.jobs",
+        "meshwright/jobs/made_up.py torch",
+        "meshwright/jobs/made_up.py tyro",
+    ]
+    assert len(list(source.lazy_tables())) == 2
 
 
 def test_long_files_and_functions_want_a_reason(monkeypatch, tmp_path):
