@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def trials(config: RunConfig, count: int = 3, *, say: Say = to_stderr) -> list[T
     """Runs the planner's best layouts for ten steps each, on this machine, and returns their times in the plan's order.
 
     Args:
-        config: the run, whose ``layout`` is ``auto``; each trial is a run under ``trials/`` of its directory.
+        config: the run, whose ``layout`` is ``auto``; nothing is written into its directory.
         count: how many layouts at most.
         say: takes a line of progress.
 
@@ -97,13 +98,14 @@ def trials(config: RunConfig, count: int = 3, *, say: Say = to_stderr) -> list[T
     if count < 1 or config.layout != "auto":
         raise ConfigError(f"trials: count = {count}, layout = {config.layout}: give at least 1, and layout = auto")
     config.check_all()
-    config, launcher = claim_directory(config), choose_launcher(config.devices, config=config.launch)
+    launcher = choose_launcher(config.devices, config=config.launch)
     if not isinstance(launcher, ForkLauncher):
         raise ConfigError("trials start ranks of their own, which under torchrun are there already; call them without")
-    with RunLock(Path(config.run), config.launch.owner_s):
-        token_set, model = _text_and_model(config, say)
-        offers = make_plans(config, model, _machines(config, launcher), count, say)
-        return run_trials(_job(config, model, token_set, offers[0], ()), offers, say)
+    token_set, model = _text_and_model(config, say)
+    offers = make_plans(config, model, _machines(config, launcher), count, say)
+    with tempfile.TemporaryDirectory() as folder:
+        job = _job(dataclasses.replace(config, run=folder), model, token_set, offers[0], ())
+        return run_trials(job, offers, say)
 
 
 def _text_and_model(config: RunConfig, say: Say | None) -> tuple[TokenSet, ReadModel]:

@@ -56,9 +56,9 @@ def verify_job(
         ConfigError, PlanError: for what can't be.
     """
     if steps < 2 or steps % 2:
-        raise ConfigError(f"--steps {steps}: half of them run under each layout; give an even number from 2 on")
+        raise ConfigError(f"steps = {steps}: half of them run under each layout; give an even number from 2 on")
     if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"--timeout-s {timeout_s:g}: give seconds above 0")
+        raise ConfigError(f"timeout_s = {timeout_s:g}: give seconds above 0")
     named = [str(item) for item in ([layout] if isinstance(layout, (str, Layout)) else layout)]
     config, layouts = job_and_layouts(job, named, trust)
     case, subject = case_of(config, layouts, full, steps, timeout_s)

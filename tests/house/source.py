@@ -90,7 +90,7 @@ def environment_reads() -> Iterator[str]:
 
 
 def inner_imports() -> Iterator[str]:
-    """Imports inside functions of jobs and cli: there they hide what a job needs. Whoever starts it loads it by name."""
+    """Imports inside functions of jobs and cli, where they hide what a job needs: who starts it loads it by name."""
     for path, module in modules().items():
         if path.relative_to(PACKAGE).parts[0] not in ("jobs", "cli"):
             continue

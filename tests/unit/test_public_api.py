@@ -124,8 +124,9 @@ def test_what_cannot_be_is_refused_with_numbers_and_rule(call: Any, words: str) 
 
 
 @pytest.mark.slow
-def test_a_model_is_trained_and_goes_on_from_its_prompt(tmp_path: Path) -> None:
+def test_a_model_is_trained_written_tried_and_goes_on_from_its_prompt(tmp_path: Path) -> None:
     code = """
+import dataclasses, pathlib
 import meshwright as m
 
 config = m.RunConfig(
@@ -144,6 +145,11 @@ written = m.generate(result.run, "import ", max_tokens=4, temperature=0)
 assert written.prompt == "import " and written.text
 exported = m.export(result.run, "hf")
 assert exported.step == 4 and (exported.to / "config.json").is_file()
+folders = {item.name for item in pathlib.Path.cwd().iterdir()}
+tried = m.trials(dataclasses.replace(config, layout="auto"), 1, say=lines.append)
+assert len(tried) == 1 and tried[0].measured_s > 0 and not tried[0].why, tried
+assert lines[-1].startswith("trial 1 of 1: ") and {item.name for item in pathlib.Path.cwd().iterdir()} == folders
+assert m.launch_ranks(lambda context, more: context.rank + more, 2, 5, kind="cpu", timeout_s=100) == [5, 6]
 print(sorted(result.to_json()))
 """
     printed = run(code, tmp_path)
