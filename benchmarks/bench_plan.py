@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.calibrate.practice import WARM_UP, practise_paced
-from meshwright.cli.inputs import Machines, cluster_here, ledger_here, measure_of, model_parts
 from meshwright.errors import MeshwrightError
+from meshwright.jobs.machines import Machines, cluster_here, ledger_here
+from meshwright.jobs.model_reading import measure_of, model_parts
 from meshwright.launch.devices import Devices, count_cores
 from meshwright.launch.fork import ForkLauncher
 from meshwright.models.build import build_meta

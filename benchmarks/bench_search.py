@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.cli.arguments import read_config
-from meshwright.cli.plan import PlanConfig, question_of
+from meshwright.jobs.plan_model import model_of_sizes, question_of
+from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.choose import Question, choose, searched
 from meshwright.planner.scaling import replan
 from meshwright.planner.unequal import choose_unequal
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _question(words: str) -> Question:
-    return question_of(read_config(PlanConfig, words.split(), "plan"), None)
+    config = read_config(PlanConfig, words.split(), "plan")
+    return question_of(config, model_of_sizes(config.sizes))
 
 
 def _again(asked: Question) -> str:

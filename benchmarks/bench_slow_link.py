@@ -24,11 +24,12 @@ from typing import Any
 
 from processes import kill_descendants
 
+from meshwright import CalibrateConfig, NodeWords, calibrate
 from meshwright.calibrate.practice import practise
-from meshwright.cli.calibrate import CalibrateConfig, calibrate
-from meshwright.cli.inputs import Machines, cluster_here, measure_of, model_parts
-from meshwright.cli.nodes import NodeWords
 from meshwright.errors import MeshwrightError
+from meshwright.jobs.machines import Machines, cluster_here
+from meshwright.jobs.model_reading import measure_of, model_parts
+from meshwright.jobs.progress import silently
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.preload import prepare_environment
@@ -146,8 +147,8 @@ def _node(options: argparse.Namespace) -> int:
     prepare_environment()
     ranks = 2 * options.slots
     words = NodeWords(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{PORT}")
-    calibrate(CalibrateConfig(devices=ranks), quiet=True, nodes=words)
-    calibrate(CalibrateConfig(devices=1), quiet=True)
+    calibrate(CalibrateConfig(devices=ranks, practice=0), nodes=words, say=silently)
+    calibrate(CalibrateConfig(devices=1, practice=0), say=silently)
     rows: list[dict[str, Any]] = []
     port = PORT
     for name in options.models.split(","):

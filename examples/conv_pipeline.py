@@ -9,15 +9,11 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from meshwright.launch.devices import Devices
-from meshwright.launch.fork import ForkLauncher
-from meshwright.launch.rendezvous import init_group
-from meshwright.strategy import PipelineEngine
+from meshwright import PipelineEngine, launch_ranks
 
 RANKS, CLASSES, ADAM = 4, 10, functools.partial(torch.optim.AdamW, lr=1e-2)
 
@@ -63,7 +59,6 @@ def on_one_device(loader: DataLoader[Any], epochs: int) -> list[float]:
 
 def work(context: Any) -> None:
     """What every rank does; each has one stage."""
-    init_group(context)
     draw = torch.Generator().manual_seed(1)
     images = torch.randn(32, 3, 32, 32, generator=draw, dtype=torch.float64)
     loader = DataLoader(TensorDataset(images, torch.arange(32) % CLASSES), batch_size=16)
@@ -72,9 +67,7 @@ def work(context: Any) -> None:
     if context.rank == 0:
         torch.testing.assert_close(means, on_one_device(loader, 3), rtol=1e-9, atol=0.0)
         print(f"pp=4: epochs equal to one device, {means[0]:.4f} to {means[-1]:.4f}; {engine.bytes} bytes on stage 0")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    ForkLauncher(RANKS, devices=Devices(kind="cpu", count=RANKS, found=RANKS, cores=RANKS)).run(work, timeout_s=100)
+    launch_ranks(work, RANKS, kind="cpu", timeout_s=100)

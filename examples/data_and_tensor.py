@@ -2,7 +2,7 @@
 
     python examples/data_and_tensor.py
 
-The ranks are forked here. Under torchrun a script does what `work` does, after torch.distributed.init_process_group().
+The ranks are forked by `launch_ranks`; under torchrun they are there already, and it calls `work` on each.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from my_model import MixerModel
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from meshwright.launch.devices import Devices
-from meshwright.launch.fork import ForkLauncher
-from meshwright.launch.rendezvous import init_group
-from meshwright.strategy import HybridParallelStrategy
+from meshwright import HybridParallelStrategy, launch_ranks
 
 LAYOUT, RANKS, VOCAB = "replicate=2,tp=2", 4, 61
 
@@ -45,7 +41,6 @@ def on_one_device(model: nn.Module, rows: torch.Tensor) -> list[float]:
 
 def work(context: Any) -> None:
     """What every rank does."""
-    init_group(context)
     torch.manual_seed(0)  # the same weights everywhere
     model = MixerModel(VOCAB, width=32, layers=2).double()
     rows = torch.randint(VOCAB, (32, 17), generator=torch.Generator().manual_seed(1))
@@ -65,8 +60,7 @@ def work(context: Any) -> None:
         assert abs(strategy.mean(loss) - expected) < 1e-9 * expected
     if context.rank == 0:
         print(f"{LAYOUT}: 4 steps equal to one device, last loss {wanted[-1]:.4f}, {strategy.bytes} bytes of weights")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    ForkLauncher(RANKS, devices=Devices(kind="cpu", count=RANKS, found=RANKS, cores=RANKS)).run(work, timeout_s=50)
+    launch_ranks(work, RANKS, kind="cpu", timeout_s=50)

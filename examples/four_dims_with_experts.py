@@ -10,14 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from meshwright.launch.devices import Devices
-from meshwright.launch.fork import ForkLauncher
-from meshwright.launch.rendezvous import init_group
-from meshwright.strategy import HybridParallelStrategy
+from meshwright import HybridParallelStrategy, launch_ranks
 
 LAYOUT, RANKS, VOCAB = "replicate=2,shard=2,zero=3,tp=2,ep=4", 8, 61
 
@@ -52,7 +48,6 @@ def on_one_device(batches: list[torch.Tensor]) -> list[float]:
 
 def work(context: Any) -> None:
     """What every rank does."""
-    init_group(context)
     batches = list(torch.randint(VOCAB, (4, 8, 13), generator=torch.Generator().manual_seed(1)))
     wanted = on_one_device(batches) if context.rank == 0 else []
 
@@ -72,9 +67,7 @@ def work(context: Any) -> None:
         assert all(abs(loss - other) < 1e-4 for loss, other in zip(losses, wanted)), (losses, wanted)
         share = strategy.bytes / sum(item.nbytes for item in build().parameters())
         print(f"{LAYOUT}: losses of one device to 1e-4, last {losses[-1]:.4f}; {share:.0%} of the weights a rank")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    ForkLauncher(RANKS, devices=Devices(kind="cpu", count=RANKS, found=RANKS, cores=RANKS)).run(work, timeout_s=100)
+    launch_ranks(work, RANKS, kind="cpu", timeout_s=100)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from meshwright.spec.layout import Layout
-from meshwright.strategy import HybridParallelStrategy
+from meshwright import HybridParallelStrategy, Layout
 
 GIB = 2**30
 

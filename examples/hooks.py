@@ -11,12 +11,18 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from meshwright.cli.train import train
-from meshwright.data.config import DataConfig
-from meshwright.models.config import ModelConfig
-from meshwright.train.config import EvaluationConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from meshwright.train.hooks import Request, StepInfo
-from meshwright.train.run_config import RunConfig
+import meshwright
+from meshwright import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Request,
+    RunConfig,
+    ScheduleConfig,
+    StepInfo,
+    TrainConfig,
+)
 
 
 class Patience:
@@ -52,8 +58,8 @@ def main() -> None:
             schedule=ScheduleConfig(shape="constant", warmup=2),
             evaluation=EvaluationConfig(every=4, rows=16),
         )
-        result = train(config, hooks=[Patience(evaluations=2)])
-    print(f"stopped after step {result['step']}" if not result["finished"] else "never lost patience")
+        result = meshwright.train(config, hooks=[Patience(evaluations=2)])
+    print(f"stopped after step {result.step}" if not result.finished else "never lost patience")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from sketch_ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from meshwright.strategy import HybridParallelStrategy
+from meshwright import HybridParallelStrategy
 
 
 def init_large_model() -> MixtralForCausalLM:

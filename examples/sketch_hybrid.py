@@ -12,7 +12,7 @@ from sketch_ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from meshwright.strategy import HybridParallelStrategy
+from meshwright import HybridParallelStrategy
 
 CALM = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 

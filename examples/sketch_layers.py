@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from meshwright.strategy import ShardingSpec, TensorParallelLinear, TensorParallelMultiheadAttention
+from meshwright import ShardingSpec, TensorParallelLinear, TensorParallelMultiheadAttention
 
 
 def work() -> None:

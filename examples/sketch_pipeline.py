@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from meshwright.strategy import PipelineEngine, PipelineStrategy
+from meshwright import PipelineEngine, PipelineStrategy
 
 
 def stages() -> list[nn.Module]:

@@ -12,10 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import gelu
 
-from meshwright.launch.devices import Devices
-from meshwright.launch.fork import ForkLauncher
-from meshwright.launch.rendezvous import init_group
-from meshwright.strategy import TensorParallelLinear, TensorParallelMultiheadAttention, device_mesh
+from meshwright import TensorParallelLinear, TensorParallelMultiheadAttention, device_mesh, launch_ranks
 
 RANKS = 4
 
@@ -50,7 +47,6 @@ def gradient(ranks: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 def work(context: Any) -> None:
     """What every rank does: the split model, and the same one on this rank alone."""
-    init_group(context)
     mesh = device_mesh(f"tp={RANKS}")
     alone = [dist.new_group([rank]) for rank in range(RANKS)][context.rank]
     *split, held = gradient(mesh["tp"])
@@ -58,9 +54,7 @@ def work(context: Any) -> None:
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-12)
     if context.rank == 0:
         print(f"tp={RANKS}: output and gradient equal to one device; {held} of {weights} weights a rank")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    ForkLauncher(RANKS, devices=Devices(kind="cpu", count=RANKS, found=RANKS, cores=RANKS)).run(work, timeout_s=100)
+    launch_ranks(work, RANKS, kind="cpu", timeout_s=100)

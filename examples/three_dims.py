@@ -9,14 +9,10 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from meshwright.launch.devices import Devices
-from meshwright.launch.fork import ForkLauncher
-from meshwright.launch.rendezvous import init_group
-from meshwright.strategy import PipelineEngine, device_mesh
+from meshwright import PipelineEngine, device_mesh, launch_ranks
 
 LAYOUT, RANKS, VOCAB = "pp=2,replicate=2,tp=2", 8, 61
 CALM = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -52,7 +48,6 @@ def on_one_device(batches: list[torch.Tensor]) -> float:
 
 def work(context: Any) -> None:
     """What every rank does."""
-    init_group(context)
     draw = torch.Generator().manual_seed(1)
     batches = [torch.randint(VOCAB, (8, 13), generator=draw) for _ in range(3)]
     mesh = device_mesh(LAYOUT)
@@ -64,9 +59,7 @@ def work(context: Any) -> None:
         wanted = on_one_device(batches)
         assert abs(mean - wanted) < 1e-9 * wanted, (mean, wanted)
         print(f"{mesh.mesh_dim_names} {tuple(mesh.shape)}: an epoch equal to one device, mean loss {mean:.4f}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    ForkLauncher(RANKS, devices=Devices(kind="cpu", count=RANKS, found=RANKS, cores=RANKS)).run(work, timeout_s=100)
+    launch_ranks(work, RANKS, kind="cpu", timeout_s=100)

@@ -9,11 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from meshwright.cli.train import train
-from meshwright.data.config import DataConfig
-from meshwright.models.config import ModelConfig
-from meshwright.train.config import EvaluationConfig, ScheduleConfig, TrainConfig
-from meshwright.train.run_config import RunConfig
+from meshwright import DataConfig, EvaluationConfig, ModelConfig, RunConfig, ScheduleConfig, TrainConfig, train
 
 
 def main(steps: int = 40) -> None:
@@ -30,7 +26,7 @@ def main(steps: int = 40) -> None:
             evaluation=EvaluationConfig(every=20, rows=64),
         )
         result = train(config)
-    print(f"loss {result['loss']:.3f}, validation {result['validation_loss']:.3f} after {result['step']} steps")
+    print(f"loss {result.loss:.3f}, validation {result.validation_loss:.3f} after {result.step} steps")
 
 
 if __name__ == "__main__":

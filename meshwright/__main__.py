@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from meshwright.cli.main import main as run_command
+
 
 def main() -> int:
     """Runs the command line and returns its exit status."""
-    from meshwright.cli.main import main as run
-
-    return run(sys.argv[1:])
+    return run_command(sys.argv[1:])
 
 
 if __name__ == "__main__":

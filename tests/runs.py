@@ -47,8 +47,7 @@ def words(root: Path, run: str, *more: str, layout: str = "replicate=1", devices
 def warm() -> None:
     """Imports once what every run imports, so that forked runs find it in memory."""
     prepare_environment()
-    for name in ("models.measure", "models.probe", "train.session"):
-        importlib.import_module(f"meshwright.{name}")
+    importlib.import_module("meshwright.jobs.train")
     importlib.import_module("transformers.models.gpt2.modeling_gpt2")
 
 

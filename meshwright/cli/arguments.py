@@ -120,12 +120,6 @@ def _plain(box: str) -> str:
     return f"unknown flag {unknown[1]}" + (f"; did you mean {near[1]}?" if near else "; --help lists all flags")
 
 
-def say(text: str) -> None:
-    """Prints a line for people; results for programs go to standard output by `answer`."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
 def answer(text: str) -> None:
     """Prints a result on standard output."""
     sys.stdout.write(text + "\n")

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.arguments import answer, say, take_flag, take_value
+from meshwright.cli.arguments import answer, take_flag, take_value
 from meshwright.errors import ConfigError
 from meshwright.events import Event
+from meshwright.jobs.progress import to_stderr as say
 from meshwright.monitor.display import event_line
 from meshwright.monitor.progress import PROGRESS, read_progress
 from meshwright.monitor.sinks import EVENTS, read_lines

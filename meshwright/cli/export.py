@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from meshwright.cli.arguments import answer, read_positional, say, take_flag
+import meshwright
+from meshwright.cli.arguments import answer, read_positional, take_flag
 from meshwright.config import Config
-from meshwright.launch.preload import prepare_environment
+from meshwright.jobs.progress import to_stderr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,19 +28,8 @@ def run(argv: Sequence[str]) -> int:
     words = list(argv)
     as_json, trust = take_flag(words, "--json"), take_flag(words, "--trust")
     source, config = read_positional(ExportConfig, words, "export", "RUN")
-    prepare_environment()
-    import torch
-
-    from meshwright.cli.run_contents import read_text
-    from meshwright.cli.trained_model import newest_weights, run_model
-    from meshwright.models.export import export_hf
-
-    run_dir = Path(source)
-    step, values = newest_weights(run_dir, trust)
-    dtype = None if config.dtype == "as-trained" else getattr(torch, config.dtype)
-    built, folder = run_model(run_dir, trust), read_text(run_dir).folder
-    out = export_hf(built, values, Path(config.to), tokenizer=folder, dtype=dtype)
-    say(f"exported step {step} of {run_dir} to {out}")
+    result = meshwright.export(source, config.to, dtype=config.dtype, trust=trust)
+    to_stderr(f"exported step {result.step} of {result.run} to {result.to}")
     if as_json:
-        answer(json.dumps({"step": step, "run": str(run_dir), "to": str(out)}))
+        answer(json.dumps(result.to_json()))
     return 0

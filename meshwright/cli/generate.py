@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+import meshwright
 from meshwright.cli.arguments import answer, read_positional, take_flag
 from meshwright.config import Config
-from meshwright.launch.preload import prepare_environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,15 +32,14 @@ def run(argv: Sequence[str]) -> int:
     words = list(argv)
     as_json, trust = take_flag(words, "--json"), take_flag(words, "--trust")
     target, config = read_positional(GenerateConfig, words, "generate", "RUN|DIR")
-    prepare_environment()
-    from meshwright.cli.trained_model import open_trained
-
-    text = open_trained(Path(target), trust).complete(
+    result = meshwright.generate(
+        target,
         config.prompt,
         max_tokens=config.max_tokens,
         temperature=config.temperature,
         top_k=config.top_k,
         seed=config.seed,
+        trust=trust,
     )
-    answer(json.dumps({"prompt": config.prompt, "text": text}) if as_json else config.prompt + text)
+    answer(json.dumps(result.to_json()) if as_json else result.prompt + result.text)
     return 0

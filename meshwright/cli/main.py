@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from meshwright import __version__
 from meshwright.errors import REFUSED, MeshwrightError, nearest
@@ -37,6 +38,11 @@ def usage() -> str:
     )
 
 
+def load_file(name: str) -> ModuleType:
+    """Imports a file of this folder when it is needed: the verb that was typed, or what takes longer than its help."""
+    return importlib.import_module(f"meshwright.cli.{name}")
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs one command.
 
@@ -60,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"error: unknown command '{verb}'{nearest(verb, VERBS)}\n")
         return REFUSED
     try:
-        return int(importlib.import_module(f"meshwright.cli.{verb}").run(words[1:]))
+        return int(load_file(verb).run(words[1:]))
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_status

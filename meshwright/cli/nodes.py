@@ -1,102 +1,12 @@
-"""A run over several nodes, a command on each: ``--nodes 2 --node 1 --meet HOST`` beside what one node takes."""
+"""Flags of a run over several nodes: ``--nodes 2 --node 1 --meet HOST`` beside what one node takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.cli.arguments import take_value
 from meshwright.errors import ConfigError
-from meshwright.launch.contract import NodeRanks
-from meshwright.launch.devices import Devices, found_devices
-from meshwright.launch.fork import ForkLauncher
-from meshwright.launch.rendezvous import LOOPBACK, address_to, interface_of, listen_at
-from meshwright.train.run_config import RunConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """This node's place among those of a run."""
-
-    node: int
-    """Its number, from 0."""
-    nodes: int
-    """How many there are."""
-    slots: int
-    """Ranks on this node."""
-    ranks: int
-    """Ranks on all."""
-    address: str
-    """By which the others reach this one."""
-    port: int
-    """Where it listens; any free port for 0."""
-    devices: Devices
-    """Of this node."""
-    key_file: Path | None = None
-    """Where this node has the run's key; None for the run directory's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeWords:
-    """What the command says of nodes."""
-
-    nodes: int
-    node: int
-    slots: int | None
-    meet: str
-    key_file: Path | None = None
-
-    def place(self, config: RunConfig) -> Nodes:
-        """Looks at this machine.
-
-        Raises:
-            ConfigError: when the words contradict the config.
-            ClusterError: when more GPUs are asked for than there are.
-        """
-        if not config.run:
-            raise ConfigError("--nodes needs --run, the same on every node, in a folder that all of them share")
-        if config.trials:
-            raise ConfigError("trials start ranks of their own, on one node; drop trials")
-        if self.slots is None and config.devices is not None and config.devices % self.nodes:
-            raise ConfigError(f"devices = {config.devices} on {self.nodes} nodes: give each node's --slots")
-        each = config.devices // self.nodes if config.devices is not None else None
-        devices = found_devices(self.slots or each)
-        host, _, port = self.meet.partition(":")
-        return Nodes(
-            node=self.node,
-            nodes=self.nodes,
-            slots=devices.count,
-            ranks=config.devices or devices.count * self.nodes,
-            address=(host if self.node == 0 else address_to(host)) if host else LOOPBACK,
-            port=int(port or 0) if self.node == 0 else 0,
-            devices=devices,
-            key_file=self.key_file,
-        )
-
-    def together(self, slots: int) -> ForkLauncher:
-        """Returns what starts this node's ranks of a group over all nodes, each with as many; without a supervisor.
-
-        Raises:
-            ConfigError: without a port to meet at, which nobody could tell the others.
-            LaunchError: when node 0 can't listen there, or there is no route to it.
-            ClusterError: when more GPUs are asked for than there are.
-        """
-        host, _, port = self.meet.partition(":")
-        if not host or not port:
-            raise ConfigError(f"--meet {self.meet}: give address and port of node 0, as --meet 10.0.0.1:29500")
-        address = host if self.node == 0 else address_to(host)
-        listener = listen_at(address, int(port)) if self.node == 0 else None
-        place = NodeRanks(
-            node=self.node,
-            nodes=self.nodes,
-            first=self.node * slots,
-            world=self.nodes * slots,
-            host=host,
-            port=int(port),
-            listener=listener,
-            interface=interface_of(address),
-        )
-        return ForkLauncher(slots, devices=found_devices(slots), run_id="together", place=place)
+from meshwright.jobs.nodes import NodeWords
 
 
 def take_nodes(words: list[str]) -> NodeWords | None:

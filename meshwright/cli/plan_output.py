@@ -1,20 +1,25 @@
-"""A plan for people and for programs: tables, a drawn timeline, and the same as JSON."""
+"""A plan as an answer: tables and a drawn timeline for people, JSON for programs."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+import json
+from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
+import meshwright
+from meshwright.cli.arguments import answer
+from meshwright.cli.plan_page import write_page
+from meshwright.jobs.plan_model import ScalingResult, model_of_sizes, plan_model, scale_model, spans_devices
+from meshwright.jobs.progress import to_stderr
+from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.planner.explain import NAMES, against, reason
 from meshwright.planner.scaling import KNEE, Point, knee
 from meshwright.planner.timeline import timeline
 from meshwright.schedules import draw
 from meshwright.units import format_bytes, format_count, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 GIB = 2.0**30
 LEAST = 0.002
@@ -25,45 +30,32 @@ MOST_RANKS = 16
 """Ranks of a pipeline up to which its timeline is drawn in a terminal."""
 
 
-def to_json(question: Question, choice: Choice, compared: dict[str, str]) -> dict[str, Any]:
-    """Returns the answer as plain values."""
-    return {
-        "model": {"name": question.job.shape.name, "parameters": question.job.shape.parameters},
-        "cluster": question.cluster.to_dict(),
-        "devices": question.cluster.devices,
-        "batch": question.job.rows,
-        "sequence": question.job.sequence,
-        "objective": question.objective,
-        "reason": reason(question, choice),
-        "plan": str(choice.best[0].layout),
-        "best": [candidate_json(one) for one in choice.shown],
-        "ties": choice.ties,
-        "front": [{"step_s": step, "peak_bytes": peak, "layout": text} for step, peak, text in choice.front],
-        "search": {
-            "considered": choice.considered,
-            "priced": choice.priced,
-            "too_large": choice.too_large,
-            "seconds": choice.took_s,
-        },
-        "compared": compared,
-        "notes": list(choice.notes),
-    }
+def answer_plan(config: PlanConfig, as_json: bool) -> int:
+    """Plans and prints the answer; exit status 0 when something fits."""
+    # Sizes need no torch, which takes longer to import than a plan.
+    model = model_of_sizes(config.sizes) if config.sizes else meshwright.plannable_model(config.model, config.sequence)
+    if spans_devices(config):
+        return _answer_scaling(scale_model(config, model), as_json)
+    result = plan_model(config, model)
+    question, choice, compared = result.question, result.choice, dict(result.compared)
+    if config.html:
+        to_stderr(f"page: {write_page(Path(config.html), question, choice, compared)}")
+    if as_json:
+        answer(json.dumps(result.to_json(), indent=2))
+    else:
+        show_plan(question, choice, compared)
+    return 0
 
 
-def candidate_json(one: Candidate) -> dict[str, Any]:
-    """Returns a layout and its price as plain values."""
-    return {
-        "layout": one.layout.to_json(),
-        "price": dataclasses.asdict(one.price),
-        "tokens_per_s": one.tokens_per_s,
-        "cost_per_mtoken": one.cost_per_mtoken,
-        "joules_per_token": one.joules_per_token,
-    }
+def _answer_scaling(result: ScalingResult, as_json: bool) -> int:
+    if as_json:
+        answer(json.dumps(result.to_json(), indent=2))
+    else:
+        show_curve(result.question, list(result.points))
+    return 0 if any(point.best for point in result.points) else 1
 
 
 def _console() -> Console:
-    from rich.console import Console
-
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
@@ -95,8 +87,6 @@ def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> N
 
 
 def _ranking(question: Question, choice: Choice) -> Table:
-    from rich.table import Table
-
     table = Table(title="the best", title_justify="left")
     for name in ("layout", "step", "tokens/s", "fullest rank", "against the first"):
         table.add_column(name, justify="left" if name in ("layout", "against the first") else "right", overflow="fold")
@@ -118,8 +108,6 @@ def _ranking(question: Question, choice: Choice) -> Table:
 
 
 def _step(best: Candidate) -> Table:
-    from rich.table import Table
-
     table = Table(title=f"the step: {format_seconds(best.price.step_s)}", title_justify="left")
     for name in ("part", "time", "share"):
         table.add_column(name, justify="left" if name == "part" else "right")
@@ -130,8 +118,6 @@ def _step(best: Candidate) -> Table:
 
 
 def _memory(question: Question, best: Candidate) -> Table:
-    from rich.table import Table
-
     table = Table(title="memory of a rank of each stage, GiB", title_justify="left")
     stages = best.price.stages
     names = [name for name in stages[0].memory if any(stage.memory[name] > LEAST * stage.peak for stage in stages)]
@@ -165,8 +151,6 @@ def _alike(rows: list[list[float]]) -> list[tuple[int, int]]:
 
 def show_curve(question: Question, points: list[Point]) -> None:
     """Prints how the plan changes with the number of devices."""
-    from rich.table import Table
-
     console = _console()
     table = Table(title=f"{question.job.shape.name} on {question.cluster.name or question.cluster}")
     for name in ("devices", "step", "tokens/s", "efficiency", "$/Mtoken", "layout"):
@@ -191,17 +175,3 @@ def show_curve(question: Question, points: list[Point]) -> None:
         console.print(f"knee: {at} devices; beyond it a doubling brings less than {KNEE:.0%} of its part")
     elif sum(point.best is not None for point in points) > 1:
         console.print(f"no knee up to {last} devices: every growth brought at least {KNEE:.0%} of its part")
-
-
-def curve_json(points: list[Point]) -> dict[str, Any]:
-    """Returns the curve as plain values."""
-    rows = [
-        {
-            "devices": point.devices,
-            "best": candidate_json(point.best) if point.best else None,
-            "why": point.why,
-            "efficiency": point.efficiency,
-        }
-        for point in points
-    ]
-    return {"points": rows, "knee": knee(points)}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
+import meshwright
 from meshwright.cli.arguments import answer, read_config, take_flag, take_value
-from meshwright.cli.inputs import prepared
 from meshwright.data.config import DataConfig
 
 
@@ -20,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
     while words and not words[0].startswith("-"):
         paths.append(words.pop(0))
     config = read_config(DataConfig, (["--paths", *paths] if paths else []) + words, "prepare")
-    token_set = prepared(config, Path(to) if to else None)
+    token_set = meshwright.prepare(config, to or None)
     summary = {
         "path": str(token_set.path),
         "fingerprint": token_set.fingerprint,

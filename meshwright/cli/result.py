@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from meshwright.cli.arguments import say
+from meshwright.jobs.progress import to_stderr as say
+from meshwright.jobs.train_result import TrainResult
 from meshwright.units import format_bytes, format_seconds
 
 
-def show_result(summary: Mapping[str, Any]) -> None:
+def show_result(result: TrainResult) -> None:
     """Prints the end of a run: losses, bits per byte beside gzip and xz, a sample, where everything lies."""
     lines = [""]
-    if not summary["finished"]:
-        lines.append(f"interrupted after step {summary['step']}; the same command goes on from there")
-    if "validation_loss" in summary:
+    if not result.finished:
+        lines.append(f"interrupted after step {result.step}; the same command goes on from there")
+    if result.validation_loss is not None and result.accuracy is not None:
         lines.append(
-            f"validation loss {summary['validation_loss']:.4f} nats a token, next token right in "
-            f"{100 * summary['accuracy']:.1f} %"
+            f"validation loss {result.validation_loss:.4f} nats a token, next token right in "
+            f"{100 * result.accuracy:.1f} %"
         )
-    if "bits_per_byte" in summary:
-        found = {name: summary.get(f"{name}_bits_per_byte") for name in ("gzip", "xz")}
-        others = ", ".join(f"{name} {bits:.3f}" for name, bits in found.items() if bits is not None)
-        lines.append(f"bits per byte of the held-out text: {summary['bits_per_byte']:.3f} (the same bytes by {others})")
-    if summary.get("time"):
-        time = summary["time"]
-        off = time["measured"] / time["planned"] - 1
+    if result.bits_per_byte is not None:
+        baselines = {"gzip": result.gzip_bits_per_byte, "xz": result.xz_bits_per_byte}
+        others = ", ".join(f"{name} {bits:.3f}" for name, bits in baselines.items() if bits is not None)
+        lines.append(f"bits per byte of the held-out text: {result.bits_per_byte:.3f} (the same bytes by {others})")
+    if result.time:
+        measured, planned = result.time["measured"], result.time["planned"]
         lines.append(
-            f"a step took {format_seconds(time['measured'])}, planned {format_seconds(time['planned'])} ({off:+.0%})"
+            f"a step took {format_seconds(measured)}, planned {format_seconds(planned)} ({measured / planned - 1:+.0%})"
         )
-    if summary.get("state"):
-        lines += ["", *_state_lines(summary["state"])]
-    if summary.get("sample"):
-        lines += ["", "sample:", f"  | {summary['prompt']}".replace("\n", "\n  | ") + "[...]"]
-        lines += ["  | " + line for line in str(summary["sample"]).strip("\n").split("\n")]
-    lines += ["", f"run directory: {summary['run']}"]
-    if summary.get("report"):
-        lines.append(f"report: {summary['report']}")
+    if result.state:
+        lines += ["", *_state_lines(result.state)]
+    if result.sample:
+        lines += ["", "sample:", f"  | {result.prompt}".replace("\n", "\n  | ") + "[...]"]
+        lines += ["  | " + line for line in result.sample.strip("\n").split("\n")]
+    lines += ["", f"run directory: {result.run}"]
+    if result.report:
+        lines.append(f"report: {result.report}")
     say("\n".join(lines))
 
 

@@ -1,284 +1,150 @@
-"""``meshwright verify``: proves for the user's own model that layouts compute what one device computes."""
+"""``meshwright verify``: proves that layouts of a model, a run or a custom loop compute what one device computes."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshwright.cli import verify_job
-from meshwright.cli.arguments import answer, read_config, say, take_flag
-from meshwright.config import Config
-from meshwright.data.config import DataConfig
+import meshwright
+from meshwright.cli.arguments import answer, read_config, take_flag, take_value
+from meshwright.cli.verify_output import show, show_job, show_loop, show_outcome
 from meshwright.errors import ConfigError
-from meshwright.launch.devices import found_devices
-from meshwright.launch.preload import prepare_environment
-from meshwright.models.config import ModelConfig
-from meshwright.spec.axis import Mechanics
+from meshwright.jobs.progress import to_stderr as say
+from meshwright.jobs.requests import LoopConfig, VerifyConfig
+from meshwright.jobs.run_directory import CONFIG
 from meshwright.spec.layout import Layout
+from meshwright.train.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from meshwright.models.build import BuiltModel
     from meshwright.proof.compare import Verdict
-    from meshwright.proof.verify import Case
-    from meshwright.train.feed import MicroBatch
+    from meshwright.strategy.loop_proof import LoopVerdict
 
-PASSED, FAILED, REFUSED = 0, 1, 2
+STATUS = {"passed": 0, "failed": 1, "refused": 2}
 """Exit statuses: every layout equals one device; one doesn't; one couldn't run (and none failed)."""
-VOCABULARY = 199
-"""Tokens of made-up text; a prime, so that no degree divides it."""
-LENGTHS = (240, 120, 48, 24)
-"""Tokens of long rows, of which the first is taken on which the model runs."""
+JOB_USAGE = """usage: meshwright verify RUN|RECIPE.toml [--layout LAYOUT ...] [--full] [--steps N] [--json] [FLAGS]
 
+Proves a run's directory or a recipe: its text, rows, length, optimizer, schedule and loss train under each layout, are
+evaluated, saved, and resumed under the next layout as a plain loop on one device trains, in float64 to 1e-9.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyConfig(Config):
-    """What to prove. Without layouts: every layout of ``devices`` ranks."""
-
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="gpt2"))
-    """The model; a small clone of it (fewer, narrower layers) unless ``full``."""
-    layout: tuple[str, ...] = ()
-    """Layouts by text form; several may follow one ``--layout``."""
-    devices: int | None = None
-    """Number of ranks when no layout is named; None for all GPUs, else all cores."""
-    steps: int = 3
-    """Optimizer steps that are compared."""
-    dtype: Literal["float64", "float32", "bf16", "fp16"] = "float64"
-    """Precision of layouts that name none. In float64 nothing but 1e-9 is allowed; in any other what rounding does to
-    one plain device, measured (`proof.rounding`)."""
-    full: bool = False
-    """The model as it is, instead of a small clone."""
-    rows: int = 0
-    """Rows of the global batch; 0 for the fewest, at least 8, that all layouts divide."""
-    sequence: int = 0
-    """Tokens of the long rows; 0 for 240, which divides over every degree up to 6, over 8 and over 16, or for the most
-    of 120, 48 and 24 on which the model runs."""
-    short_sequence: int = 24
-    """Tokens of the short rows, with which the long ones take turns; both are trained on from two steps on."""
-    allow_whole: bool = False
-    """Let a layout pass that left whole what it was asked to split."""
-    training: bool = True
-    """Training mode. ``false`` proves a model in evaluation mode: one that draws random numbers in training, say."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Text to take tokens from; made-up tokens when no path is given."""
-    timeout_s: float = 600.0
-    """Limit for one layout."""
-
-    def check(self) -> None:
-        """Refuses counts under one."""
-        lengths = self.sequence >= 0 and self.sequence != 1 and self.short_sequence >= 2
-        if self.steps < 1 or not lengths or self.rows < 0 or self.timeout_s <= 0:
-            raise ConfigError(
-                f"verify: steps = {self.steps} must be at least 1, sequence = {self.sequence} 0 or at least 2, "
-                f"short_sequence = {self.short_sequence} at least 2, rows = {self.rows} at least 0 and timeout_s = "
-                f"{self.timeout_s} above 0"
-            )
+  --layout     layouts, each resumed under the one after it and the last under the first; one alone is resumed on one
+               device and taken up from one; the run's own when none is named
+  --full       the model as it is, all rows and tokens, instead of a small clone
+  --steps      optimizer steps, half under each of two layouts; 6 by default
+  --timeout-s  limit for each run, in seconds; 600 by default
+  FLAGS        with a recipe: those of meshwright train, over it
+"""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Proves and prints a table or JSON; see `PASSED`, `FAILED`, `REFUSED` for the exit status."""
+    """Proves and prints a table or JSON; see `STATUS` for the exit status."""
     words = list(argv)
     if words and not words[0].startswith("-"):
-        return verify_job.run(words)
+        return _run_job(words)
     if "--loop" in words:
-        from meshwright.cli.verify_loop import run_loop
-
-        return run_loop(words)
+        return _run_loop(words)
     as_json = take_flag(words, "--json")
-    config = read_config(VerifyConfig, words, "verify")
-    prepare_environment()
-    config = dataclasses.replace(config, sequence=config.sequence or _longest(config))
-    from meshwright.proof.verify import verify
+    config, width = read_config(VerifyConfig, words, "verify"), 0
 
-    layouts = _layouts(config)
-    named = bool(config.layout)
-    if len({layout.precision for layout in layouts}) > 1:
-        raise ConfigError("verify compares layouts of one precision; call it once for each")
-    case = _case(config, layouts)
-    if not as_json:
-        say(f"{_what(config)}: {len(layouts)} layouts against one device, {config.steps} steps, {layouts[0].precision}")
+    def begin(subject: str, layouts: Sequence[Layout]) -> None:
+        nonlocal width
+        width = max(len(str(layout)) for layout in layouts)
+        say(f"{subject}: {len(layouts)} layouts against one device, {config.steps} steps, {layouts[0].precision}")
         if layouts[0].precision != "float64":
             say("  error<=bound: against float64; the bound is from what rounding does to one plain device")
-    width = max(len(str(layout)) for layout in layouts)
-    verdicts = verify(case, layouts, None if as_json else lambda verdict: show(verdict, width))
-    refused = sum(bool(verdict.refused) for verdict in verdicts)
-    # A layout that nobody asked for may be refused; one that was named may not.
-    passed = all(verdict.passed or (verdict.refused and not named) for verdict in verdicts) and refused < len(verdicts)
+
+    def told(verdict: Verdict) -> None:
+        show(verdict, width)
+
+    report = meshwright.verify(config) if as_json else meshwright.verify(config, on_start=begin, on_verdict=told)
     if as_json:
-        answer(json.dumps({"passed": passed, "layouts": [verdict.to_json() for verdict in verdicts]}, indent=2))
+        answer(json.dumps(report.to_json(), indent=2))
     else:
-        say(("PASS" if passed else "FAIL") + (f" ({refused} of {len(verdicts)} layouts refused)" if refused else ""))
-    if any(verdict.outcome in ("wrong", "crashed") for verdict in verdicts):
-        return FAILED
-    return PASSED if passed else REFUSED
+        show_outcome(report.passed, report.refused, len(report.verdicts))
+    return STATUS[report.outcome]
 
 
-def show(verdict: Verdict, width: int) -> None:
-    """Prints one layout's lines, its name padded to ``width``: the verdict, and what it covers."""
-    if verdict.refused or verdict.crashed:
-        word = "refused" if verdict.refused else "CRASH"
-        say(f"  {word:<8} {verdict.layout}: {verdict.refused or verdict.crashed}")
-        return
-    word = "pass" if verdict.passed else "FAIL"
-    say(f"  {word:<8} {verdict.layout:<{width}}  {_numbers(verdict)}  worst {verdict.worst.name}")
-    if verdict.wrong:
-        say(f"           {verdict.wrong}")
-    if verdict.scope:
-        say(f"           {verdict.scope.summary}")
+def _run_loop(words: list[str]) -> int:
+    """Proves a custom loop: ``verify --loop FILE:FUNCTION``."""
+    as_json = take_flag(words, "--json")
+    config, width = read_config(LoopConfig, words, "verify"), 0
+
+    def begin(subject: str, layouts: Sequence[Layout]) -> None:
+        nonlocal width
+        width = max(len(str(layout)) for layout in layouts)
+        say(f"{subject}: {len(layouts)} layouts against one device, {config.dtype}")
+
+    def told(verdict: LoopVerdict) -> None:
+        show_loop(verdict, width)
+
+    if as_json:
+        report = meshwright.verify_loop(config)
+        answer(json.dumps(report.to_json(), indent=2))
+    else:
+        report = meshwright.verify_loop(config, on_start=begin, on_verdict=told)
+        show_outcome(report.passed, report.refused, len(report.verdicts))
+    return STATUS[report.outcome]
 
 
-def _numbers(verdict: Verdict) -> str:
-    """Each kind's error; outside of float64 with the bound that it was held against, ``error<=bound`` or ``>``."""
-    from meshwright.proof.compare import KINDS
-
-    errors = (verdict.loss_error, verdict.grad_error, verdict.grad_norm_error, verdict.weight_error)
-    told = []
-    for kind, error in zip(KINDS, errors):
-        bound = verdict.bounds.get(kind)
-        sign = "<=" if bound is not None and error <= bound else ">"
-        told.append(f"{kind} {error:.1e}" + ("" if bound is None else f"{sign}{bound:.1e}"))
-    return "  ".join(told)
-
-
-def _layouts(config: VerifyConfig) -> list[Layout]:
-    from meshwright.models.experts import find_experts
-    from meshwright.proof.layouts import all_layouts
-
-    base = Layout(precision=config.dtype)
-    if not config.layout:
-        experts = find_experts(_built(_model(config, 2), config.sequence).module)
-        return all_layouts(found_devices(config.devices).count, base, min((e.experts for e in experts), default=0))
-    layouts = [Layout.parse(text) for text in config.layout]
-    if config.devices is not None:
-        for layout in layouts:
-            layout.check_ranks(config.devices)
-    return [
-        layout if "precision" in text else dataclasses.replace(layout, precision=config.dtype)
-        for text, layout in zip(config.layout, layouts)
-    ]
-
-
-def _case(config: VerifyConfig, layouts: Sequence[Layout]) -> Case:
-    from meshwright.models.build import build_meta
-    from meshwright.proof.layouts import layers_needed
-    from meshwright.proof.reference import OptimizerRecipe
-    from meshwright.proof.verify import Case
-
-    parts = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
-    model = _model(config, layers_needed(layouts), parts)
-    batches, vocab = _batches(config, layouts, model)
-
-    def build() -> BuiltModel:
-        return build_meta(model, vocab=vocab, context=config.sequence)
-
-    return Case(
-        build=build,
-        batches=batches,
-        recipe=OptimizerRecipe(),
-        timeout_s=config.timeout_s,
-        training=config.training,
-        allow_whole=config.allow_whole,
-        grown=_grows(config),
+def _run_job(words: list[str]) -> int:
+    """Proves a run's directory or a recipe: ``verify RUN|RECIPE.toml``."""
+    if "--help" in words or "-h" in words:
+        answer(JOB_USAGE)
+        return 0
+    as_json, full = take_flag(words, "--json"), take_flag(words, "--full")
+    trust = take_flag(words, "--trust")
+    steps, limit_s = _job_numbers(words)
+    layouts = _take_layouts(words)
+    job = read_job(words)
+    report = meshwright.verify_job(
+        job,
+        layout=layouts,
+        full=full,
+        steps=steps,
+        timeout_s=limit_s,
+        trust=trust,
+        on_start=None if as_json else say,
+        on_verdict=None if as_json else show_job,
     )
+    if as_json:
+        answer(json.dumps(report.to_json(), indent=2))
+    else:
+        show_outcome(report.passed)
+    return STATUS[report.outcome]
 
 
-def _model(config: VerifyConfig, layers: int, parts: int = 2) -> ModelConfig:
-    """The model, or a clone that keeps its ratio of heads and every kind of layer beside its neighbours."""
-    from meshwright.models.clone import shrink, with_every_kind
-    from meshwright.proof.verify import NARROW
-
-    model = config.model
-    if config.full or model.kind == "function":
-        return model
-    small = shrink(model, layers, parts=parts)
-    if _grows(config):
-        small = shrink(model, layers, width=2 * NARROW * (small.heads or 8), parts=parts)
-    return with_every_kind(_built(model, config.sequence), small)
-
-
-def _grows(config: VerifyConfig) -> bool:
-    """Whether the model's sharding table is read off a narrower clone when it is trained; the proof's is then too."""
-    from meshwright.models.table import SMALL
-
-    if config.full or config.model.kind == "function":
-        return False
-    built = _built(config.model, config.sequence)
-    return sum(item.numel() for item in built.module.parameters()) > SMALL
-
-
-def _built(model: ModelConfig, context: int) -> BuiltModel:
-    """The model on meta, with the proof's vocabulary unless it has a smaller one of its own."""
-    from meshwright.models.build import build_meta
-
+def _job_numbers(words: list[str]) -> tuple[int, float]:
+    """Removes ``--steps`` and ``--timeout-s``, and returns their values."""
+    steps, limit = take_value(words, "--steps") or "6", take_value(words, "--timeout-s") or "600"
+    if not steps.isdigit():
+        raise ConfigError(f"--steps {steps}: half of them run under each layout; give an even number from 2 on")
     try:
-        return build_meta(model, vocab=None if model.kind == "directory" else VOCABULARY, context=context)
-    except ConfigError:
-        return build_meta(model, vocab=None, context=context)
+        return int(steps), float(limit)
+    except ValueError:
+        raise ConfigError(f"--timeout-s {limit}: give seconds above 0") from None
 
 
-def _longest(config: VerifyConfig) -> int:
-    """The longest of `LENGTHS` on which the model runs; functions alone are run to find out."""
-    from meshwright.models.table import SMALL, clone_of
-
-    for length in LENGTHS[:-1]:
-        try:
-            built = _built(config.model, length)
-        except ConfigError:
-            continue  # rows longer than its positions
-        elements = sum(item.numel() for item in built.module.parameters())
-        if config.model.kind != "function" or elements > SMALL or not clone_of(built).refuses(length):
-            return length
-    return LENGTHS[-1]
+def _take_layouts(words: list[str]) -> list[str]:
+    """Removes ``--layout A B ...`` and returns the layouts."""
+    if "--layout" not in words:
+        return []
+    first = words.index("--layout")
+    end = next((at for at in range(first + 1, len(words)) if words[at].startswith("--")), len(words))
+    named = words[first + 1 : end]
+    if not named:
+        raise ConfigError("--layout needs a value")
+    del words[first:end]
+    return named
 
 
-def _what(config: VerifyConfig) -> str:
-    whole = config.full or config.model.kind == "function"
-    return config.model.name + ("" if whole else ", a small clone of it")
-
-
-def _batches(config: VerifyConfig, layouts: Sequence[Layout], model: ModelConfig) -> tuple[Sequence[MicroBatch], int]:
-    """Returns global batches and their vocabulary: from the user's text, or made up."""
-    import torch
-
-    from meshwright.cli.inputs import prepared, text_config
-    from meshwright.data.loader import Loader
-    from meshwright.proof.verify import made_up_batches
-    from meshwright.train.feed import MicroBatch
-
-    share = math.lcm(*(layout.batch_unit for layout in layouts))
-    rows = config.rows or share * max(1, -(-8 // share))
-    if not config.data.paths:
-        built = _built(model, config.sequence)
-        vocab = min(built.vocab or VOCABULARY, VOCABULARY)
-        return made_up_batches(config.steps, rows, _lengths(config), vocab, _masks(built)), vocab
-    token_set = prepared(text_config(config.model, config.data))
-    masked = config.data.mask_documents
-    loaders = [
-        Loader(token_set.train, rows=rows, sequence=length, seed=0, mask_documents=masked)
-        for length in _lengths(config)
-    ]
-    made = []
-    for step in range(config.steps):
-        batch = loaders[step % len(loaders)].batch(step)
-        parts = (torch.from_numpy(item) for item in (batch.tokens, batch.targets, batch.positions))
-        made.append(MicroBatch(*parts))
-    return made, token_set.vocab_size
-
-
-def _lengths(config: VerifyConfig) -> tuple[int, ...]:
-    """Tokens a row, the run's own first: where one step alone is proven, it is proven on them."""
-    return (config.sequence, min(config.sequence, config.short_sequence))
-
-
-def _masks(built: BuiltModel) -> bool:
-    """Whether the model keeps documents of a row apart."""
-    from meshwright.models.probe import check_documents
-
-    try:
-        check_documents(built)
-    except ConfigError:
-        return False
-    return True
+def read_job(words: Sequence[str]) -> Path | RunConfig:
+    """Returns a run's directory, or a recipe's config with flags over it."""
+    path = Path(words[0])
+    if path.is_dir():
+        if len(words) > 1:
+            raise ConfigError(f"{words[1]}: a run is proven as it is; flags go with a recipe")
+        return path
+    if path.suffix == ".toml":
+        return read_config(RunConfig, words, "verify")
+    raise ConfigError(f"{path} is neither a run's directory (with {CONFIG}) nor a recipe (.toml)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.tiers import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
+    "quickstart.py": ([], "after 40 steps"),
     "train_from_python.py": (["8"], "steps"),
     "hooks.py": ([], "stopped after step"),
     "data_and_tensor.py": ([], "4 steps equal to one device"),
@@ -34,8 +36,20 @@ def test_all_are_short_and_known() -> None:
     assert max(found.values()) <= 80
 
 
+def test_the_readme_shows_the_first_of_them() -> None:
+    program = (ROOT / "examples" / "quickstart.py").read_text().partition('"""\n\n')[2]
+    assert program.startswith("import meshwright\n") and len(program.splitlines()) <= 15
+    assert f"```python\n{program}```" in (ROOT / "README.md").read_text()
+
+
+def test_all_import_the_public_api_alone() -> None:
+    for path in (ROOT / "examples").glob("*.py"):
+        rooms = re.findall(r"(?:from|import) (meshwright\.[\w.]+)", path.read_text())
+        assert rooms == [], path.name
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(SCRIPTS, ("train_from_python.py", "sketch_hybrid.py", "sketch_pipeline.py")))
+@pytest.mark.parametrize("name", cases(SCRIPTS, ("quickstart.py", "sketch_hybrid.py", "sketch_pipeline.py")))
 def test_script_runs(name: str, tmp_path: Path) -> None:
     arguments, result = SCRIPTS[name]
     words = [sys.executable, str(ROOT / "examples" / name), *arguments]

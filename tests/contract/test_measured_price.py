@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from meshwright.cli.inputs import measure_of
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster
+from meshwright.jobs.model_reading import measure_of
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.cli.plan import PlanConfig, question_of
 from meshwright.cluster.calibration import FORMS, Calibration
+from meshwright.jobs.plan_model import model_of_sizes, question_of
+from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.space import cores, expand, layout_of
 from meshwright.units import format_seconds
@@ -73,7 +74,7 @@ def layouts_of(kind: str) -> list[str]:
         sizes |= {"experts": 4, "active_experts": 2, "expert_ffn": 128}
     shape = shape_from_sizes(TableSizes(name=kind, **sizes))
     config = PlanConfig(sizes="layers=2,width=64,heads=4,vocab=256", cluster=f"{RANKS}xcpu", batch=8, sequence=32)
-    question = question_of(config, None)
+    question = question_of(config, model_of_sizes(config.sizes))
     question = dataclasses.replace(question, job=dataclasses.replace(question.job, shape=shape))
     degrees = expand(question.job, question.space, cores(question.job, question.space))
     return [str(layout_of(degrees, at, question.base, 2)) for at in range(0, degrees.count, 1 + degrees.count // 40)]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from meshwright.cli import train_proof
+from meshwright.jobs import train_proof
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.proof import before_run
 from meshwright.proof.before_run import few_ranks
@@ -82,7 +82,7 @@ def test_a_resumed_run_is_proven_again_when_its_layout_or_model_changed(
         job = SimpleNamespace(plan=plan, config=config, fingerprint=model, model=built, run_dir=tmp_path)
         text = SimpleNamespace(vocab_size=9, train=SimpleNamespace(ends=[4]))
         assert config.train.prove, "it is made unless told otherwise"
-        train_proof.before(cast(Any, job), cast(Any, text), forks=True, nodes=nodes)
+        train_proof.prove_before(cast(Any, job), cast(Any, text), forks=True, nodes=nodes)
 
     monkeypatch.setattr(before_run, "prove_ahead", counted)
     begin("tp=1", "m")

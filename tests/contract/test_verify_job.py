@@ -12,10 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from meshwright.cli import verify_job
 from meshwright.cli.main import main
+from meshwright.cli.verify import read_job
 from meshwright.data import loader
 from meshwright.errors import PlanError
+from meshwright.jobs.verify_job import case_of, job_and_layouts
 from meshwright.proof import job as job_proof
 from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainSchedule, train_job
 from meshwright.spec.layout import Layout
@@ -173,8 +174,8 @@ def test_what_cannot_be_proven_is_refused_with_a_sentence(recipe: Path, capsys: 
 
 def test_a_job_of_another_precision_says_that_float64_stands_for_it(recipe: Path) -> None:
     words = [str(recipe), "--layout", "tp=2,precision=bf16"]
-    config, layouts = verify_job._job_and_layouts(words, [], False)
-    _, what = verify_job._case(config, layouts, False, 6, 60.0)
+    config, layouts = job_and_layouts(read_job(words), [], False)
+    _, what = case_of(config, layouts, False, 6, 60.0)
     assert "float64 stands for bf16" in what
 
 

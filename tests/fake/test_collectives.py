@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.cli.inputs import model_parts
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import MeshwrightError
+from meshwright.jobs.model_reading import model_parts
 from meshwright.launch.contract import RankContext
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig

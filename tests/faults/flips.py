@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli import train as command
 from meshwright.errors import MeshwrightError
+from meshwright.jobs import train as command
 from meshwright.train.faults import FLIPPED, Fault
 from tests.runs import Running, happened, rows, words, write_corpus
 
@@ -129,13 +129,13 @@ def _tells(cases: Sequence[Case], receive: int, send: int) -> Callable[[], None]
         os.close(receive)
         train = command._ranks_result
 
-        def ranks_result(config: Any, model: Any, job: Any, launcher: Any, machines: Any) -> dict[str, Any]:
+        def ranks_result(config: Any, model: Any, job: Any, launcher: Any, machines: Any, say: Any) -> dict[str, Any]:
             def run(name: str, faults: str) -> tuple[str, dict[str, Any]]:
                 own = dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, faults=faults))
                 folder = job.run_dir.parent / name
                 folder.mkdir()
                 return folder.name, train(
-                    own, model, dataclasses.replace(job, config=own, run_dir=folder), launcher, machines
+                    own, model, dataclasses.replace(job, config=own, run_dir=folder), launcher, machines, say
                 )
 
             def clean() -> None:

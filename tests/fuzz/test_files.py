@@ -24,9 +24,6 @@ import torch
 from meshwright.checkpoint.dcp import BACKEND as DCP
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin, _with_checksum
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.cli.inputs import run_config
-from meshwright.cli.run_contents import read_text
-from meshwright.cli.trained_model import newest_weights, run_model
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.notation import read_file
 from meshwright.config import read_toml
@@ -38,6 +35,9 @@ from meshwright.data.sources import list_sources
 from meshwright.data.tokenizer import given_tokenizer
 from meshwright.data.tokens import TokenSet, render_manifest
 from meshwright.errors import MeshwrightError
+from meshwright.jobs.run_contents import read_text
+from meshwright.jobs.run_directory import run_config
+from meshwright.jobs.trained_model import newest_weights, run_model
 from meshwright.launch.hostfile import read_hostfile
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
@@ -221,7 +221,7 @@ def test_pickles_of_every_module_that_is_there_call_nothing(tmp_path: Path) -> N
 def run_dir(text: TokenSet, tmp_path: Path) -> Path:
     import tomli_w
 
-    from meshwright.cli.run_contents import write_contents
+    from meshwright.jobs.run_contents import write_contents
 
     run = tmp_path / "run"
     run.mkdir()

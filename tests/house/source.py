@@ -12,10 +12,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "meshwright"
 FILE_LINES = 400
 FUNCTION_LINES = 60
-EAGER_ROOMS = ("spec", "parallel")
-"""Rooms without imports inside functions; those of optional packages elsewhere have their reason beside them."""
+EAGER_ROOMS = ("spec", "parallel", "jobs", "cli")
+"""Rooms without imports inside functions: what a module needs stands at its head."""
+TYPED_ROOMS = ("spec", "parallel")
+"""Rooms without imports for types alone: these hide circles."""
 TORCH_FREE_ROOMS = ("spec", "schedules", "cluster", "planner")
 """Rooms that a plan from sizes alone reads, which starts without torch."""
+INNER_IMPORTS = {
+    ("arguments.py", "tyro"): "a third of a second, which a command without flags needn't wait for",
+}
+"""Imports inside functions in those rooms that may stay, each with its reason."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -89,6 +95,41 @@ def environment_reads() -> Iterator[str]:
                 yield from (f"{place(path, node)} imports os.{a.name}" for a in node.names if a.name in names)
 
 
+def inner_imports() -> Iterator[str]:
+    """Imports inside functions, where they hide what a module needs: who starts a job loads it by name."""
+    for path, module in modules().items():
+        if path.relative_to(PACKAGE).parts[0] not in EAGER_ROOMS:
+            continue
+        functions = [node for node in ast.walk(module) if isinstance(node, Function)]
+        inside = {id(node): node for function in functions for node in ast.walk(function)}.values()
+        for node in inside:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                if (path.name, name) not in INNER_IMPORTS:
+                    yield f"{place(path, node)} imports {name} inside a function"
+
+
+def type_only_imports() -> Iterator[str]:
+    """Imports under TYPE_CHECKING, which hide circles."""
+    for path, module in modules().items():
+        for node in ast.walk(module) if path.relative_to(PACKAGE).parts[0] in TYPED_ROOMS else ():
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                yield f"{place(path, node)} imports for types alone"
+
+
+def lazy_tables() -> Iterator[str]:
+    """Calls of import_module outside of the two tables: the verbs of the command line, the names of the public API."""
+    for path, module in modules().items():
+        relative = path.relative_to(PACKAGE)
+        if relative.parts[0] not in ("jobs", "cli") or relative.as_posix() == "cli/main.py":
+            continue
+        for node in ast.walk(module):
+            if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).endswith("import_module"):
+                yield f"{place(path, node)} imports by name"
+
+
 def oversized() -> Iterator[str]:
     """Files and functions over the limit, unless line 1 gives the reason (a comment ``# long: why``)."""
     for path, module in modules().items():
@@ -113,19 +154,6 @@ def forward_assignments() -> Iterator[str]:
         for node in ast.walk(module):
             if isinstance(node, ast.Attribute) and node.attr == "forward" and isinstance(node.ctx, ast.Store):
                 yield f"{place(path, node)} replaces {ast.unparse(node)}; use wrap_forward"
-
-
-def inner_imports() -> Iterator[str]:
-    """Imports inside functions and for types alone, in the rooms that need none."""
-    for path, module in modules().items():
-        if path.relative_to(PACKAGE).parts[0] not in EAGER_ROOMS:
-            continue
-        for node in ast.walk(module):
-            if isinstance(node, Function):
-                inner = [item for item in ast.walk(node) if isinstance(item, ast.Import | ast.ImportFrom)]
-                yield from (f"{place(path, item)} imports inside of {node.name}" for item in inner)
-            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-                yield f"{place(path, node)} imports for types alone"
 
 
 def torch_below() -> Iterator[str]:
@@ -184,6 +212,8 @@ RULES = (
     oversized,
     forward_assignments,
     inner_imports,
+    lazy_tables,
+    type_only_imports,
     torch_below,
     import_circles,
 )

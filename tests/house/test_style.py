@@ -58,10 +58,35 @@ def test_the_structure_of_imports_is_seen(monkeypatch, tmp_path):
     monkeypatch.setattr(source, "PACKAGE", tmp_path / "meshwright")
     parsed = {tmp_path / "meshwright" / name: ast.parse(text) for name, text in texts.items()}
     monkeypatch.setattr(source, "modules", lambda: parsed)
-    assert len(list(source.inner_imports())) == 3
+    assert len(list(source.inner_imports())) == 2 and len(list(source.type_only_imports())) == 1
     assert list(source.torch_below()) == ["meshwright/spec/one.py:3 imports torch"]
     assert list(source.import_circles()) == ["meshwright.spec.one <-> meshwright.spec.two import each other"]
     assert len(list(source.forward_assignments())) == 1
+
+
+LAZY = """
+import importlib
+from os import path
+def plan():
+    import torch
+    from meshwright.jobs import train
+    def inner():
+        import tyro
+    importlib.import_module("torch")
+"""
+
+
+def test_imports_inside_functions_of_jobs_are_seen(monkeypatch):
+    names = ("jobs/made_up.py", "cli/arguments.py", "data/made_up.py")
+    monkeypatch.setattr(source, "modules", lambda: {source.PACKAGE / name: ast.parse(LAZY) for name in names})
+    assert sorted(f"{line.partition(':')[0]} {line.split()[2]}" for line in source.inner_imports()) == [
+        "meshwright/cli/arguments.py meshwright.jobs",
+        "meshwright/cli/arguments.py torch",
+        "meshwright/jobs/made_up.py meshwright.jobs",
+        "meshwright/jobs/made_up.py torch",
+        "meshwright/jobs/made_up.py tyro",
+    ]
+    assert len(list(source.lazy_tables())) == 2
 
 
 def test_long_files_and_functions_want_a_reason(monkeypatch, tmp_path):

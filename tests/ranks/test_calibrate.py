@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.calibrate import compute
+from meshwright import CalibrateConfig, NodeWords, calibrate
+from meshwright.calibrate import compute, host, machine
 from meshwright.calibrate.clock import DeviceTimer
 from meshwright.calibrate.collectives import KINDS, placements
 from meshwright.calibrate.host import host_times
 from meshwright.calibrate.machine import fastest
-from meshwright.cli.calibrate import CalibrateConfig, calibrate
 from meshwright.cli.calibrate_output import told
-from meshwright.cli.inputs import Machines, cluster_here, ledger_here
-from meshwright.cli.nodes import NodeWords
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
+from meshwright.jobs.machines import Machines, cluster_here, ledger_here
+from meshwright.jobs.progress import silently
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts, this_cluster
 from meshwright.models.build import build_meta
@@ -45,10 +45,10 @@ TINY = {
 
 
 def test_the_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.calibrate.machine.QUICK", TINY)
-    found = calibrate(CalibrateConfig(devices=2, quick=True, out=str(tmp_path / "mine.json")), quiet=True)
+    monkeypatch.setattr(machine, "QUICK", TINY)
+    found = calibrate(CalibrateConfig(devices=2, quick=True, out=str(tmp_path / "mine.json")), say=silently)
     assert found is not None
-    measured, path = found
+    measured, path = found.calibration, found.path
     assert Calibration.load(path) == measured and measured.ranks == 2
     for form in FORMS:
         for busy in (True, False):
@@ -109,12 +109,12 @@ def unasked_port() -> int:
 
 
 def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.calibrate.machine.QUICK", TINY)
+    monkeypatch.setattr(machine, "QUICK", TINY)
     meet = f"127.0.0.1:{unasked_port()}"
 
     def measure(node: int) -> None:
         words = NodeWords(nodes=2, node=node, slots=None, meet=meet)
-        calibrate(CalibrateConfig(devices=2, quick=True, out=str(tmp_path / f"{node}.json")), True, words)
+        calibrate(CalibrateConfig(devices=2, quick=True, out=str(tmp_path / f"{node}.json")), nodes=words, say=silently)
 
     pid = os.fork()
     if not pid:
@@ -130,9 +130,9 @@ def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert first == second and (first.ranks, first.nodes) == (2, 2)
     assert first.covers("all_reduce", 2, 2) and not first.covers("all_reduce", 2, 1)
     with pytest.raises(ConfigError, match="as many ranks"):
-        calibrate(CalibrateConfig(devices=3), True, NodeWords(nodes=2, node=0, slots=None, meet=meet))
+        calibrate(CalibrateConfig(devices=3), nodes=NodeWords(nodes=2, node=0, meet=meet))
     with pytest.raises(ConfigError, match="give address and port"):
-        calibrate(CalibrateConfig(), True, NodeWords(nodes=2, node=0, slots=1, meet="127.0.0.1"))
+        calibrate(CalibrateConfig(), nodes=NodeWords(nodes=2, node=0, slots=1, meet="127.0.0.1"))
 
 
 def test_every_axis_of_a_mesh_has_its_placement() -> None:
@@ -179,7 +179,7 @@ def test_what_the_runtime_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     def work_of(model: ModelConfig, rows: int) -> ModelWork:
         return measure_model(build_meta(model), rows, 8, torch.float32)
 
-    monkeypatch.setattr("meshwright.calibrate.host.STEPS", 2)
+    monkeypatch.setattr(host, "STEPS", 2)
     found = dict(host_times(Made(machine={}, ranks=2), Devices(kind="cpu", count=2, found=2, cores=2), work_of))
     assert {"operator_forward", "operator_backward", "shard_unit", "action", "step"} <= set(found)
     assert found["operator_forward"] > 0 and all(seconds >= 0 for seconds in found.values())

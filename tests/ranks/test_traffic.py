@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.cli.inputs import model_parts
+from meshwright.jobs.model_reading import model_parts
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli.inspect import InspectConfig, inspect
+from meshwright import InspectConfig, inspect
 from meshwright.cli.inspect_output import runs, told
 from meshwright.cli.main import main
 from meshwright.models.config import ModelConfig
@@ -19,7 +19,7 @@ LAYOUTS = ("tp=2", "pp=2,shard=2,tp=2,zero=1,microbatches=2")
 @functools.cache
 def found() -> dict[str, Any]:
     model = ModelConfig(name="gpt2", layers=3, width=32, heads=4, vocab=97, context=16)
-    return json.loads(json.dumps(inspect(InspectConfig(model=model, layout=LAYOUTS))))
+    return json.loads(json.dumps(inspect(InspectConfig(model=model, layout=LAYOUTS)).to_json()))
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.inputs import Machines, ledger_here
-from meshwright.cli.practice import steady_s
 from meshwright.cluster.calibration import Calibration
+from meshwright.jobs.machines import Machines, ledger_here
+from meshwright.jobs.practice import steady_s
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli.verify import show
+from meshwright.cli.verify_output import show
 from meshwright.errors import LaunchError
 from meshwright.proof.compare import EXACT, Deviation, merged, one_line
 

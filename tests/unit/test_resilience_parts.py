@@ -14,8 +14,8 @@ from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter
 from meshwright.checkpoint.tensor_shards import TensorShard, digest
-from meshwright.cli.layouts import _like, uneven
 from meshwright.errors import ConfigError, PlanError
+from meshwright.jobs.layouts import _like, uneven
 from meshwright.launch.devices import Devices
 from meshwright.monitor import progress as progress_module
 from meshwright.monitor.progress import ProgressWriter, RankStamp, reset_progress

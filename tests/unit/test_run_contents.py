@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.inputs import text_config
 from meshwright.cli.main import main
 from meshwright.data.config import DataConfig
 from meshwright.errors import ConfigError
+from meshwright.jobs.prepare import text_config
 from meshwright.models.config import ModelConfig
 from tests.runs import call, words, write_corpus
 

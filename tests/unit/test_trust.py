@@ -136,7 +136,7 @@ def test_a_run_directory_runs_code_only_where_it_is_trusted(
         told = capsys.readouterr().err
         assert "names the function 'os:system'" in told or "no checkpoint" in told
         assert not mark.exists()
-    from meshwright.cli.trained_model import run_model
+    from meshwright.jobs.trained_model import run_model
 
     with pytest.raises(ConfigError, match=r"would be imported and called, and could do anything; add --trust"):
         run_model(run)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import combinations
-from typing import TYPE_CHECKING
 
-from meshwright.cli.arguments import say
-from meshwright.cli.inputs import Machines, ReadModel, cluster_here, ledger_here, measure_of, model_parts
 from meshwright.cluster.cluster_text import with_network
 from meshwright.cluster.node import standard_node
 from meshwright.errors import ClusterError, PlanError
+from meshwright.jobs.machines import Machines, cluster_here, ledger_here
+from meshwright.jobs.model_reading import ReadModel, measure_of, model_parts
+from meshwright.jobs.progress import Say, to_stderr
 from meshwright.launch.devices import Devices, device_memory_bytes
+from meshwright.models.measure import measure_shape
+from meshwright.parallel.build import check
 from meshwright.planner import predict, state_rule
 from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import informed, recosted
 from meshwright.planner.run_history import learn
@@ -23,19 +26,17 @@ from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from meshwright.train.model_analysis import ModelAnalysis
-
 
 def make_plans(
-    config: RunConfig, model: ReadModel, machines: Machines, count: int = 1
+    config: RunConfig, model: ReadModel, machines: Machines, count: int = 1, say: Say = to_stderr
 ) -> list[tuple[Plan, ModelAnalysis]]:
     """Returns the plan of a named layout, or up to ``count`` of the planner's best that the model allows.
 
-    Each comes with what its layout needs of the model.
+    Each comes with what its layout needs of the model. A model or a device that can't be priced is said to be.
 
     Raises:
         PlanError: for a layout that can't run.
@@ -43,7 +44,7 @@ def make_plans(
     """
     with_network(standard_node("cpu"), machines.network)
     if config.layout == "auto":
-        return _automatic(config, model, machines, count)
+        return _automatic(config, model, machines, count, say=say)
     layout = Layout.parse(config.layout)
     layout.check_ranks(machines.ranks)
     facts = facts_of(config, model, layout, machines.devices)
@@ -63,16 +64,15 @@ def make_plans(
 
 def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
     """Reads what a layout needs of the model, refusing one that can't run."""
-    from meshwright.parallel.build import check
-    from meshwright.train.model_analysis import analyse_model, check_shapes
-
     check(layout, devices.kind, len(model.built.structure.layers))
     facts = analyse_model(model.built, layout, tokens=config.data.sequence)
     check_shapes(facts, layout, config.train.batch, config.data.sequence)
     return facts
 
 
-def plan_for_less(config: RunConfig, model: ReadModel, machines: Machines, whole: Layout) -> tuple[Plan, ModelAnalysis]:
+def plan_for_less(
+    config: RunConfig, model: ReadModel, machines: Machines, whole: Layout, say: Say = to_stderr
+) -> tuple[Plan, ModelAnalysis]:
     """Plans for the ranks that are left of a layout, keeping what values depend on: its precision.
 
     Layouts that the config names for fewer ranks come first. Where the planner has nothing for that
@@ -84,12 +84,12 @@ def plan_for_less(config: RunConfig, model: ReadModel, machines: Machines, whole
     ranks, named = machines.ranks, fallbacks(config, whole)
     for layout in named:
         if layout.world == ranks:
-            return make_plans(dataclasses.replace(config, layout=str(layout)), model, machines)[0]
+            return make_plans(dataclasses.replace(config, layout=str(layout)), model, machines, say=say)[0]
     if any(layout.world < ranks for layout in named):
         raise PlanError(f"recovery.layouts names none for {ranks} ranks, but one for fewer")
     if whole.precision != "float64":
         try:
-            return _automatic(config, model, machines, 1, whole.precision)[0]
+            return _automatic(config, model, machines, 1, whole.precision, say)[0]
         except PlanError as error:
             why: PlanError = error
     for layout in _like(whole, ranks, config.train.batch):
@@ -195,7 +195,12 @@ def uneven(rows: int, readers: int) -> BatchShares:
 
 
 def _automatic(
-    config: RunConfig, model: ReadModel, machines: Machines, count: int, precision: str | None = None
+    config: RunConfig,
+    model: ReadModel,
+    machines: Machines,
+    count: int,
+    precision: str | None = None,
+    say: Say = to_stderr,
 ) -> list[tuple[Plan, ModelAnalysis]]:
     """The best layouts that the model allows, of those that the planner ranks first."""
     ranks, devices = machines.ranks, machines.devices
@@ -227,9 +232,6 @@ def _automatic(
 
 
 def _question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
-    from meshwright.models.measure import measure_shape
-    from meshwright.planner.cost.layout_batch import PricedJob
-
     job = PricedJob(
         shape=measure_shape(model.built),
         sequence=config.data.sequence,

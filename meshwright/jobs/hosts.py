@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from meshwright.cli.arguments import answer
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.hostfile import HostfileLauncher, read_hostfile
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
 
 
-def run_on_hosts(words: Sequence[str], config: RunConfig, hostfile: str) -> int:
-    """Trains on every host, in the same folder and with the same words; returns the exit status.
+def run_on_hosts(words: Sequence[str], config: RunConfig, hostfile: str) -> None:
+    """Trains on every host, in the same folder and with the same words.
 
     Args:
         words: the command's words without ``--hostfile``. The first Ctrl-C is typed on every host, where the ranks end
@@ -43,18 +42,20 @@ def run_on_hosts(words: Sequence[str], config: RunConfig, hostfile: str) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
         launcher.cancel(config.launch.grace_s)
-    return 0
 
 
-def show_commands(words: Sequence[str], config: RunConfig, hostfile: str | None) -> int:
-    """Prints what would be started where, and starts nothing."""
+def host_commands(words: Sequence[str], config: RunConfig, hostfile: str | None) -> list[str]:
+    """Returns a line for each command that would be started, with its host; starts nothing.
+
+    Args:
+        words: the command's words without ``--hostfile``.
+        config: what they say, its run directory named.
+        hostfile: path of the hostfile; None for this node alone.
+    """
     if hostfile is not None:
-        for line in _launcher(config, hostfile).shell_lines(_argv(words, config)):
-            answer(line)
-        return 0
-    for command in choose_launcher(config.devices, config=config.launch).commands(["train", *words]):
-        answer(f"{command.host}: {' '.join(command.argv)}")
-    return 0
+        return list(_launcher(config, hostfile).shell_lines(_argv(words, config)))
+    launcher = choose_launcher(config.devices, config=config.launch)
+    return [f"{command.host}: {' '.join(command.argv)}" for command in launcher.commands(["train", *words])]
 
 
 def _launcher(config: RunConfig, hostfile: str) -> HostfileLauncher:

@@ -13,16 +13,15 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tokenizers import Tokenizer
+
+from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER, load_tokenizer
+from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, DataError
+from meshwright.models.build import BuiltModel
 from meshwright.records import parse_json
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from meshwright.data.tokens import TokenSet
-    from meshwright.models.build import BuiltModel
 
 TOKENIZER_FOLDER = "tokenizer"
 MODEL_FOLDER = "model"
@@ -51,8 +50,6 @@ class RunText:
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer."""
-        from meshwright.data.tokenizer import load_tokenizer
-
         return load_tokenizer(self.folder / "tokenizer.json")
 
 
@@ -66,8 +63,6 @@ def write_contents(run_dir: Path, built: BuiltModel, token_set: TokenSet) -> Non
     """
     if (run_dir / TEXT).exists():
         return
-    from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER
-
     for name in (SETTINGS, *COMPANIONS, TOKENIZER):
         if (token_set.path / name).is_file():
             _put(run_dir / TOKENIZER_FOLDER / name, (token_set.path / name).read_bytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.cli.inputs import text_config
+from meshwright.jobs.prepare import text_config
 from meshwright.train.run_config import RunConfig
 
 FREE_TO_CHANGE = {

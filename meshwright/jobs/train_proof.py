@@ -7,23 +7,25 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from meshwright import __version__
-from meshwright.cli.arguments import say
+from meshwright.data.tokens import TokenSet
 from meshwright.errors import PlanError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from meshwright.data.tokens import TokenSet
-    from meshwright.proof.before_run import Proof
-    from meshwright.train.session import TrainJob
+from meshwright.events import Event
+from meshwright.jobs.progress import Say, to_stderr
+from meshwright.launch.devices import found_devices
+from meshwright.monitor.sinks import JsonlSink
+from meshwright.proof import before_run
+from meshwright.proof.before_run import Proof
+from meshwright.train.session import TrainJob
 
 FILE = "proof.json"
 
 
-def before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False) -> None:
+def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False, say: Say = to_stderr) -> None:
     """Proves a run's layout on a small clone; says it in a line, an event and `FILE`.
 
     One rank needs no proof. A run that is resumed needs none either while `FILE` holds that of the same layout, model
@@ -34,12 +36,11 @@ def before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False)
         token_set: the prepared text.
         forks: whether this process starts ranks of its own.
         nodes: whether other nodes wait for this one meanwhile.
+        say: takes the line.
 
     Raises:
         PlanError: when the layout doesn't compute what one device computes.
     """
-    from meshwright.proof.before_run import Proof, prove_ahead
-
     layout, config = job.plan.layout, job.config
     if layout.world == 1:
         return
@@ -58,7 +59,7 @@ def before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False)
     if is_known(path, subject, limit_s):
         return
     if forks:
-        proof = prove_ahead(
+        proof = before_run.prove_ahead(
             job.model,
             layout,
             vocab=token_set.vocab_size,
@@ -71,14 +72,11 @@ def before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False)
         proof = Proof(outcome="left out", layout=str(layout), why=why)
     report = proof.to_json() | {"subject": subject, "limit_s": limit_s}
     path.write_text(json.dumps(report, indent=2), encoding="utf-8")
-    _tell(job.run_dir, proof)
+    _report_proof(job.run_dir, proof, say)
 
 
-def _tell(run_dir: Path, proof: Proof) -> None:
+def _report_proof(run_dir: Path, proof: Proof, say: Say) -> None:
     """Says what came of a proof, in an event and in a line or an error."""
-    from meshwright.events import Event
-    from meshwright.monitor.sinks import JsonlSink
-
     sink = JsonlSink(run_dir, metrics=False)
     try:
         told = {"layout": proof.layout, "proven": proof.proven, "outcome": proof.outcome, "seconds": proof.seconds}
@@ -118,6 +116,4 @@ def is_known(path: Path, subject: dict[str, Any], limit_s: float) -> bool:
 
 
 def _on_cpu() -> bool:
-    from meshwright.launch.devices import found_devices
-
     return found_devices(None).kind == "cpu"

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from meshwright.cli.inputs import Machines, cluster_here, ledger_here, measure_of, model_parts
+from meshwright.calibrate.practice import practise_paced
 from meshwright.errors import MeshwrightError
+from meshwright.jobs.machines import Machines, cluster_here, ledger_here
+from meshwright.jobs.model_reading import measure_of, model_parts
+from meshwright.jobs.progress import Say
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
+from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Question
+from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import informed, priced
 from meshwright.planner.predict import prediction
 from meshwright.planner.run_history import record
 from meshwright.spec.layout import Layout
+from meshwright.train.model_analysis import analyse_model, check_shapes
 from meshwright.units import format_seconds
 
 MODEL = ModelConfig(name="llama", layers=4, width=384, heads=6, ffn=1024, vocab=8000, context=128)
@@ -40,7 +47,7 @@ def layouts(ranks: int) -> list[Layout]:
     return [Layout.parse(text) for text in texts if text]
 
 
-def practise_all(devices: Devices, ranks: int, rounds: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def practise_all(devices: Devices, ranks: int, rounds: int, say: Say) -> list[dict[str, Any]]:
     """Runs each layout for some steps, and remembers what it took over its price.
 
     What a step took is that at the speed that the machine had while it was calibrated: of the half of the steps nearest
@@ -50,7 +57,7 @@ def practise_all(devices: Devices, ranks: int, rounds: int, tell: Callable[[str]
         devices: of this node.
         ranks: of each layout.
         rounds: times that each layout runs, all of them in each round.
-        tell: told of each.
+        say: takes a line for each.
 
     Returns:
         For each layout and round that ran ``layout``, ``priced_s``, ``measured_s`` and ``paced``, which is true.
@@ -64,12 +71,12 @@ def practise_all(devices: Devices, ranks: int, rounds: int, tell: Callable[[str]
             try:
                 row = runner.run(layout)
             except MeshwrightError as error:
-                tell(f"{layout}: {str(error).splitlines()[0]}")
+                say(f"{layout}: {str(error).splitlines()[0]}")
                 continue
             record(path, machine, row)
             found.append(row)
             took, priced = format_seconds(row["measured_s"]), format_seconds(row["priced_s"])
-            tell(f"{layout}: a step takes {took}, priced {priced}")
+            say(f"{layout}: a step takes {took}, priced {priced}")
     return found
 
 
@@ -83,10 +90,6 @@ class _Runner:
     """
 
     def __init__(self, devices: Devices, ranks: int, precision: str) -> None:
-        from meshwright.models.build import build_meta
-        from meshwright.models.measure import measure_shape
-        from meshwright.planner.cost.layout_batch import PricedJob
-
         self._tokens, self._rows = int(MODEL.context or 0), ROWS_EACH * max(ranks, 2)
         machines = Machines(devices=devices, ranks=ranks)
         self._built = build_meta(MODEL)
@@ -102,9 +105,6 @@ class _Runner:
         Raises:
             MeshwrightError: where the model can't run under it.
         """
-        from meshwright.calibrate.practice import practise_paced
-        from meshwright.train.model_analysis import analyse_model, check_shapes
-
         facts = analyse_model(self._built, layout, tokens=self._tokens)
         check_shapes(facts, layout, self._rows, self._tokens)
         one = priced(self._question, layout, self._measure)

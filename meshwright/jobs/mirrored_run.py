@@ -6,12 +6,15 @@ import time
 from pathlib import Path
 
 from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror
-from meshwright.cli.arguments import say
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.events import Event
+from meshwright.jobs.progress import Say, to_stderr
+from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_bytes
 
 
-def fetch(config: RunConfig, run_dir: Path) -> None:
+def fetch_checkpoint(config: RunConfig, run_dir: Path, say: Say = to_stderr) -> None:
     """Brings the newest checkpoint back from its other place where that has a newer one than the run directory.
 
     One here that is cut short, or has no manifest, doesn't count and is replaced. Contents are read when the ranks load
@@ -22,10 +25,6 @@ def fetch(config: RunConfig, run_dir: Path) -> None:
     """
     if not config.checkpoint.mirror:
         return
-    from meshwright.checkpoint.store import CheckpointStore
-    from meshwright.events import Event
-    from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
-
     root, mirror, began = run_dir / "checkpoints", Mirror(config.checkpoint.mirror, run_dir.name), time.monotonic()
     latest = CheckpointStore(root, config.checkpoint).latest()
     found = mirror.fetch(root, latest[:2] if latest is not None else BEFORE_ALL)

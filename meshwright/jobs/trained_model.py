@@ -6,18 +6,22 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from meshwright.cli.arguments import say
-from meshwright.cli.inputs import CONFIG, refuse_code, run_config
-from meshwright.cli.run_contents import model_folder, read_text
+import torch
+from tokenizers import Tokenizer
+
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.data.tokenizer import load_tokenizer, vocabulary_size
 from meshwright.errors import CheckpointError, ConfigError, DataError
-
-if TYPE_CHECKING:
-    import torch
-    from tokenizers import Tokenizer
-
-    from meshwright.models.build import BuiltModel
+from meshwright.jobs.progress import Say, to_stderr
+from meshwright.jobs.run_contents import model_folder, read_text
+from meshwright.jobs.run_directory import CONFIG, refuse_code, run_config
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.deferred import retie
+from meshwright.models.generate import generate_tokens
+from meshwright.train.state import BUFFERS, WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +39,6 @@ class TrainedModel:
         self, prompt: str, *, max_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
     ) -> str:
         """Returns a sampled continuation of ``prompt``."""
-        from meshwright.models.generate import generate_tokens
-
         check_prompt(self.tokenizer, prompt)
         ids = self.tokenizer.encode(prompt).ids
         made = generate_tokens(
@@ -65,7 +67,9 @@ def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
         raise ConfigError(f"the prompt {prompt[:40]!r}: the vocabulary {told}; use characters of the training text")
 
 
-def newest_weights(run_dir: Path, trust: bool = False) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+def newest_weights(
+    run_dir: Path, trust: bool = False, say: Say = to_stderr
+) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
     """Returns (step, iterator of (name, whole weight or buffer)) of a run's newest checkpoint that is whole.
 
     Says which newer ones were refused, and why.
@@ -73,13 +77,11 @@ def newest_weights(run_dir: Path, trust: bool = False) -> tuple[int, Iterator[tu
     Args:
         run_dir: the run's directory.
         trust: ask the mirror that the directory's config names where the newest checkpoint here is damaged.
+        say: takes a line for each newer one that was refused.
 
     Raises:
         CheckpointError: when there is none.
     """
-    from meshwright.checkpoint.store import CheckpointStore
-    from meshwright.train.state import BUFFERS, WEIGHTS
-
     config = run_config(run_dir).checkpoint
     # A config that nobody typed sends this machine nowhere.
     config = config if trust else dataclasses.replace(config, mirror="")
@@ -105,9 +107,6 @@ def run_model(run_dir: Path, trust: bool = False) -> BuiltModel:
     Raises:
         ConfigError: when it names one and isn't trusted.
     """
-    from meshwright.models.build import build_meta
-    from meshwright.models.config import ModelConfig
-
     config, text, folder = run_config(run_dir), read_text(run_dir), model_folder(run_dir)
     if folder is None:
         refuse_code(run_dir, config, trust)
@@ -117,20 +116,16 @@ def run_model(run_dir: Path, trust: bool = False) -> BuiltModel:
     return build_meta(kept, weights=False)
 
 
-def open_run(run_dir: Path, trust: bool = False) -> TrainedModel:
+def open_run(run_dir: Path, trust: bool = False, say: Say = to_stderr) -> TrainedModel:
     """Loads a run's newest whole checkpoint into memory; ``trust`` as for `run_model`."""
     built, text = run_model(run_dir, trust), read_text(run_dir)
-    _, values = newest_weights(run_dir, trust)
+    _, values = newest_weights(run_dir, trust, say)
     _materialise(built, dict(values))
     return TrainedModel(built=built, tokenizer=text.tokenizer(), eos=text.eos_id, vocab=text.vocab_size)
 
 
 def open_directory(folder: Path) -> TrainedModel:
     """Loads a Hugging Face directory with its ``tokenizer.json``."""
-    from meshwright.data.tokenizer import load_tokenizer, vocabulary_size
-    from meshwright.models.build import build_meta
-    from meshwright.models.config import ModelConfig
-
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise DataError(f"{folder} has no tokenizer.json, which a prompt needs; export a run, or add the tokenizer")
@@ -143,18 +138,19 @@ def open_directory(folder: Path) -> TrainedModel:
     return TrainedModel(built=built, tokenizer=tokenizer, eos=end, vocab=vocab)
 
 
-def open_trained(path: Path, trust: bool = False) -> TrainedModel:
+def open_trained(path: Path, trust: bool = False, say: Say = to_stderr) -> TrainedModel:
     """Opens a run directory or a Hugging Face directory.
 
     Args:
         path: the directory.
         trust: run the code that a run's config names.
+        say: takes a line for each checkpoint that was passed over.
 
     Raises:
         ConfigError: when it is neither, or names code and isn't trusted.
     """
     if (path / CONFIG).is_file():
-        return open_run(path, trust)
+        return open_run(path, trust, say)
     if (path / "config.json").is_file():
         return open_directory(path)
     raise ConfigError(f"{path} is neither a run directory ({CONFIG}) nor a Hugging Face directory (config.json)")
@@ -162,10 +158,6 @@ def open_trained(path: Path, trust: bool = False) -> TrainedModel:
 
 def _materialise(built: BuiltModel, values: dict[str, torch.Tensor]) -> None:
     """Gives the meta module its memory and the values."""
-    import torch
-
-    from meshwright.models.deferred import retie
-
     module = built.module
     module.to_empty(device="cpu")
     retie(module, built.recipe.ties)

@@ -1,0 +1,56 @@
+"""The job ``generate``: continues a prompt with a trained model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.jobs.progress import Say, to_stderr
+from meshwright.jobs.trained_model import open_trained
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateResult:
+    """A prompt and how a model continued it."""
+
+    prompt: str
+    """As it was given."""
+    text: str
+    """The continuation alone."""
+
+    def to_json(self) -> dict[str, str]:
+        """Returns ``prompt`` and ``text``."""
+        return {"prompt": self.prompt, "text": self.text}
+
+
+def generate(
+    source: str | Path,
+    prompt: str,
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    trust: bool = False,
+    say: Say = to_stderr,
+) -> GenerateResult:
+    """Continues a prompt with a run's newest whole checkpoint, or with a Hugging Face directory.
+
+    Args:
+        source: the directory.
+        prompt: text to go on from.
+        max_tokens: tokens to add.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens.
+        seed: of the draws.
+        trust: import and call the function that a run's config names as its model.
+        say: takes a line for each checkpoint that was passed over.
+
+    Raises:
+        ConfigError: when the directory is neither, or names code and isn't trusted.
+        CheckpointError: when a run has no checkpoint yet.
+    """
+    text = open_trained(Path(source), trust, say).complete(
+        prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    return GenerateResult(prompt=prompt, text=text)

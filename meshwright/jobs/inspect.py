@@ -1,0 +1,177 @@
+"""The job ``inspect``: what a model is made of, how each axis can split it, and what a layout's ranks would hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.jobs.model_reading import model_parts
+from meshwright.jobs.requests import InspectConfig, Layouts, with_fields
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.experts import find_experts
+from meshwright.models.layer_graph import read_layer_graph
+from meshwright.models.measure import measure_shape
+from meshwright.models.table import sharding_table
+from meshwright.parallel import expert
+from meshwright.parallel.build import check
+from meshwright.planner.memory import Position, paper_memory, position_memory
+from meshwright.spec.axis import Mechanics
+from meshwright.spec.layout import Layout
+from meshwright.spec.sharding_table import LayerRows, ShardingTable
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectResult:
+    """What there is to know of a model, as plain values."""
+
+    model: str
+    """Its name."""
+    shape: Mapping[str, Any]
+    """Its sizes, as `spec.model_shape` has them."""
+    structure: Mapping[str, Any]
+    """Names of its parts, and its layers by kind."""
+    experts: tuple[Mapping[str, Any], ...]
+    """Its modules of experts, and how many each has."""
+    sharding: Mapping[str, Any]
+    """How tensor parallelism can split each kind of layer, and what stays whole; ``refused`` where it can't at all."""
+    pipeline: Mapping[str, Any]
+    """Where the layers can be cut into stages; ``refused`` where they can't."""
+    layouts: tuple[Mapping[str, Any], ...]
+    """Bytes of state by place for each layout that was named."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values under the names of the fields."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return values | {"experts": list(self.experts), "layouts": list(self.layouts)}
+
+
+def inspect(
+    config: InspectConfig | None = None, /, *, model: str | ModelConfig | None = None, layout: Layouts | None = None
+) -> InspectResult:
+    """Reads off a model what it is made of and how each axis can split it; nothing is allocated.
+
+    Args:
+        config: what to look at; the arguments that follow go before its fields of the same names.
+        model: a type such as ``"llama"``, a directory or ``module:function``; or a config with its sizes.
+        layout: layouts whose bytes of state are priced.
+
+    Raises:
+        ConfigError: for a model that can't be built.
+        PlanError: for a layout that can't be, or that the model doesn't allow.
+    """
+    config = with_fields(config or InspectConfig(), model=model, layout=layout)
+    layouts = [Layout.parse(text) for text in config.layout]
+    built = build_meta(config.model)
+    table, sharding = _sharding(built)
+    layer_graph, pipeline = _pipeline(built)
+    experts = tuple(
+        {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
+        for rows in find_experts(built.module)
+    )
+    analysis = ModelAnalysis(table=table, layer_graph=layer_graph)
+    return InspectResult(
+        model=config.model.name,
+        shape=measure_shape(built).to_json(),
+        structure=_structure(built),
+        experts=experts,
+        sharding=sharding,
+        pipeline=pipeline,
+        layouts=tuple(_priced(built, layout, analysis) for layout in layouts),
+    )
+
+
+def _structure(built: BuiltModel) -> dict[str, Any]:
+    """Names of the parts, and the layers by kind."""
+    structure = built.structure
+    kinds: dict[Any, dict[str, Any]] = {}
+    for name in structure.layers:
+        layer = built.module.get_submodule(name)
+        key = type(layer), tuple((part, tuple(item.shape)) for part, item in layer.named_parameters())
+        count = sum(item.numel() for item in layer.parameters())
+        kinds.setdefault(key, {"type": type(layer).__name__, "parameters": count, "layers": []})["layers"].append(name)
+    parts = ("embedding", "position_embedding", "final_norm", "head", "vocab", "width", "positions", "context")
+    return {part: getattr(structure, part) for part in parts} | {
+        "ties": [list(names) for names in structure.ties],
+        "layers": list(kinds.values()),
+    }
+
+
+def _sharding(built: BuiltModel) -> tuple[ShardingTable | None, dict[str, Any]]:
+    """The sharding table, and what it says by kind of layer."""
+    try:
+        table = sharding_table(built)
+    except MeshwrightError as error:
+        return None, {"refused": str(error)}
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, rows in table.layers.items():
+        found = _rows(rows)
+        kinds.setdefault(json.dumps(found), found | {"layers": []})["layers"].append(name)
+    return table, {
+        "vocabulary": list(table.vocabulary),
+        "whole": dict(table.refused),
+        "kinds": list(kinds.values()),
+    }
+
+
+def _rows(rows: LayerRows) -> dict[str, Any]:
+    groups = [
+        {
+            "module": group.module,
+            "column_linears": list(group.column_linears),
+            "replicated_inputs": list(group.replicated_inputs),
+            "row_linear": group.row_linear,
+            "units": group.units,
+            "heads": group.heads,
+            "shared": list(group.shared),
+        }
+        for group in rows.groups
+    ]
+    return {
+        "groups": groups,
+        "whole": dict(rows.refused),
+        "sequence": rows.sequence,
+        "sequence_refused": rows.sequence_refused,
+    }
+
+
+def _pipeline(built: BuiltModel) -> tuple[Any, dict[str, Any]]:
+    """The layer graph, and where it can be cut."""
+    try:
+        layer_graph = read_layer_graph(built)
+    except MeshwrightError as error:
+        return None, {"refused": str(error)}
+    return layer_graph, {
+        "layers": len(layer_graph.layers),
+        "stages": len(layer_graph.layers) - len(layer_graph.blocked),
+        "payload": sorted({len(taken) for taken in layer_graph.boundary_tensors[1:]}),
+        "blocked": {str(at): why for at, why in layer_graph.blocked.items()},
+    }
+
+
+def _priced(built: BuiltModel, layout: Layout, known: ModelAnalysis) -> dict[str, Any]:
+    """Bytes of state by place of a layout."""
+    check(layout, "cuda", len(built.structure.layers))
+    facts = analyse_model(built, layout, known)
+    expert.check(facts.experts, layout.degree(Mechanics.EXPERTS))
+    parts = model_parts(built, facts)
+    positions = position_memory(layout, parts)
+    fullest = max(positions, key=lambda position: position.total_bytes)
+    return {
+        "layout": str(layout),
+        "ranks": layout.world,
+        "parameters": parts.total,
+        "positions": [_place(position) for position in positions],
+        "fullest": _place(fullest),
+        "formula": dict(fullest.formula),
+        "zero_paper_bytes": paper_memory(layout, fullest.held.elements),
+    }
+
+
+def _place(position: Position) -> dict[str, Any]:
+    return {"place": dict(position.place), "memory": dict(position.memory), "total": position.total_bytes}

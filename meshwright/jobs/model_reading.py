@@ -1,0 +1,96 @@
+"""A model on the meta device with what planning needs of it: its sizes, its weights by name, what its modules keep."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.errors import MeshwrightError
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.experts import routes_wide
+from meshwright.models.table import sharding_table
+from meshwright.models.work import measure_model
+from meshwright.planner.measured_price import Measure
+from meshwright.planner.memory import ModelParts, StateSizes
+from meshwright.spec.axis import Mechanics
+from meshwright.spec.layout import Layout
+from meshwright.spec.model_shape import ModelWork
+from meshwright.spec.sharding_table import ShardingTable
+from meshwright.train.model_analysis import ModelAnalysis
+from meshwright.train.run_config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadModel:
+    """A model on meta with what planning needs of it."""
+
+    built: BuiltModel
+    sizes: StateSizes
+    fingerprint: str
+    """Hash of names, shapes and types of its parameters."""
+
+
+def read_model(config: RunConfig, vocab: int | None, context: int | None) -> ReadModel:
+    """Builds the config's model on the meta device."""
+    built = build_meta(config.model, vocab=vocab, context=context)
+    named = [(name, item) for name, item in built.module.named_parameters() if item.requires_grad]
+    layers = [
+        sum(item.numel() for name, item in named if name.startswith(layer + ".")) for layer in built.structure.layers
+    ]
+    rows = [(name, list(item.shape), str(item.dtype)) for name, item in built.module.named_parameters()]
+    return ReadModel(
+        built=built,
+        sizes=StateSizes(total=sum(item.numel() for _, item in named), layers=tuple(layers)),
+        fingerprint=hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
+    )
+
+
+def model_parts(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
+    """Returns what prices every axis: the model's weights by name, and what a layout knows of them."""
+    named = built.module.named_parameters(remove_duplicate=False)
+    structure = built.structure
+    return ModelParts.of(
+        named,
+        structure.layers,
+        structure.ties,
+        facts.table,
+        facts.layer_graph,
+        facts.experts,
+        facts.attention,
+        wide_routing=routes_wide(built.module),
+    )
+
+
+def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:
+    """Returns what runs a model's modules on fake tensors for a layout, once for each size and split.
+
+    Args:
+        built: the model on meta.
+        sequence: tokens a row.
+        precision: of compute.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}.get(precision, torch.float32)
+
+    @functools.cache
+    def table(degree: int) -> ShardingTable:
+        return sharding_table(built, degree)
+
+    @functools.cache
+    def measured(rows: int, degree: int, split: bool) -> ModelWork | None:
+        try:
+            split_by = table(degree) if degree > 1 else None
+            return measure_model(built, rows, sequence, dtype, split_by, degree, split)
+        except MeshwrightError:
+            return None
+
+    def of(layout: Layout, rows: int) -> ModelWork | None:
+        if layout.offload != "none":  # its update isn't the device's, which is what was measured
+            return None
+        work = measured(rows, layout.degree(Mechanics.MATRICES), layout.sequence)
+        return work.compiled() if work is not None and layout.compile else work
+
+    return of

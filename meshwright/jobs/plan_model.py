@@ -1,0 +1,317 @@
+"""Planning for a model that was read already, or that is given by its sizes; loads no torch.
+
+The job ``plan`` (`jobs.plan`) reads the model and ends here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.cluster.calibration import Calibration
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.jobs.machines import Machines, cluster_here
+from meshwright.jobs.requests import PlanConfig
+from meshwright.launch.devices import found_devices
+from meshwright.planner.choose import Candidate, Choice, Question, choose, joined
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.explain import reason, why
+from meshwright.planner.measured_price import Measure, informed, priced, recosted
+from meshwright.planner.scaling import Point, curve, knee, replan, sizes
+from meshwright.planner.unequal import choose_unequal, why_unequal
+from meshwright.spec.axes import known_axes
+from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.model_shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannableModel:
+    """A model as the planner needs it; read once, it can be planned for any number of clusters."""
+
+    shape: ModelShape
+    """Its sizes."""
+    measure: Callable[[int, str], Measure] | None = None
+    """Returns what runs its modules on fake tensors, for the tokens of a row and a precision; None without modules."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanResult:
+    """The planner's answer: the layout, its predicted time and memory, and why the others lose."""
+
+    question: Question
+    """What was planned: model, cluster, batch."""
+    choice: Choice
+    """The best layouts, and what the search looked at."""
+    compared: Mapping[str, str] = field(default_factory=dict)
+    """For each layout that was to be compared, by its whole text form, why it isn't the plan."""
+
+    @property
+    def layout(self) -> Layout:
+        """The plan's layout."""
+        return self.choice.best[0].layout
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of an optimizer step."""
+        return self.choice.best[0].price.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted tokens a second, over all devices."""
+        return self.choice.best[0].tokens_per_s
+
+    @property
+    def peak_bytes(self) -> float:
+        """Predicted bytes of device memory of the fullest rank."""
+        return self.choice.best[0].price.peak
+
+    @property
+    def reason(self) -> str:
+        """Why this layout, in a sentence."""
+        return reason(self.question, self.choice)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the answer as plain values."""
+        question, choice = self.question, self.choice
+        return {
+            "model": {"name": question.job.shape.name, "parameters": question.job.shape.parameters},
+            "cluster": question.cluster.to_dict(),
+            "devices": question.cluster.devices,
+            "batch": question.job.rows,
+            "sequence": question.job.sequence,
+            "objective": question.objective,
+            "reason": self.reason,
+            "plan": str(self.layout),
+            "best": [_candidate_json(candidate) for candidate in choice.shown],
+            "ties": choice.ties,
+            "front": [{"step_s": step, "peak_bytes": peak, "layout": text} for step, peak, text in choice.front],
+            "search": {
+                "considered": choice.considered,
+                "priced": choice.priced,
+                "too_large": choice.too_large,
+                "seconds": choice.took_s,
+            },
+            "compared": dict(self.compared),
+            "notes": list(choice.notes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingResult:
+    """How the plan changes with the number of devices."""
+
+    question: Question
+    """What was planned; its cluster is the largest."""
+    points: tuple[Point, ...]
+    """The best layout of each number of devices, or why there is none."""
+
+    @property
+    def knee(self) -> int | None:
+        """Devices beyond which a doubling brings little; None where there is no such number."""
+        return knee(list(self.points))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the curve as plain values."""
+        rows = [
+            {
+                "devices": point.devices,
+                "best": _candidate_json(point.best) if point.best else None,
+                "why": point.why,
+                "efficiency": point.efficiency,
+            }
+            for point in self.points
+        ]
+        return {"points": rows, "knee": self.knee}
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """Returns a layout and its price as plain values."""
+    return {
+        "layout": candidate.layout.to_json(),
+        "price": dataclasses.asdict(candidate.price),
+        "tokens_per_s": candidate.tokens_per_s,
+        "cost_per_mtoken": candidate.cost_per_mtoken,
+        "joules_per_token": candidate.joules_per_token,
+    }
+
+
+def model_of_sizes(text: str) -> PlannableModel:
+    """Returns a standard transformer by its sizes, as ``layers=96,width=12288,heads=96,vocab=51200``.
+
+    Args:
+        text: ``name=value`` of the sizes, separated by commas; layers, width, heads and vocab are needed.
+
+    Raises:
+        ConfigError: for a size that isn't known, isn't a number, or is missing.
+    """
+    return PlannableModel(shape=shape_from_sizes(_table_sizes(text)))
+
+
+def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> PlanResult:
+    """Finds the fastest layout of a model that fits.
+
+    Args:
+        config: what to plan; its ``model`` and ``sizes`` count as read.
+        model: the model.
+        cluster: the machines, instead of those that the config names.
+
+    Raises:
+        ConfigError, ClusterError: for what can't be.
+        PlanError: when no layout fits.
+    """
+    if spans_devices(config):
+        raise ConfigError(f"devices = {config.devices} is several numbers; scaling() plans for each")
+    question, measure = question_of(config, model, cluster), None
+    if model.measure is not None:
+        measure = model.measure(config.sequence, question.job.precision)
+        question = informed(question, measure)
+    if question.cluster.uniform:
+        choice = recosted(question, choose(question, config.show), measure)
+    else:
+        choice = choose_unequal(question, config.show)
+    choice, compared = _compared(config, question, choice, measure)
+    return PlanResult(question=question, choice=choice, compared=compared)
+
+
+def scale_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> ScalingResult:
+    """Plans for each number of devices that the config names, as ``8..512`` or ``8,24``.
+
+    Args:
+        config: what to plan; its ``model`` and ``sizes`` count as read.
+        model: the model.
+        cluster: the machines, instead of those that the config names.
+
+    Raises:
+        ConfigError, ClusterError, PlanError: for what can't be.
+    """
+    question = question_of(config, model, cluster)
+    points = curve(question, sizes(config.devices, question.cluster.devices))
+    return ScalingResult(question=question, points=tuple(points))
+
+
+def spans_devices(config: PlanConfig) -> bool:
+    """Returns whether a config names several numbers of devices."""
+    return ".." in config.devices or "," in config.devices
+
+
+def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> Question:
+    """Builds what is to be planned.
+
+    Raises:
+        ConfigError, ClusterError, PlanError: for what can't be.
+    """
+    cluster = cluster if cluster is not None else _cluster_of(config)
+    if config.devices.isdigit():
+        cluster = cluster.restricted(int(config.devices))
+    precision = config.precision
+    if cluster.device.name.startswith("cpu") and precision == "bf16":
+        precision = "float32"
+    question = Question(
+        job=PricedJob(shape=model.shape, sequence=config.sequence, rows=config.batch, precision=precision),
+        cluster=cluster,
+        base=Layout(precision=precision, compile=config.compile),
+        objective=config.objective,
+        usable=config.usable,
+        limits=_limits(config),
+    )
+    if not config.lost:
+        return question
+    # The nodes that are left, and of these the ones worth using.
+    left = replace(question, cluster=question.cluster.without(config.lost))
+    return replan(left, 1)[0] if left.cluster.uniform else left
+
+
+def _cluster_of(config: PlanConfig) -> Cluster:
+    """Reads the machines, with what was measured on them."""
+    if config.hostfile:
+        cluster = Cluster.from_hostfile(Path(config.hostfile), config.device)
+    elif config.cluster:
+        cluster = Cluster.parse(config.cluster)
+    else:
+        devices = found_devices(int(config.devices) if config.devices.isdigit() else None)
+        cluster = cluster_here(Machines(devices=devices, ranks=devices.count))
+    return cluster.calibrated(Calibration.load(Path(config.calibration))) if config.calibration else cluster
+
+
+def _table_sizes(text: str) -> TableSizes:
+    known = {item.name: str(item.type) for item in dataclasses.fields(TableSizes) if item.name != "latent"}
+    values: dict[str, Any] = {"name": "sizes"}
+    for part in (part.strip() for part in text.split(",") if part.strip()):
+        key, equals, value = part.partition("=")
+        if key not in known or not equals:
+            raise ConfigError(f"sizes: '{part}' is unknown{nearest(key, known)}; write layers=96,width=12288,...")
+        if "bool" in known[key]:
+            values[key] = value.lower() in ("true", "1", "yes")
+        elif known[key] == "str":
+            values[key] = value
+        elif value.isdigit():
+            values[key] = int(value)
+        else:
+            raise ConfigError(f"sizes: {key}={value} is not a whole number")
+    missing = [key for key in ("layers", "width", "heads", "vocab") if key not in values]
+    if missing:
+        raise ConfigError(f"sizes: {', '.join(missing)} missing; a model needs layers, width, heads and vocab")
+    return TableSizes(**values)
+
+
+def _limits(config: PlanConfig) -> dict[str, Any]:
+    """Reads what is given into fields of the space.
+
+    Raises:
+        ConfigError: for what can't be given.
+    """
+    fixed: dict[str, int] = {}
+    limits: dict[str, Any] = {"fixed": fixed}
+    for part in (part.strip() for part in config.fix.split(",") if part.strip()):
+        key, _, value = part.partition("=")
+        known = (*known_axes(), "microbatches", "zero", "offload")
+        if key not in known:
+            raise ConfigError(f"fix: '{key}' can't be given{nearest(key, known)}; it takes {', '.join(known)}")
+        if key == "offload":
+            if value not in OFFLOADS:
+                raise ConfigError(f"fix: {part}{nearest(value, OFFLOADS)}")
+            limits["offloads"] = (value,)
+            continue
+        if not value.isdigit() or (key != "zero" and int(value) < 1) or (key == "zero" and int(value) > 3):
+            raise ConfigError(f"fix: {part}: a degree is a whole number of at least 1, a ZeRO level 0 to 3")
+        if key == "zero":
+            limits["levels"] = (int(value),)
+        else:
+            fixed[key] = int(value)
+    if config.schedules:
+        limits["schedules"] = tuple(config.schedules)
+    return limits
+
+
+def _compared(
+    config: PlanConfig, question: Question, choice: Choice, measure: Measure | None
+) -> tuple[Choice, dict[str, str]]:
+    """For each layout that the user named, why it isn't the plan; and the answer, which one of them may change."""
+    layouts = [_named(text, question) for text in config.layout]
+    told: dict[str, str] = {}
+    found: list[Candidate] = []
+    for layout in layouts:
+        try:
+            if question.cluster.uniform:
+                found.append(priced(question, layout, measure))
+            else:
+                told[str(layout)] = why_unequal(question, layout, choice)
+        except MeshwrightError as error:
+            told[str(layout)] = f"can't be: {error}"
+    choice = joined(question, choice, found)
+    for one in found:
+        told[str(one.layout)] = why(question, one, choice, lambda layout: priced(question, layout, measure))
+    return choice, {str(layout): told[str(layout)] for layout in layouts}
+
+
+def _named(text: str, question: Question) -> Layout:
+    """Reads a layout, in the precision and form that all have unless it says otherwise."""
+    layout = Layout.parse(text)
+    precision = layout.precision if "precision" in text else question.base.precision
+    compiled = layout.compile if "compile" in text else question.base.compile
+    return replace(layout, precision=precision, compile=compiled)

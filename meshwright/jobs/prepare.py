@@ -1,0 +1,90 @@
+"""Text becomes token files once: the job prepares it, or opens what was prepared before."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from meshwright.data.config import DataConfig
+from meshwright.data.prepare import prepare as prepare_folder
+from meshwright.data.prepare import prepared_path
+from meshwright.data.stages import Progress, Report
+from meshwright.data.tokenizer import has_tokenizer, same_tokenizer
+from meshwright.data.tokens import TokenSet
+from meshwright.errors import ConfigError
+from meshwright.jobs.progress import Say, to_stderr
+from meshwright.models.config import ModelConfig
+from meshwright.units import format_bytes, format_count, format_seconds
+
+CACHE = Path("prepared")
+"""Where prepared text is kept unless ``data.cache`` says otherwise."""
+
+
+def prepare(config: DataConfig, out: str | Path | None = None, *, say: Say | None = to_stderr) -> TokenSet:
+    """Turns text into token files, or opens those that an earlier call made of the same inputs.
+
+    Args:
+        config: what to read, and how; an empty ``paths`` takes the Python source that comes with the interpreter.
+        out: directory to make; one under ``prepared/``, named by what the inputs contain, when None.
+        say: takes a line now and then; None for none.
+
+    Returns:
+        The token files, opened: ``train`` and ``validation`` splits, vocabulary, fingerprint.
+
+    Raises:
+        ConfigError, DataError: for text that isn't there or can't be read.
+    """
+    config.check_all()
+    began, progress = time.monotonic(), _progress_report(say) if say is not None else None
+    folder = Path(out) if out is not None else prepared_path(config, CACHE, progress)
+    token_set = prepare_folder(config, folder, progress=progress)
+    if say is not None:
+        trained, held = (format_count(len(split.tokens)) for split in (token_set.train, token_set.validation))
+        size, spent = token_set.vocab_size, format_seconds(time.monotonic() - began)
+        say(f"text: {folder}: {trained} + {held} held out tokens, vocabulary {size} ({spent})")
+    return token_set
+
+
+def text_config(model: ModelConfig, data: DataConfig) -> DataConfig:
+    """Returns how the text is prepared for a model: a directory's weights know the ids of their own tokenizer alone.
+
+    Raises:
+        ConfigError: for another tokenizer than that of the weights without the user's word, or none that is known.
+    """
+    folder = Path(model.name).expanduser().absolute()
+    own = model.kind == "directory" and has_tokenizer(folder)
+    trained = model.kind == "directory" and not model.fresh
+    if data.foreign_tokenizer and (not own or not trained or data.tokenizer == "auto"):
+        raise ConfigError(
+            "data.foreign_tokenizer has no effect: it allows another data.tokenizer than that of a model directory "
+            "whose weights are loaded; leave it out"
+        )
+    if data.tokenizer != "auto":
+        if own and trained and not data.foreign_tokenizer and not same_tokenizer(data.tokenizer, str(folder)):
+            raise ConfigError(
+                f"data.tokenizer = {data.tokenizer!r} is another tokenizer than that of {model.name}, to whose weights "
+                "its ids mean other text; leave it out, or set data.foreign_tokenizer = true to train on them anyway"
+            )
+        return data
+    if not own and trained:
+        raise ConfigError(
+            f"model.name = '{model.name}' has weights and no tokenizer beside them, without which ids mean nothing to "
+            "it; add its tokenizer.json, or give data.tokenizer the one it was trained with"
+        )
+    resolved = data.resolved(str(folder) if own else "")
+    resolved.check()
+    return resolved
+
+
+def _progress_report(say: Say, every_s: float = 2.0) -> Report:
+    """Returns what says each stage as it begins, and every so many seconds how far it is."""
+    stage, at = "", time.monotonic()
+
+    def report(progress: Progress) -> None:
+        nonlocal stage, at
+        now = time.monotonic()
+        if progress.stage != stage or now - at >= every_s:
+            stage, at = progress.stage, now
+            say(f"text: {progress.stage} {format_bytes(progress.done_bytes)} of {format_bytes(progress.total_bytes)}")
+
+    return report

@@ -1,0 +1,206 @@
+"""Requests to the planner, the proofs, the inspection and the calibration, as configs; loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from meshwright.config import Config
+from meshwright.data.config import DataConfig
+from meshwright.errors import ConfigError
+from meshwright.models.config import ModelConfig
+from meshwright.schedules.file import PREFIX
+from meshwright.schedules.spec import find_schedule
+from meshwright.spec.layout import Layout
+
+C = TypeVar("C", bound=Config)
+
+
+def with_fields(config: C, **fields: Any) -> C:
+    """Returns a config with the fields that aren't None set anew, checked as a whole.
+
+    A model's name stands for its config, and one layout, by its text form or as a `Layout`, for a sequence of one.
+
+    Raises:
+        ConfigError: for values that can't be.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(given.get("model"), str):
+        given["model"] = ModelConfig(name=given["model"])
+    if "layout" in given:
+        layouts = given["layout"]
+        one = isinstance(layouts, (str, Layout))
+        given["layout"] = tuple(str(layout) for layout in ([layouts] if one else layouts))
+    changed = dataclasses.replace(config, **given)  # type: ignore[type-var]
+    changed.check_all()
+    return changed
+
+
+Layouts = str | Layout | Sequence[str | Layout]
+"""One or several layouts, by text form or as `Layout`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig(Config):
+    """What to plan. Nothing is allocated; no GPU is needed."""
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="gpt2"))
+    """The model."""
+    sizes: str = ""
+    """A standard transformer by its sizes instead, which loads no library:
+    ``layers=96,width=12288,heads=96,vocab=51200,gated=false``."""
+    cluster: str = ""
+    """The machines: ``64xh100``, ``2x8xa100-80``, ``64xh100+32xa100``, a .toml file; the one at hand when empty."""
+    hostfile: str = ""
+    """Nodes by a hostfile, each with devices as ``device`` says."""
+    device: str = ""
+    """The device of every node of the hostfile."""
+    devices: str = ""
+    """So many of the cluster's devices; ``8..512`` plans for each doubling and names the knee."""
+    lost: int = 0
+    """Nodes that are gone: plans for those left, a few of which may stand idle where that is faster."""
+    batch: int = 512
+    """Rows of the global batch."""
+    sequence: int = 2048
+    """Tokens a row."""
+    precision: str = "bf16"
+    """Precision of the layouts; on CPU cores float32."""
+    objective: Literal["time", "cost", "energy"] = "time"
+    """What the best has least of: seconds of a step, dollars or joules of a token."""
+    fix: str = ""
+    """What is given: degrees, micro-batches, a ZeRO level, what lies in host memory: ``tp=8,pp=4,zero=1``,
+    ``offload=none``."""
+    compile: bool = False
+    """Plan for layers that torch.compile made, as ``compile=true`` in a layout runs them."""
+    schedules: tuple[str, ...] = ()
+    """Schedules to choose from; all that ask to be searched when none is named."""
+    usable: float = 0.94
+    """Share of a device's memory that may be filled."""
+    layout: tuple[str, ...] = ()
+    """Layouts to compare with the plan; for each the answer says why it is worse or doesn't fit."""
+    calibration: str = ""
+    """File of `meshwright calibrate`."""
+    show: int = 10
+    """Layouts in the table."""
+    html: str = ""
+    """File for the plan as one page."""
+
+    def check(self) -> None:
+        """Refuses settings that can't be."""
+        if self.batch < 1 or self.sequence < 1 or self.show < 1:
+            raise ConfigError("batch, sequence and show must be at least 1")
+        if not 0 < self.usable <= 1:
+            raise ConfigError(f"usable = {self.usable}: it is a share, above 0 and at most 1")
+        if self.lost < 0:
+            raise ConfigError(f"lost = {self.lost}: a number of nodes is 0 or more")
+        if self.hostfile and not self.device:
+            raise ConfigError("a hostfile says how many devices a node has, not which; give --device h100")
+        if self.hostfile and self.cluster:
+            raise ConfigError("cluster and hostfile both name machines; give one")
+        for name in self.schedules:
+            if name.startswith(PREFIX):
+                raise ConfigError(f"schedules: {name} is of one size; compare it by --layout pp=N,schedule={name}")
+            find_schedule(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyConfig(Config):
+    """What to prove. Without layouts: every layout of ``devices`` ranks."""
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="gpt2"))
+    """The model; a small clone of it (fewer, narrower layers) unless ``full``."""
+    layout: tuple[str, ...] = ()
+    """Layouts by text form; several may follow one ``--layout``."""
+    devices: int | None = None
+    """Number of ranks when no layout is named; None for all GPUs, else all cores."""
+    steps: int = 3
+    """Optimizer steps that are compared."""
+    dtype: Literal["float64", "float32", "bf16", "fp16"] = "float64"
+    """Precision of layouts that name none. In float64 nothing but 1e-9 is allowed; in any other what rounding does to
+    one plain device, measured (`proof.rounding`)."""
+    full: bool = False
+    """The model as it is, instead of a small clone."""
+    rows: int = 0
+    """Rows of the global batch; 0 for the fewest, at least 8, that all layouts divide."""
+    sequence: int = 0
+    """Tokens of the long rows; 0 for 240, which divides over every degree up to 6, over 8 and over 16, or for the most
+    of 120, 48 and 24 on which the model runs."""
+    short_sequence: int = 24
+    """Tokens of the short rows, with which the long ones take turns; both are trained on from two steps on."""
+    allow_whole: bool = False
+    """Let a layout pass that left whole what it was asked to split."""
+    training: bool = True
+    """Training mode. ``false`` proves a model in evaluation mode: one that draws random numbers in training, say."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Text to take tokens from; made-up tokens when no path is given."""
+    timeout_s: float = 600.0
+    """Limit for one layout."""
+
+    def check(self) -> None:
+        """Refuses counts under one."""
+        lengths = self.sequence >= 0 and self.sequence != 1 and self.short_sequence >= 2
+        if self.steps < 1 or not lengths or self.rows < 0 or self.timeout_s <= 0:
+            raise ConfigError(
+                f"verify: steps = {self.steps} must be at least 1, sequence = {self.sequence} 0 or at least 2, "
+                f"short_sequence = {self.short_sequence} at least 2, rows = {self.rows} at least 0 and timeout_s = "
+                f"{self.timeout_s} above 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopConfig(Config):
+    """What to prove. Without layouts: every layout of ``devices`` ranks that a custom loop can run."""
+
+    loop: str = ""
+    """``FILE:FUNCTION``: takes a strategy, trains, and returns the losses of its rows."""
+    layout: tuple[str, ...] = ()
+    """Layouts by text form; several may follow one ``--layout``."""
+    devices: int = 2
+    """Number of ranks when no layout is named; CPU ranks of this machine."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """Torch's default type while the loop runs: float64 is the proof, float32 shows rounding."""
+    timeout_s: float = 600.0
+    """Limit for one layout."""
+
+    def check(self) -> None:
+        """Refuses counts under one."""
+        if self.devices < 1 or self.timeout_s <= 0:
+            raise ConfigError(
+                f"verify: devices = {self.devices} must be at least 1 and timeout_s = {self.timeout_s} above 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrateConfig(Config):
+    """What to measure."""
+
+    devices: int | None = None
+    """Ranks, as the run will have on all nodes; None for all GPUs, else all cores, of each."""
+    out: str = ""
+    """File to write; empty for the user's cache, where plans for this machine look for it."""
+    quick: bool = False
+    """A few sizes for a few seconds, for a first idea; kept beside one that is in the cache."""
+    practice: int = 1
+    """Rounds of short runs of a small model under each axis, which teach what the runtime takes beside operators and
+    collectives; three are surer where the machine isn't quiet, 0 leaves them out."""
+    timeout_s: float = 300.0
+    """Limit for all of it."""
+
+    def check(self) -> None:
+        """Refuses a limit that leaves no time, and fewer rounds than none."""
+        if self.practice < 0:
+            raise ConfigError(f"calibrate: practice = {self.practice} must be 0 or more")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"calibrate: timeout_s = {self.timeout_s} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectConfig(Config):
+    """What to look at: a model, and layouts to price."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model; its name may stand first, without a flag."""
+    layout: tuple[str, ...] = ()
+    """Layouts by text form, whose bytes of state are told; several may follow one ``--layout``."""

@@ -1,0 +1,89 @@
+"""A run's directory: its config and plan, and which command may take it up."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from pathlib import Path
+
+import tomli_w
+
+from meshwright.config import read_toml
+from meshwright.errors import ConfigError
+from meshwright.jobs.resumption import differences
+from meshwright.resilience.run_lock import FOLDER as OWNER
+from meshwright.spec.plan import Plan
+from meshwright.train.run_config import RunConfig
+
+CONFIG = "config.toml"
+PLAN = "plan.json"
+
+
+def claim_directory(config: RunConfig) -> RunConfig:
+    """Names a new run's directory, or takes up an old one's.
+
+    Raises:
+        ConfigError: when the directory is another config's, or isn't a run's.
+    """
+    if not config.run:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = config.model.name.rstrip("/").replace("/", "-").replace(":", "-").lstrip(".-")
+        return dataclasses.replace(config, run=str(Path("runs") / f"{name}-{stamp}"))
+    folder = Path(config.run)
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ConfigError(f"run = {folder}: {place} is a file, and a run is a directory; give another --run")
+    if (folder / CONFIG).exists():
+        differing = differences(run_config(folder), config)
+        if differing:
+            raise ConfigError(
+                f"run directory {folder} belongs to another config: {'; '.join(differing)}; give another --run, or the "
+                "settings that it was made with"
+            )
+    elif folder.exists() and any(path.name != OWNER for path in folder.iterdir()):
+        raise ConfigError(f"run directory {folder} holds files but no {CONFIG}; give another --run")
+    return config
+
+
+def write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
+    """Writes config and plan into a run's directory, which is made."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name, text in ((CONFIG, tomli_w.dumps(config.to_dict())), (PLAN, plan.dumps())):
+        # Renamed into place: a kill in between must not leave a run that no longer knows its config.
+        beside = run_dir / f".{name}.new"
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(run_dir / name)
+
+
+def wait_for(path: Path, limit_s: float) -> None:
+    """Waits until rank 0 has written a file."""
+    end = time.monotonic() + limit_s
+    while not path.exists():
+        if time.monotonic() > end:
+            raise ConfigError(f"{path} didn't appear within {limit_s:g} s; the nodes must share the run directory")
+        time.sleep(0.05)
+
+
+def refuse_code(run_dir: Path, config: RunConfig, trust: bool) -> None:
+    """Refuses to run the code that a run directory's config names, unless the user said that it is trusted.
+
+    Raises:
+        ConfigError: names the function.
+    """
+    if config.model.kind == "function" and not trust:
+        raise ConfigError(
+            f"{run_dir / CONFIG} names the function '{config.model.name}' as its model, which would be imported "
+            "and called, and could do anything; add --trust if you trust who wrote that directory"
+        )
+
+
+def run_config(run_dir: Path) -> RunConfig:
+    """Reads the config of a run directory.
+
+    Raises:
+        ConfigError: when the directory holds no run.
+    """
+    if not (run_dir / CONFIG).is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG}; give the directory of a run")
+    return RunConfig.from_dict(read_toml(run_dir / CONFIG))

@@ -1,0 +1,286 @@
+"""The job ``train``: from text and a model's name to a trained model, on one node or on this node of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.contract import find_backend
+from meshwright.checkpoint.mirror import check_mirror
+from meshwright.data.loader import Loader
+from meshwright.data.tokens import TokenSet
+from meshwright.errors import ConfigError, RankError
+from meshwright.jobs.conclusion import conclude, ended_elsewhere
+from meshwright.jobs.layouts import check_fallbacks, facts_of, leaner, make_plans, plan_for_less
+from meshwright.jobs.machines import Machines
+from meshwright.jobs.mirrored_run import fetch_checkpoint
+from meshwright.jobs.model_reading import ReadModel, read_model
+from meshwright.jobs.nodes import Nodes, NodeWords
+from meshwright.jobs.prepare import prepare, text_config
+from meshwright.jobs.progress import Say, to_stderr
+from meshwright.jobs.run_contents import write_contents
+from meshwright.jobs.run_directory import PLAN, claim_directory, wait_for, write_run
+from meshwright.jobs.train_proof import prove_before
+from meshwright.jobs.train_result import TrainResult
+from meshwright.jobs.trained_model import check_prompt
+from meshwright.jobs.trials import Trial, fastest, run_trials, write_trials
+from meshwright.launch.choice import choose_launcher
+from meshwright.launch.devices import Devices, found_devices
+from meshwright.launch.fork import ForkLauncher
+from meshwright.launch.torchrun import TorchrunLauncher
+from meshwright.models.measure import measure_shape
+from meshwright.models.probe import check_documents
+from meshwright.resilience.agent import Agent, Seat
+from meshwright.resilience.keeper import await_keeper
+from meshwright.resilience.run_lock import RunLock
+from meshwright.resilience.supervisor import Supervisor
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.train.hooks import Hook
+from meshwright.train.model_analysis import ModelAnalysis
+from meshwright.train.run_config import RunConfig
+from meshwright.train.session import TrainJob, run_rank
+from meshwright.train.shortage import OUT_OF_MEMORY
+from meshwright.transport.key import run_key
+from meshwright.units import format_bytes, format_count
+
+Starter = ForkLauncher | TorchrunLauncher | Nodes
+"""What starts the ranks, or says which node of several this is."""
+
+
+def train(
+    config: RunConfig, *, hooks: Sequence[Hook] = (), nodes: NodeWords | None = None, say: Say = to_stderr
+) -> TrainResult | None:
+    """Trains a model; the ranks are forked from this process, which must not have run a backward pass.
+
+    A run directory that holds a run of the same config is taken up where it stopped.
+
+    Args:
+        config: the run; an empty ``run`` makes a new directory under ``runs/``.
+        hooks: called after each step on every rank; see `meshwright.train.hooks`.
+        nodes: this node's place, when the same is done on others.
+        say: takes a line of progress.
+
+    Returns:
+        How the run ended; None on the ranks of torchrun other than the first.
+
+    Raises:
+        ConfigError, PlanError, ClusterError: before a rank starts, for what can't be.
+        RankError: when ranks failed more often than recovery allows.
+    """
+    config.check_all()
+    config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
+    if nodes is not None:
+        place, config = nodes.place(config), claim_directory(config)
+        with RunLock(Path(config.run), config.launch.owner_s, nodes.node):
+            return _train(config, place, tuple(hooks), say)
+    config, launcher = claim_directory(config), choose_launcher(config.devices, config=config.launch)
+    if not isinstance(launcher, ForkLauncher) and launcher.context.rank:
+        return _train(config, launcher, tuple(hooks), say)
+    with RunLock(Path(config.run), config.launch.owner_s):
+        return _train(config, launcher, tuple(hooks), say)
+
+
+def trials(config: RunConfig, count: int = 3, *, say: Say = to_stderr) -> list[Trial]:
+    """Runs the planner's best layouts for ten steps each, on this machine, and returns their times in the plan's order.
+
+    Args:
+        config: the run, whose ``layout`` is ``auto``; nothing is written into its directory.
+        count: how many layouts at most.
+        say: takes a line of progress.
+
+    Raises:
+        ConfigError, PlanError: before a rank starts, for what can't be.
+    """
+    if count < 1 or config.layout != "auto":
+        raise ConfigError(f"trials: count = {count}, layout = {config.layout}: give at least 1, and layout = auto")
+    config.check_all()
+    launcher = choose_launcher(config.devices, config=config.launch)
+    if not isinstance(launcher, ForkLauncher):
+        raise ConfigError("trials start ranks of their own, which under torchrun are there already; call them without")
+    token_set, model = _text_and_model(config, say)
+    offers = make_plans(config, model, _machines(config, launcher), count, say)
+    with tempfile.TemporaryDirectory() as folder:
+        job = _job(dataclasses.replace(config, run=folder), model, token_set, offers[0], ())
+        return run_trials(job, offers, say)
+
+
+def _text_and_model(config: RunConfig, say: Say | None) -> tuple[TokenSet, ReadModel]:
+    """Prepares the text and reads the model for its vocabulary, refusing what could not be trained on it."""
+    if config.model.kind == "type":
+        read_model(config, None, None)  # a wrong name or size is known before text is prepared
+    token_set = prepare(text_config(config.model, config.data), say=say)
+    if config.train.sample and config.train.sample_tokens:
+        check_prompt(token_set.tokenizer(), config.train.sample)
+    model = read_model(config, token_set.vocab_size, config.data.sequence)
+    if config.data.mask_documents and len(token_set.train.ends) > 1:
+        check_documents(model.built)
+    return token_set, model
+
+
+def _job(
+    config: RunConfig,
+    model: ReadModel,
+    token_set: TokenSet,
+    offer: tuple[Plan, ModelAnalysis],
+    hooks: tuple[Hook, ...],
+) -> TrainJob:
+    """Returns what every rank is handed under a plan."""
+    plan, analysis = offer
+    return TrainJob(
+        config=config,
+        plan=plan,
+        model=model.built,
+        analysis=analysis,
+        run_dir=Path(config.run),
+        data_dir=token_set.path,
+        fingerprint=model.fingerprint,
+        header=_header(config, model, plan, token_set),
+        hooks=hooks,
+        flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
+    )
+
+
+def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: Say) -> TrainResult | None:
+    context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
+    first = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
+    if config.layout != "auto":
+        Layout.parse(config.layout).check_ranks(launcher.ranks)
+    token_set, model = _text_and_model(config, say if first else None)
+    if config.trials and context is not None:
+        raise ConfigError("trials start ranks of their own, which under torchrun are there already; drop trials")
+    run_dir = Path(config.run)
+    count = config.trials if not (run_dir / PLAN).exists() else 0
+    machines = _machines(config, launcher)
+    offers = make_plans(config, model, machines, max(1, count), say)
+    _check_ahead(config, model, offers[0][0].layout, machines.devices, token_set)
+    job = _job(config, model, token_set, offers[0], hooks)
+    if count:
+        found = run_trials(job, offers, say)
+        plan, analysis = offers[fastest(found)]
+        plan = dataclasses.replace(plan, reason=f"fastest of {len(found)} that were tried; {plan.reason}")
+        job = _job(config, model, token_set, (plan, analysis), hooks)
+        write_trials(run_dir, found)
+    _begin(job, first, isinstance(launcher, Nodes), token_set, say)
+    if first and config.train.prove:
+        prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, Nodes), say=say)
+    if isinstance(launcher, Nodes):
+        outcome, first = _nodes_result(config, model, job, launcher, machines, say)
+    else:
+        outcome = _ranks_result(config, model, job, launcher, machines, say)
+    if not first:
+        return ended_elsewhere(outcome, run_dir) if isinstance(launcher, Nodes) else None
+    return conclude(config, run_dir, token_set, job.plan, outcome, machines)
+
+
+def _begin(job: TrainJob, first: bool, nodes: bool, token_set: TokenSet, say: Say) -> None:
+    """Writes what the run directory holds from the start, and brings its checkpoint back from elsewhere.
+
+    Args:
+        job: the run.
+        first: whether this process writes config and plan; another waits for them.
+        nodes: several nodes, whose directories may be their own.
+        token_set: the prepared text.
+        say: takes a line of progress.
+    """
+    if first:
+        await_keeper(job.run_dir, job.config.checkpoint.wait_s, say)
+        write_run(job.run_dir, job.config, job.plan)
+        fetch_checkpoint(job.config, job.run_dir, say)
+    else:
+        wait_for(job.run_dir / PLAN, job.config.launch.group_s)
+    if first or nodes:
+        write_contents(job.run_dir, job.model, token_set)
+
+
+def _machines(config: RunConfig, launcher: Starter) -> Machines:
+    """Returns what the ranks stand on; torchrun and the words of nodes say on how many nodes."""
+    nodes = 1 if isinstance(launcher, ForkLauncher) else launcher.nodes
+    return Machines(devices=found_devices(None), ranks=launcher.ranks, nodes=nodes, network=config.launch.network)
+
+
+def _ranks_result(
+    config: RunConfig,
+    model: ReadModel,
+    job: TrainJob,
+    launcher: ForkLauncher | TorchrunLauncher,
+    machines: Machines,
+    say: Say,
+) -> dict[str, Any]:
+    """Runs the job; ranks that this process forks are started again when they fail."""
+    if not isinstance(launcher, ForkLauncher) or not config.recovery.enabled:
+        launcher.label = job.plan.layout.place
+        result = launcher.run(run_rank, job)[0]
+        return result | {"terminated": isinstance(launcher, ForkLauncher) and launcher.terminated}
+    devices = launcher.devices
+
+    def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
+        return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout, say)
+
+    def announce(changed: TrainJob) -> TrainJob:
+        try:
+            write_run(job.run_dir, config, changed.plan)
+        except OSError as error:
+            # The run goes on without: the same command plans it again.
+            say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
+        return dataclasses.replace(changed, header=job.header | _layout_rows(changed.plan, devices.kind))
+
+    supervisor = Supervisor(job, devices, plans, announce)
+    try:
+        result = supervisor.run()
+    except RankError as error:
+        if OUT_OF_MEMORY not in str(error):
+            raise
+        raise RankError(f"{error}\n{leaner(config, model, machines, job.plan)}") from error
+    return result | {"terminated": supervisor.terminated}
+
+
+def _nodes_result(
+    config: RunConfig, model: ReadModel, job: TrainJob, nodes: Nodes, machines: Machines, say: Say
+) -> tuple[dict[str, Any], bool]:
+    """Runs this node's share of the job; returns how it ended, and whether this node led then."""
+
+    def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
+        return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout, say)
+
+    def remake(plan: Plan) -> TrainJob:
+        facts, rows = facts_of(config, model, plan.layout, nodes.devices), _layout_rows(plan, nodes.devices.kind)
+        return dataclasses.replace(job, plan=plan, analysis=facts, header=job.header | rows)
+
+    key = run_key(job.run_dir, nodes.key_file)
+    seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
+    agent = Agent(job, nodes.devices, seat, plans, remake, lambda plan: write_run(job.run_dir, config, plan))
+    result = agent.run()
+    return result | {"terminated": agent.terminated}, agent.leads
+
+
+def _check_ahead(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices, token_set: TokenSet) -> None:
+    """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
+    check_fallbacks(config, model, layout, devices)
+    find_backend(config.checkpoint.backend)
+    check_mirror(config.checkpoint.mirror)
+    rows, sequence = config.train.batch, config.data.sequence
+    Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
+
+
+def _header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet) -> dict[str, str]:
+    return {
+        "model": f"{config.model.name}, {format_count(model.sizes.total)} parameters, "
+        f"{len(model.built.structure.layers)} layers",
+        "data": f"{format_count(len(token_set.train.tokens))} tokens, vocabulary {token_set.vocab_size}",
+        **_layout_rows(plan, found_devices(None).kind),
+        "run": config.run,
+    }
+
+
+def _layout_rows(plan: Plan, kind: str) -> dict[str, str]:
+    """Returns the rows of the header that follow from the plan."""
+    memory = ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.prediction.memory.items())
+    return {
+        "devices": f"{plan.ranks} x {kind}",
+        "layout": f"{plan.layout} ({plan.reason})",
+        "state": f"{memory} a rank",
+    }

@@ -1,0 +1,52 @@
+"""The typed result of ``train``; loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """How a run ended, and where everything of it lies. Losses are in nats a token for a plain language model."""
+
+    finished: bool
+    """Whether the run reached its last step; else the same config goes on where it stopped."""
+    step: int = 0
+    """Optimizer steps done, over all commands of the run."""
+    loss: float | None = None
+    """Training loss of the last step; None when this command did no step."""
+    validation_loss: float | None = None
+    """Over all of the text that is held out; None when the run was interrupted, or nothing is held out."""
+    accuracy: float | None = None
+    """Share of held-out tokens that were the likeliest, 0 to 1."""
+    bits_per_byte: float | None = None
+    """Of the held-out text, which compares tokenizers."""
+    gzip_bits_per_byte: float | None = None
+    """The same bytes by gzip."""
+    xz_bits_per_byte: float | None = None
+    """The same bytes by xz."""
+    terminated: bool = False
+    """Whether SIGTERM ended it."""
+    leads: bool = True
+    """Whether this process concluded the run; on other nodes what follows stays empty."""
+    run: str = ""
+    """The run's directory."""
+    prompt: str | None = None
+    """What the sample goes on from."""
+    sample: str | None = None
+    """Text of the trained model; None when none was asked for."""
+    report: str | None = None
+    """Path of ``report.html``; None when none was asked for."""
+    state: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes of a rank's state by part and in ``total``: ``planned`` and ``measured``; empty where none was measured."""
+    time: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step, ``planned`` and ``measured`` (median); empty where one of them isn't known."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values under the names of the fields; what wasn't found is left out, but for the loss."""
+        always = ("loss", "state", "time")
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "leads"}
+        return {name: value for name, value in values.items() if value is not None or name in always}

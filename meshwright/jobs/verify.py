@@ -1,0 +1,204 @@
+"""The job ``verify``: proves for a user's own model that layouts compute what one device computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from meshwright.data.loader import Loader
+from meshwright.errors import ConfigError
+from meshwright.jobs.prepare import prepare, text_config
+from meshwright.jobs.progress import Say, to_stderr
+from meshwright.jobs.proof_reports import VerifyReport
+from meshwright.jobs.requests import Layouts, VerifyConfig, with_fields
+from meshwright.launch.devices import found_devices
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.clone import shrink, with_every_kind
+from meshwright.models.config import ModelConfig
+from meshwright.models.experts import find_experts
+from meshwright.models.probe import check_documents
+from meshwright.models.table import SMALL, clone_of
+from meshwright.proof.compare import Verdict
+from meshwright.proof.layouts import all_layouts, layers_needed
+from meshwright.proof.reference import OptimizerRecipe
+from meshwright.proof.verify import NARROW, Case, made_up_batches
+from meshwright.proof.verify import verify as prove_layouts
+from meshwright.spec.axis import Mechanics
+from meshwright.spec.layout import Layout
+from meshwright.train.feed import MicroBatch
+
+VOCABULARY = 199
+"""Tokens of made-up text; a prime, so that no degree divides it."""
+LENGTHS = (240, 120, 48, 24)
+"""Tokens of long rows, of which the first is taken on which the model runs."""
+
+
+def verify(
+    config: VerifyConfig | None = None,
+    /,
+    *,
+    model: str | ModelConfig | None = None,
+    layout: Layouts | None = None,
+    devices: int | None = None,
+    steps: int | None = None,
+    dtype: Literal["float64", "float32", "bf16", "fp16"] | None = None,
+    full: bool | None = None,
+    on_start: Callable[[str, Sequence[Layout]], None] | None = None,
+    on_verdict: Callable[[Verdict], None] | None = None,
+    say: Say = to_stderr,
+) -> VerifyReport:
+    """Proves that layouts of a model compute the losses, gradients and weights that one device computes.
+
+    Example::
+
+        report = meshwright.verify(model="llama", layout=["tp=2", "pp=2,microbatches=2"])
+        assert report.passed, report.verdicts
+
+    Args:
+        config: what to prove; the arguments that follow go before its fields of the same names.
+        model: a type such as ``"llama"``, a directory or ``module:function``; or a config with its sizes.
+        layout: layouts; every layout of ``devices`` ranks when none is named.
+        devices: number of ranks.
+        steps: optimizer steps that are compared.
+        dtype: precision of layouts that name none.
+        full: the model as it is, instead of a small clone.
+        on_start: called before the first proof with what is proven and under which layouts.
+        on_verdict: called with each layout's verdict as it comes.
+        say: takes a line of progress while text is prepared.
+
+    Raises:
+        ConfigError, PlanError: for what can't be; a layout that the model doesn't allow is refused in the report.
+    """
+    request = with_fields(
+        config or VerifyConfig(), model=model, layout=layout, devices=devices, steps=steps, dtype=dtype, full=full
+    )
+    request = dataclasses.replace(request, sequence=request.sequence or _longest(request))
+    layouts = _layouts(request)
+    if len({layout.precision for layout in layouts}) > 1:
+        raise ConfigError("verify compares layouts of one precision; call it once for each")
+    case = _case(request, layouts, say)
+    if on_start is not None:
+        on_start(_subject(request), layouts)
+    verdicts = prove_layouts(case, layouts, on_verdict)
+    return VerifyReport(verdicts=tuple(verdicts), named=bool(request.layout))
+
+
+def _layouts(config: VerifyConfig) -> list[Layout]:
+    base = Layout(precision=config.dtype)
+    if not config.layout:
+        experts = find_experts(_built(_model(config, 2), config.sequence).module)
+        return all_layouts(found_devices(config.devices).count, base, min((e.experts for e in experts), default=0))
+    layouts = [Layout.parse(text) for text in config.layout]
+    if config.devices is not None:
+        for layout in layouts:
+            layout.check_ranks(config.devices)
+    return [
+        layout if "precision" in text else dataclasses.replace(layout, precision=config.dtype)
+        for text, layout in zip(config.layout, layouts)
+    ]
+
+
+def _case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Case:
+    parts = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
+    model = _model(config, layers_needed(layouts), parts)
+    batches, vocab = _batches(config, layouts, model, say)
+
+    def build() -> BuiltModel:
+        return build_meta(model, vocab=vocab, context=config.sequence)
+
+    return Case(
+        build=build,
+        batches=batches,
+        recipe=OptimizerRecipe(),
+        timeout_s=config.timeout_s,
+        training=config.training,
+        allow_whole=config.allow_whole,
+        grown=_grows(config),
+    )
+
+
+def _model(config: VerifyConfig, layers: int, parts: int = 2) -> ModelConfig:
+    """The model, or a clone that keeps its ratio of heads and every kind of layer beside its neighbours."""
+    model = config.model
+    if config.full or model.kind == "function":
+        return model
+    small = shrink(model, layers, parts=parts)
+    if _grows(config):
+        small = shrink(model, layers, width=2 * NARROW * (small.heads or 8), parts=parts)
+    return with_every_kind(_built(model, config.sequence), small)
+
+
+def _grows(config: VerifyConfig) -> bool:
+    """Whether the model's sharding table is read off a narrower clone when it is trained; the proof's is then too."""
+    if config.full or config.model.kind == "function":
+        return False
+    built = _built(config.model, config.sequence)
+    return sum(item.numel() for item in built.module.parameters()) > SMALL
+
+
+def _built(model: ModelConfig, context: int) -> BuiltModel:
+    """The model on meta, with the proof's vocabulary unless it has a smaller one of its own."""
+    try:
+        return build_meta(model, vocab=None if model.kind == "directory" else VOCABULARY, context=context)
+    except ConfigError:
+        return build_meta(model, vocab=None, context=context)
+
+
+def _longest(config: VerifyConfig) -> int:
+    """The longest of `LENGTHS` on which the model runs; functions alone are run to find out."""
+    for length in LENGTHS[:-1]:
+        try:
+            built = _built(config.model, length)
+        except ConfigError:
+            continue  # rows longer than its positions
+        elements = sum(item.numel() for item in built.module.parameters())
+        if config.model.kind != "function" or elements > SMALL or not clone_of(built).refuses(length):
+            return length
+    return LENGTHS[-1]
+
+
+def _subject(config: VerifyConfig) -> str:
+    whole = config.full or config.model.kind == "function"
+    return config.model.name + ("" if whole else ", a small clone of it")
+
+
+def _batches(
+    config: VerifyConfig, layouts: Sequence[Layout], model: ModelConfig, say: Say
+) -> tuple[Sequence[MicroBatch], int]:
+    """Returns global batches and their vocabulary: from the user's text, or made up."""
+    share = math.lcm(*(layout.batch_unit for layout in layouts))
+    rows = config.rows or share * max(1, -(-8 // share))
+    if not config.data.paths:
+        built = _built(model, config.sequence)
+        vocab = min(built.vocab or VOCABULARY, VOCABULARY)
+        return made_up_batches(config.steps, rows, _lengths(config), vocab, _masks(built)), vocab
+    token_set = prepare(text_config(config.model, config.data), say=say)
+    masked = config.data.mask_documents
+    loaders = [
+        Loader(token_set.train, rows=rows, sequence=length, seed=0, mask_documents=masked)
+        for length in _lengths(config)
+    ]
+    made = []
+    for step in range(config.steps):
+        batch = loaders[step % len(loaders)].batch(step)
+        parts = (torch.from_numpy(item) for item in (batch.tokens, batch.targets, batch.positions))
+        made.append(MicroBatch(*parts))
+    return made, token_set.vocab_size
+
+
+def _lengths(config: VerifyConfig) -> tuple[int, ...]:
+    """Tokens a row, the run's own first: where one step alone is proven, it is proven on them."""
+    return (config.sequence, min(config.sequence, config.short_sequence))
+
+
+def _masks(built: BuiltModel) -> bool:
+    """Whether the model keeps documents of a row apart."""
+    try:
+        check_documents(built)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,143 @@
+"""The job ``verify_job``: proves a whole run, through its data, schedule, evaluation and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshwright.errors import ConfigError
+from meshwright.jobs.prepare import prepare, text_config
+from meshwright.jobs.proof_reports import JobReport
+from meshwright.jobs.requests import Layouts
+from meshwright.jobs.run_directory import PLAN, refuse_code, run_config
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.clone import shrink
+from meshwright.models.config import ModelConfig
+from meshwright.proof.job import JobCase, JobVerdict, scaled_config
+from meshwright.proof.job import verify_job as prove_job
+from meshwright.proof.layouts import layers_needed
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.train.run_config import RunConfig
+
+ROWS, TOKENS = 8, 1024
+"""Fewest rows of the proof's batch, and most tokens of its rows, unless ``full``: what a CPU can do in float64."""
+
+
+def verify_job(
+    job: RunConfig | str | Path,
+    *,
+    layout: Layouts = (),
+    full: bool = False,
+    steps: int = 6,
+    timeout_s: float = 600.0,
+    trust: bool = False,
+    on_start: Callable[[str], None] | None = None,
+    on_verdict: Callable[[JobVerdict], None] | None = None,
+) -> JobReport:
+    """Proves that a run's text, rows, optimizer, schedule and loss train under layouts as a plain loop on one device.
+
+    Each layout is trained under, evaluated, saved, and resumed under the next one, in float64 to 1e-9.
+
+    Args:
+        job: a run's directory, or its config.
+        layout: layouts, each resumed under the one after it and the last under the first; the run's own when empty.
+        full: the model as it is, all rows and tokens, instead of a small clone.
+        steps: optimizer steps, half under each of two layouts.
+        timeout_s: limit for each run.
+        trust: import and call the function that a run's directory names as its model.
+        on_start: called before the first proof with what is proven, and what is left out of it.
+        on_verdict: called with the verdict of each pair of layouts as it comes.
+
+    Raises:
+        ConfigError, PlanError: for what can't be.
+    """
+    if steps < 2 or steps % 2:
+        raise ConfigError(f"steps = {steps}: half of them run under each layout; give an even number from 2 on")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s = {timeout_s:g}: give seconds above 0")
+    named = [str(item) for item in ([layout] if isinstance(layout, (str, Layout)) else layout)]
+    config, layouts = job_and_layouts(job, named, trust)
+    case, subject = case_of(config, layouts, full, steps, timeout_s)
+    if on_start is not None:
+        on_start(subject)
+    pairs = _pairs([dataclasses.replace(layout, precision="float64") for layout in layouts])
+    return JobReport(subject=subject, verdicts=tuple(prove_job(case, pairs, on_verdict)))
+
+
+def job_and_layouts(job: RunConfig | str | Path, named: Sequence[str], trust: bool) -> tuple[RunConfig, list[Layout]]:
+    """Returns the config of a run and the layouts to prove it under.
+
+    Args:
+        job: a run's directory, or its config.
+        named: layouts by text form; the run's own when empty.
+        trust: whether a directory may name code.
+    """
+    if isinstance(job, RunConfig):
+        config, own = job, "" if job.layout == "auto" else job.layout
+    else:
+        path, own = Path(job), ""
+        config = run_config(path)
+        refuse_code(path, config, trust)
+        if (path / PLAN).is_file():
+            own = str(Plan.from_json(json.loads((path / PLAN).read_text(encoding="utf-8"))).layout)
+    texts = list(named) or ([own] if own else [])
+    if not texts:
+        raise ConfigError("the recipe leaves the layout to the planner (auto): name layouts with --layout")
+    layouts = [Layout.parse(text) for text in texts]
+    for layout, text in zip(layouts, named):
+        if "precision" in text and layout.precision != "float64":
+            raise ConfigError(
+                f"--layout {text}: a job is proven in float64; drop precision={layout.precision}, and prove its steps "
+                f"within rounding by meshwright verify --model {config.model.name} --layout {text}"
+            )
+    return config, layouts
+
+
+def _pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
+    """Each layout is trained under once and resumed under once."""
+    if len(layouts) == 1:
+        alone = Layout(precision="float64")
+        return [(layouts[0], alone), (alone, layouts[0])] if layouts[0] != alone else [(alone, alone)]
+    return list(zip(layouts, [*layouts[1:], layouts[0]]))
+
+
+def case_of(
+    config: RunConfig, layouts: Sequence[Layout], full: bool, steps: int, limit_s: float
+) -> tuple[JobCase, str]:
+    """Returns the job to prove and a sentence that says what of the run it leaves out."""
+    token_set = prepare(text_config(config.model, config.data), say=None)
+    scaled, less = scaled_config(config, steps), []
+    model = config.model
+    if not full and model.kind != "function":
+        model, less = _clone(config.model, layouts), ["a small clone of the model"]
+    share = math.lcm(*(layout.batch_unit for layout in layouts))
+    rows, tokens = config.train.batch, config.data.sequence
+    if not full:
+        rows, tokens = min(rows, share * max(1, -(-ROWS // share))), min(tokens, TOKENS)
+        less += [f"{rows} of {config.train.batch} rows"] if rows < config.train.batch else []
+        less += [f"{tokens} of {config.data.sequence} tokens a row"] if tokens < config.data.sequence else []
+    scaled = dataclasses.replace(
+        scaled,
+        model=model,
+        train=dataclasses.replace(scaled.train, batch=rows),
+        evaluation=dataclasses.replace(scaled.evaluation, rows=rows),
+        data=dataclasses.replace(scaled.data, sequence=tokens),
+    )
+
+    def build() -> BuiltModel:
+        return build_meta(model, vocab=token_set.vocab_size, context=tokens)
+
+    build()
+    case = JobCase(config=scaled, build=build, data=token_set.path, timeout_s=limit_s)
+    what = f"{config.model.name} on {token_set.path}: {steps} steps of {rows} x {tokens} tokens, float64"
+    narrow = sorted({layout.precision for layout in layouts} & {"bf16", "fp16"})
+    stands = f"; float64 stands for {' and '.join(narrow)}, in which verify --model proves steps" if narrow else ""
+    return case, what + (f"; instead of the run's own: {', '.join(less)} (--full proves all)" if less else "") + stands
+
+
+def _clone(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:
+    return shrink(model, layers_needed(layouts))
