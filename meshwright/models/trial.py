@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from meshwright.parallel import tensor
 from meshwright.parallel.axis_group import DifferentiableCollectives
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import repeated
-from meshwright.spec.placement import LocalShard
+from meshwright.spec.placement import Box, LocalShard
 from meshwright.spec.sharding_table import LayerRows, ShardingTable, vocabulary_span
 
 TOLERANCE = 1e-9
@@ -31,6 +31,13 @@ PATIENCE_S = 20.0
 """Time for which a thread waits for the others."""
 LONG_PATIENCE_S = 60.0
 """The same with long rows."""
+_FullResult: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]
+"""Output, gradients of the inputs, and gradient of each trained parameter by name."""
+_RankResult: TypeAlias = tuple[
+    torch.Tensor, list[torch.Tensor], dict[str, tuple[LocalShard | None, torch.Tensor]], list[tensor.PartialGrad]
+]
+"""The same of one rank, each parameter with its local shard; and the gradients that are partial over the axis."""
+_Result = TypeVar("_Result")
 
 
 class _FinishedThread:
@@ -111,7 +118,7 @@ class ThreadGroup(DifferentiableCollectives):
         return _FinishedExchange()
 
 
-def in_threads(size: int, work: Callable[[ThreadGroup], Any], patience_s: float = PATIENCE_S) -> list[Any]:
+def in_threads(size: int, work: Callable[[ThreadGroup], _Result], patience_s: float = PATIENCE_S) -> list[_Result]:
     """Runs ``work`` on each thread of a group and returns the results in order of index.
 
     Args:
@@ -209,7 +216,7 @@ def _output_grad(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=dtype)
 
 
-def _run_full_layer(trace: LayerTrace) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+def _run_full_layer(trace: LayerTrace) -> _FullResult:
     """Runs the whole layer: its output, its inputs' gradients, and each trained parameter's gradient by name."""
     inputs = {id(item): item.detach().clone().requires_grad_() for item in trace.inputs}
     trained = {name: parameter for name, parameter in trace.layer.named_parameters() if parameter.requires_grad}
@@ -221,11 +228,7 @@ def _run_full_layer(trace: LayerTrace) -> tuple[torch.Tensor, list[torch.Tensor]
     return out.detach(), grads_or_zero[: len(inputs)], dict(zip(trained, grads_or_zero[len(inputs) :]))
 
 
-def _run_split_layer(
-    trace: LayerTrace, rows: LayerRows, axis_group: Any, sequence: bool
-) -> tuple[
-    torch.Tensor, list[torch.Tensor], dict[str, tuple[LocalShard | None, torch.Tensor]], list[tensor.PartialGrad]
-]:
+def _run_split_layer(trace: LayerTrace, rows: LayerRows, axis_group: Any, sequence: bool) -> _RankResult:
     """Runs one rank's shard of the layer.
 
     Returns:
@@ -255,7 +258,9 @@ def _run_split_layer(
     return out.detach(), grads_or_zero[: len(inputs)], parameter_grads, sharded.owed
 
 
-def _compare_layer(trace: LayerTrace, expected: Any, rank_results: list[Any], degree: int, sequence: bool) -> str:
+def _compare_layer(
+    trace: LayerTrace, expected: _FullResult, rank_results: list[_RankResult], degree: int, sequence: bool
+) -> str:
     """Names the first output or gradient of a rank that differs from the whole layer's; "" for none."""
     full_output, full_input_grads, parameters = expected
     # before any comparison: a partial gradient alone never equals the full one
@@ -270,7 +275,7 @@ def _compare_layer(trace: LayerTrace, expected: Any, rank_results: list[Any], de
 
 
 def _compare_gradients(
-    expected: dict[str, torch.Tensor], rank_results: list[Any], degree: int, already_summed: bool = False
+    expected: dict[str, torch.Tensor], rank_results: list[_RankResult], degree: int, already_summed: bool = False
 ) -> str:
     """Names the first parameter whose gradient differs on some rank; "" for none."""
     if not already_summed:
@@ -288,7 +293,7 @@ def _compare_gradients(
     return ""
 
 
-def _sum_partial_grads(rank_results: list[Any], degree: int) -> None:
+def _sum_partial_grads(rank_results: list[_RankResult], degree: int) -> None:
     """Sums the partial gradients over ranks in place, as `tp.PartialGradReducer` does over processes."""
     # the list of partial gradients is the same on every rank
     for partial_grad in rank_results[0][3]:
@@ -307,7 +312,7 @@ def _sum_partial_grads(rank_results: list[Any], degree: int) -> None:
                     view.copy_(total)
 
 
-def _box_slices(box: Any) -> tuple[slice, ...]:
+def _box_slices(box: Box) -> tuple[slice, ...]:
     """Turns a box, (start, stop) in each dim, into slices."""
     return tuple(slice(start, stop) for start, stop in box)
 
@@ -358,7 +363,7 @@ def rehearse_model(
     }
     full_logits = full_logits.detach()
 
-    def run_rank(axis_group: Any) -> Any:
+    def run_rank(axis_group: Any) -> _RankResult:
         module = duplicate(clone.module)
         sharded = tensor.wrap_model(module, table, axis_group, axis_group.size, sequence)
         rank_output = clone.run(rows, module, tokens=tokens)
