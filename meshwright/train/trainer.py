@@ -74,13 +74,12 @@ class Trainer:
 
     def __init__(self, deps: TrainerDeps) -> None:
         self._deps = deps
-        self.step = 0
-        self.tokens = 0
+        self.step = self.tokens = 0
         self.validation_loss: float | None = None
         self._sick_steps = 0
         self._health = Health(deps.config.recovery, deps.config.schedule.warmup_steps(deps.config.train.steps))
-        checked = (deps.program, deps.optimizer, deps.store.agreement)
-        self._integrity = Integrity(self._health, *checked, deps.memory, self._event)
+        state = (deps.program, deps.optimizer, deps.store.agreement)
+        self._integrity = Integrity(self._health, *state, deps.memory, self._event)
         self._must_rewind = False
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""

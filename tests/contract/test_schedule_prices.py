@@ -19,8 +19,9 @@ from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.timing import held
-from meshwright.schedules.closed_form import PassSums, held_microbatches, step_seconds
+from meshwright.schedules.closed_form import PassSums
 from meshwright.schedules.costs import ActionCosts
+from meshwright.schedules.evaluate import held_microbatches, step_seconds
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
 from meshwright.spec.layout import Layout

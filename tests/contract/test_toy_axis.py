@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from meshwright import parallel
-from meshwright.cli.inputs import model_parts
 from meshwright.cli.main import main
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
+from meshwright.jobs.model_reading import model_parts
 from meshwright.models.measure import measure_shape
 from meshwright.models.table import sharding_table
 from meshwright.monitor.grid import layout_grid

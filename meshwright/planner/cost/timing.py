@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
-from meshwright.schedules.closed_form import PassSums, held_microbatches, step_seconds
+from meshwright.schedules.closed_form import PassSums
+from meshwright.schedules.evaluate import held_microbatches, step_seconds
 from meshwright.schedules.spec import ScheduleSpec
 
 
