@@ -1,1 +1,1 @@
-"""What this machine really does: the times that a calibration is made of."""
+"""Measures this machine: the times of operators, collectives and the host that make a calibration."""

@@ -1,1 +1,1 @@
-"""Checkpoints: written beside and renamed, checksummed, loaded under any layout, one file per backend."""
+"""Checkpoints: written atomically, checksummed, loaded under any layout; one file per backend."""

@@ -1,4 +1,4 @@
-"""The `dcp` backend: torch.distributed.checkpoint, with guards for what it doesn't check itself.
+"""The `dcp` backend: torch.distributed.checkpoint, with the checks that it lacks.
 
 Each rank writes one file by one thread (a second would swallow its errors), with a checksum of the bytes on their way
 out. ``.metadata`` is a pickle, read by an unpickler that knows a closed list of classes. Coverage is checked on both
@@ -180,7 +180,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Refuses what DCP's planner would unpickle."""
+        """Refuses items that DCP's planner would unpickle."""
         raise CheckpointError(f"'{read_item.dest_index.fqn}' isn't a tensor in the file")
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

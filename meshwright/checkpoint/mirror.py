@@ -51,7 +51,7 @@ def check_mirror(url: str) -> None:
     """Refuses a path whose protocol is unknown or not installed, without touching the network; empty is fine.
 
     Raises:
-        ConfigError: with what to install.
+        ConfigError: with the missing package or valid forms.
     """
     if not url:
         return

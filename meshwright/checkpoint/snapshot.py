@@ -358,7 +358,7 @@ class SnapshotWriter:
             Seconds that training was blocked.
 
         Raises:
-            CheckpointError: when ``meta`` is too long, or the state isn't what the writer was made for.
+            CheckpointError: when ``meta`` is too long, or the state has other shards than the writer.
         """
         began = time.perf_counter()
         meta_json = json.dumps(dict(meta), separators=(",", ":")).encode()

@@ -3,7 +3,7 @@
 
 A checkpoint is written to a temporary folder (``.writing-step-00000500-3fa4c2d1``). The rank that writes a file syncs
 it and computes its checksum; rank 0 writes the manifest last, renames the folder and syncs its parent. A folder named
-``step-...`` is therefore complete whatever process was killed, and loading still verifies all of it.
+``step-...`` is therefore complete, even if processes were killed, and loading still verifies all of it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The machines: devices, nodes, the links between them, and what a collective over them takes."""
+"""The machines of a job: devices, nodes, links between them, and times of collectives over them."""

@@ -1,1 +1,1 @@
-"""Text: prepared to token files, and the loader that cuts rows from them; knows its (index, count), not the mesh."""
+"""Data: text is prepared as token files, from which a loader makes batches by (index, count), without a mesh."""

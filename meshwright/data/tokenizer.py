@@ -195,14 +195,14 @@ def end_id(tokenizer: Tokenizer, settings: dict[str, Any]) -> int | None:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Returns the largest token id plus one: what a model's embedding must hold."""
+    """Returns the largest token id plus one: the least number of rows of a model's embedding."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def splits_at_newlines(text: str) -> bool:
     """Returns whether text may be split after a lone newline between visible characters without changing a token.
 
-    True for a byte-level BPE with GPT-2's rule and no normaliser, where a newline is a pre-token of its own.
+    True for a byte-level BPE with GPT-2's rule and no normaliser, where a newline is a separate pre-token.
 
     Args:
         text: contents of ``tokenizer.json``.

@@ -1,1 +1,1 @@
-"""Sinks, progress, drift and report: what a run shows while it runs and leaves behind."""
+"""Monitoring of a run: sinks of records and events, displays, progress of ranks, drift from the plan, report."""

@@ -108,7 +108,7 @@ class RetryingFile:
         return time.monotonic() - since
 
     def _append(self, chunk: bytes) -> None:
-        """Writes one chunk, or takes back what was written of it and raises."""
+        """Writes one chunk, or truncates the file to its end before the chunk and raises."""
         written = os.write(self._fd, chunk)
         if written == len(chunk):
             return
