@@ -182,6 +182,6 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
     bad_sizes = [share // layout.microbatches for share in shares if share // layout.microbatches % facts.rows]
     if bad_sizes:
         raise PlanError(
-            f"this model shapes its output as whole rows: under cp={layout.degree('cp')} a micro-batch must have a "
-            f"multiple of {facts.rows} rows, and it has {bad_sizes[0]}; change train.batch or microbatches"
+            f"this model shapes its output as whole rows: under {layout.written(Mechanics.TOKENS)} a micro-batch must "
+            f"have a multiple of {facts.rows} rows, and it has {bad_sizes[0]}; change train.batch or microbatches"
         )

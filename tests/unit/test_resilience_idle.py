@@ -54,11 +54,14 @@ def forked() -> object:
 
 
 def looked(watch: IdleWatch, pids: list[int], seconds: float) -> float:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Polls for some seconds; returns when it last did."""
+    now = time.monotonic()
+    end = now + seconds
+    while now < end:
         time.sleep(0.05)
-        watch.poll(pids, time.monotonic())
-    return time.monotonic()
+        now = time.monotonic()
+        watch.poll(pids, now)
+    return now
 
 
 def test_a_process_computes_sleeps_or_is_stopped(forked: Forked) -> None:

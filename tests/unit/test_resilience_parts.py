@@ -249,7 +249,7 @@ def test_what_is_left_of_a_layout(whole: str, ranks: int, rows: int, found: str)
 
 def test_uneven_shares() -> None:
     texts = [str(uneven(rows, readers)) for rows, readers in ((8, 3), (8, 4), (7, 5))]
-    assert texts == ["3x2-2x1", "", "2x2-1x3"]
+    assert texts == ["3x2-2", "", "2x2-1x3"]
 
 
 def test_faults_are_parsed_and_refused() -> None:
