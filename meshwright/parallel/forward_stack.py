@@ -23,6 +23,8 @@ _STACK = "_meshwright_forward_stack"
 class ForwardLayer(IntEnum):
     """Where a wrapper lies, innermost first; the transforms of a layout run in this order too."""
 
+    EXAMPLE = 0
+    """Stands for the module's own forward while it is tried out on an example of the user's."""
     STAGE = 10
     """Layers of other pipeline stages are stubs; a stage's forward ends at its boundary."""
     TENSOR = 20
@@ -85,11 +87,16 @@ def wrap_forward(module: nn.Module, layer: ForwardLayer, purpose: str, wrap: Cal
     if stack is not None and stack.installed is module.__dict__.get("forward"):
         plain, inside = stack.plain, stack.wrappers
     # Otherwise never wrapped, or somebody else's code replaced the forward since: that is the module's own then.
+    added = ForwardWrapper(layer, purpose, wrap)
     # The sort is stable: later wrappers of one layer lie outside of earlier ones.
-    ordered = sorted((*inside, ForwardWrapper(layer, purpose, wrap)), key=lambda wrapper: wrapper.layer)
-    forward = plain
-    for wrapper in ordered:
-        forward = wrapper.wrap(forward)
+    ordered = sorted((*inside, added), key=lambda wrapper: wrapper.layer)
+    if ordered[-1] is added:
+        # As it stands, since that of a deep copy may be the copy of an object, which wrapping anew would not give.
+        forward = wrap(module.forward)
+    else:
+        forward = plain
+        for wrapper in ordered:
+            forward = wrapper.wrap(forward)
     module.__dict__["forward"] = forward
     module.__dict__[_STACK] = _ForwardStack(plain, tuple(ordered), forward)
 

@@ -132,7 +132,7 @@ def tried_on(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
         return built
     probe_module = _shallow_copy(built.module)
     on_example = _OnExample(probe_module, example.detach())
-    wrap_forward(probe_module, ForwardLayer.PROBE, "called on an example of the user's", lambda _plain: on_example)
+    wrap_forward(probe_module, ForwardLayer.EXAMPLE, "called on an example of the user's", lambda _plain: on_example)
     return dataclasses.replace(built, module=probe_module)
 
 

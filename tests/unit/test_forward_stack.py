@@ -67,6 +67,26 @@ def test_a_shallow_copy_has_a_stack_of_its_own() -> None:
     assert len(wrappers(module)) == 1 and len(wrappers(other)) == 2
 
 
+class Counting:
+    """A forward that is an object, as a dispatcher of tokens is: a deep copy of its module has its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+def test_a_deep_copy_calls_its_own_objects() -> None:
+    module, counting = nn.Linear(2, 2), Counting()
+    wrap_forward(module, ForwardLayer.EXAMPLE, "counts", lambda _plain: counting)
+    duplicate = copy.deepcopy(module)
+    wrap_forward(duplicate, ForwardLayer.STAGE, "b", noting([], "b"))
+    duplicate(torch.zeros(1, 2))
+    assert counting.calls == 0
+
+
 def test_a_stack_can_be_read() -> None:
     module = nn.Linear(2, 2)
     module.register_forward_pre_hook(lambda *_: None)
