@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 
 from meshwright.calibrate.clock import DeviceTimer
 from meshwright.cluster.calibration import FORMS
+from meshwright.torch_compat.tensors import fused_adamw_, run_backward
 from meshwright.train.loss import cross_entropy_sums
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -239,7 +239,7 @@ def optimizer(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[int, float
 
         def update(update_arguments: Any = update_arguments) -> None:
             # The kernel itself: the first step of the optimizer's class imports torch's compiler, which costs seconds.
-            torch._fused_adamw_(
+            fused_adamw_(
                 *update_arguments, lr=1e-6, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, **_FUSED_ADAMW_FLAGS
             )
 
@@ -264,6 +264,6 @@ def _backward_of(result: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> Call
     """Returns a function that runs the backward of ``result`` by the engine: autograd.grad would import sympy."""
     # retain_graph is true: the same graph is run again and again.
     upstream = torch.ones_like(result)
-    return lambda: _engine_run_backward(
+    return lambda: run_backward(
         (result,), (upstream,), True, False, inputs, allow_unreachable=False, accumulate_grad=False
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.tensor_shards import TensorShard, parts_of, within
 from meshwright.errors import CheckpointError
+from meshwright.torch_compat.tensors import foreach_copy_
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +115,5 @@ class Copier:
 
 def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]], non_blocking: bool) -> None:
     """Copies (target, source) pairs of equal shapes in one call, without Python between tensors."""
-    import torch
-
     if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking)
+        foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking)

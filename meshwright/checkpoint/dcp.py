@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -33,12 +32,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.tensor import DTensor
-from torch.serialization import _get_layout
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.files import SummedWriter
 from meshwright.errors import CheckpointError
 from meshwright.names import plain_name
+from meshwright.torch_compat.checkpoints import MemoryFormatCode, StorageInfo
+from meshwright.torch_compat.tensors import storage_layout
 
 _BATCH_BYTES = 256 * 2**20
 _METADATA = ".metadata"
@@ -196,11 +196,11 @@ def _look_up_memory(state: Mapping[str, Any], index: MetadataIndex, look_up: Cal
 _METADATA_CLASSES = {
     **{("torch.distributed.checkpoint.metadata", kind.__name__): kind for kind in (
         ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata,
-        _MEM_FORMAT_ENCODING,
+        MemoryFormatCode,
     )},
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
+    ("torch.serialization", "_get_layout"): storage_layout,
     # The path at which the checkpoint was written; it is never opened.
     **{("pathlib", kind): PurePosixPath for kind in ("PosixPath", "PurePosixPath")},
 }  # fmt: skip
@@ -231,7 +231,7 @@ def _read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(storage_data, dict):
         raise CheckpointError(f"{folder.name}: {_METADATA} holds no metadata")
     for storage_info in storage_data.values():
-        if not isinstance(storage_info, _StorageInfo):
+        if not isinstance(storage_info, StorageInfo):
             raise CheckpointError(f"{folder.name}: {_METADATA} holds no metadata")
         # A name such as ../../x would make the reader open files outside the checkpoint.
         plain_name(storage_info.relative_path, f"{folder.name}: {_METADATA}", CheckpointError)

@@ -88,17 +88,15 @@ def parts_of(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
     """
     import torch
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    from meshwright.torch_compat.dtensors import local_box
+    from meshwright.torch_compat.tensors import local_tensor
 
     local_shards: list[tuple[TensorShard, torch.Tensor]] = []
     for name, tensor in tensors.items():
         boxes: Iterable[tuple[Box, torch.Tensor]]
         if isinstance(tensor, DTensor):
-            local_shape, global_offset = compute_local_shape_and_global_offset(
-                tensor.shape, tensor.device_mesh, tensor.placements
-            )
-            local = tensor.detach()._local_tensor
-            boxes = [(tuple((start, start + size) for start, size in zip(global_offset, local_shape)), local)]
+            boxes = [(local_box(tensor), local_tensor(tensor.detach()))]
         elif isinstance(tensor, torch.Tensor):
             boxes = [(tuple((0, size) for size in tensor.shape), tensor.detach())]
         else:

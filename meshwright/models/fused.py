@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from meshwright.spec.model_shape import Operator
+from meshwright.torch_compat.tensors import tree_flatten
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import MeshwrightError, PlanError
@@ -31,6 +30,7 @@ from meshwright.models.structure import ModelStructure
 from meshwright.parallel.model_checkpointing import inlined
 from meshwright.parallel.stage import copied
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
+from meshwright.torch_compat.tensors import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
 _VOCAB, _ROWS, _TOKENS = 64, 2, 10
 _SMALL = 1 << 23

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from meshwright.models.fused import Call, fused
 from meshwright.parallel.axis_group import DifferentiableCollectives
 from meshwright.spec.model_shape import ModuleWork, Operator
+from meshwright.torch_compat.tensors import FakeTensorMode, TorchDispatchMode, tree_flatten
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
@@ -191,8 +190,6 @@ def faked(module: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
         module: on meta.
         dtype: of floating parameters.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     originals: list[tuple[dict[str, Any], str, Any]] = []
     fakes: dict[int, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+
+from meshwright.torch_compat.tensors import TorchDispatchMode, tensor_factories, tree_map_only
 
 SILENT_ON_META = ("trunc_normal_", "orthogonal_", "sparse_", "dirac_", "eye_")
 """Functions of `torch.nn.init` that depend on data and therefore return at once for a meta tensor (torch 2.13)."""
@@ -148,7 +147,7 @@ class MetaFactories(TorchFunctionMode):
                 real = func(*args, **(kwargs | {"device": None if device is None else "cpu"}))
                 # transformers asks the device of an empty tensor whether to skip its own initialisation: it must not.
                 return real if real.numel() == 0 or real.is_meta else real.to("meta")
-        elif func in _device_constructors() and kwargs.get("device") is None:
+        elif func in tensor_factories() and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from meshwright.errors import PlanError
 from meshwright.models.forward import model_output
@@ -16,6 +15,7 @@ from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.stage import Stage, copied
 from meshwright.spec.layer_graph import LayerGraph, held_names
+from meshwright.torch_compat.pipelining import stage_backward_input, stage_backward_weight
 
 _STAGES = 16
 """Largest number of stages of a rehearsal."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.model_checkpointing import inlined
+from meshwright.torch_compat.tensors import tree_map_only
 
 
 @dataclass(slots=True)

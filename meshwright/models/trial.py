@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from meshwright.models.trace import LayerTrace, first_tensor
 from meshwright.parallel import tensor
@@ -22,6 +21,7 @@ from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import repeated
 from meshwright.spec.placement import Box, LocalShard
 from meshwright.spec.sharding_table import LayerRows, ShardingTable, vocabulary_span
+from meshwright.torch_compat.tensors import tree_map_only
 
 TOLERANCE = 1e-9
 """Largest error, relative to the largest entry; computed in float64 alone (`parallel.float64_ops`) it is 1e-13."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError
@@ -25,6 +24,7 @@ from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.random_ops import RandomOpsMode
 from meshwright.spec.model_shape import ModelWork, ModuleWork
 from meshwright.spec.sharding_table import ShardingTable
+from meshwright.torch_compat.tensors import tree_map_only, without_dispatch_mode
 
 
 @computed_by_helper
@@ -209,7 +209,7 @@ class _HiddenFromModes:
     """Hides what runs inside from the modes and hooks around it."""
 
     def __enter__(self) -> None:
-        self._modes = torch.utils._python_dispatch._pop_mode_temporarily()
+        self._modes = without_dispatch_mode()
         self._mode = self._modes.__enter__()
         # hooks that do nothing override those of the outer measurement
         self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda item: item, lambda item: item)

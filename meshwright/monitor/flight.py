@@ -114,8 +114,8 @@ def read_dump(data: bytes) -> Mapping[str, Any]:
 
 def find_recorder() -> Callable[[], bytes] | None:
     """Returns a function that dumps this process's active collectives as JSON; None where torch has no recorder."""
-    import torch._C._distributed_c10d as c10d
+    from meshwright.torch_compat.tensors import collective_dump
 
-    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+    dump = collective_dump()
     # Arguments: include collectives (not just the state of groups), and of them only active ones.
     return (lambda: bytes(dump(True, True))) if dump is not None else None

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup
@@ -19,6 +18,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
+from meshwright.torch_compat.tensors import tree_leaves
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUM_BITS = 50

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel, is_transformers, use_float64, without_cache
@@ -20,9 +20,10 @@ from meshwright.models.recorder import Recording, record
 from meshwright.models.sizes import DROPOUTS
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.parallel.axis_group import AxisGroup
-from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.model_source import Fill, ModelSource
 from meshwright.spec.layout import Layout
+from meshwright.torch_compat.tensors import tree_leaves
 from meshwright.train.model_analysis import ModelAnalysis
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -91,8 +92,8 @@ def _with_layers(module: nn.Module, structure: ModelStructure) -> ModelStructure
 class _OnExample:
     """Replaces a module's forward in trials: random rows shaped like an example, a scalar out."""
 
-    def __init__(self, module: nn.Module, example: torch.Tensor) -> None:
-        self._module, self._example = module, example
+    def __init__(self, plain: Forward, example: torch.Tensor) -> None:
+        self._plain, self._example = plain, example
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
         rows = next(iter(inputs.values())).shape[0]
@@ -103,7 +104,7 @@ class _OnExample:
         else:
             # integers (classes, ids) can't be random: repeat the example's rows
             example_rows = self._example.cpu()[torch.arange(rows) % len(self._example)]
-        output: Any = type(self._module).forward(self._module, example_rows)
+        output: Any = self._plain(example_rows)
         total = torch.zeros((), dtype=torch.float64)
         for item in tree_leaves(output):
             if isinstance(item, torch.Tensor) and item.is_floating_point():
@@ -131,8 +132,8 @@ def tried_on(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
             )
         return built
     probe_module = _shallow_copy(built.module)
-    on_example = _OnExample(probe_module, example.detach())
-    wrap_forward(probe_module, ForwardLayer.EXAMPLE, "called on an example of the user's", lambda _plain: on_example)
+    on_example = partial(_OnExample, example=example.detach())
+    wrap_forward(probe_module, ForwardLayer.EXAMPLE, "called on an example of the user's", on_example)
     return dataclasses.replace(built, module=probe_module)
 
 

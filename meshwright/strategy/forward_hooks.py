@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
 from meshwright.strategy.module_state import batch_norms
 from meshwright.strategy.sharded_model import ShardedModel
+from meshwright.torch_compat.tensors import in_backward, tree_leaves
 
 
 class ForwardHooks:
@@ -50,7 +50,7 @@ class ForwardHooks:
                 "eval() of those layers, or accept it: HybridParallelStrategy(..., local_batch_norm=True)"
             )
         # inside a backward: a checkpoint around the model runs its forward again
-        is_recomputation = torch._C._current_graph_task_id() != -1
+        is_recomputation = in_backward()
         if not is_recomputation:
             self._sharded_model.agreement.before_forward((args, kwargs))
         if program.chance is not None and module.training:

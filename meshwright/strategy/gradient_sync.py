@@ -22,6 +22,13 @@ from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight, cut
 from meshwright.strategy.sharded_gradient import is_watched, plain_gradient, watched
+from meshwright.torch_compat.tensors import (
+    after_backward,
+    foreach_mul_,
+    in_backward,
+    local_tensor,
+    without_tensor_subclasses,
+)
 
 
 class GradientState(enum.Enum):
@@ -92,9 +99,8 @@ class GradientSync:
         self._set_aside()
         for sync in self._program.parts[0].sync:
             sync.begin(self.is_last_backward)
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         # Callbacks run in order, and FSDP2 may queue its own after this one: the second round comes after all.
-        engine.queue_callback(lambda: engine.queue_callback(self._finish_pass))
+        after_backward(lambda: after_backward(self._finish_pass))
 
     def recover(self) -> None:
         """Discards a pass whose backward ended in an error; called before a forward.
@@ -102,7 +108,7 @@ class GradientSync:
         Raises:
             ConfigError: shards can't discard it.
         """
-        if not self._open or torch._C._current_graph_task_id() != -1:
+        if not self._open or in_backward():
             return
         if isinstance(self._program.weights[0].parameter, DTensor):
             raise ConfigError(
@@ -205,7 +211,7 @@ class GradientSync:
         with torch.no_grad():
             gradients = [grad for weight in program.weights if (grad := weight.gradient) is not None]
             if self._mean > 1 and gradients:
-                torch._foreach_mul_(gradients, 1.0 / self._mean)
+                foreach_mul_(gradients, 1.0 / self._mean)
             for weight, earlier in self._earlier_gradients.items():
                 if weight.gradient is None:
                     weight.parameter.grad = earlier  # type: ignore[assignment]
@@ -291,7 +297,7 @@ class GradientSync:
         """Returns (weights,) float64: the norm of each full gradient."""
         device = self._program.weights[0].local.device
         totals = torch.zeros(len(self._program.weights), dtype=torch.float64, device=device)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_tensor_subclasses():
             for weight_index, weight in enumerate(self._program.weights):
                 gradient = weight.gradient
                 if gradient is None or not gradient.numel():
@@ -353,4 +359,4 @@ def _hook_counts(parameter: nn.Parameter) -> tuple[int, int]:
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
     """Returns a gradient's local tensor: this rank's shard of a DTensor, else the gradient itself."""
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return local_tensor(gradient)

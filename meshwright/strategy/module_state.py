@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
+from meshwright.torch_compat.tensors import BatchNormBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def send_weights(model: Any, source: int) -> None:
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
     """Returns the layers with statistics of this rank's rows; SyncBatchNorm's are of all ranks' rows."""
-    norms = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+    norms = [child for child in module.modules() if isinstance(child, BatchNormBase)]
     return [child for child in norms if not isinstance(child, nn.SyncBatchNorm)]
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.weights import Weight, placed_like
+from meshwright.torch_compat.tensors import local_tensor, without_tensor_subclasses
 
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 _CLEARING = ("zero_", "detach", "detach_", "requires_grad_", "__get__", "__set__")
@@ -81,9 +82,9 @@ def watched(gradient: torch.Tensor, weight: Weight, owner: GradientNorms) -> tor
 
 def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Returns the gradient in the runtime's form, of the same shape, sharing memory: a plain tensor or a DTensor."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_tensor_subclasses():
         if isinstance(gradient, DTensor):
-            return placed_like(gradient, gradient._local_tensor)
+            return placed_like(gradient, local_tensor(gradient))
         return gradient.detach().as_subclass(torch.Tensor) if isinstance(gradient, ShardedGradient) else gradient
 
 
@@ -135,7 +136,7 @@ def _vector_norm(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 def _local(value: Any) -> Any:
     """Returns this rank's shard as a plain tensor; lists by item, other values unchanged."""
     if isinstance(value, DTensor):
-        return value._local_tensor
+        return local_tensor(value)
     if isinstance(value, ShardedGradient):
         return plain_gradient(value)
     if isinstance(value, (list, tuple)):
@@ -146,7 +147,7 @@ def _local(value: Any) -> Any:
 def _call_on_lists(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operation on lists of tensors over their shards, which may be of several meshes."""
     _check_summed(func.__name__.removeprefix("_foreach_"), [item for item in args[0] if is_watched(item)])
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_tensor_subclasses():
         results = func(*_local(tuple(args)), **{key: _local(value) for key, value in kwargs.items()})
     for item in (item for item in args[0] if is_watched(item)):
         # in-place changes of local tensors don't count versions of the wrapper
@@ -171,7 +172,7 @@ def _call_on_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[st
     if name in ("__repr__", "__format__", "__str__"):
         return f"{name} of this rank's part of {sharded[0].weight.name}: {_local(sharded[0]).tolist()}"
     _check_summed(name, sharded)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_tensor_subclasses():
         result = func(*(_unwrap(item) for item in args), **{key: _unwrap(value) for key, value in kwargs.items()})
     target: Any = args[0] if args else None
     # an in-place operation: user code keeps the wrapper that it has

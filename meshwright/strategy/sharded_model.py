@@ -17,6 +17,7 @@ from meshwright.strategy.agreement import AgreementCheck
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_shards
 from meshwright.strategy.state import SavedShards
+from meshwright.torch_compat.tensors import foreach_mul_, without_tensor_subclasses
 from meshwright.train.step import local_norm_squared
 
 
@@ -77,7 +78,7 @@ class ShardedModel:
         """Returns the 2-norm of the full model's gradient, a float64 scalar, the same on every rank."""
         if self.sync is not None:
             self.sync.check_step()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_tensor_subclasses():
             squared = local_norm_squared(self.program)
         assert self.program.mesh is not None
         self.program.mesh.world.all_reduce(squared).wait()
@@ -90,8 +91,8 @@ class ShardedModel:
         # as torch.nn.utils.clip_grad_norm_ does
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         gradients = [weight.gradient for weight in self.program.weights if weight.gradient is not None]
-        with torch._C.DisableTorchFunctionSubclass():
-            torch._foreach_mul_(gradients, float(factor))
+        with without_tensor_subclasses():
+            foreach_mul_(gradients, float(factor))
         return norm
 
     def average(self, value: torch.Tensor | float) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
 
 from meshwright.errors import MeshwrightError, error_of
 from meshwright.models.build import BuiltModel
@@ -30,6 +29,7 @@ from meshwright.spec.sharding_table import (
     ShardingTable,
 )
 from meshwright.strategy.custom_module import tried_on
+from meshwright.torch_compat.tensors import TreeSpec, treespec_dumps, treespec_loads
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
 

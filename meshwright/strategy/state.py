@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 
 from meshwright.parallel.dcp_shards import LocalBoxes
+from meshwright.torch_compat.tensors import wrapper_tensor
 
 
 class SavedShards(torch.Tensor):
@@ -20,9 +21,7 @@ class SavedShards(torch.Tensor):
     @staticmethod
     def __new__(cls, local_boxes: LocalBoxes, device: torch.device) -> Self:
         """Returns a wrapper of boxes whose memory is on a device."""
-        placeholder: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, local_boxes.size(), dtype=local_boxes.dtype, device=device, requires_grad=False
-        )
+        placeholder: Self = wrapper_tensor(cls, local_boxes.size(), local_boxes.dtype, device)
         placeholder.local_boxes = local_boxes
         return placeholder
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_current_function_mode_stack
+from torch.serialization import _get_layout
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import (
@@ -32,10 +35,13 @@ __all__ = [
     "FUSED_ATTENTION",
     "PRIVATE_NAMES",
     "BatchNormBase",
+    "FakeTensorMode",
     "MappingKey",
     "SequenceKey",
     "TorchDispatchMode",
     "TreeSpec",
+    "after_backward",
+    "collective_dump",
     "dispatch_mode",
     "foreach_copy_",
     "foreach_mul_",
@@ -46,6 +52,7 @@ __all__ = [
     "is_view",
     "local_tensor",
     "run_backward",
+    "storage_layout",
     "tensor_factories",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -55,9 +62,35 @@ __all__ = [
     "treespec_dumps",
     "treespec_loads",
     "without_dispatch_mode",
+    "without_tensor_subclasses",
+    "wrap_checkpoint_generator",
+    "wrapper_tensor",
 ]
 
 PRIVATE_NAMES = (
+    PrivateName(
+        "torch._C:DisableTorchFunctionSubclass",
+        "reading a gradient of ours without our own operators",
+    ),
+    PrivateName(
+        "torch.autograd:Variable._execution_engine.queue_callback", "a hook at the end of backward, as DDP has"
+    ),
+    PrivateName(
+        "torch:Tensor._make_wrapper_subclass",
+        "a tensor in a state_dict that only DCP can read",
+    ),
+    PrivateName(
+        "torch._C._distributed_c10d:Work",
+        "the flight recorder is in this module, where torch has NCCL",
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "tensors of shapes alone; public under no other name",
+    ),
+    PrivateName(
+        "torch.serialization:_get_layout",
+        "pickled metadata of torch.distributed.checkpoint names it",
+    ),
     PrivateName(
         "torch.distributed.tensor:DTensor._local_tensor.__get__",
         "a shard's own memory without autograd: to_local() makes a view with a graph at each call",
@@ -126,6 +159,7 @@ FUSED_ATTENTION: tuple[Any, ...] = (
 )
 """Operators behind `scaled_dot_product_attention`."""
 BatchNormBase = _BatchNorm
+storage_layout: Callable[[str], torch.layout] = _get_layout
 foreach_norm: Callable[..., Any] = torch._foreach_norm
 foreach_mul_: Callable[..., Any] = torch._foreach_mul_
 foreach_copy_: Callable[..., Any] = torch._foreach_copy_
@@ -168,6 +202,37 @@ def without_dispatch_mode() -> AbstractContextManager[Any]:
 def tensor_factories() -> Sequence[Callable[..., Any]]:
     """Returns torch's functions that make tensors and take a ``device``."""
     return tuple(_device_constructors())
+
+
+def without_tensor_subclasses() -> AbstractContextManager[None]:
+    """Returns a context in which ``__torch_function__`` of tensor subclasses isn't called."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls back when the backward pass that runs now has ended, after all that was asked for before."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(callback)
+
+
+def wrapper_tensor(cls: type[Any], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns a tensor of a subclass that has a shape and no memory of its own.
+
+    Args:
+        cls: subclass of torch.Tensor.
+        size: its shape.
+        dtype: its element type.
+        device: where it says that it lies.
+    """
+    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make(cls, size, dtype=dtype, device=device, requires_grad=False)
+
+
+def collective_dump() -> Callable[[bool, bool], bytes] | None:
+    """Returns torch's dump of this process's collectives, (with them, active ones alone) to JSON; None without one."""
+    found = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+    return found if callable(found) else None
 
 
 def wrap_checkpoint_generator(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

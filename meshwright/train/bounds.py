@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.parallel.program import Program
+from meshwright.torch_compat.tensors import foreach_norm
 from meshwright.train.optimizer import MOMENTS, LocalAdamW
 from meshwright.train.state import WEIGHTS
 
@@ -116,4 +117,4 @@ def _largest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[float]:
     """
     detached = [tensor.detach() for tensor in tensors]
     # One fused kernel for all tensors, and one transfer of the results.
-    return torch.stack(torch._foreach_norm(detached, math.inf)).tolist() if detached else []
+    return torch.stack(foreach_norm(detached, math.inf)).tolist() if detached else []

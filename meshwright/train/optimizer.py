@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.weights import Weight
+from meshwright.torch_compat.tensors import foreach_mul_
 from meshwright.train.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -113,7 +114,7 @@ class LocalAdamW:
             optimizer.step()
         elif bool(torch.isfinite(factor)):
             if float(factor) != 1.0:
-                torch._foreach_mul_([parameter.grad for parameter in self._parameters], float(factor))
+                foreach_mul_([parameter.grad for parameter in self._parameters], float(factor))
             optimizer.step()
 
     @property

@@ -11,6 +11,7 @@ import torch
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
 from meshwright.parallel.weights import cut
+from meshwright.torch_compat.tensors import foreach_norm
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 
@@ -92,7 +93,7 @@ def local_norm_squared(program: Program) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
         # One fused kernel per replication factor; float64 sums keep the norm independent of the layout.
-        norms = torch.stack(torch._foreach_norm(grads, 2))
+        norms = torch.stack(foreach_norm(grads, 2))
         total += norms.to(torch.float64).square().sum() / copies
     return total
 

@@ -22,6 +22,10 @@ INNER_IMPORTS = {
     ("arguments.py", "tyro"): "a third of a second, which a command without flags needn't wait for",
 }
 """Imports inside functions in those rooms that may stay, each with its reason."""
+PRIVATE_OF_TENSORS = ("_local_tensor", "_is_view", "_get_fsdp_state", "_unsharded_param")
+"""Private attributes of torch's own objects."""
+PRIVATE_ELSEWHERE: dict[str, str] = {}
+"""Private names of torch that may stand outside of `torch_compat`, with the reason."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -165,6 +169,27 @@ def torch_below() -> Iterator[str]:
                     yield f"{place(path, node)} imports torch"
 
 
+def private_torch() -> Iterator[str]:
+    """Private names of torch outside of `torch_compat`."""
+    for path, module in modules().items():
+        if path.relative_to(PACKAGE).parts[0] == "torch_compat":
+            continue
+        for node in ast.walk(module):
+            names = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in ("torch", "dist"):
+                names = [name for name in [ast.unparse(node)] if name.replace(".", "").isidentifier()]
+            elif isinstance(node, ast.Attribute) and node.attr in PRIVATE_OF_TENSORS:
+                names = [f"torch.{node.attr}"]
+            for name in names:
+                private = [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
+                if private and name not in PRIVATE_ELSEWHERE:
+                    yield f"{place(path, node)} uses {name}; torch_compat is where private names stand"
+
+
 def import_circles() -> Iterator[str]:
     """Modules that import each other, whether at the top, inside of functions or for types alone."""
     names = {
@@ -215,6 +240,7 @@ RULES = (
     lazy_tables,
     type_only_imports,
     torch_below,
+    private_torch,
     import_circles,
 )
 
