@@ -24,7 +24,7 @@ from pathlib import Path
 
 from meshwright.calibrate.practice import WARM_UP, practise_paced
 from meshwright.errors import MeshwrightError
-from meshwright.jobs.machines import Machines, cluster_here, ledger_here
+from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.model_reading import measure_of, model_parts
 from meshwright.launch.devices import Devices, count_cores
 from meshwright.launch.fork import ForkLauncher
@@ -123,8 +123,8 @@ def _group(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
     machines = Machines(devices=devices, ranks=ranks)
     question = Question(
         job=PricedJob(shape=measure_shape(build_meta(config)), sequence=TOKENS, rows=ROWS, precision="float32"),
-        cluster=cluster_here(machines),
-        lesson=learn(*ledger_here(machines)),
+        cluster=cluster_of_machines(machines),
+        lesson=learn(*run_history_file(machines)),
     )
     measure = measure_of(build_meta(config), TOKENS, "float32")
     question = informed(question, measure)

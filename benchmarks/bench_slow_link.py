@@ -27,7 +27,7 @@ from processes import kill_descendants
 from meshwright import CalibrateConfig, NodeWords, calibrate
 from meshwright.calibrate.practice import practise
 from meshwright.errors import MeshwrightError
-from meshwright.jobs.machines import Machines, cluster_here
+from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.model_reading import measure_of, model_parts
 from meshwright.jobs.progress import silently
 from meshwright.launch.devices import found_devices
@@ -182,7 +182,7 @@ def _node(options: argparse.Namespace) -> int:
 def _asked(name: str, machines: Machines) -> Question:
     built = build_meta(MODELS[name])
     job = PricedJob(shape=measure_shape(built), sequence=TOKENS, rows=ROWS, precision="float32")
-    return informed(Question(job=job, cluster=cluster_here(machines)), measure_of(built, TOKENS, "float32"))
+    return informed(Question(job=job, cluster=cluster_of_machines(machines)), measure_of(built, TOKENS, "float32"))
 
 
 def _chosen(name: str, machines: Machines) -> Layout:

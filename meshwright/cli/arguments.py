@@ -1,4 +1,4 @@
-"""From words to configs: a recipe first, flags over it, short forms for what is typed most."""
+"""Parses command lines into configs: a recipe first, flags over it, short forms for the most frequent flags."""
 
 from __future__ import annotations
 
@@ -20,81 +20,84 @@ SHORT = {"--model": "--model.name", "--data": "--data.paths", "--run-dir": "--ru
 C = TypeVar("C", bound=Config)
 
 
-def take_flag(words: list[str], flag: str) -> bool:
-    """Removes a flag without value from ``words`` and returns whether it was there."""
-    if flag in words:
-        words.remove(flag)
+def take_flag(args: list[str], flag: str) -> bool:
+    """Removes a flag without value from ``args`` and returns whether it was there."""
+    if flag in args:
+        args.remove(flag)
         return True
     return False
 
 
-def take_value(words: list[str], flag: str) -> str | None:
-    """Removes ``flag VALUE`` from ``words`` and returns the value, or None when the flag isn't there."""
-    if flag not in words:
+def take_value(args: list[str], flag: str) -> str | None:
+    """Removes ``flag VALUE`` from ``args`` and returns the value, or None when the flag isn't there."""
+    if flag not in args:
         return None
-    place = words.index(flag)
-    if place + 1 >= len(words):
+    index = args.index(flag)
+    if index + 1 >= len(args):
         raise ConfigError(f"{flag} needs a value")
-    value = words[place + 1]
-    del words[place : place + 2]
+    value = args[index + 1]
+    del args[index : index + 2]
     return value
 
 
-def read_positional(kind: type[C], words: Sequence[str], verb: str, name: str) -> tuple[str, C]:
+def read_positional(kind: type[C], args: Sequence[str], verb: str, name: str) -> tuple[str, C]:
     """Splits ``NAME --field value ...`` into the name and a config.
 
     Raises:
         ConfigError: when the name is missing, or as `read_config`.
     """
-    rest = list(words)
-    if rest and rest[0] in ("-h", "--help"):
-        return "", _parsed(kind, rest, f"{verb} {name}", None)
-    if not rest or rest[0].startswith("-"):
+    remaining = list(args)
+    if remaining and remaining[0] in ("-h", "--help"):
+        return "", _parse_with_tyro(kind, remaining, f"{verb} {name}", None)
+    if not remaining or remaining[0].startswith("-"):
         raise ConfigError(f"meshwright {verb} needs {name} first; meshwright {verb} --help lists the rest")
-    return rest[0], _parsed(kind, rest[1:], f"{verb} {name}", None)
+    return remaining[0], _parse_with_tyro(kind, remaining[1:], f"{verb} {name}", None)
 
 
-def read_config(kind: type[C], words: Sequence[str], verb: str) -> C:
+def read_config(kind: type[C], args: Sequence[str], verb: str) -> C:
     """Builds a config from ``[RECIPE.toml] [--section.field value ...]``; flags win.
 
     Raises:
         ConfigError: for a recipe that isn't there, an unknown key or flag (naming the nearest), or a wrong value.
         SystemExit: after ``--help``.
     """
-    rest = [_long(word) for word in words]
+    expanded = [_expand_short_flag(arg) for arg in args]
     base = kind()
-    if rest and not rest[0].startswith("-"):
-        base = kind.from_dict(read_toml(Path(rest.pop(0))), base=base)
-    return _parsed(kind, rest, verb, base)
+    if expanded and not expanded[0].startswith("-"):
+        base = kind.from_dict(read_toml(Path(expanded.pop(0))), base=base)
+    return _parse_with_tyro(kind, expanded, verb, base)
 
 
-def _parsed(kind: type[C], words: Sequence[str], verb: str, base: C | None) -> C:
-    """Lets tyro read the flags over ``base``; its complaints become a `ConfigError`."""
+def _parse_with_tyro(kind: type[C], args: Sequence[str], verb: str, base: C | None) -> C:
+    """Parses the flags over ``base`` with tyro; its complaints become a `ConfigError`."""
     import tyro
 
     complaint = io.StringIO()
     start: Any = {} if base is None else {"default": base}
     try:
         with contextlib.redirect_stderr(complaint):
-            config = cast(C, tyro.cli(kind, prog=f"meshwright {verb}", args=_switched(kind, words), **start))
-    except SystemExit as end:
-        if not end.code:
+            config = cast(C, tyro.cli(kind, prog=f"meshwright {verb}", args=_spell_switches(kind, args), **start))
+    except SystemExit as exit_request:
+        if not exit_request.code:
             raise
-        raise ConfigError(_plain(complaint.getvalue()) or f"meshwright {verb}: the flags are not valid") from None
+        raise ConfigError(
+            _unframe_message(complaint.getvalue()) or f"meshwright {verb}: the flags are not valid"
+        ) from None
     config.check_all()
     return config
 
 
-def _switched(kind: type[Config], words: Sequence[str]) -> list[str]:
+def _spell_switches(kind: type[Config], args: Sequence[str]) -> list[str]:
     """Turns ``--section.switch true`` and ``... false`` into tyro's ``--section.switch``, ``--section.no-switch``."""
-    found: list[str] = []
-    for word in words:
-        if word.lower() not in ("true", "false") or not found or not _is_switch(kind, found[-1]):
-            found.append(word)
-        elif word.lower() == "false":
-            section, dot, name = found[-1][2:].rpartition(".")
-            found[-1] = f"--{section}{dot}no-{name}"
-    return found
+    switched: list[str] = []
+    for arg in args:
+        # Only a value behind a boolean field's flag is folded into the flag: "true" may be a text field's value.
+        if arg.lower() not in ("true", "false") or not switched or not _is_switch(kind, switched[-1]):
+            switched.append(arg)
+        elif arg.lower() == "false":
+            section, dot, name = switched[-1][2:].rpartition(".")
+            switched[-1] = f"--{section}{dot}no-{name}"
+    return switched
 
 
 def _is_switch(kind: type[Config], flag: str) -> bool:
@@ -104,13 +107,13 @@ def _is_switch(kind: type[Config], flag: str) -> bool:
     return flag.startswith("--") and hint is bool
 
 
-def _long(word: str) -> str:
-    name, equals, value = word.partition("=")
+def _expand_short_flag(arg: str) -> str:
+    name, equals, value = arg.partition("=")
     return SHORT.get(name, name) + equals + value
 
 
-def _plain(box: str) -> str:
-    """Takes the frame off tyro's message, and of an unknown flag's all but the flag and the nearest one."""
+def _unframe_message(box: str) -> str:
+    """Returns tyro's message without its frame; of an unknown flag only the flag and the nearest known one."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
     text = " ".join(line for line in lines if line and line not in ("Parsing error", "Unrecognized options"))
     unknown = re.search(r"Unrecognized options?: (--\S+?),?(?:\s|$)", text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import meshwright
 from meshwright.cli.arguments import answer, read_config, take_flag
-from meshwright.cli.calibrate_output import told
+from meshwright.cli.calibrate_output import calibration_lines
 from meshwright.cli.nodes import take_nodes
 from meshwright.jobs.progress import silently, to_stderr
 from meshwright.jobs.requests import CalibrateConfig
@@ -19,15 +19,15 @@ def run(argv: Sequence[str]) -> int:
     With ``--nodes N --node I --meet HOST:PORT`` on each of several nodes, or under torchrun, all of them measure
     together; each node writes, or rank 0 of torchrun.
     """
-    words = list(argv)
-    as_json = take_flag(words, "--json")
-    nodes = take_nodes(words)
-    config = read_config(CalibrateConfig, words, "calibrate")
+    args = list(argv)
+    as_json = take_flag(args, "--json")
+    nodes = take_nodes(args)
+    config = read_config(CalibrateConfig, args, "calibrate")
     result = meshwright.calibrate(config, nodes=nodes, say=silently if as_json else to_stderr)
     if result is None:  # a rank of torchrun other than the first
         return 0
     if as_json:
         answer(json.dumps(result.to_json(), indent=2))
     else:
-        to_stderr("\n".join([*told(result.calibration, result.path), *result.shortfalls]))
+        to_stderr("\n".join([*calibration_lines(result.calibration, result.path), *result.shortfalls]))
     return 0

@@ -1,4 +1,4 @@
-"""``meshwright chaos``: breaks a rank of a run under way, on purpose, and tells how the run recovered."""
+"""``meshwright chaos``: injects a fault into a rank of a running job and reports how the run recovered."""
 
 from __future__ import annotations
 
@@ -30,57 +30,76 @@ Breaks a rank of a run that is under way in the directory RUN, and waits for the
   --wait S              seconds to wait for it to happen and for the run to go on (600)
   --json                print the events as JSON
 """
-_STORY = ("rank_lost", "fenced", "left_out", "planned", "restored", "resumed", "recovered", "step_skipped", "rewound")
+_STORY_KINDS = (
+    "rank_lost",
+    "fenced",
+    "left_out",
+    "planned",
+    "restored",
+    "resumed",
+    "recovered",
+    "step_skipped",
+    "rewound",
+)
 _POLL_S = 0.05
 
 
 def run(argv: Sequence[str]) -> int:
-    """Asks for a fault, waits, and tells; exit status 0 when the run went on."""
-    words = list(argv)
-    kinds = "\n".join(f"  --{kind:<5} rank=N       {what}" for kind, what in KINDS.items())
-    if not words or words[0] in ("-h", "--help"):
+    """Requests a fault, waits for the recovery and prints its events; exit status 0 when the run went on."""
+    args = list(argv)
+    kinds = "\n".join(f"  --{kind:<5} rank=N       {effect}" for kind, effect in KINDS.items())
+    if not args or args[0] in ("-h", "--help"):
         answer(USAGE.format(kinds=kinds).rstrip())
         return 0
-    run_dir, as_json = Path(words.pop(0)), take_flag(words, "--json")
-    wait_s = float(take_value(words, "--wait") or 600)
-    fault = _fault(words, run_dir)
-    seen = len(_events(run_dir))
-    mark = ask(run_dir, fault)
+    run_dir, as_json = Path(args.pop(0)), take_flag(args, "--json")
+    wait_s = float(take_value(args, "--wait") or 600)
+    fault = _parse_fault(args, run_dir)
+    # Counted before the request, so that no event of this fault's recovery is skipped.
+    earlier_events = len(_read_events(run_dir))
+    fault_mark = ask(run_dir, fault)
     say(f"asked for {fault}")
-    end = time.monotonic() + wait_s
-    _wait(mark.exists, end, f"the fault {fault} did not happen within {wait_s:g} s: is the run still under way?")
+    deadline_s = time.monotonic() + wait_s
+    _wait_until(
+        fault_mark.exists,
+        deadline_s,
+        f"the fault {fault} did not happen within {wait_s:g} s: is the run still under way?",
+    )
     say("it happened")
-    done = ("step_skipped", "step_repeated", "rewound") if fault.kind == "nan" else ("recovered",)
+    recovered_kinds = ("step_skipped", "step_repeated", "rewound") if fault.kind == "nan" else ("recovered",)
     if fault.kind in ("slow", "flip"):
         return 0
 
-    def told() -> list[dict[str, Any]]:
-        return [event for event in _events(run_dir)[seen:] if event["kind"] in _STORY]
+    def story_events() -> list[dict[str, Any]]:
+        return [event for event in _read_events(run_dir)[earlier_events:] if event["kind"] in _STORY_KINDS]
 
-    _wait(lambda: any(event["kind"] in done for event in told()), end, f"the run did not go on within {wait_s:g} s")
-    for event in [] if as_json else told():
+    _wait_until(
+        lambda: any(event["kind"] in recovered_kinds for event in story_events()),
+        deadline_s,
+        f"the run did not go on within {wait_s:g} s",
+    )
+    for event in [] if as_json else story_events():
         data = {key: value for key, value in event.items() if key not in ("kind", "rank", "pid", "host", "time")}
         say(event_line(Event(kind=event["kind"], rank=0, data=data)) or event["kind"])
     if as_json:
-        answer(json.dumps(told()))
+        answer(json.dumps(story_events()))
     return 0
 
 
-def _fault(words: list[str], run_dir: Path) -> Fault:
-    """Returns the fault that flags name.
+def _parse_fault(args: list[str], run_dir: Path) -> Fault:
+    """Parses the flags into one fault, whose step is still ahead of the run.
 
     Raises:
         ConfigError: for flags that name none, or several, or leave something over.
     """
-    seconds, at = take_value(words, "--seconds"), take_value(words, "--at")
-    kinds = [kind for kind in KINDS if f"--{kind}" in words]
+    seconds, step_text = take_value(args, "--seconds"), take_value(args, "--at")
+    kinds = [kind for kind in KINDS if f"--{kind}" in args]
     if len(kinds) != 1:
         raise ConfigError(f"name one fault, as --kill rank=3; known: {', '.join('--' + kind for kind in KINDS)}")
-    target = take_value(words, f"--{kinds[0]}")
-    if words:
-        raise ConfigError(f"'{words[0]}' is not known here; meshwright chaos --help lists what is")
-    more = ",".join(text for text in (target, at, f"seconds={seconds}" if seconds else "") if text)
-    fault = Fault.parse(f"{kinds[0]}:{more}")
+    target = take_value(args, f"--{kinds[0]}")
+    if args:
+        raise ConfigError(f"'{args[0]}' is not known here; meshwright chaos --help lists what is")
+    fields = ",".join(text for text in (target, step_text, f"seconds={seconds}" if seconds else "") if text)
+    fault = Fault.parse(f"{kinds[0]}:{fields}")
     stamps = read_progress(run_dir / PROGRESS)
     if not stamps:
         raise ConfigError(f"{run_dir} holds no run that is under way")
@@ -94,12 +113,12 @@ def _fault(words: list[str], run_dir: Path) -> Fault:
     return fault
 
 
-def _events(run_dir: Path) -> list[dict[str, Any]]:
+def _read_events(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(run_dir / EVENTS) if "kind" in line]
 
 
-def _wait(condition: Any, end: float, why: str) -> None:
+def _wait_until(condition: Any, deadline_s: float, timeout_reason: str) -> None:
     while not condition():
-        if time.monotonic() > end:
-            raise ConfigError(why)
+        if time.monotonic() > deadline_s:
+            raise ConfigError(timeout_reason)
         time.sleep(_POLL_S)

@@ -25,9 +25,9 @@ class ExportConfig(Config):
 
 def run(argv: Sequence[str]) -> int:
     """Exports the newest checkpoint that is whole."""
-    words = list(argv)
-    as_json, trust = take_flag(words, "--json"), take_flag(words, "--trust")
-    source, config = read_positional(ExportConfig, words, "export", "RUN")
+    args = list(argv)
+    as_json, trust = take_flag(args, "--json"), take_flag(args, "--trust")
+    source, config = read_positional(ExportConfig, args, "export", "RUN")
     result = meshwright.export(source, config.to, dtype=config.dtype, trust=trust)
     to_stderr(f"exported step {result.step} of {result.run} to {result.to}")
     if as_json:

@@ -29,9 +29,9 @@ class GenerateConfig(Config):
 
 def run(argv: Sequence[str]) -> int:
     """Prints the prompt and its continuation."""
-    words = list(argv)
-    as_json, trust = take_flag(words, "--json"), take_flag(words, "--trust")
-    target, config = read_positional(GenerateConfig, words, "generate", "RUN|DIR")
+    args = list(argv)
+    as_json, trust = take_flag(args, "--json"), take_flag(args, "--trust")
+    target, config = read_positional(GenerateConfig, args, "generate", "RUN|DIR")
     result = meshwright.generate(
         target,
         config.prompt,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import meshwright
 from meshwright.cli.arguments import answer, read_config, take_flag
-from meshwright.cli.inspect_output import told
+from meshwright.cli.inspect_output import inspection_lines
 from meshwright.errors import ConfigError
 from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.requests import InspectConfig
@@ -15,17 +15,17 @@ from meshwright.jobs.requests import InspectConfig
 
 def run(argv: Sequence[str]) -> int:
     """Prints what there is to know of a model, for people or as JSON; exit status 0."""
-    words = list(argv)
-    as_json = take_flag(words, "--json")
-    if words and not words[0].startswith("-"):
-        words[:1] = ["--model", words[0]]
-    named = {word.partition("=")[0] for word in words} & {"--model", "--model.name", "-h", "--help"}
+    args = list(argv)
+    as_json = take_flag(args, "--json")
+    if args and not args[0].startswith("-"):
+        args[:1] = ["--model", args[0]]
+    named = {arg.partition("=")[0] for arg in args} & {"--model", "--model.name", "-h", "--help"}
     if not named:
         raise ConfigError("meshwright inspect needs a model: a type such as gpt2, a directory, or module:function")
-    config = read_config(InspectConfig, words, "inspect")
+    config = read_config(InspectConfig, args, "inspect")
     result = meshwright.inspect(config).to_json()
     if as_json:
         answer(json.dumps(result, indent=2))
     else:
-        to_stderr("\n".join(told(result)))
+        to_stderr("\n".join(inspection_lines(result)))
     return 0

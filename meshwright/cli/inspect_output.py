@@ -1,4 +1,4 @@
-"""An inspected model in words."""
+"""Prints an inspected model as lines of text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from meshwright.units import format_bytes, format_count
 
 
-def told(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines that say what `cli.inspect.inspect` found."""
-    shape = found["shape"]
-    yield f"{found['model']}: {format_count(shape['parameters'])} parameters, {shape['layers']} layers"
-    yield from _structure(found["structure"], shape)
-    yield from _experts(found["experts"], shape)
-    yield from _sharding(found["sharding"])
-    yield from _pipeline(found["pipeline"])
-    for layout in found["layouts"]:
-        yield from _layout(layout)
+def inspection_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the printed lines of an `InspectResult` in its JSON form."""
+    shape = inspected["shape"]
+    yield f"{inspected['model']}: {format_count(shape['parameters'])} parameters, {shape['layers']} layers"
+    yield from _structure_lines(inspected["structure"], shape)
+    yield from _expert_lines(inspected["experts"], shape)
+    yield from _sharding_lines(inspected["sharding"])
+    yield from _pipeline_lines(inspected["pipeline"])
+    for layout in inspected["layouts"]:
+        yield from _layout_lines(layout)
 
 
-def _structure(structure: Mapping[str, Any], shape: Mapping[str, Any]) -> Iterator[str]:
+def _structure_lines(structure: Mapping[str, Any], shape: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "structure"
     sizes = f"{structure['vocab']} x {structure['width']}"
@@ -34,15 +34,15 @@ def _structure(structure: Mapping[str, Any], shape: Mapping[str, Any]) -> Iterat
         yield _row("layers", f"{len(kind['layers'])} x {kind['type']}: {runs(kind['layers'])}, {each}")
     if shape["heads"]:
         yield _row("heads", f"{shape['heads']} of {shape['head_size']}")
-    for part in ("final_norm", "head"):
-        yield _row(part.replace("_", " "), structure[part] or "none found")
+    for role in ("final_norm", "head"):
+        yield _row(role.replace("_", " "), structure[role] or "none found")
     for names in structure["ties"]:
         yield _row("tied", " = ".join(names))
     if structure["context"]:
         yield _row("context", f"{structure['context']} tokens")
 
 
-def _experts(experts: Sequence[Mapping[str, Any]], shape: Mapping[str, Any]) -> Iterator[str]:
+def _expert_lines(experts: Sequence[Mapping[str, Any]], shape: Mapping[str, Any]) -> Iterator[str]:
     if experts:
         names = runs([rows["module"] for rows in experts])
         counts = ", ".join(str(count) for count in sorted({rows["experts"] for rows in experts}))
@@ -50,97 +50,109 @@ def _experts(experts: Sequence[Mapping[str, Any]], shape: Mapping[str, Any]) -> 
         yield _row("experts", f"{counts} in each of {len(experts)} modules{active}: {names}; ep can spread them")
 
 
-def _sharding(sharding: Mapping[str, Any]) -> Iterator[str]:
+def _sharding_lines(sharding: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "tensor parallel (tp): columns -> row, units that can't be divided further"
     if "refused" in sharding:
         yield _row("refused", sharding["refused"])
         return
     yield _row("vocabulary", ", ".join(sharding["vocabulary"]) or "stays whole")
-    yield from (_row("whole", f"{name or 'all'}: {why}") for name, why in sharding["whole"].items())
+    yield from (_row("whole", f"{name or 'all'}: {reason}") for name, reason in sharding["whole"].items())
     for kind in sharding["kinds"]:
         yield f"  {runs(kind['layers'])}"
         for group in kind["groups"]:
-            what = "heads" if group["heads"] else "channels"
+            unit_name = "heads" if group["heads"] else "channels"
             columns = " + ".join(group["column_linears"]) or "experts"
-            entries = f", entered by {' + '.join(group['replicated_inputs'])}" if group["replicated_inputs"] else ""
+            inputs = f", entered by {' + '.join(group['replicated_inputs'])}" if group["replicated_inputs"] else ""
             shared = f", shared: {' + '.join(group['shared'])}" if group["shared"] else ""
-            yield f"    {columns} -> {group['row_linear'] or 'itself'}: {group['units']} {what}{entries}{shared}"
-        for why, names in _by_reason(kind["whole"]).items():
-            yield f"    whole: {', '.join(names)}: {why}"
+            yield f"    {columns} -> {group['row_linear'] or 'itself'}: {group['units']} {unit_name}{inputs}{shared}"
+        for reason, names in _names_by_reason(kind["whole"]).items():
+            yield f"    whole: {', '.join(names)}: {reason}"
         yield f"    sequence=true {'works' if kind['sequence'] else 'is refused: ' + kind['sequence_refused']}"
 
 
-def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[str]:
+def _pipeline_lines(pipeline: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "pipeline (pp)"
     if "refused" in pipeline:
         yield _row("refused", pipeline["refused"])
         return
-    where = "most" if pipeline["blocked"] else "any"
-    yield _row("stages", f"{pipeline['stages']} at most, cut between {where} two of {pipeline['layers']} layers")
+    boundaries = "most" if pipeline["blocked"] else "any"
+    yield _row("stages", f"{pipeline['stages']} at most, cut between {boundaries} two of {pipeline['layers']} layers")
     counts = " or ".join(str(count) for count in pipeline["payload"]) or "0"
     yield _row("payload", f"{counts} tensor{'' if counts == '1' else 's'} a cut")
-    for why, places in _by_reason(pipeline["blocked"]).items():
-        yield _row("no cut", f"in front of layer {', '.join(places)}: {why}")
+    for reason, layer_indices in _names_by_reason(pipeline["blocked"]).items():
+        yield _row("no cut", f"in front of layer {', '.join(layer_indices)}: {reason}")
 
 
-def _layout(layout: Mapping[str, Any]) -> Iterator[str]:
+def _layout_lines(layout: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield f"{layout['layout']}: bytes of state of a rank, of {layout['ranks']}"
     rows = Counter(tuple(position["memory"].items()) for position in layout["positions"])
-    yield f"  {'place':<24}" + "".join(f"{part:>13}" for part in (*layout["fullest"]["memory"], "together"))
+    yield f"  {'place':<24}" + "".join(f"{category:>13}" for category in (*layout["fullest"]["memory"], "together"))
     for memory in rows:
-        places = [row["place"] for row in layout["positions"] if tuple(row["memory"].items()) == memory]
+        positions = [row["place"] for row in layout["positions"] if tuple(row["memory"].items()) == memory]
         sizes = [size for _, size in memory]
-        yield f"  {_places(places):<24}" + "".join(f"{format_bytes(size):>13}" for size in (*sizes, sum(sizes)))
-    for part, text in layout["formula"].items():
-        yield _row(part, text)
+        yield f"  {_position_label(positions):<24}" + "".join(
+            f"{format_bytes(size):>13}" for size in (*sizes, sum(sizes))
+        )
+    for category, text in layout["formula"].items():
+        yield _row(category, text)
     yield _row("ZeRO's paper", f"{format_bytes(layout['zero_paper_bytes'])} for the fullest rank's share")
 
 
-def _places(places: Sequence[Mapping[str, int]]) -> str:
-    """``pp 0, tp 0-3`` for places that hold as much."""
-    if not places[0]:
+def _position_label(positions: Sequence[Mapping[str, int]]) -> str:
+    """Returns ``pp 0, tp 0-3`` for mesh positions whose ranks hold equal bytes."""
+    if not positions[0]:
         return "every rank"
-    told = []
-    for axis in places[0]:
-        indices = sorted({place[axis] for place in places})
-        whole = len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1))
-        told.append(f"{axis} {indices[0]}-{indices[-1]}" if whole else f"{axis} {','.join(map(str, indices))}")
-    return ", ".join(told)
+    axis_ranges = []
+    for axis in positions[0]:
+        indices = sorted({position[axis] for position in positions})
+        contiguous = len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1))
+        axis_ranges.append(
+            f"{axis} {indices[0]}-{indices[-1]}" if contiguous else f"{axis} {','.join(map(str, indices))}"
+        )
+    return ", ".join(axis_ranges)
 
 
 def runs(names: Sequence[str]) -> str:
     """Returns ``h.0-11`` for numbered names, and ``h.0-2, h.5`` where numbers are left out."""
-    found: list[list[Any]] = []
+    number_runs: list[list[Any]] = []
     for name in names:
-        head, number, tail = _numbered(name)
-        last = found[-1] if found else None
-        if last and number is not None and last[0] == (head, tail) and last[2] + 1 == number:
-            last[2] = number
+        head, number, tail = _split_at_number(name)
+        last_number = number_runs[-1] if number_runs else None
+        if last_number and number is not None and last_number[0] == (head, tail) and last_number[2] + 1 == number:
+            last_number[2] = number
         else:
-            found.append([(head, tail), number, number])
+            number_runs.append([(head, tail), number, number])
     texts = [
-        head + ("" if first is None else str(first) if first == last else f"{first}-{last}") + tail
-        for (head, tail), first, last in found
+        head
+        + (
+            ""
+            if first_number is None
+            else str(first_number)
+            if first_number == last_number
+            else f"{first_number}-{last_number}"
+        )
+        + tail
+        for (head, tail), first_number, last_number in number_runs
     ]
     return ", ".join(texts)
 
 
-def _numbered(name: str) -> tuple[str, int | None, str]:
-    """The name before, of and after its first number between dots."""
+def _split_at_number(name: str) -> tuple[str, int | None, str]:
+    """Returns a name's text before its first number between dots, the number, and the text after it."""
     match = re.search(r"(?:^|(?<=\.))\d+(?=\.|$)", name)
     if match is None:
         return name, None, ""
     return name[: match.start()], int(match[0]), name[match.end() :]
 
 
-def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        found.setdefault(why, []).append(name or "all of it")
-    return found
+def _names_by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    names_of: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names_of.setdefault(reason, []).append(name or "all of it")
+    return names_of
 
 
 def _row(name: str, text: str) -> str:

@@ -52,21 +52,21 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0 only for success; 1 for a failure, 2 for a refusal of what was asked, 130 after a second Ctrl-C.
     """
-    words = list(argv)
-    if words and words[0] == "--":
-        del words[0]
-    if not words or words[0] in ("-h", "--help", "help"):
+    args = list(argv)
+    if args and args[0] == "--":
+        del args[0]
+    if not args or args[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
-        return 0 if words else REFUSED
-    if words[0] == "--version":
+        return 0 if args else REFUSED
+    if args[0] == "--version":
         sys.stdout.write(f"meshwright {__version__}\n")
         return 0
-    verb = words[0]
+    verb = args[0]
     if verb not in VERBS:
         sys.stderr.write(f"error: unknown command '{verb}'{nearest(verb, VERBS)}\n")
         return REFUSED
     try:
-        return int(load_file(verb).run(words[1:]))
+        return int(load_file(verb).run(args[1:]))
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_status

@@ -11,7 +11,7 @@ from meshwright.jobs.requests import PlanConfig
 
 def run(argv: Sequence[str]) -> int:
     """Plans; exit status 0 when something fits."""
-    words = list(argv)
-    as_json = take_flag(words, "--json")
-    config = read_config(PlanConfig, words, "plan")
+    args = list(argv)
+    as_json = take_flag(args, "--json")
+    config = read_config(PlanConfig, args, "plan")
     return int(load_file("plan_output").answer_plan(config, as_json))

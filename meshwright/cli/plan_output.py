@@ -55,14 +55,14 @@ def _answer_scaling(result: ScalingResult, as_json: bool) -> int:
     return 0 if any(point.best for point in result.points) else 1
 
 
-def _console() -> Console:
+def _make_console() -> Console:
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> None:
     """Prints the plan for people."""
-    console = _console()
+    console = _make_console()
     job, best = question.job, choice.best[0]
     console.print(
         f"[bold]{job.shape.name}[/bold], {format_count(job.shape.parameters)} parameters, {job.rows} rows of "
@@ -73,20 +73,20 @@ def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> N
         f"  considered {choice.considered} layouts in {format_seconds(choice.took_s)}: priced {choice.priced}, of "
         f"which {choice.too_large} don't fit; a bound shows that the others can't be better"
     )
-    console.print(_ranking(question, choice))
-    console.print(_step(best))
-    console.print(_memory(question, best))
-    run = timeline(job, best.layout, question.machine, question.runtime) if question.cluster.uniform else None
-    if run is not None and run.schedule.ranks <= MOST_RANKS:
-        console.print(f"pipeline of one step, bubble {run.bubble:.1%}:")
-        console.print(draw.text(run, min(console.width, 160)), markup=False, no_wrap=True)
-    for text, told in compared.items():
-        console.print(f"[bold]{text}[/bold]: {told}")
+    console.print(_ranking_table(question, choice))
+    console.print(_step_table(best))
+    console.print(_memory_table(question, best))
+    simulated = timeline(job, best.layout, question.machine, question.runtime) if question.cluster.uniform else None
+    if simulated is not None and simulated.schedule.ranks <= MOST_RANKS:
+        console.print(f"pipeline of one step, bubble {simulated.bubble:.1%}:")
+        console.print(draw.text(simulated, min(console.width, 160)), markup=False, no_wrap=True)
+    for text, reason_text in compared.items():
+        console.print(f"[bold]{text}[/bold]: {reason_text}")
     for note in choice.notes:
         console.print(f"note: {note}")
 
 
-def _ranking(question: Question, choice: Choice) -> Table:
+def _ranking_table(question: Question, choice: Choice) -> Table:
     table = Table(title="the best", title_justify="left")
     for name in ("layout", "step", "tokens/s", "fullest rank", "against the first"):
         table.add_column(name, justify="left" if name in ("layout", "against the first") else "right", overflow="fold")
@@ -94,20 +94,20 @@ def _ranking(question: Question, choice: Choice) -> Table:
         table.add_column("$/Mtoken", justify="right")
     if question.objective == "energy":
         table.add_column("J/token", justify="right")
-    for one in choice.shown:
-        told = against(one, choice.best[0], question.same) if one is not choice.best[0] else ""
-        text = str(one.layout).replace(f",precision={question.job.precision}", "")
-        cells = [text, format_seconds(one.price.step_s), format_count(one.tokens_per_s)]
-        cells += [format_bytes(one.price.peak), told]
+    for candidate in choice.shown:
+        comparison = against(candidate, choice.best[0], question.same) if candidate is not choice.best[0] else ""
+        text = str(candidate.layout).replace(f",precision={question.job.precision}", "")
+        cells = [text, format_seconds(candidate.price.step_s), format_count(candidate.tokens_per_s)]
+        cells += [format_bytes(candidate.price.peak), comparison]
         if question.objective == "cost":
-            cells.append(f"{one.cost_per_mtoken:.4f}")
+            cells.append(f"{candidate.cost_per_mtoken:.4f}")
         if question.objective == "energy":
-            cells.append(f"{one.joules_per_token:.3f}")
+            cells.append(f"{candidate.joules_per_token:.3f}")
         table.add_row(*cells)
     return table
 
 
-def _step(best: Candidate) -> Table:
+def _step_table(best: Candidate) -> Table:
     table = Table(title=f"the step: {format_seconds(best.price.step_s)}", title_justify="left")
     for name in ("part", "time", "share"):
         table.add_column(name, justify="left" if name == "part" else "right")
@@ -117,7 +117,7 @@ def _step(best: Candidate) -> Table:
     return table
 
 
-def _memory(question: Question, best: Candidate) -> Table:
+def _memory_table(question: Question, best: Candidate) -> Table:
     table = Table(title="memory of a rank of each stage, GiB", title_justify="left")
     stages = best.price.stages
     names = [name for name in stages[0].memory if any(stage.memory[name] > LEAST * stage.peak for stage in stages)]
@@ -126,32 +126,34 @@ def _memory(question: Question, best: Candidate) -> Table:
     hosts = any(stage.host for stage in stages)
     for name in (*names, "all", "free", *(("in host memory",) if hosts else ())):
         table.add_column(name, justify="right")
-    wide = question.cluster.devices // len(stages)
-    for first, last in _alike([[round(value, -6) for value in stage.memory.values()] for stage in stages]):
-        stage, end = stages[first], stages[last]
-        room = question.cluster.device_of(first * wide).memory_bytes
+    ranks_per_stage = question.cluster.devices // len(stages)
+    for first_stage, last_stage in _equal_runs(
+        [[round(value, -6) for value in stage.memory.values()] for stage in stages]
+    ):
+        stage, last_stage_price = stages[first_stage], stages[last_stage]
+        memory_bytes = question.cluster.device_of(first_stage * ranks_per_stage).memory_bytes
         cells = [f"{stage.memory[name] / GIB:.2f}" for name in names]
-        place = str(first) if first == last else f"{first}-{last}"
-        layers = f"{stage.layers[0]}-{max(end.layers) - 1}"
-        cells += [f"{stage.peak / GIB:.2f}", f"{(room - stage.peak) / GIB:.2f}"]
-        table.add_row(place, layers, *cells, *([f"{stage.host / GIB:.2f}"] if hosts else []))
+        stage_label = str(first_stage) if first_stage == last_stage else f"{first_stage}-{last_stage}"
+        layers = f"{stage.layers[0]}-{max(last_stage_price.layers) - 1}"
+        cells += [f"{stage.peak / GIB:.2f}", f"{(memory_bytes - stage.peak) / GIB:.2f}"]
+        table.add_row(stage_label, layers, *cells, *([f"{stage.host / GIB:.2f}"] if hosts else []))
     return table
 
 
-def _alike(rows: list[list[float]]) -> list[tuple[int, int]]:
-    """Runs of equal neighbours, as (first, last)."""
+def _equal_runs(rows: list[list[float]]) -> list[tuple[int, int]]:
+    """Returns the runs of equal neighbouring rows as (first index, last index)."""
     runs: list[tuple[int, int]] = []
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if runs and rows[runs[-1][0]] == row:
-            runs[-1] = (runs[-1][0], at)
+            runs[-1] = (runs[-1][0], index)
         else:
-            runs.append((at, at))
+            runs.append((index, index))
     return runs
 
 
 def show_curve(question: Question, points: list[Point]) -> None:
     """Prints how the plan changes with the number of devices."""
-    console = _console()
+    console = _make_console()
     table = Table(title=f"{question.job.shape.name} on {question.cluster.name or question.cluster}")
     for name in ("devices", "step", "tokens/s", "efficiency", "$/Mtoken", "layout"):
         table.add_column(name, justify="left" if name == "layout" else "right", overflow="fold")
@@ -159,19 +161,19 @@ def show_curve(question: Question, points: list[Point]) -> None:
         if point.best is None:
             table.add_row(str(point.devices), "", "", "", "", point.why)
             continue
-        one = point.best
-        cost = "" if one.cost_per_mtoken is None else f"{one.cost_per_mtoken:.4f}"
+        best = point.best
+        cost = "" if best.cost_per_mtoken is None else f"{best.cost_per_mtoken:.4f}"
         table.add_row(
             str(point.devices),
-            format_seconds(one.price.step_s),
-            format_count(one.tokens_per_s),
+            format_seconds(best.price.step_s),
+            format_count(best.tokens_per_s),
             f"{point.efficiency:.0%}",
             cost,
-            str(one.layout),
+            str(best.layout),
         )
     console.print(table)
-    at, last = knee(points), points[-1].devices
-    if at is not None:
-        console.print(f"knee: {at} devices; beyond it a doubling brings less than {KNEE:.0%} of its part")
+    knee_devices, most_devices = knee(points), points[-1].devices
+    if knee_devices is not None:
+        console.print(f"knee: {knee_devices} devices; beyond it a doubling brings less than {KNEE:.0%} of its part")
     elif sum(point.best is not None for point in points) > 1:
-        console.print(f"no knee up to {last} devices: every growth brought at least {KNEE:.0%} of its part")
+        console.print(f"no knee up to {most_devices} devices: every growth brought at least {KNEE:.0%} of its part")

@@ -32,32 +32,40 @@ def write_page(path: Path, question: Question, choice: Choice, compared: dict[st
     """
     job, best = question.job, choice.best[0]
     title = f"{job.shape.name} on {question.cluster}"
-    told = f"{best.layout}: {reason(question, choice)}"
-    parts = [f"<h1>{escape(title)}</h1>", f'<p class="sub">{escape(told)}</p>']
-    parts.append(_tiles(question, choice))
-    parts.append("<h2>The best layouts</h2>" + _ranking(question, choice))
+    summary = f"{best.layout}: {reason(question, choice)}"
+    sections = [f"<h1>{escape(title)}</h1>", f'<p class="sub">{escape(summary)}</p>']
+    sections.append(_summary_tiles(question, choice))
+    sections.append("<h2>The best layouts</h2>" + _ranking_table(question, choice))
     if compared:
-        parts.append("<h2>Your layouts</h2>" + table(("layout", "why"), list(compared.items())))
+        sections.append("<h2>Your layouts</h2>" + table(("layout", "why"), list(compared.items())))
     rows = [
-        (str(one.layout.degrees or "one device"), {NAMES[name]: value for name, value in one.price.parts.items()})
-        for one in choice.shown[:6]
+        (
+            str(candidate.layout.degrees or "one device"),
+            {NAMES[name]: value for name, value in candidate.price.parts.items()},
+        )
+        for candidate in choice.shown[:6]
     ]
-    parts.append("<h2>Parts of a step</h2>" + stacked_bars(_short(rows), "seconds of a step", format_seconds))
+    sections.append(
+        "<h2>Parts of a step</h2>" + stacked_bars(_drop_invisible_parts(rows), "seconds of a step", format_seconds)
+    )
     stages = best.price.stages
-    every = max(1, math.ceil(len(stages) / MOST_BARS))
-    bars = [(f"stage {at}", dict(stages[at].memory)) for at in range(0, len(stages), every)]
-    parts.append("<h2>Memory of a rank of each stage</h2>" + stacked_bars(bars, "bytes of a rank", format_bytes))
-    run = timeline(job, best.layout, question.machine, question.runtime) if question.cluster.uniform else None
-    if run is not None and len(run.timeline) <= MOST_SPANS:
-        parts.append("<h2>The pipeline of one step</h2><figure>" + draw.svg(run, 1060) + "</figure>")
-    parts.append("<h2>Time against memory</h2>" + _front(question, choice))
-    parts += [f'<p class="small">{escape(note)}</p>' for note in choice.notes]
+    stage_stride = max(1, math.ceil(len(stages) / MOST_BARS))
+    bars = [
+        (f"stage {stage_index}", dict(stages[stage_index].memory))
+        for stage_index in range(0, len(stages), stage_stride)
+    ]
+    sections.append("<h2>Memory of a rank of each stage</h2>" + stacked_bars(bars, "bytes of a rank", format_bytes))
+    simulated = timeline(job, best.layout, question.machine, question.runtime) if question.cluster.uniform else None
+    if simulated is not None and len(simulated.timeline) <= MOST_SPANS:
+        sections.append("<h2>The pipeline of one step</h2><figure>" + draw.svg(simulated, 1060) + "</figure>")
+    sections.append("<h2>Time against memory</h2>" + _front_figure(question, choice))
+    sections += [f'<p class="small">{escape(note)}</p>' for note in choice.notes]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(title, "".join(parts)), encoding="utf-8")
+    path.write_text(page(title, "".join(sections)), encoding="utf-8")
     return path
 
 
-def _tiles(question: Question, choice: Choice) -> str:
+def _summary_tiles(question: Question, choice: Choice) -> str:
     best = choice.best[0]
     free = question.cluster.memory_bytes - best.price.peak
     entries = [
@@ -74,50 +82,52 @@ def _tiles(question: Question, choice: Choice) -> str:
     return tiles(entries)
 
 
-def _ranking(question: Question, choice: Choice) -> str:
+def _ranking_table(question: Question, choice: Choice) -> str:
     best = choice.best[0]
     rows = []
-    for one in choice.shown:
-        told = against(one, best, question.same) if one is not best else ""
-        cells = (str(one.layout), format_seconds(one.price.step_s), format_count(one.tokens_per_s))
-        rows.append((*cells, format_bytes(one.price.peak), told))
+    for candidate in choice.shown:
+        comparison = against(candidate, best, question.same) if candidate is not best else ""
+        cells = (str(candidate.layout), format_seconds(candidate.price.step_s), format_count(candidate.tokens_per_s))
+        rows.append((*cells, format_bytes(candidate.price.peak), comparison))
     return table(("layout", "step", "tokens/s", "fullest rank", "against the first"), rows, (1, 2, 3))
 
 
-def _short(rows: Sequence[tuple[str, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
-    """Numbers instead of names, and no parts that can't be seen."""
-    longest = max(sum(parts.values()) for _, parts in rows)
+def _drop_invisible_parts(rows: Sequence[tuple[str, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
+    """Returns the rows numbered instead of named, without the parts too short to be seen."""
+    longest = max(sum(seconds_by_part.values()) for _, seconds_by_part in rows)
     return [
-        (f"{place}.", {name: value for name, value in parts.items() if value > 0.002 * longest})
-        for place, (_, parts) in enumerate(rows, start=1)
+        (f"{position}.", {name: value for name, value in seconds_by_part.items() if value > 0.002 * longest})
+        for position, (_, seconds_by_part) in enumerate(rows, start=1)
     ]
 
 
-def _front(question: Question, choice: Choice) -> str:
-    """A scatter of the layouts than which none is both faster and leaner."""
+def _front_figure(question: Question, choice: Choice) -> str:
+    """Draws the Pareto front of the layouts: seconds of a step against bytes of the fullest rank."""
     points = choice.front
-    room = question.cluster.memory_bytes
+    memory_bytes = question.cluster.memory_bytes
     slow = max(step for step, _, _ in points) * 1.05
     fast = min(step for step, _, _ in points) * 0.97
-    left, right, top, bottom = 70.0, 1030.0, 12.0, 240.0
+    left_px, right_px, top_px, bottom_px = 70.0, 1030.0, 12.0, 240.0
 
-    def place(step: float, peak: float) -> tuple[float, float]:
-        along = (step - fast) / ((slow - fast) or 1.0)
-        return left + along * (right - left), bottom - peak / room * (bottom - top)
+    def to_pixels(step: float, peak: float) -> tuple[float, float]:
+        fraction = (step - fast) / ((slow - fast) or 1.0)
+        return left_px + fraction * (right_px - left_px), bottom_px - peak / memory_bytes * (bottom_px - top_px)
 
     marks = []
     for step, peak, text in points:
-        x, y = place(step, peak)
+        x, y = to_pixels(step, peak)
         note = f"{text}: {format_seconds(step)}, {format_bytes(peak)}"
         marks.append(f'<circle class="dot f0" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(note)}</title></circle>')
     for share in (0.25, 0.5, 0.75, 1.0):
-        y = bottom - share * (bottom - top)
-        marks.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{format_bytes(share * room)}</text>')
+        y = bottom_px - share * (bottom_px - top_px)
+        marks.append(f'<line class="grid" x1="{left_px}" x2="{right_px}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        marks.append(
+            f'<text x="{left_px - 6}" y="{y + 4:.1f}" text-anchor="end">{format_bytes(share * memory_bytes)}</text>'
+        )
     for share in (0.0, 0.5, 1.0):
-        x = left + share * (right - left)
+        x = left_px + share * (right_px - left_px)
         label = format_seconds(fast + share * (slow - fast))
-        marks.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
+        marks.append(f'<text x="{x:.1f}" y="{bottom_px + 18}" text-anchor="middle">{label}</text>')
     drawn = f'<svg viewBox="0 0 1046 264" role="img" aria-label="time against memory">{"".join(marks)}</svg>'
     rows = [(text, format_seconds(step), format_bytes(peak)) for step, peak, text in points]
     return f"<figure>{drawn}</figure>" + table(("layout", "step", "fullest rank"), rows, (1, 2))

@@ -12,13 +12,13 @@ from meshwright.data.config import DataConfig
 
 def run(argv: Sequence[str]) -> int:
     """Prepares ``[PATH...] [--to DIR] [--json]`` and the fields of the data section, without its prefix."""
-    words = list(argv)
-    as_json = take_flag(words, "--json")
-    to = take_value(words, "--to")
+    args = list(argv)
+    as_json = take_flag(args, "--json")
+    to = take_value(args, "--to")
     paths: list[str] = []
-    while words and not words[0].startswith("-"):
-        paths.append(words.pop(0))
-    config = read_config(DataConfig, (["--paths", *paths] if paths else []) + words, "prepare")
+    while args and not args[0].startswith("-"):
+        paths.append(args.pop(0))
+    config = read_config(DataConfig, (["--paths", *paths] if paths else []) + args, "prepare")
     token_set = meshwright.prepare(config, to or None)
     summary = {
         "path": str(token_set.path),

@@ -21,8 +21,10 @@ def show_result(result: TrainResult) -> None:
         )
     if result.bits_per_byte is not None:
         baselines = {"gzip": result.gzip_bits_per_byte, "xz": result.xz_bits_per_byte}
-        others = ", ".join(f"{name} {bits:.3f}" for name, bits in baselines.items() if bits is not None)
-        lines.append(f"bits per byte of the held-out text: {result.bits_per_byte:.3f} (the same bytes by {others})")
+        baseline_text = ", ".join(f"{name} {bits:.3f}" for name, bits in baselines.items() if bits is not None)
+        lines.append(
+            f"bits per byte of the held-out text: {result.bits_per_byte:.3f} (the same bytes by {baseline_text})"
+        )
     if result.time:
         measured, planned = result.time["measured"], result.time["planned"]
         lines.append(
@@ -42,7 +44,7 @@ def show_result(result: TrainResult) -> None:
 def _state_lines(state: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns a table of what each part of the model's state took on a rank, beside the plan."""
     lines = [f"{'state of a rank':<16}{'measured':>12}{'planned':>12}"]
-    for part, row in state.items():
-        lines.append(f"{part:<16}{format_bytes(row['measured']):>12}{format_bytes(row['planned']):>12}")
+    for category, row in state.items():
+        lines.append(f"{category:<16}{format_bytes(row['measured']):>12}{format_bytes(row['planned']):>12}")
     paper = state["total"]["zero_paper"]
     return [*lines, f"the ZeRO paper's formula for this level: {format_bytes(paper)} a rank"]

@@ -19,17 +19,17 @@ PREEMPTED = 143
 
 def run(argv: Sequence[str]) -> int:
     """Trains; exit status 0 when the run reached its last step, 1 when it was interrupted, 143 by SIGTERM."""
-    words = list(argv)
-    as_json = take_flag(words, "--json")
-    hostfile, dry = take_value(words, "--hostfile"), take_flag(words, "--dry-run")
-    nodes = take_nodes(words)
-    config = read_config(RunConfig, words, "train")
-    if dry:
-        for line in host_commands(words, claim_directory(config), hostfile):
+    args = list(argv)
+    as_json = take_flag(args, "--json")
+    hostfile, dry_run = take_value(args, "--hostfile"), take_flag(args, "--dry-run")
+    nodes = take_nodes(args)
+    config = read_config(RunConfig, args, "train")
+    if dry_run:
+        for line in host_commands(args, claim_directory(config), hostfile):
             answer(line)
         return 0
     if hostfile is not None:
-        run_on_hosts(words, claim_directory(config), hostfile)
+        run_on_hosts(args, claim_directory(config), hostfile)
         return 0
     result = meshwright.train(config, nodes=nodes)
     if result is None:  # a rank of torchrun other than the first

@@ -39,25 +39,29 @@ evaluated, saved, and resumed under the next layout as a plain loop on one devic
 
 def run(argv: Sequence[str]) -> int:
     """Proves and prints a table or JSON; see `STATUS` for the exit status."""
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        return _run_job(words)
-    if "--loop" in words:
-        return _run_loop(words)
-    as_json = take_flag(words, "--json")
-    config, width = read_config(VerifyConfig, words, "verify"), 0
+    args = list(argv)
+    if args and not args[0].startswith("-"):
+        return _run_job(args)
+    if "--loop" in args:
+        return _run_loop(args)
+    as_json = take_flag(args, "--json")
+    config, width = read_config(VerifyConfig, args, "verify"), 0
 
-    def begin(subject: str, layouts: Sequence[Layout]) -> None:
+    def show_start(subject: str, layouts: Sequence[Layout]) -> None:
         nonlocal width
         width = max(len(str(layout)) for layout in layouts)
         say(f"{subject}: {len(layouts)} layouts against one device, {config.steps} steps, {layouts[0].precision}")
         if layouts[0].precision != "float64":
             say("  error<=bound: against float64; the bound is from what rounding does to one plain device")
 
-    def told(verdict: Verdict) -> None:
+    def show_verdict(verdict: Verdict) -> None:
         show(verdict, width)
 
-    report = meshwright.verify(config) if as_json else meshwright.verify(config, on_start=begin, on_verdict=told)
+    report = (
+        meshwright.verify(config)
+        if as_json
+        else meshwright.verify(config, on_start=show_start, on_verdict=show_verdict)
+    )
     if as_json:
         answer(json.dumps(report.to_json(), indent=2))
     else:
@@ -65,38 +69,38 @@ def run(argv: Sequence[str]) -> int:
     return STATUS[report.outcome]
 
 
-def _run_loop(words: list[str]) -> int:
+def _run_loop(args: list[str]) -> int:
     """Proves a custom loop: ``verify --loop FILE:FUNCTION``."""
-    as_json = take_flag(words, "--json")
-    config, width = read_config(LoopConfig, words, "verify"), 0
+    as_json = take_flag(args, "--json")
+    config, width = read_config(LoopConfig, args, "verify"), 0
 
-    def begin(subject: str, layouts: Sequence[Layout]) -> None:
+    def show_start(subject: str, layouts: Sequence[Layout]) -> None:
         nonlocal width
         width = max(len(str(layout)) for layout in layouts)
         say(f"{subject}: {len(layouts)} layouts against one device, {config.dtype}")
 
-    def told(verdict: LoopVerdict) -> None:
+    def show_verdict(verdict: LoopVerdict) -> None:
         show_loop(verdict, width)
 
     if as_json:
         report = meshwright.verify_loop(config)
         answer(json.dumps(report.to_json(), indent=2))
     else:
-        report = meshwright.verify_loop(config, on_start=begin, on_verdict=told)
+        report = meshwright.verify_loop(config, on_start=show_start, on_verdict=show_verdict)
         show_outcome(report.passed, report.refused, len(report.verdicts))
     return STATUS[report.outcome]
 
 
-def _run_job(words: list[str]) -> int:
+def _run_job(args: list[str]) -> int:
     """Proves a run's directory or a recipe: ``verify RUN|RECIPE.toml``."""
-    if "--help" in words or "-h" in words:
+    if "--help" in args or "-h" in args:
         answer(JOB_USAGE)
         return 0
-    as_json, full = take_flag(words, "--json"), take_flag(words, "--full")
-    trust = take_flag(words, "--trust")
-    steps, limit_s = _job_numbers(words)
-    layouts = _take_layouts(words)
-    job = read_job(words)
+    as_json, full = take_flag(args, "--json"), take_flag(args, "--full")
+    trust = take_flag(args, "--trust")
+    steps, limit_s = _take_steps_and_limit(args)
+    layouts = _take_layouts(args)
+    job = read_job(args)
     report = meshwright.verify_job(
         job,
         layout=layouts,
@@ -114,9 +118,9 @@ def _run_job(words: list[str]) -> int:
     return STATUS[report.outcome]
 
 
-def _job_numbers(words: list[str]) -> tuple[int, float]:
+def _take_steps_and_limit(args: list[str]) -> tuple[int, float]:
     """Removes ``--steps`` and ``--timeout-s``, and returns their values."""
-    steps, limit = take_value(words, "--steps") or "6", take_value(words, "--timeout-s") or "600"
+    steps, limit = take_value(args, "--steps") or "6", take_value(args, "--timeout-s") or "600"
     if not steps.isdigit():
         raise ConfigError(f"--steps {steps}: half of them run under each layout; give an even number from 2 on")
     try:
@@ -125,26 +129,26 @@ def _job_numbers(words: list[str]) -> tuple[int, float]:
         raise ConfigError(f"--timeout-s {limit}: give seconds above 0") from None
 
 
-def _take_layouts(words: list[str]) -> list[str]:
+def _take_layouts(args: list[str]) -> list[str]:
     """Removes ``--layout A B ...`` and returns the layouts."""
-    if "--layout" not in words:
+    if "--layout" not in args:
         return []
-    first = words.index("--layout")
-    end = next((at for at in range(first + 1, len(words)) if words[at].startswith("--")), len(words))
-    named = words[first + 1 : end]
+    flag_index = args.index("--layout")
+    stop = next((index for index in range(flag_index + 1, len(args)) if args[index].startswith("--")), len(args))
+    named = args[flag_index + 1 : stop]
     if not named:
         raise ConfigError("--layout needs a value")
-    del words[first:end]
+    del args[flag_index:stop]
     return named
 
 
-def read_job(words: Sequence[str]) -> Path | RunConfig:
+def read_job(args: Sequence[str]) -> Path | RunConfig:
     """Returns a run's directory, or a recipe's config with flags over it."""
-    path = Path(words[0])
+    path = Path(args[0])
     if path.is_dir():
-        if len(words) > 1:
-            raise ConfigError(f"{words[1]}: a run is proven as it is; flags go with a recipe")
+        if len(args) > 1:
+            raise ConfigError(f"{args[1]}: a run is proven as it is; flags go with a recipe")
         return path
     if path.suffix == ".toml":
-        return read_config(RunConfig, words, "verify")
+        return read_config(RunConfig, args, "verify")
     raise ConfigError(f"{path} is neither a run's directory (with {CONFIG}) nor a recipe (.toml)")

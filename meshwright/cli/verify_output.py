@@ -15,41 +15,41 @@ if TYPE_CHECKING:
 def show(verdict: Verdict, width: int) -> None:
     """Prints one layout's lines, its name padded to ``width``: the verdict, and what it covers."""
     if verdict.refused or verdict.crashed:
-        word = "refused" if verdict.refused else "CRASH"
-        say(f"  {word:<8} {verdict.layout}: {verdict.refused or verdict.crashed}")
+        label = "refused" if verdict.refused else "CRASH"
+        say(f"  {label:<8} {verdict.layout}: {verdict.refused or verdict.crashed}")
         return
-    word = "pass" if verdict.passed else "FAIL"
-    say(f"  {word:<8} {verdict.layout:<{width}}  {_numbers(verdict)}  worst {verdict.worst.name}")
+    label = "pass" if verdict.passed else "FAIL"
+    say(f"  {label:<8} {verdict.layout:<{width}}  {_error_columns(verdict)}  worst {verdict.worst.name}")
     if verdict.wrong:
         say(f"           {verdict.wrong}")
     if verdict.scope:
         say(f"           {verdict.scope.summary}")
 
 
-def _numbers(verdict: Verdict) -> str:
-    """Each kind's error; outside of float64 with the bound that it was held against, ``error<=bound`` or ``>``."""
+def _error_columns(verdict: Verdict) -> str:
+    """Returns each kind's error; outside of float64 beside its bound, as ``error<=bound`` or ``error>bound``."""
     errors = {
         "loss": verdict.loss_error,
         "gradient": verdict.grad_error,
         "norm": verdict.grad_norm_error,
         "weight": verdict.weight_error,
     }
-    told = []
+    columns = []
     for kind, error in errors.items():
         bound = verdict.bounds.get(kind)
         sign = "<=" if bound is not None and error <= bound else ">"
-        told.append(f"{kind} {error:.1e}" + ("" if bound is None else f"{sign}{bound:.1e}"))
-    return "  ".join(told)
+        columns.append(f"{kind} {error:.1e}" + ("" if bound is None else f"{sign}{bound:.1e}"))
+    return "  ".join(columns)
 
 
 def show_job(verdict: JobVerdict) -> None:
-    """Prints what came of one pair of layouts."""
-    what = f"{verdict.layout} -> {verdict.resumed}"
+    """Prints the verdict of one pair of layouts."""
+    layout_pair = f"{verdict.layout} -> {verdict.resumed}"
     if verdict.refused:
-        say(f"  refused  {what}: {verdict.refused}")
+        say(f"  refused  {layout_pair}: {verdict.refused}")
         return
     numbers = "  ".join(f"{name} {error:.1e}" for name, error in verdict.errors.items())
-    say(f"  {'pass' if verdict.passed else 'FAIL':<8} {what}\n           {numbers}  worst {verdict.worst}")
+    say(f"  {'pass' if verdict.passed else 'FAIL':<8} {layout_pair}\n           {numbers}  worst {verdict.worst}")
 
 
 def show_loop(verdict: LoopVerdict, width: int) -> None:
@@ -57,9 +57,9 @@ def show_loop(verdict: LoopVerdict, width: int) -> None:
     if verdict.refused:
         say(f"  refused  {verdict.layout}: {verdict.refused}")
         return
-    word = "pass" if verdict.passed else "FAIL"
+    label = "pass" if verdict.passed else "FAIL"
     errors = f"loss {verdict.loss_error:.1e}  weight {verdict.weight_error:.1e}"
-    say(f"  {word:<8} {verdict.layout:<{width}}  {errors}  worst {verdict.worst}")
+    say(f"  {label:<8} {verdict.layout:<{width}}  {errors}  worst {verdict.worst}")
 
 
 def show_outcome(passed: bool, refused: int = 0, layouts: int = 0) -> None:

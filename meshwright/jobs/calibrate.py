@@ -40,7 +40,7 @@ class CalibrationResult:
     practice: tuple[dict[str, Any], ...] = ()
     """For each short run of a small model ``layout``, ``priced_s``, ``measured_s`` and ``paced``."""
     shortfalls: tuple[str, ...] = ()
-    """What of a GPU or its links is far below its kind, a sentence each."""
+    """A sentence for each figure of a GPU or its links that is far below the catalogue's."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the figures as plain values, with ``path`` and ``practice``."""
@@ -50,7 +50,7 @@ class CalibrationResult:
 def calibrate(
     config: CalibrateConfig | None = None, *, nodes: NodeWords | None = None, say: Say = to_stderr
 ) -> CalibrationResult | None:
-    """Measures this machine and writes what was found; the ranks are forked from this process.
+    """Measures this machine and writes the figures; the ranks are forked from this process.
 
     Args:
         config: what to measure; everything, on all devices, when None.
@@ -65,7 +65,7 @@ def calibrate(
     """
     config = config or CalibrateConfig()
     config.check_all()
-    launcher = choose_launcher(config.devices) if nodes is None else nodes.together(_slots(config, nodes))
+    launcher = choose_launcher(config.devices) if nodes is None else nodes.together(_slots_per_node(config, nodes))
     devices = found_devices(None)
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     count = nodes.nodes if nodes is not None else context.nodes if context else 1
@@ -78,18 +78,18 @@ def calibrate(
 
     if context is None or context.rank == 0:
         say(f"measuring {machine['device']}, ranks: {ranks}" + (f" on {count} nodes" if count > 1 else ""))
-    found = launcher.run(measure_rank, machine, sizes, progress, config.timeout_s, timeout_s=config.timeout_s)[0]
+    calibration = launcher.run(measure_rank, machine, sizes, progress, config.timeout_s, timeout_s=config.timeout_s)[0]
     if context is not None and context.rank:
         return None
     if context is None and devices.kind == "cpu" and not config.quick:
         progress("the runtime itself, with a model of next to nothing")
-        found = found.merged(_with_host(found, devices))
-    path = _write(found, config)
+        calibration = calibration.merged(_add_host_times(calibration, devices))
+    path = _write_calibration(calibration, config)
     return CalibrationResult(
-        calibration=found,
+        calibration=calibration,
         path=path,
-        practice=tuple(_practise(config, found, progress)),
-        shortfalls=tuple(_shortfalls(found)),
+        practice=tuple(_practise(config, calibration, progress)),
+        shortfalls=tuple(_find_shortfalls(calibration)),
     )
 
 
@@ -101,7 +101,7 @@ def _practise(config: CalibrateConfig, calibration: Calibration, progress: Say) 
     return practise_all(found_devices(None), calibration.ranks, config.practice, progress)
 
 
-def _slots(config: CalibrateConfig, nodes: NodeWords) -> int:
+def _slots_per_node(config: CalibrateConfig, nodes: NodeWords) -> int:
     """Returns the ranks of each node."""
     if nodes.slots is None and config.devices is not None and config.devices % nodes.nodes:
         raise ConfigError(
@@ -110,34 +110,36 @@ def _slots(config: CalibrateConfig, nodes: NodeWords) -> int:
     return nodes.slots or found_devices(config.devices and config.devices // nodes.nodes).count
 
 
-def _with_host(found: Calibration, devices: Devices) -> Calibration:
-    """Returns a calibration with what the runtime takes beside operators and collectives, on processor cores."""
+def _add_host_times(calibration: Calibration, devices: Devices) -> Calibration:
+    """Returns a calibration with the runtime's own seconds (beside operators and collectives) on CPU cores."""
 
     def work_of(model: ModelConfig, rows: int) -> ModelWork:
         return measure_model(build_meta(model), rows, int(model.context or 0), torch.float32)
 
-    return dataclasses.replace(found, host=host_times(found, devices, work_of))
+    return dataclasses.replace(calibration, host=host_times(calibration, devices, work_of))
 
 
-def _shortfalls(calibration: Calibration) -> list[str]:
-    """Returns what is far below its kind; of GPUs alone, whose links the catalogue knows."""
-    machine, each = calibration.machine, calibration.ranks // calibration.nodes
+def _find_shortfalls(calibration: Calibration) -> list[str]:
+    """Returns a sentence for each figure far below the catalogue's; only for GPUs, whose links it knows."""
+    machine, ranks_per_node = calibration.machine, calibration.ranks // calibration.nodes
     if machine["kind"] != "cuda":
         return []
     try:
-        plain = Cluster.detected(each, "cuda", name=str(machine["device"]), nodes=calibration.nodes)
+        catalogue_cluster = Cluster.detected(
+            ranks_per_node, "cuda", name=str(machine["device"]), nodes=calibration.nodes
+        )
     except ClusterError:
         return [f"the catalogue has no {machine['device']}; docs/cluster.md says how to describe one"]
-    return list(shortfalls(calibration, plain))
+    return list(shortfalls(calibration, catalogue_cluster))
 
 
-def _write(found: Calibration, config: CalibrateConfig) -> Path:
-    """Writes what was measured and returns where; a quick one goes beside a full one of the cache."""
+def _write_calibration(calibration: Calibration, config: CalibrateConfig) -> Path:
+    """Writes the calibration and returns its path; a quick one never replaces a full one of the cache."""
     if config.out:
         path = Path(config.out)
     else:
-        path = calibration_folder() / f"{found.key}.json"
+        path = calibration_folder() / f"{calibration.key}.json"
         if config.quick and path.is_file():
-            path = path.with_name(f"{found.key}-quick.json")
-    found.write(path)
+            path = path.with_name(f"{calibration.key}-quick.json")
+    calibration.write(path)
     return path

@@ -1,4 +1,4 @@
-"""The end of a run: sample, baselines, report, and what the run was beside its plan."""
+"""The end of a run: sample, compression baselines, report, and measured figures beside the plan's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.data.tokens import TokenSet, compression_baselines
 from meshwright.events import Event
-from meshwright.jobs.machines import Machines, ledger_here
+from meshwright.jobs.machines import Machines, run_history_file
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import open_run
 from meshwright.monitor.drift import measure
@@ -22,7 +22,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
 
 
-def ended_elsewhere(outcome: Mapping[str, Any], run_dir: Path) -> TrainResult:
+def follower_result(outcome: Mapping[str, Any], run_dir: Path) -> TrainResult:
     """Returns the result of a node that doesn't lead when the run ends."""
     finished, terminated = bool(outcome["finished"]), bool(outcome["terminated"])
     return TrainResult(finished=finished, terminated=terminated, leads=False, run=str(run_dir))
@@ -46,16 +46,16 @@ def conclude(
         outcome: what rank 0 returned, with ``terminated``.
         machines: on which it ran.
     """
-    known = {item.name for item in dataclasses.fields(TrainResult)}
-    result = TrainResult(**{name: outcome[name] for name in outcome if name in known}, run=str(run_dir))
+    result_fields = {item.name for item in dataclasses.fields(TrainResult)}
+    result = TrainResult(**{name: outcome[name] for name in outcome if name in result_fields}, run=str(run_dir))
     sink = JsonlSink(run_dir, metrics=False)
     try:
         if result.finished:
             if config.train.sample_tokens:
-                prompt, text = _sample(config, run_dir, token_set)
+                prompt, text = _draw_sample(config, run_dir, token_set)
                 result = dataclasses.replace(result, prompt=prompt, sample=text)
-                data = {"step": result.step, "prompt": prompt, "text": text}
-                sink.event(Event(kind="sampled", rank=-1, data=data))
+                event_fields = {"step": result.step, "prompt": prompt, "text": text}
+                sink.event(Event(kind="sampled", rank=-1, data=event_fields))
             if token_set.validation.text_bytes:
                 baselines = compression_baselines(token_set)
                 result = dataclasses.replace(
@@ -67,47 +67,48 @@ def conclude(
         sink.close()
     if config.monitor.report:
         result = dataclasses.replace(result, report=str(write_report(run_dir, config.monitor.drift_bound)))
-    result = dataclasses.replace(result, state=_state(run_dir), time=_time(run_dir))
+    result = dataclasses.replace(result, state=_state_bytes(run_dir), time=_step_times(run_dir))
     if result.finished and result.time:
-        _remember(plan, result.time, machines.fewer(plan.ranks))
+        _record_history(plan, result.time, machines.for_ranks(plan.ranks))
     return result
 
 
-def _state(run_dir: Path) -> dict[str, dict[str, int]]:
-    """Returns bytes of model state of rank 0 by part, planned and measured, and the ZeRO paper's total."""
-    read = read_run(run_dir)
-    planned = read.plan.get("prediction", {})
+def _state_bytes(run_dir: Path) -> dict[str, dict[str, int]]:
+    """Returns rank 0's bytes of model state by category, planned and measured, and the ZeRO paper's total."""
+    run_data = read_run(run_dir)
+    planned = run_data.plan.get("prediction", {})
     # A run may have had other layouts before this one.
-    rows = (step.get("memory", {}) for step in reversed(read.steps) if step.get("layout") == read.layout)
+    rows = (step.get("memory", {}) for step in reversed(run_data.steps) if step.get("layout") == run_data.layout)
     measured: Mapping[str, int] = next((row for row in rows if "parameters" in row), {})
-    parts = {
-        part: {"planned": int(size), "measured": int(measured[part])}
-        for part, size in planned.get("memory", {}).items()
-        if part in measured
+    bytes_by_category = {
+        category: {"planned": int(size), "measured": int(measured[category])}
+        for category, size in planned.get("memory", {}).items()
+        if category in measured
     }
-    if not parts:
+    if not bytes_by_category:
         return {}
-    total = {key: sum(row[key] for row in parts.values()) for key in ("planned", "measured")}
-    return parts | {"total": total | {"zero_paper": int(planned["formula"]["zero_paper_bytes"])}}
+    total = {key: sum(row[key] for row in bytes_by_category.values()) for key in ("planned", "measured")}
+    return bytes_by_category | {"total": total | {"zero_paper": int(planned["formula"]["zero_paper_bytes"])}}
 
 
-def _time(run_dir: Path) -> dict[str, float]:
+def _step_times(run_dir: Path) -> dict[str, float]:
     """Returns the median seconds of a step, planned and measured; empty where one of them isn't known."""
-    read = read_run(run_dir)
-    planned = (read.plan.get("prediction") or {}).get("step_s")
-    measured = measure([step for step in read.steps if step.get("layout") == read.layout])["step_s"]
+    run_data = read_run(run_dir)
+    planned = (run_data.plan.get("prediction") or {}).get("step_s")
+    measured = measure([step for step in run_data.steps if step.get("layout") == run_data.layout])["step_s"]
     return {"planned": planned, "measured": measured} if planned and measured else {}
 
 
-def _remember(plan: Plan, time_s: Mapping[str, float], machines: Machines) -> None:
-    """Adds the run to what this machine has taught; a cache that can't be written is no reason to fail a run."""
-    path, machine = ledger_here(machines)
+def _record_history(plan: Plan, time_s: Mapping[str, float], machines: Machines) -> None:
+    """Adds the run to this machine's run history; a cache that can't be written is no reason to fail a run."""
+    path, machine = run_history_file(machines)
+    # The price before the history's own correction, or corrections would compound from run to run.
     row = {"layout": str(plan.layout), "priced_s": time_s["planned"] / plan.prediction.learned}
     with contextlib.suppress(OSError):
         record(path, machine, row | {"measured_s": time_s["measured"]})
 
 
-def _sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str, str]:
+def _draw_sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str, str]:
     trained = open_run(run_dir, trust=True)  # its config is what this command was given
     prompt = config.train.sample or token_set.held_out_text(256).decode("utf-8", errors="ignore")[:64]
     return prompt, trained.complete(prompt, max_tokens=config.train.sample_tokens)

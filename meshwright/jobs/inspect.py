@@ -28,7 +28,7 @@ from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectResult:
-    """What there is to know of a model, as plain values."""
+    """A model's sizes, structure and possible splits, as plain values."""
 
     model: str
     """Its name."""
@@ -68,8 +68,8 @@ def inspect(
     config = with_fields(config or InspectConfig(), model=model, layout=layout)
     layouts = [Layout.parse(text) for text in config.layout]
     built = build_meta(config.model)
-    table, sharding = _sharding(built)
-    layer_graph, pipeline = _pipeline(built)
+    table, sharding = _describe_sharding(built)
+    layer_graph, pipeline = _describe_pipeline(built)
     experts = tuple(
         {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
         for rows in find_experts(built.module)
@@ -78,40 +78,41 @@ def inspect(
     return InspectResult(
         model=config.model.name,
         shape=measure_shape(built).to_json(),
-        structure=_structure(built),
+        structure=_describe_structure(built),
         experts=experts,
         sharding=sharding,
         pipeline=pipeline,
-        layouts=tuple(_priced(built, layout, analysis) for layout in layouts),
+        layouts=tuple(_price_layout(built, layout, analysis) for layout in layouts),
     )
 
 
-def _structure(built: BuiltModel) -> dict[str, Any]:
-    """Names of the parts, and the layers by kind."""
+def _describe_structure(built: BuiltModel) -> dict[str, Any]:
+    """Returns the modules' names by role, and the layers grouped by kind."""
     structure = built.structure
     kinds: dict[Any, dict[str, Any]] = {}
     for name in structure.layers:
         layer = built.module.get_submodule(name)
-        key = type(layer), tuple((part, tuple(item.shape)) for part, item in layer.named_parameters())
+        # Layers are of one kind when class, parameter names and shapes agree.
+        key = type(layer), tuple((role, tuple(item.shape)) for role, item in layer.named_parameters())
         count = sum(item.numel() for item in layer.parameters())
         kinds.setdefault(key, {"type": type(layer).__name__, "parameters": count, "layers": []})["layers"].append(name)
-    parts = ("embedding", "position_embedding", "final_norm", "head", "vocab", "width", "positions", "context")
-    return {part: getattr(structure, part) for part in parts} | {
+    roles = ("embedding", "position_embedding", "final_norm", "head", "vocab", "width", "positions", "context")
+    return {role: getattr(structure, role) for role in roles} | {
         "ties": [list(names) for names in structure.ties],
         "layers": list(kinds.values()),
     }
 
 
-def _sharding(built: BuiltModel) -> tuple[ShardingTable | None, dict[str, Any]]:
-    """The sharding table, and what it says by kind of layer."""
+def _describe_sharding(built: BuiltModel) -> tuple[ShardingTable | None, dict[str, Any]]:
+    """Returns the sharding table, and its rows by kind of layer as plain values."""
     try:
         table = sharding_table(built)
     except MeshwrightError as error:
         return None, {"refused": str(error)}
     kinds: dict[str, dict[str, Any]] = {}
     for name, rows in table.layers.items():
-        found = _rows(rows)
-        kinds.setdefault(json.dumps(found), found | {"layers": []})["layers"].append(name)
+        layer_sharding = _layer_rows_json(rows)
+        kinds.setdefault(json.dumps(layer_sharding), layer_sharding | {"layers": []})["layers"].append(name)
     return table, {
         "vocabulary": list(table.vocabulary),
         "whole": dict(table.refused),
@@ -119,7 +120,7 @@ def _sharding(built: BuiltModel) -> tuple[ShardingTable | None, dict[str, Any]]:
     }
 
 
-def _rows(rows: LayerRows) -> dict[str, Any]:
+def _layer_rows_json(rows: LayerRows) -> dict[str, Any]:
     groups = [
         {
             "module": group.module,
@@ -140,8 +141,8 @@ def _rows(rows: LayerRows) -> dict[str, Any]:
     }
 
 
-def _pipeline(built: BuiltModel) -> tuple[Any, dict[str, Any]]:
-    """The layer graph, and where it can be cut."""
+def _describe_pipeline(built: BuiltModel) -> tuple[Any, dict[str, Any]]:
+    """Returns the layer graph, and its possible cuts as plain values."""
     try:
         layer_graph = read_layer_graph(built)
     except MeshwrightError as error:
@@ -149,29 +150,29 @@ def _pipeline(built: BuiltModel) -> tuple[Any, dict[str, Any]]:
     return layer_graph, {
         "layers": len(layer_graph.layers),
         "stages": len(layer_graph.layers) - len(layer_graph.blocked),
-        "payload": sorted({len(taken) for taken in layer_graph.boundary_tensors[1:]}),
-        "blocked": {str(at): why for at, why in layer_graph.blocked.items()},
+        "payload": sorted({len(tensors) for tensors in layer_graph.boundary_tensors[1:]}),
+        "blocked": {str(layer_index): reason for layer_index, reason in layer_graph.blocked.items()},
     }
 
 
-def _priced(built: BuiltModel, layout: Layout, known: ModelAnalysis) -> dict[str, Any]:
-    """Bytes of state by place of a layout."""
+def _price_layout(built: BuiltModel, layout: Layout, known_analysis: ModelAnalysis) -> dict[str, Any]:
+    """Returns a layout's bytes of state for each position of the mesh."""
     check(layout, "cuda", len(built.structure.layers))
-    facts = analyse_model(built, layout, known)
-    expert.check(facts.experts, layout.degree(Mechanics.EXPERTS))
-    parts = model_parts(built, facts)
-    positions = position_memory(layout, parts)
+    analysis = analyse_model(built, layout, known_analysis)
+    expert.check(analysis.experts, layout.degree(Mechanics.EXPERTS))
+    model_weights = model_parts(built, analysis)
+    positions = position_memory(layout, model_weights)
     fullest = max(positions, key=lambda position: position.total_bytes)
     return {
         "layout": str(layout),
         "ranks": layout.world,
-        "parameters": parts.total,
-        "positions": [_place(position) for position in positions],
-        "fullest": _place(fullest),
+        "parameters": model_weights.total,
+        "positions": [_position_json(position) for position in positions],
+        "fullest": _position_json(fullest),
         "formula": dict(fullest.formula),
         "zero_paper_bytes": paper_memory(layout, fullest.held.elements),
     }
 
 
-def _place(position: Position) -> dict[str, Any]:
+def _position_json(position: Position) -> dict[str, Any]:
     return {"place": dict(position.place), "memory": dict(position.memory), "total": position.total_bytes}

@@ -1,4 +1,4 @@
-"""The plan of a run: the layout that the user named, the planner's choice, or one for the ranks that are left."""
+"""The plan of a run: the layout that the user named, the planner's choice, or one for the surviving ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import combinations
 from meshwright.cluster.cluster_text import with_network
 from meshwright.cluster.node import standard_node
 from meshwright.errors import ClusterError, PlanError
-from meshwright.jobs.machines import Machines, cluster_here, ledger_here
+from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.model_reading import ReadModel, measure_of, model_parts
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.launch.devices import Devices, device_memory_bytes
@@ -36,7 +36,7 @@ def make_plans(
 ) -> list[tuple[Plan, ModelAnalysis]]:
     """Returns the plan of a named layout, or up to ``count`` of the planner's best that the model allows.
 
-    Each comes with what its layout needs of the model. A model or a device that can't be priced is said to be.
+    Each comes with the `ModelAnalysis` that its layout needs. A line reports a model or a device that can't be priced.
 
     Raises:
         PlanError: for a layout that can't run.
@@ -44,36 +44,36 @@ def make_plans(
     """
     with_network(standard_node("cpu"), machines.network)
     if config.layout == "auto":
-        return _automatic(config, model, machines, count, say=say)
+        return _planner_plans(config, model, machines, count, say=say)
     layout = Layout.parse(config.layout)
     layout.check_ranks(machines.ranks)
-    facts = facts_of(config, model, layout, machines.devices)
-    parts, short = model_parts(model.built, facts), ""
+    analysis = analyse_layout(config, model, layout, machines.devices)
+    model_weights, host_shortage_text = model_parts(model.built, analysis), ""
     try:
-        question = _question(config, model, machines, layout.precision)
-        short = host_shortage(question.job, layout, question.cluster, question.runtime)
+        question = _make_question(config, model, machines, layout.precision)
+        host_shortage_text = host_shortage(question.job, layout, question.cluster, question.runtime)
         measure = measure_of(model.built, config.data.sequence, layout.precision)
-        return [(predict.named_plan(question, layout, parts, measure), facts)]
+        return [(predict.named_plan(question, layout, model_weights, measure), analysis)]
     except (ClusterError, PlanError) as error:
-        if short:
+        if host_shortage_text:
             raise
         say(f"plan: by state alone, since time can't be priced here: {error}")
         # A device without figures, or a model without layers: its state is priced all the same.
-        return [(state_rule.named_plan(layout, machines.ranks, parts), facts)]
+        return [(state_rule.named_plan(layout, machines.ranks, model_weights), analysis)]
 
 
-def facts_of(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
-    """Reads what a layout needs of the model, refusing one that can't run."""
+def analyse_layout(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
+    """Analyses the model for a layout, refusing a layout that can't run."""
     check(layout, devices.kind, len(model.built.structure.layers))
-    facts = analyse_model(model.built, layout, tokens=config.data.sequence)
-    check_shapes(facts, layout, config.train.batch, config.data.sequence)
-    return facts
+    analysis = analyse_model(model.built, layout, tokens=config.data.sequence)
+    check_shapes(analysis, layout, config.train.batch, config.data.sequence)
+    return analysis
 
 
-def plan_for_less(
-    config: RunConfig, model: ReadModel, machines: Machines, whole: Layout, say: Say = to_stderr
+def plan_for_fewer_ranks(
+    config: RunConfig, model: ReadModel, machines: Machines, full_layout: Layout, say: Say = to_stderr
 ) -> tuple[Plan, ModelAnalysis]:
-    """Plans for the ranks that are left of a layout, keeping what values depend on: its precision.
+    """Plans for the surviving ranks of a layout, keeping its precision, on which the values depend.
 
     Layouts that the config names for fewer ranks come first. Where the planner has nothing for that
     many ranks, since they don't divide the batch, they share it unevenly.
@@ -81,77 +81,77 @@ def plan_for_less(
     Raises:
         PlanError: when no layout of that many ranks can run.
     """
-    ranks, named = machines.ranks, fallbacks(config, whole)
+    ranks, named = machines.ranks, fallback_layouts(config, full_layout)
     for layout in named:
         if layout.world == ranks:
             return make_plans(dataclasses.replace(config, layout=str(layout)), model, machines, say=say)[0]
     if any(layout.world < ranks for layout in named):
         raise PlanError(f"recovery.layouts names none for {ranks} ranks, but one for fewer")
-    if whole.precision != "float64":
+    if full_layout.precision != "float64":
         try:
-            return _automatic(config, model, machines, 1, whole.precision, say)[0]
+            return _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
         except PlanError as error:
-            why: PlanError = error
-    for layout in _like(whole, ranks, config.train.batch):
+            refusal: PlanError = error
+    for layout in _similar_layouts(full_layout, ranks, config.train.batch):
         try:
             layout.check_batch(config.train.batch)
-            facts = facts_of(config, model, layout, machines.devices)
+            analysis = analyse_layout(config, model, layout, machines.devices)
         except PlanError as error:
-            why = error
+            refusal = error
         else:
-            plan = state_rule.named_plan(layout, ranks, model_parts(model.built, facts))
-            return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {whole}"), facts
-    raise why
+            plan = state_rule.named_plan(layout, ranks, model_parts(model.built, analysis))
+            return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {full_layout}"), analysis
+    raise refusal
 
 
-def fallbacks(config: RunConfig, whole: Layout) -> list[Layout]:
-    """Returns the layouts that the config names for fewer ranks than ``whole`` has, in its precision.
+def fallback_layouts(config: RunConfig, full_layout: Layout) -> list[Layout]:
+    """Returns the layouts that the config names for fewer ranks than ``full_layout`` has, in its precision.
 
     Raises:
         PlanError: for one that has as many, or another precision.
     """
-    found = []
+    layouts = []
     for text in (text.strip() for text in config.recovery.layouts.split(";")):
         if not text:
             continue
         layout = Layout.parse(text)
-        if "precision" in text and layout.precision != whole.precision:
+        if "precision" in text and layout.precision != full_layout.precision:
             raise PlanError(
                 f"recovery.layouts: '{text}' has another precision than the run, whose values depend on it; "
-                f"write precision={whole.precision}, or leave it out"
+                f"write precision={full_layout.precision}, or leave it out"
             )
-        if not config.recovery.minimum <= layout.world < whole.world:
+        if not config.recovery.minimum <= layout.world < full_layout.world:
             raise PlanError(
                 f"recovery.layouts: '{text}' has {layout.world} ranks; these are layouts for when fewer than "
-                f"{whole.world} are left, and at least recovery.minimum = {config.recovery.minimum}"
+                f"{full_layout.world} are left, and at least recovery.minimum = {config.recovery.minimum}"
             )
-        found.append(dataclasses.replace(layout, precision=whole.precision))
-    return found
+        layouts.append(dataclasses.replace(layout, precision=full_layout.precision))
+    return layouts
 
 
-def check_fallbacks(config: RunConfig, model: ReadModel, whole: Layout, devices: Devices) -> None:
+def check_fallback_layouts(config: RunConfig, model: ReadModel, full_layout: Layout, devices: Devices) -> None:
     """Refuses, before a rank starts, layouts for fewer ranks that can't run."""
-    for layout in fallbacks(config, whole):
-        facts_of(config, model, layout, devices)
+    for layout in fallback_layouts(config, full_layout):
+        analyse_layout(config, model, layout, devices)
 
 
-LEANER = 0.8
-"""Share of the planned memory of a layout that ran out which another may take, to be named instead."""
+LEANER_SHARE = 0.8
+"""A layout is suggested after an out-of-memory error only below this share of the failed layout's planned memory."""
 
 
-def leaner(config: RunConfig, model: ReadModel, machines: Machines, plan: Plan) -> str:
+def name_leaner_layout(config: RunConfig, model: ReadModel, machines: Machines, plan: Plan) -> str:
     """Returns the sentence that names the fastest layout which needs clearly less memory than one that ran out."""
     planned: float = sum(plan.prediction.memory.values())
     precision = "float32" if plan.layout.precision == "float64" else plan.layout.precision
     try:
-        question = _question(config, model, machines.fewer(plan.ranks), precision)
-        if plan.layout.offload != "none":  # of what it was planned to take, a part lies in host memory
+        question = _make_question(config, model, machines.for_ranks(plan.ranks), precision)
+        if plan.layout.offload != "none":  # the plan's total includes bytes in host memory; compare the device's alone
             planned = candidate(question, plan.layout).price.peak
         measure = measure_of(model.built, config.data.sequence, precision)
         front = recosted(question, choose(question), measure).front
     except (ClusterError, PlanError):
         front = ()
-    fits = [(step_s, size, text) for step_s, size, text in front if size <= LEANER * planned]
+    fits = [(step_s, size, text) for step_s, size, text in front if size <= LEANER_SHARE * planned]
     if not fits:
         return "no layout of these devices needs clearly less: take more devices, fewer rows or fewer layers"
     step_s, size, text = min(fits)
@@ -159,42 +159,49 @@ def leaner(config: RunConfig, model: ReadModel, machines: Machines, plan: Plan) 
 
 
 MODEL_SPLITS = (Mechanics.STAGES, Mechanics.MATRICES, Mechanics.TOKENS)
-"""What keeps its degree when ranks are lost, the first longest; experts are dealt out over what is left."""
+"""Axes whose degree is kept when ranks are lost, the most important first; experts are spread over the other ranks."""
 
 
-def _like(whole: Layout, ranks: int, rows: int) -> list[Layout]:
-    """Returns layouts of other numbers of ranks: what splits the model stays where it can, data take up the rest."""
-    named = [whole.axis(one) for one in MODEL_SPLITS if whole.degree(one) > 1]
-    found = []
+def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]:
+    """Returns layouts of ``ranks`` ranks that keep some of the model-parallel degrees and add data parallelism.
+
+    Layouts that keep more of the model's axes come first.
+    """
+    named = [full_layout.axis(mechanics) for mechanics in MODEL_SPLITS if full_layout.degree(mechanics) > 1]
+    layouts = []
     for names in (names for count in range(len(named), -1, -1) for names in combinations(named, count)):
-        model_axes = {name: whole.degree(name) for name in names}
-        readers, rest = divmod(ranks, math.prod(model_axes.values()))
-        if rest or readers > rows:
+        model_axes = {name: full_layout.degree(name) for name in names}
+        readers, remainder = divmod(ranks, math.prod(model_axes.values()))
+        if remainder or readers > rows:
             continue
-        data = {} if readers == 1 else {row_axes(Holds.SHARD if whole.zero else Holds.COPY)[0]: readers}
+        data = {} if readers == 1 else {row_axes(Holds.SHARD if full_layout.zero else Holds.COPY)[0]: readers}
         layout = Layout(
             degrees=model_axes | data,
-            zero=whole.zero if whole.zero and readers > 1 else 0,
-            precision=whole.precision,
-            recompute=whole.recompute,
-            sequence=whole.sequence and whole.axis(Mechanics.MATRICES) in model_axes,
-            schedule=whole.schedule if whole.axis(Mechanics.STAGES) in model_axes else "",
-            stages=whole.stages if whole.axis(Mechanics.STAGES) in model_axes else 0,
-            attention=whole.attention if whole.axis(Mechanics.TOKENS) in model_axes else "",
-            rows=uneven(rows, readers),
+            zero=full_layout.zero if full_layout.zero and readers > 1 else 0,
+            precision=full_layout.precision,
+            recompute=full_layout.recompute,
+            sequence=full_layout.sequence and full_layout.axis(Mechanics.MATRICES) in model_axes,
+            schedule=full_layout.schedule if full_layout.axis(Mechanics.STAGES) in model_axes else "",
+            stages=full_layout.stages if full_layout.axis(Mechanics.STAGES) in model_axes else 0,
+            attention=full_layout.attention if full_layout.axis(Mechanics.TOKENS) in model_axes else "",
+            rows=uneven_shares(rows, readers),
         )
-        more = whole.microbatches
-        found.append(dataclasses.replace(layout, microbatches=more if rows % (sum(layout.shares()) * more) == 0 else 1))
-    return found
+        microbatches = full_layout.microbatches
+        layouts.append(
+            dataclasses.replace(
+                layout, microbatches=microbatches if rows % (sum(layout.shares()) * microbatches) == 0 else 1
+            )
+        )
+    return layouts
 
 
-def uneven(rows: int, readers: int) -> BatchShares:
-    """Returns shares of readers as even as whole rows allow; without any where they are even."""
-    least, more = divmod(rows, readers)
-    return BatchShares.of([least + 1] * more + [least] * (readers - more))
+def uneven_shares(rows: int, readers: int) -> BatchShares:
+    """Returns shares of readers as even as whole rows allow; no shares where the rows divide evenly."""
+    smaller_share, larger_shares = divmod(rows, readers)
+    return BatchShares.of([smaller_share + 1] * larger_shares + [smaller_share] * (readers - larger_shares))
 
 
-def _automatic(
+def _planner_plans(
     config: RunConfig,
     model: ReadModel,
     machines: Machines,
@@ -202,11 +209,11 @@ def _automatic(
     precision: str | None = None,
     say: Say = to_stderr,
 ) -> list[tuple[Plan, ModelAnalysis]]:
-    """The best layouts that the model allows, of those that the planner ranks first."""
+    """Returns up to ``count`` of the planner's best layouts, skipping those that the model doesn't allow."""
     ranks, devices = machines.ranks, machines.devices
     precision = precision or ("bf16" if devices.kind == "cuda" else "float32")
     try:
-        question = _question(config, model, machines, precision)
+        question = _make_question(config, model, machines, precision)
         measure = measure_of(model.built, config.data.sequence, precision)
         question = informed(question, measure)
         choice = recosted(question, choose(question), measure)
@@ -214,24 +221,26 @@ def _automatic(
         memory = device_memory_bytes(devices, ranks)
         plan = state_rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
         say(f"plan: by state alone, since time can't be priced here: {error}")
-        return [(plan, facts_of(config, model, plan.layout, devices))]
-    found: list[tuple[Plan, ModelAnalysis]] = []
+        return [(plan, analyse_layout(config, model, plan.layout, devices))]
+    plans: list[tuple[Plan, ModelAnalysis]] = []
     refused = []
-    for at, one in enumerate(choice.best):
+    for layout_index, ranked in enumerate(choice.best):
         try:
-            facts = facts_of(config, model, one.layout, devices)
+            analysis = analyse_layout(config, model, ranked.layout, devices)
         except PlanError as error:
-            refused.append(f"{one.layout}: {error}")
+            refused.append(f"{ranked.layout}: {error}")
             continue
-        found.append((predict.chosen_plan(question, choice, at, model_parts(model.built, facts)), facts))
-        if len(found) == count:
+        plans.append(
+            (predict.chosen_plan(question, choice, layout_index, model_parts(model.built, analysis)), analysis)
+        )
+        if len(plans) == count:
             break
-    if not found:
+    if not plans:
         raise PlanError(f"none of the best layouts can run: {refused[0]}; name one with --layout")
-    return found
+    return plans
 
 
-def _question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
+def _make_question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
     job = PricedJob(
         shape=measure_shape(model.built),
         sequence=config.data.sequence,
@@ -240,7 +249,7 @@ def _question(config: RunConfig, model: ReadModel, machines: Machines, precision
     )
     return Question(
         job=job,
-        cluster=cluster_here(machines),
+        cluster=cluster_of_machines(machines),
         base=Layout(precision=precision),
-        lesson=learn(*ledger_here(machines)),
+        lesson=learn(*run_history_file(machines)),
     )

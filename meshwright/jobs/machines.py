@@ -1,4 +1,4 @@
-"""The machines of a run as a cluster, and the file of what earlier runs on them taught; loads no torch."""
+"""The machines of a run as a cluster, and the file of earlier runs' measured step times; loads no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.planner.run_history import NAME
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machines:
-    """What the ranks of a run stand on."""
+    """The devices, nodes and network of a run's ranks."""
 
     devices: Devices
     """Of this node; the others are taken to be alike."""
@@ -27,28 +27,28 @@ class Machines:
     network: str = ""
     """Between them, as a cluster's text has it behind @; the usual one when empty."""
 
-    def fewer(self, ranks: int) -> Machines:
-        """Returns what is left for fewer ranks: full nodes, as far as can be."""
+    def for_ranks(self, ranks: int) -> Machines:
+        """Returns the machines of fewer ranks, which fill as few nodes as possible."""
         each = -(-self.ranks // self.nodes)
         return dataclasses.replace(self, ranks=ranks, nodes=-(-ranks // each))
 
 
-def cluster_here(machines: Machines) -> Cluster:
-    """Returns the machines of a run as a cluster, with what was measured on them where it was.
+def cluster_of_machines(machines: Machines) -> Cluster:
+    """Returns the machines of a run as a cluster, with their calibration where one is stored.
 
     Raises:
         ClusterError: for a GPU or a network that the catalogue doesn't know.
     """
-    each = -(-machines.ranks // machines.nodes)
-    devices = dataclasses.replace(machines.devices, count=each)
-    found = this_cluster(devices, machines.nodes, machines.network)
-    return found if found.devices == machines.ranks else found.restricted(machines.ranks)
+    ranks_per_node = -(-machines.ranks // machines.nodes)
+    devices = dataclasses.replace(machines.devices, count=ranks_per_node)
+    cluster = this_cluster(devices, machines.nodes, machines.network)
+    return cluster if cluster.devices == machines.ranks else cluster.restricted(machines.ranks)
 
 
-def ledger_here(machines: Machines) -> tuple[Path, str]:
-    """Returns the file of this machine's runs, and what the machine is called in it.
+def run_history_file(machines: Machines) -> tuple[Path, str]:
+    """Returns the path of this machine's run history, and the machine's key in it.
 
-    What a run took over its price says nothing of prices by another calibration, so the name goes by that too.
+    A measured-to-priced ratio holds only for the calibration it was priced with, so the key has the calibration's hash.
     """
     name = machine_key(machine_facts(machines.devices, machines.ranks, machines.nodes))
     calibrated = calibration_folder() / f"{name}.json"

@@ -1,4 +1,4 @@
-"""A run that begins on a machine without its checkpoints, or with damaged ones, takes the newest from elsewhere."""
+"""Fetches the newest checkpoint from a run's mirror when the run directory has none, an older one or a damaged one."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from meshwright.units import format_bytes
 
 
 def fetch_checkpoint(config: RunConfig, run_dir: Path, say: Say = to_stderr) -> None:
-    """Brings the newest checkpoint back from its other place where that has a newer one than the run directory.
+    """Copies the mirror's newest checkpoint back when it is newer than the run directory's.
 
-    One here that is cut short, or has no manifest, doesn't count and is replaced. Contents are read when the ranks load
-    one, which ask the other place again where they are damaged.
+    A local one that is truncated, or has no manifest, doesn't count and is replaced. Contents are checked when the
+    ranks load the checkpoint; they ask the mirror again for damaged files.
 
     Raises:
-        CheckpointError: when there is one that can't be had: to begin anew instead would be a surprise.
+        CheckpointError: when the mirror has one that can't be copied: to begin anew instead would be a surprise.
     """
     if not config.checkpoint.mirror:
         return
     root, mirror, began = run_dir / "checkpoints", Mirror(config.checkpoint.mirror, run_dir.name), time.monotonic()
     latest = CheckpointStore(root, config.checkpoint).latest()
-    found = mirror.fetch(root, latest[:2] if latest is not None else BEFORE_ALL)
-    if found is None:
+    fetched = mirror.fetch(root, latest[:2] if latest is not None else BEFORE_ALL)
+    if fetched is None:
         return
-    say(f"checkpoint of step {found.step}, {format_bytes(found.size_bytes)}, copied back from {mirror}")
+    say(f"checkpoint of step {fetched.step}, {format_bytes(fetched.size_bytes)}, copied back from {mirror}")
     sink = JsonlSink(run_dir, metrics=False)
     try:
-        told = found.told(mirror, time.monotonic() - began)
-        sink.event(Event(kind="checkpoint_fetched", rank=SUPERVISOR, data=told))
+        event_fields = fetched.told(mirror, time.monotonic() - began)
+        sink.event(Event(kind="checkpoint_fetched", rank=SUPERVISOR, data=event_fields))
     finally:
         sink.close()

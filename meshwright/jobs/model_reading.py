@@ -1,4 +1,4 @@
-"""A model on the meta device with what planning needs of it: its sizes, its weights by name, what its modules keep."""
+"""Reads a model on the meta device for planning: its sizes, its weights by name, its measured work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshwright.train.run_config import RunConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadModel:
-    """A model on meta with what planning needs of it."""
+    """A model on meta with its sizes and fingerprint."""
 
     built: BuiltModel
     sizes: StateSizes
@@ -49,24 +49,24 @@ def read_model(config: RunConfig, vocab: int | None, context: int | None) -> Rea
     )
 
 
-def model_parts(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
-    """Returns what prices every axis: the model's weights by name, and what a layout knows of them."""
+def model_parts(built: BuiltModel, analysis: ModelAnalysis) -> ModelParts:
+    """Returns the weights by name with their splits, from which every axis is priced."""
     named = built.module.named_parameters(remove_duplicate=False)
     structure = built.structure
     return ModelParts.of(
         named,
         structure.layers,
         structure.ties,
-        facts.table,
-        facts.layer_graph,
-        facts.experts,
-        facts.attention,
+        analysis.table,
+        analysis.layer_graph,
+        analysis.experts,
+        analysis.attention,
         wide_routing=routes_wide(built.module),
     )
 
 
 def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:
-    """Returns what runs a model's modules on fake tensors for a layout, once for each size and split.
+    """Returns a function that runs a model's modules on fake tensors for a layout, cached by size and split.
 
     Args:
         built: the model on meta.
@@ -87,10 +87,10 @@ def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:
         except MeshwrightError:
             return None
 
-    def of(layout: Layout, rows: int) -> ModelWork | None:
+    def measure_layout(layout: Layout, rows: int) -> ModelWork | None:
         if layout.offload != "none":  # its update isn't the device's, which is what was measured
             return None
         work = measured(rows, layout.degree(Mechanics.MATRICES), layout.sequence)
         return work.compiled() if work is not None and layout.compile else work
 
-    return of
+    return measure_layout

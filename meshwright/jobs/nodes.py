@@ -90,7 +90,7 @@ class NodeWords:
             raise ConfigError(f"--meet {self.meet}: give address and port of node 0, as --meet 10.0.0.1:29500")
         address = host if self.node == 0 else address_to(host)
         listener = listen_at(address, int(port)) if self.node == 0 else None
-        place = NodeRanks(
+        node_ranks = NodeRanks(
             node=self.node,
             nodes=self.nodes,
             first=self.node * slots,
@@ -100,4 +100,4 @@ class NodeWords:
             listener=listener,
             interface=interface_of(address),
         )
-        return ForkLauncher(slots, devices=found_devices(slots), run_id="together", place=place)
+        return ForkLauncher(slots, devices=found_devices(slots), run_id="together", place=node_ranks)

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError, MeshwrightError, nearest
-from meshwright.jobs.machines import Machines, cluster_here
+from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.requests import PlanConfig
 from meshwright.launch.devices import found_devices
 from meshwright.planner.choose import Candidate, Choice, Question, choose, joined
@@ -36,7 +36,7 @@ class PlannableModel:
     shape: ModelShape
     """Its sizes."""
     measure: Callable[[int, str], Measure] | None = None
-    """Returns what runs its modules on fake tensors, for the tokens of a row and a precision; None without modules."""
+    """Maps (tokens of a row, precision) to a `Measure` that runs the modules on fake tensors; None without modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +46,9 @@ class PlanResult:
     question: Question
     """What was planned: model, cluster, batch."""
     choice: Choice
-    """The best layouts, and what the search looked at."""
+    """The best layouts, and the counts of the search."""
     compared: Mapping[str, str] = field(default_factory=dict)
-    """For each layout that was to be compared, by its whole text form, why it isn't the plan."""
+    """For each layout to compare, by its full text form: the reason that it isn't the plan."""
 
     @property
     def layout(self) -> Layout:
@@ -149,7 +149,7 @@ def model_of_sizes(text: str) -> PlannableModel:
     Raises:
         ConfigError: for a size that isn't known, isn't a number, or is missing.
     """
-    return PlannableModel(shape=shape_from_sizes(_table_sizes(text)))
+    return PlannableModel(shape=shape_from_sizes(_parse_sizes(text)))
 
 
 def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> PlanResult:
@@ -174,7 +174,7 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
         choice = recosted(question, choose(question, config.show), measure)
     else:
         choice = choose_unequal(question, config.show)
-    choice, compared = _compared(config, question, choice, measure)
+    choice, compared = _compare_layouts(config, question, choice, measure)
     return PlanResult(question=question, choice=choice, compared=compared)
 
 
@@ -200,12 +200,12 @@ def spans_devices(config: PlanConfig) -> bool:
 
 
 def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> Question:
-    """Builds what is to be planned.
+    """Builds the planner's question from a request.
 
     Raises:
         ConfigError, ClusterError, PlanError: for what can't be.
     """
-    cluster = cluster if cluster is not None else _cluster_of(config)
+    cluster = cluster if cluster is not None else _read_cluster(config)
     if config.devices.isdigit():
         cluster = cluster.restricted(int(config.devices))
     precision = config.precision
@@ -217,37 +217,39 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         base=Layout(precision=precision, compile=config.compile),
         objective=config.objective,
         usable=config.usable,
-        limits=_limits(config),
+        limits=_parse_limits(config),
     )
     if not config.lost:
         return question
-    # The nodes that are left, and of these the ones worth using.
-    left = replace(question, cluster=question.cluster.without(config.lost))
-    return replan(left, 1)[0] if left.cluster.uniform else left
+    # Plan for the surviving nodes; on a uniform cluster an idle node may be faster than a badly divided batch.
+    question_without_lost = replace(question, cluster=question.cluster.without(config.lost))
+    return replan(question_without_lost, 1)[0] if question_without_lost.cluster.uniform else question_without_lost
 
 
-def _cluster_of(config: PlanConfig) -> Cluster:
-    """Reads the machines, with what was measured on them."""
+def _read_cluster(config: PlanConfig) -> Cluster:
+    """Returns the cluster that the request names, with its calibration if one is given."""
     if config.hostfile:
         cluster = Cluster.from_hostfile(Path(config.hostfile), config.device)
     elif config.cluster:
         cluster = Cluster.parse(config.cluster)
     else:
         devices = found_devices(int(config.devices) if config.devices.isdigit() else None)
-        cluster = cluster_here(Machines(devices=devices, ranks=devices.count))
+        cluster = cluster_of_machines(Machines(devices=devices, ranks=devices.count))
     return cluster.calibrated(Calibration.load(Path(config.calibration))) if config.calibration else cluster
 
 
-def _table_sizes(text: str) -> TableSizes:
-    known = {item.name: str(item.type) for item in dataclasses.fields(TableSizes) if item.name != "latent"}
+def _parse_sizes(text: str) -> TableSizes:
+    field_types = {item.name: str(item.type) for item in dataclasses.fields(TableSizes) if item.name != "latent"}
     values: dict[str, Any] = {"name": "sizes"}
-    for part in (part.strip() for part in text.split(",") if part.strip()):
-        key, equals, value = part.partition("=")
-        if key not in known or not equals:
-            raise ConfigError(f"sizes: '{part}' is unknown{nearest(key, known)}; write layers=96,width=12288,...")
-        if "bool" in known[key]:
+    for assignment in (assignment.strip() for assignment in text.split(",") if assignment.strip()):
+        key, equals, value = assignment.partition("=")
+        if key not in field_types or not equals:
+            raise ConfigError(
+                f"sizes: '{assignment}' is unknown{nearest(key, field_types)}; write layers=96,width=12288,..."
+            )
+        if "bool" in field_types[key]:
             values[key] = value.lower() in ("true", "1", "yes")
-        elif known[key] == "str":
+        elif field_types[key] == "str":
             values[key] = value
         elif value.isdigit():
             values[key] = int(value)
@@ -259,26 +261,28 @@ def _table_sizes(text: str) -> TableSizes:
     return TableSizes(**values)
 
 
-def _limits(config: PlanConfig) -> dict[str, Any]:
-    """Reads what is given into fields of the space.
+def _parse_limits(config: PlanConfig) -> dict[str, Any]:
+    """Parses ``fix`` and ``schedules`` into limits of the search space.
 
     Raises:
         ConfigError: for what can't be given.
     """
     fixed: dict[str, int] = {}
     limits: dict[str, Any] = {"fixed": fixed}
-    for part in (part.strip() for part in config.fix.split(",") if part.strip()):
-        key, _, value = part.partition("=")
-        known = (*known_axes(), "microbatches", "zero", "offload")
-        if key not in known:
-            raise ConfigError(f"fix: '{key}' can't be given{nearest(key, known)}; it takes {', '.join(known)}")
+    for assignment in (assignment.strip() for assignment in config.fix.split(",") if assignment.strip()):
+        key, _, value = assignment.partition("=")
+        known_keys = (*known_axes(), "microbatches", "zero", "offload")
+        if key not in known_keys:
+            raise ConfigError(
+                f"fix: '{key}' can't be given{nearest(key, known_keys)}; it takes {', '.join(known_keys)}"
+            )
         if key == "offload":
             if value not in OFFLOADS:
-                raise ConfigError(f"fix: {part}{nearest(value, OFFLOADS)}")
+                raise ConfigError(f"fix: {assignment}{nearest(value, OFFLOADS)}")
             limits["offloads"] = (value,)
             continue
         if not value.isdigit() or (key != "zero" and int(value) < 1) or (key == "zero" and int(value) > 3):
-            raise ConfigError(f"fix: {part}: a degree is a whole number of at least 1, a ZeRO level 0 to 3")
+            raise ConfigError(f"fix: {assignment}: a degree is a whole number of at least 1, a ZeRO level 0 to 3")
         if key == "zero":
             limits["levels"] = (int(value),)
         else:
@@ -288,29 +292,31 @@ def _limits(config: PlanConfig) -> dict[str, Any]:
     return limits
 
 
-def _compared(
+def _compare_layouts(
     config: PlanConfig, question: Question, choice: Choice, measure: Measure | None
 ) -> tuple[Choice, dict[str, str]]:
-    """For each layout that the user named, why it isn't the plan; and the answer, which one of them may change."""
-    layouts = [_named(text, question) for text in config.layout]
-    told: dict[str, str] = {}
-    found: list[Candidate] = []
+    """Returns the choice, which a named layout may improve, and for each named layout why it isn't the plan."""
+    layouts = [_parse_named_layout(text, question) for text in config.layout]
+    reasons: dict[str, str] = {}
+    candidates: list[Candidate] = []
     for layout in layouts:
         try:
             if question.cluster.uniform:
-                found.append(priced(question, layout, measure))
+                candidates.append(priced(question, layout, measure))
             else:
-                told[str(layout)] = why_unequal(question, layout, choice)
+                reasons[str(layout)] = why_unequal(question, layout, choice)
         except MeshwrightError as error:
-            told[str(layout)] = f"can't be: {error}"
-    choice = joined(question, choice, found)
-    for one in found:
-        told[str(one.layout)] = why(question, one, choice, lambda layout: priced(question, layout, measure))
-    return choice, {str(layout): told[str(layout)] for layout in layouts}
+            reasons[str(layout)] = f"can't be: {error}"
+    choice = joined(question, choice, candidates)
+    for candidate in candidates:
+        reasons[str(candidate.layout)] = why(
+            question, candidate, choice, lambda layout: priced(question, layout, measure)
+        )
+    return choice, {str(layout): reasons[str(layout)] for layout in layouts}
 
 
-def _named(text: str, question: Question) -> Layout:
-    """Reads a layout, in the precision and form that all have unless it says otherwise."""
+def _parse_named_layout(text: str, question: Question) -> Layout:
+    """Parses a layout; precision and compile default to the question's where the text doesn't name them."""
     layout = Layout.parse(text)
     precision = layout.precision if "precision" in text else question.base.precision
     compiled = layout.compile if "compile" in text else question.base.compile

@@ -1,4 +1,4 @@
-"""Short runs of a small model under each axis, as the last part of a calibration: what the runtime takes beside."""
+"""Short runs of a small model under each axis, the last step of a calibration: measured beside priced step times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.calibrate.practice import practise_paced
 from meshwright.errors import MeshwrightError
-from meshwright.jobs.machines import Machines, cluster_here, ledger_here
+from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.model_reading import measure_of, model_parts
 from meshwright.jobs.progress import Say
 from meshwright.launch.devices import Devices
@@ -33,7 +33,7 @@ LIMIT_S = 60.0
 
 
 def layouts(ranks: int) -> list[Layout]:
-    """Returns what is tried: each axis alone over all ranks, and, over four and more, each pair of model and data."""
+    """Returns the layouts to run: each axis over all ranks; ``tp`` beside ``replicate`` but on 2, 3 and 6 ranks."""
     if ranks == 1:
         texts = ["replicate=1", "microbatches=2"]
     else:
@@ -48,10 +48,10 @@ def layouts(ranks: int) -> list[Layout]:
 
 
 def practise_all(devices: Devices, ranks: int, rounds: int, say: Say) -> list[dict[str, Any]]:
-    """Runs each layout for some steps, and remembers what it took over its price.
+    """Runs each layout for some steps, and records its measured step time beside its price in the run history.
 
-    What a step took is that at the speed that the machine had while it was calibrated: of the half of the steps nearest
-    to it, each times the pace (`calibrate.pace`).
+    The measured time is normalised to the machine's speed during calibration: the median over the half of the steps
+    with the nearest pace, each multiplied by its relative speed (`calibrate.pace`).
 
     Args:
         devices: of this node.
@@ -62,10 +62,10 @@ def practise_all(devices: Devices, ranks: int, rounds: int, say: Say) -> list[di
     Returns:
         For each layout and round that ran ``layout``, ``priced_s``, ``measured_s`` and ``paced``, which is true.
     """
-    path, machine = ledger_here(Machines(devices=devices, ranks=ranks))
+    path, machine = run_history_file(Machines(devices=devices, ranks=ranks))
     precision = "bf16" if devices.kind == "cuda" else "float32"
     runner = _Runner(devices, ranks, precision)
-    found = []
+    timed_rows = []
     for _ in range(rounds):
         for layout in (Layout.parse(f"{layout},precision={precision}") for layout in layouts(ranks)):
             try:
@@ -74,10 +74,10 @@ def practise_all(devices: Devices, ranks: int, rounds: int, say: Say) -> list[di
                 say(f"{layout}: {str(error).splitlines()[0]}")
                 continue
             record(path, machine, row)
-            found.append(row)
+            timed_rows.append(row)
             took, priced = format_seconds(row["measured_s"]), format_seconds(row["priced_s"])
             say(f"{layout}: a step takes {took}, priced {priced}")
-    return found
+    return timed_rows
 
 
 class _Runner:
@@ -95,8 +95,8 @@ class _Runner:
         self._built = build_meta(MODEL)
         self._measure = measure_of(self._built, self._tokens, precision)
         job = PricedJob(shape=measure_shape(self._built), sequence=self._tokens, rows=self._rows, precision=precision)
-        asked = Question(job=job, cluster=cluster_here(machines), base=Layout(precision=precision))
-        self._question = informed(asked, self._measure)
+        question = Question(job=job, cluster=cluster_of_machines(machines), base=Layout(precision=precision))
+        self._question = informed(question, self._measure)
         self._launcher = ForkLauncher(ranks, devices=devices.only(range(ranks)))
 
     def run(self, layout: Layout) -> dict[str, Any]:
@@ -105,16 +105,18 @@ class _Runner:
         Raises:
             MeshwrightError: where the model can't run under it.
         """
-        facts = analyse_model(self._built, layout, tokens=self._tokens)
-        check_shapes(facts, layout, self._rows, self._tokens)
-        one = priced(self._question, layout, self._measure)
-        planned = prediction(self._question, one, model_parts(self._built, facts)).step_s
-        ran = self._launcher.run(practise_paced, MODEL, layout, facts, self._rows, STEPS, LIMIT_S, timeout_s=LIMIT_S)
+        analysis = analyse_model(self._built, layout, tokens=self._tokens)
+        check_shapes(analysis, layout, self._rows, self._tokens)
+        candidate = priced(self._question, layout, self._measure)
+        planned = prediction(self._question, candidate, model_parts(self._built, analysis)).step_s
+        rank_results = self._launcher.run(
+            practise_paced, MODEL, layout, analysis, self._rows, STEPS, LIMIT_S, timeout_s=LIMIT_S
+        )
         calibration = self._question.cluster.calibration
         # Where ranks share cores the pace says who was scheduled when, not how fast the machine is.
         paced = calibration is not None and calibration.crowd == 1.0
-        took = steady_s([steps for steps, _ in ran], calibration.pace_s if calibration and paced else 0.0)
-        return {"layout": str(layout), "priced_s": planned, "measured_s": took, "paced": True}
+        step_s = steady_s([steps for steps, _ in rank_results], calibration.pace_s if calibration and paced else 0.0)
+        return {"layout": str(layout), "priced_s": planned, "measured_s": step_s, "paced": True}
 
 
 def steady_s(ranks: Sequence[Sequence[tuple[float, float, float]]], pace_s: float) -> float:
@@ -125,8 +127,8 @@ def steady_s(ranks: Sequence[Sequence[tuple[float, float, float]]], pace_s: floa
         pace_s: the pace while calibrating; 0 where it isn't known, and steps count as they are.
     """
     steps = []
-    for timed in zip(*ranks):
-        now_s = statistics.mean(step[1] for step in timed)
-        steps.append((max(step[0] for step in timed), pace_s / now_s if pace_s and now_s else 1.0))
-    calm = sorted(steps, key=lambda step: abs(math.log(step[1])))[: max(1, (len(steps) + 1) // 2)]
-    return statistics.median(seconds * speed for seconds, speed in calm)
+    for rank_steps in zip(*ranks):
+        now_s = statistics.mean(step[1] for step in rank_steps)
+        steps.append((max(step[0] for step in rank_steps), pace_s / now_s if pace_s and now_s else 1.0))
+    nearest_pace = sorted(steps, key=lambda step: abs(math.log(step[1])))[: max(1, (len(steps) + 1) // 2)]
+    return statistics.median(seconds * speed for seconds, speed in nearest_pace)

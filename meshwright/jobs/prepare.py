@@ -39,52 +39,57 @@ def prepare(config: DataConfig, out: str | Path | None = None, *, say: Say | Non
     folder = Path(out) if out is not None else prepared_path(config, CACHE, progress)
     token_set = prepare_folder(config, folder, progress=progress)
     if say is not None:
-        trained, held = (format_count(len(split.tokens)) for split in (token_set.train, token_set.validation))
+        training, held_out = (format_count(len(split.tokens)) for split in (token_set.train, token_set.validation))
         size, spent = token_set.vocab_size, format_seconds(time.monotonic() - began)
-        say(f"text: {folder}: {trained} + {held} held out tokens, vocabulary {size} ({spent})")
+        say(f"text: {folder}: {training} + {held_out} held out tokens, vocabulary {size} ({spent})")
     return token_set
 
 
 def text_config(model: ModelConfig, data: DataConfig) -> DataConfig:
-    """Returns how the text is prepared for a model: a directory's weights know the ids of their own tokenizer alone.
+    """Returns the data config with the tokenizer resolved for a model; trained weights need their own tokenizer.
 
     Raises:
-        ConfigError: for another tokenizer than that of the weights without the user's word, or none that is known.
+        ConfigError: for another tokenizer than the weights' without ``foreign_tokenizer``, or weights without one.
     """
     folder = Path(model.name).expanduser().absolute()
-    own = model.kind == "directory" and has_tokenizer(folder)
-    trained = model.kind == "directory" and not model.fresh
-    if data.foreign_tokenizer and (not own or not trained or data.tokenizer == "auto"):
+    has_own_tokenizer = model.kind == "directory" and has_tokenizer(folder)
+    has_weights = model.kind == "directory" and not model.fresh
+    if data.foreign_tokenizer and (not has_own_tokenizer or not has_weights or data.tokenizer == "auto"):
         raise ConfigError(
             "data.foreign_tokenizer has no effect: it allows another data.tokenizer than that of a model directory "
             "whose weights are loaded; leave it out"
         )
     if data.tokenizer != "auto":
-        if own and trained and not data.foreign_tokenizer and not same_tokenizer(data.tokenizer, str(folder)):
+        if (
+            has_own_tokenizer
+            and has_weights
+            and not data.foreign_tokenizer
+            and not same_tokenizer(data.tokenizer, str(folder))
+        ):
             raise ConfigError(
                 f"data.tokenizer = {data.tokenizer!r} is another tokenizer than that of {model.name}, to whose weights "
                 "its ids mean other text; leave it out, or set data.foreign_tokenizer = true to train on them anyway"
             )
         return data
-    if not own and trained:
+    if not has_own_tokenizer and has_weights:
         raise ConfigError(
             f"model.name = '{model.name}' has weights and no tokenizer beside them, without which ids mean nothing to "
             "it; add its tokenizer.json, or give data.tokenizer the one it was trained with"
         )
-    resolved = data.resolved(str(folder) if own else "")
+    resolved = data.resolved(str(folder) if has_own_tokenizer else "")
     resolved.check()
     return resolved
 
 
 def _progress_report(say: Say, every_s: float = 2.0) -> Report:
-    """Returns what says each stage as it begins, and every so many seconds how far it is."""
-    stage, at = "", time.monotonic()
+    """Returns a report that prints each stage as it begins, and its progress every ``every_s`` seconds."""
+    stage, reported_at = "", time.monotonic()
 
     def report(progress: Progress) -> None:
-        nonlocal stage, at
+        nonlocal stage, reported_at
         now = time.monotonic()
-        if progress.stage != stage or now - at >= every_s:
-            stage, at = progress.stage, now
+        if progress.stage != stage or now - reported_at >= every_s:
+            stage, reported_at = progress.stage, now
             say(f"text: {progress.stage} {format_bytes(progress.done_bytes)} of {format_bytes(progress.total_bytes)}")
 
     return report

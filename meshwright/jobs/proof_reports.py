@@ -1,4 +1,4 @@
-"""Typed results of the proofs: a verdict a layout, and what they come to."""
+"""Typed results of the proofs: a verdict for each layout, and their overall outcome."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Outcome = Literal["passed", "failed", "refused"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What came of proving layouts of a model against one device."""
+    """The result of proving layouts of a model against one device."""
 
     verdicts: tuple[Verdict, ...]
     """One a layout, in their order; errors are relative."""
@@ -47,7 +47,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobReport:
-    """What came of proving a whole run against a plain loop on one device."""
+    """The result of proving a whole run against a plain loop on one device."""
 
     subject: str
     """What was proven, and what of the run was left out."""
@@ -74,7 +74,7 @@ class JobReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopReport:
-    """What came of proving a custom training loop against one device."""
+    """The result of proving a custom training loop against one device."""
 
     verdicts: tuple[LoopVerdict, ...]
     """One a layout, in their order; errors are relative."""

@@ -26,14 +26,14 @@ def with_fields(config: C, **fields: Any) -> C:
     Raises:
         ConfigError: for values that can't be.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    if isinstance(given.get("model"), str):
-        given["model"] = ModelConfig(name=given["model"])
-    if "layout" in given:
-        layouts = given["layout"]
-        one = isinstance(layouts, (str, Layout))
-        given["layout"] = tuple(str(layout) for layout in ([layouts] if one else layouts))
-    changed = dataclasses.replace(config, **given)  # type: ignore[type-var]
+    new_values = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(new_values.get("model"), str):
+        new_values["model"] = ModelConfig(name=new_values["model"])
+    if "layout" in new_values:
+        layouts = new_values["layout"]
+        single = isinstance(layouts, (str, Layout))
+        new_values["layout"] = tuple(str(layout) for layout in ([layouts] if single else layouts))
+    changed = dataclasses.replace(config, **new_values)  # type: ignore[type-var]
     changed.check_all()
     return changed
 

@@ -1,4 +1,4 @@
-"""What may change between a run and the command that resumes it."""
+"""Which settings may change between a run and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ FREE_TO_CHANGE = {
     *("layout", "trials", "model.sharding", "devices", "run", "launch", "monitor", "checkpoint", "evaluation"),
     *("recovery", "train.prove", "train.prove_s"),
 }
-"""What a resumed run may set anew, since the curve doesn't depend on it; ``train.steps`` too, to go on longer."""
+"""Settings that a resumed run may change, since the loss curve doesn't depend on them; ``train.steps`` too."""
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """Returns in words which settings differ that a resumed run may not set anew.
+    """Returns a message for each differing setting that a resumed run may not change.
 
     Args:
         old: that of the run directory.
         new: that of the command.
     """
-    return _differing(*_alike(old, new))
+    return _differing_settings(*_with_resolved_defaults(old, new))
 
 
-def _alike(old: RunConfig, new: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns two configs as plain values; where one alone leaves a setting to its default, the default is spelled out.
+def _with_resolved_defaults(old: RunConfig, new: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns two configs as plain values; where only one leaves a setting to its default, the default is resolved.
 
-    A run may be resumed by naming what it took by itself.
+    So a run may be resumed by naming the value that it had by default.
     """
     configs = [old, new]
     if (old.schedule.warmup is None) != (new.schedule.warmup is None):
-        schedules = [replace(one.schedule, warmup=one.schedule.warmup_steps(one.train.steps)) for one in configs]
-        configs = [replace(one, schedule=schedule) for one, schedule in zip(configs, schedules)]
+        schedules = [
+            replace(config.schedule, warmup=config.schedule.warmup_steps(config.train.steps)) for config in configs
+        ]
+        configs = [replace(config, schedule=schedule) for config, schedule in zip(configs, schedules)]
     if (old.data.tokenizer == "auto") != (new.data.tokenizer == "auto"):
-        configs = [replace(one, data=text_config(one.model, one.data)) for one in configs]
+        configs = [replace(config, data=text_config(config.model, config.data)) for config in configs]
     return configs[0].to_dict(), configs[1].to_dict()
 
 
-def _differing(old: dict[str, Any], new: dict[str, Any], where: str = "") -> list[str]:
-    found: list[str] = []
+def _differing_settings(old: dict[str, Any], new: dict[str, Any], section: str = "") -> list[str]:
+    messages: list[str] = []
     for key in sorted(old.keys() | new.keys()):
-        path = f"{where}.{key}" if where else key
+        path = f"{section}.{key}" if section else key
         if path in FREE_TO_CHANGE or path == "train.steps":
             continue
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += _differing(before, after, path)
-        elif before != after:
-            found.append(f"{path} was {before!r}, is {after!r}")
-    return found
+        old_value, new_value = old.get(key), new.get(key)
+        if isinstance(old_value, dict) and isinstance(new_value, dict):
+            messages += _differing_settings(old_value, new_value, path)
+        elif old_value != new_value:
+            messages.append(f"{path} was {old_value!r}, is {new_value!r}")
+    return messages

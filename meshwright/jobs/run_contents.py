@@ -1,4 +1,4 @@
-"""What a run directory holds of model and text, so that it can be used without the files that it was made of.
+"""The tokenizer, model config and text facts inside a run directory, so that it can be used without its inputs.
 
 ``tokenizer/`` has the tokenizer's files as transformers reads them, ``model/config.json`` the architecture of a
 transformers model, ``text.json`` the facts of the prepared text: its vocabulary, the token that ends a text, tokens and
@@ -65,24 +65,24 @@ def write_contents(run_dir: Path, built: BuiltModel, token_set: TokenSet) -> Non
         return
     for name in (SETTINGS, *COMPANIONS, TOKENIZER):
         if (token_set.path / name).is_file():
-            _put(run_dir / TOKENIZER_FOLDER / name, (token_set.path / name).read_bytes())
+            _write_atomically(run_dir / TOKENIZER_FOLDER / name, (token_set.path / name).read_bytes())
     if built.hf_config is not None:
-        with tempfile.TemporaryDirectory() as made:
-            built.save_config(Path(made))
-            for file in sorted(Path(made).iterdir()):
-                _put(run_dir / MODEL_FOLDER / file.name, file.read_bytes())
+        with tempfile.TemporaryDirectory() as config_folder:
+            built.save_config(Path(config_folder))
+            for file in sorted(Path(config_folder).iterdir()):
+                _write_atomically(run_dir / MODEL_FOLDER / file.name, file.read_bytes())
     facts = {name: value for name, value in token_set.manifest.items() if name != "files"}
-    _put(run_dir / TEXT, json.dumps(facts, indent=2, sort_keys=True).encode("utf-8"))
+    _write_atomically(run_dir / TEXT, json.dumps(facts, indent=2, sort_keys=True).encode("utf-8"))
 
 
-def _put(path: Path, content: bytes) -> None:
-    """Writes a file beside and renames it: nodes that share the directory may write the same one at once."""
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Writes a temporary file and renames it: nodes that share the directory may write the same file at once."""
     path.parent.mkdir(exist_ok=True)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(handle, "wb") as file:
         os.fchmod(file.fileno(), 0o644)
         file.write(content)
-    os.replace(beside, path)
+    os.replace(temporary_path, path)
 
 
 def read_text(run_dir: Path) -> RunText:

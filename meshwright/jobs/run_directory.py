@@ -1,4 +1,4 @@
-"""A run's directory: its config and plan, and which command may take it up."""
+"""A run's directory: its config and plan, and the check that a command may resume it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN = "plan.json"
 
 
 def claim_directory(config: RunConfig) -> RunConfig:
-    """Names a new run's directory, or takes up an old one's.
+    """Names a new run's directory, or checks that an existing one belongs to the same config.
 
     Raises:
         ConfigError: when the directory is another config's, or isn't a run's.
@@ -31,9 +31,11 @@ def claim_directory(config: RunConfig) -> RunConfig:
         name = config.model.name.rstrip("/").replace("/", "-").replace(":", "-").lstrip(".-")
         return dataclasses.replace(config, run=str(Path("runs") / f"{name}-{stamp}"))
     folder = Path(config.run)
-    for place in (folder, *folder.parents):
-        if place.exists() and not place.is_dir():
-            raise ConfigError(f"run = {folder}: {place} is a file, and a run is a directory; give another --run")
+    for folder_or_parent in (folder, *folder.parents):
+        if folder_or_parent.exists() and not folder_or_parent.is_dir():
+            raise ConfigError(
+                f"run = {folder}: {folder_or_parent} is a file, and a run is a directory; give another --run"
+            )
     if (folder / CONFIG).exists():
         differing = differences(run_config(folder), config)
         if differing:
@@ -51,16 +53,16 @@ def write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     for name, text in ((CONFIG, tomli_w.dumps(config.to_dict())), (PLAN, plan.dumps())):
         # Renamed into place: a kill in between must not leave a run that no longer knows its config.
-        beside = run_dir / f".{name}.new"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(run_dir / name)
+        temporary_path = run_dir / f".{name}.new"
+        temporary_path.write_text(text, encoding="utf-8")
+        temporary_path.replace(run_dir / name)
 
 
 def wait_for(path: Path, limit_s: float) -> None:
     """Waits until rank 0 has written a file."""
-    end = time.monotonic() + limit_s
+    deadline_s = time.monotonic() + limit_s
     while not path.exists():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline_s:
             raise ConfigError(f"{path} didn't appear within {limit_s:g} s; the nodes must share the run directory")
         time.sleep(0.05)
 

@@ -13,8 +13,14 @@ from meshwright.checkpoint.mirror import check_mirror
 from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
-from meshwright.jobs.conclusion import conclude, ended_elsewhere
-from meshwright.jobs.layouts import check_fallbacks, facts_of, leaner, make_plans, plan_for_less
+from meshwright.jobs.conclusion import conclude, follower_result
+from meshwright.jobs.layouts import (
+    analyse_layout,
+    check_fallback_layouts,
+    make_plans,
+    name_leaner_layout,
+    plan_for_fewer_ranks,
+)
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.mirrored_run import fetch_checkpoint
 from meshwright.jobs.model_reading import ReadModel, read_model
@@ -48,7 +54,7 @@ from meshwright.transport.key import run_key
 from meshwright.units import format_bytes, format_count
 
 Starter = ForkLauncher | TorchrunLauncher | Nodes
-"""What starts the ranks, or says which node of several this is."""
+"""The launcher of the ranks, or this node's place among several."""
 
 
 def train(
@@ -74,9 +80,9 @@ def train(
     config.check_all()
     config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
     if nodes is not None:
-        place, config = nodes.place(config), claim_directory(config)
+        node_place, config = nodes.place(config), claim_directory(config)
         with RunLock(Path(config.run), config.launch.owner_s, nodes.node):
-            return _train(config, place, tuple(hooks), say)
+            return _train(config, node_place, tuple(hooks), say)
     config, launcher = claim_directory(config), choose_launcher(config.devices, config=config.launch)
     if not isinstance(launcher, ForkLauncher) and launcher.context.rank:
         return _train(config, launcher, tuple(hooks), say)
@@ -102,14 +108,14 @@ def trials(config: RunConfig, count: int = 3, *, say: Say = to_stderr) -> list[T
     if not isinstance(launcher, ForkLauncher):
         raise ConfigError("trials start ranks of their own, which under torchrun are there already; call them without")
     token_set, model = _text_and_model(config, say)
-    offers = make_plans(config, model, _machines(config, launcher), count, say)
+    offers = make_plans(config, model, _find_machines(config, launcher), count, say)
     with tempfile.TemporaryDirectory() as folder:
-        job = _job(dataclasses.replace(config, run=folder), model, token_set, offers[0], ())
+        job = _make_job(dataclasses.replace(config, run=folder), model, token_set, offers[0], ())
         return run_trials(job, offers, say)
 
 
 def _text_and_model(config: RunConfig, say: Say | None) -> tuple[TokenSet, ReadModel]:
-    """Prepares the text and reads the model for its vocabulary, refusing what could not be trained on it."""
+    """Prepares the text and builds the model for its vocabulary; refuses a prompt or masks that they don't support."""
     if config.model.kind == "type":
         read_model(config, None, None)  # a wrong name or size is known before text is prepared
     token_set = prepare(text_config(config.model, config.data), say=say)
@@ -121,14 +127,14 @@ def _text_and_model(config: RunConfig, say: Say | None) -> tuple[TokenSet, ReadM
     return token_set, model
 
 
-def _job(
+def _make_job(
     config: RunConfig,
     model: ReadModel,
     token_set: TokenSet,
     offer: tuple[Plan, ModelAnalysis],
     hooks: tuple[Hook, ...],
 ) -> TrainJob:
-    """Returns what every rank is handed under a plan."""
+    """Returns the job that every rank receives under a plan."""
     plan, analysis = offer
     return TrainJob(
         config=config,
@@ -138,7 +144,7 @@ def _job(
         run_dir=Path(config.run),
         data_dir=token_set.path,
         fingerprint=model.fingerprint,
-        header=_header(config, model, plan, token_set),
+        header=_make_header(config, model, plan, token_set),
         hooks=hooks,
         flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
     )
@@ -146,63 +152,63 @@ def _job(
 
 def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: Say) -> TrainResult | None:
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
-    first = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
+    leads = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
-    token_set, model = _text_and_model(config, say if first else None)
+    token_set, model = _text_and_model(config, say if leads else None)
     if config.trials and context is not None:
         raise ConfigError("trials start ranks of their own, which under torchrun are there already; drop trials")
     run_dir = Path(config.run)
-    count = config.trials if not (run_dir / PLAN).exists() else 0
-    machines = _machines(config, launcher)
-    offers = make_plans(config, model, machines, max(1, count), say)
-    _check_ahead(config, model, offers[0][0].layout, machines.devices, token_set)
-    job = _job(config, model, token_set, offers[0], hooks)
-    if count:
-        found = run_trials(job, offers, say)
-        plan, analysis = offers[fastest(found)]
-        plan = dataclasses.replace(plan, reason=f"fastest of {len(found)} that were tried; {plan.reason}")
-        job = _job(config, model, token_set, (plan, analysis), hooks)
-        write_trials(run_dir, found)
-    _begin(job, first, isinstance(launcher, Nodes), token_set, say)
-    if first and config.train.prove:
+    trial_count = config.trials if not (run_dir / PLAN).exists() else 0
+    machines = _find_machines(config, launcher)
+    offers = make_plans(config, model, machines, max(1, trial_count), say)
+    _check_before_start(config, model, offers[0][0].layout, machines.devices, token_set)
+    job = _make_job(config, model, token_set, offers[0], hooks)
+    if trial_count:
+        trial_results = run_trials(job, offers, say)
+        plan, analysis = offers[fastest(trial_results)]
+        plan = dataclasses.replace(plan, reason=f"fastest of {len(trial_results)} that were tried; {plan.reason}")
+        job = _make_job(config, model, token_set, (plan, analysis), hooks)
+        write_trials(run_dir, trial_results)
+    _prepare_run_directory(job, leads, isinstance(launcher, Nodes), token_set, say)
+    if leads and config.train.prove:
         prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, Nodes), say=say)
     if isinstance(launcher, Nodes):
-        outcome, first = _nodes_result(config, model, job, launcher, machines, say)
+        outcome, leads = _run_node(config, model, job, launcher, machines, say)
     else:
-        outcome = _ranks_result(config, model, job, launcher, machines, say)
-    if not first:
-        return ended_elsewhere(outcome, run_dir) if isinstance(launcher, Nodes) else None
+        outcome = _run_ranks(config, model, job, launcher, machines, say)
+    if not leads:
+        return follower_result(outcome, run_dir) if isinstance(launcher, Nodes) else None
     return conclude(config, run_dir, token_set, job.plan, outcome, machines)
 
 
-def _begin(job: TrainJob, first: bool, nodes: bool, token_set: TokenSet, say: Say) -> None:
-    """Writes what the run directory holds from the start, and brings its checkpoint back from elsewhere.
+def _prepare_run_directory(job: TrainJob, leads: bool, several_nodes: bool, token_set: TokenSet, say: Say) -> None:
+    """Writes config, plan and contents into the run directory, and fetches its checkpoint from the mirror.
 
     Args:
         job: the run.
-        first: whether this process writes config and plan; another waits for them.
-        nodes: several nodes, whose directories may be their own.
+        leads: whether this process writes config and plan; another waits for them.
+        several_nodes: several nodes, whose directories may be their own.
         token_set: the prepared text.
         say: takes a line of progress.
     """
-    if first:
+    if leads:
         await_keeper(job.run_dir, job.config.checkpoint.wait_s, say)
         write_run(job.run_dir, job.config, job.plan)
         fetch_checkpoint(job.config, job.run_dir, say)
     else:
         wait_for(job.run_dir / PLAN, job.config.launch.group_s)
-    if first or nodes:
+    if leads or several_nodes:
         write_contents(job.run_dir, job.model, token_set)
 
 
-def _machines(config: RunConfig, launcher: Starter) -> Machines:
-    """Returns what the ranks stand on; torchrun and the words of nodes say on how many nodes."""
+def _find_machines(config: RunConfig, launcher: Starter) -> Machines:
+    """Returns the machines of the ranks; torchrun and ``--nodes`` give the number of nodes."""
     nodes = 1 if isinstance(launcher, ForkLauncher) else launcher.nodes
     return Machines(devices=found_devices(None), ranks=launcher.ranks, nodes=nodes, network=config.launch.network)
 
 
-def _ranks_result(
+def _run_ranks(
     config: RunConfig,
     model: ReadModel,
     job: TrainJob,
@@ -210,7 +216,7 @@ def _ranks_result(
     machines: Machines,
     say: Say,
 ) -> dict[str, Any]:
-    """Runs the job; ranks that this process forks are started again when they fail."""
+    """Runs the job and returns its outcome; with recovery, failed ranks of this node are started again."""
     if not isinstance(launcher, ForkLauncher) or not config.recovery.enabled:
         launcher.label = job.plan.layout.place
         result = launcher.run(run_rank, job)[0]
@@ -218,7 +224,7 @@ def _ranks_result(
     devices = launcher.devices
 
     def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
-        return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout, say)
+        return plan_for_fewer_ranks(config, model, machines.for_ranks(ranks), job.plan.layout, say)
 
     def announce(changed: TrainJob) -> TrainJob:
         try:
@@ -226,7 +232,7 @@ def _ranks_result(
         except OSError as error:
             # The run goes on without: the same command plans it again.
             say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
-        return dataclasses.replace(changed, header=job.header | _layout_rows(changed.plan, devices.kind))
+        return dataclasses.replace(changed, header=job.header | _layout_header_rows(changed.plan, devices.kind))
 
     supervisor = Supervisor(job, devices, plans, announce)
     try:
@@ -234,21 +240,24 @@ def _ranks_result(
     except RankError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
-        raise RankError(f"{error}\n{leaner(config, model, machines, job.plan)}") from error
+        raise RankError(f"{error}\n{name_leaner_layout(config, model, machines, job.plan)}") from error
     return result | {"terminated": supervisor.terminated}
 
 
-def _nodes_result(
+def _run_node(
     config: RunConfig, model: ReadModel, job: TrainJob, nodes: Nodes, machines: Machines, say: Say
 ) -> tuple[dict[str, Any], bool]:
-    """Runs this node's share of the job; returns how it ended, and whether this node led then."""
+    """Runs this node's ranks; returns the outcome, and whether this node was the leader at the end."""
 
     def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
-        return plan_for_less(config, model, machines.fewer(ranks), job.plan.layout, say)
+        return plan_for_fewer_ranks(config, model, machines.for_ranks(ranks), job.plan.layout, say)
 
     def remake(plan: Plan) -> TrainJob:
-        facts, rows = facts_of(config, model, plan.layout, nodes.devices), _layout_rows(plan, nodes.devices.kind)
-        return dataclasses.replace(job, plan=plan, analysis=facts, header=job.header | rows)
+        analysis, rows = (
+            analyse_layout(config, model, plan.layout, nodes.devices),
+            _layout_header_rows(plan, nodes.devices.kind),
+        )
+        return dataclasses.replace(job, plan=plan, analysis=analysis, header=job.header | rows)
 
     key = run_key(job.run_dir, nodes.key_file)
     seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
@@ -257,28 +266,30 @@ def _nodes_result(
     return result | {"terminated": agent.terminated}, agent.leads
 
 
-def _check_ahead(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices, token_set: TokenSet) -> None:
+def _check_before_start(
+    config: RunConfig, model: ReadModel, layout: Layout, devices: Devices, token_set: TokenSet
+) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
-    check_fallbacks(config, model, layout, devices)
+    check_fallback_layouts(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
     check_mirror(config.checkpoint.mirror)
     rows, sequence = config.train.batch, config.data.sequence
     Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
 
 
-def _header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet) -> dict[str, str]:
+def _make_header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet) -> dict[str, str]:
     return {
         "model": f"{config.model.name}, {format_count(model.sizes.total)} parameters, "
         f"{len(model.built.structure.layers)} layers",
         "data": f"{format_count(len(token_set.train.tokens))} tokens, vocabulary {token_set.vocab_size}",
-        **_layout_rows(plan, found_devices(None).kind),
+        **_layout_header_rows(plan, found_devices(None).kind),
         "run": config.run,
     }
 
 
-def _layout_rows(plan: Plan, kind: str) -> dict[str, str]:
+def _layout_header_rows(plan: Plan, kind: str) -> dict[str, str]:
     """Returns the rows of the header that follow from the plan."""
-    memory = ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.prediction.memory.items())
+    memory = ", ".join(f"{category} {format_bytes(size)}" for category, size in plan.prediction.memory.items())
     return {
         "devices": f"{plan.ranks} x {kind}",
         "layout": f"{plan.layout} ({plan.reason})",

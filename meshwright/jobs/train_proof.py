@@ -1,4 +1,4 @@
-"""The proof that `meshwright train` makes before its first step, and what it leaves in the run's directory."""
+"""The proof that `meshwright train` makes before its first step, and its report in the run's directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE = "proof.json"
 
 
 def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False, say: Say = to_stderr) -> None:
-    """Proves a run's layout on a small clone; says it in a line, an event and `FILE`.
+    """Proves a run's layout on a small clone; reports it in a line, an event and `FILE`.
 
     One rank needs no proof. A run that is resumed needs none either while `FILE` holds that of the same layout, model
     and code.
@@ -44,7 +44,7 @@ def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = 
     layout, config = job.plan.layout, job.config
     if layout.world == 1:
         return
-    # The others wait no longer than group_s.
+    # The other nodes wait for this one no longer than group_s.
     limit_s = min(config.train.prove_s, config.launch.group_s / 2) if nodes else config.train.prove_s
     documents = config.data.mask_documents and len(token_set.train.ends) > 1
     subject = {
@@ -56,7 +56,7 @@ def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = 
         "forks": forks,
     }
     path = job.run_dir / FILE
-    if is_known(path, subject, limit_s):
+    if has_proof(path, subject, limit_s):
         return
     if forks:
         proof = before_run.prove_ahead(
@@ -68,22 +68,33 @@ def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = 
             limit_s=limit_s,
         )
     else:
-        why = "under torchrun this process is a rank and starts none of its own; meshwright verify proves it"
-        proof = Proof(outcome="left out", layout=str(layout), why=why)
+        reason = "under torchrun this process is a rank and starts none of its own; meshwright verify proves it"
+        proof = Proof(outcome="left out", layout=str(layout), why=reason)
     report = proof.to_json() | {"subject": subject, "limit_s": limit_s}
     path.write_text(json.dumps(report, indent=2), encoding="utf-8")
     _report_proof(job.run_dir, proof, say)
 
 
 def _report_proof(run_dir: Path, proof: Proof, say: Say) -> None:
-    """Says what came of a proof, in an event and in a line or an error."""
+    """Reports a proof's outcome as an event, and as a line or an error.
+
+    Raises:
+        PlanError: when the proof failed.
+    """
     sink = JsonlSink(run_dir, metrics=False)
     try:
-        told = {"layout": proof.layout, "proven": proof.proven, "outcome": proof.outcome, "seconds": proof.seconds}
-        sink.event(Event(kind="proved" if proof.passed else "not_proved", rank=-1, data=told | {"why": proof.why}))
+        event_fields = {
+            "layout": proof.layout,
+            "proven": proof.proven,
+            "outcome": proof.outcome,
+            "seconds": proof.seconds,
+        }
+        sink.event(
+            Event(kind="proved" if proof.passed else "not_proved", rank=-1, data=event_fields | {"why": proof.why})
+        )
     finally:
         sink.close()
-    # What a CPU can't run, as a kernel that only a GPU has, is no fault of a layout of GPUs.
+    # The proof runs on the CPU: an operator that only GPUs have may fail there without a fault of the layout.
     if proof.outcome == "wrong" or (proof.failed and _on_cpu()):
         raise PlanError(
             f"layout {proof.layout} failed the proof before training: {proof.proven}: {proof.why} "
@@ -96,7 +107,7 @@ def _report_proof(run_dir: Path, proof: Proof, say: Say) -> None:
 def code_hash(module: nn.Module) -> str:
     """Returns a hash of the files that define a model's classes, and of meshwright's version."""
     digest = hashlib.sha256(__version__.encode())
-    for name in sorted({type(part).__module__ for part in module.modules()}):
+    for name in sorted({type(submodule).__module__ for submodule in module.modules()}):
         digest.update(name.encode())
         file = getattr(sys.modules.get(name), "__file__", None) or ""
         with contextlib.suppress(OSError):  # a class typed at a prompt has no file
@@ -104,13 +115,13 @@ def code_hash(module: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def is_known(path: Path, subject: dict[str, Any], limit_s: float) -> bool:
-    """Returns whether a run's directory holds the outcome of the same proof, which nothing kept from training."""
+def has_proof(path: Path, subject: dict[str, Any], limit_s: float) -> bool:
+    """Returns whether the file holds an outcome of the same proof that allows training."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["subject"] != subject or found["outcome"] in ("wrong", "crashed"):
+        proof = json.loads(path.read_text(encoding="utf-8"))
+        if proof["subject"] != subject or proof["outcome"] in ("wrong", "crashed"):
             return False
-        return bool(found["outcome"] != "unfinished" or found["limit_s"] >= limit_s)
+        return bool(proof["outcome"] != "unfinished" or proof["limit_s"] >= limit_s)
     except (OSError, ValueError, LookupError, TypeError):
         return False
 

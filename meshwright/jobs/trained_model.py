@@ -41,7 +41,7 @@ class TrainedModel:
         """Returns a sampled continuation of ``prompt``."""
         check_prompt(self.tokenizer, prompt)
         ids = self.tokenizer.encode(prompt).ids
-        made = generate_tokens(
+        new_ids = generate_tokens(
             self.built.module,
             self.built.structure,
             ids,
@@ -52,19 +52,19 @@ class TrainedModel:
             stop=self.eos,
             vocab=self.vocab,
         )
-        return str(self.tokenizer.decode(ids + made))[len(self.tokenizer.decode(ids)) :]
+        return str(self.tokenizer.decode(ids + new_ids))[len(self.tokenizer.decode(ids)) :]
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
-    """Refuses a prompt that the vocabulary can't say.
+    """Refuses a prompt with characters that the vocabulary has no token for.
 
     Raises:
         ConfigError: names the characters without a token.
     """
     unknown = sorted({character for character in prompt if not tokenizer.encode(character).ids})
     if unknown or not prompt:
-        told = f"has no token for {', '.join(map(repr, unknown[:8]))}" if unknown else "can't go on from nothing"
-        raise ConfigError(f"the prompt {prompt[:40]!r}: the vocabulary {told}; use characters of the training text")
+        problem = f"has no token for {', '.join(map(repr, unknown[:8]))}" if unknown else "can't go on from nothing"
+        raise ConfigError(f"the prompt {prompt[:40]!r}: the vocabulary {problem}; use characters of the training text")
 
 
 def newest_weights(
@@ -83,16 +83,18 @@ def newest_weights(
         CheckpointError: when there is none.
     """
     config = run_config(run_dir).checkpoint
-    # A config that nobody typed sends this machine nowhere.
+    # An untrusted run directory must not make this machine contact the mirror that it names.
     config = config if trust else dataclasses.replace(config, mirror="")
     store = CheckpointStore(run_dir / "checkpoints", config)
-    found = store.find()
-    for refused in found.refused if found is not None else ():
+    checkpoint = store.find()
+    for refused in checkpoint.refused if checkpoint is not None else ():
         say(f"passed over {refused.path}: {refused.reason}")
-    if found is None:
+    if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint yet; train it first")
-    wanted = [name for name in found.manifest.tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS)]
-    return found.step, ((name.partition("/")[2], value) for name, value in store.read_full(found, wanted))
+    tensor_names = [name for name in checkpoint.manifest.tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS)]
+    return checkpoint.step, (
+        (name.partition("/")[2], value) for name, value in store.read_full(checkpoint, tensor_names)
+    )
 
 
 def run_model(run_dir: Path, trust: bool = False) -> BuiltModel:
@@ -111,9 +113,11 @@ def run_model(run_dir: Path, trust: bool = False) -> BuiltModel:
     if folder is None:
         refuse_code(run_dir, config, trust)
         return build_meta(config.model, vocab=text.vocab_size, context=config.data.sequence)
-    asked = config.model
-    kept = ModelConfig(name=str(folder), dropout=asked.dropout, attention=asked.attention, seed=asked.seed)
-    return build_meta(kept, weights=False)
+    trained_config = config.model
+    kept_config = ModelConfig(
+        name=str(folder), dropout=trained_config.dropout, attention=trained_config.attention, seed=trained_config.seed
+    )
+    return build_meta(kept_config, weights=False)
 
 
 def open_run(run_dir: Path, trust: bool = False, say: Say = to_stderr) -> TrainedModel:
@@ -134,8 +138,8 @@ def open_directory(folder: Path) -> TrainedModel:
     config: Any = built.hf_config
     eos = getattr(config, "eos_token_id", None)
     tokenizer = load_tokenizer(path)
-    end, vocab = eos if isinstance(eos, int) else None, vocabulary_size(tokenizer)
-    return TrainedModel(built=built, tokenizer=tokenizer, eos=end, vocab=vocab)
+    eos_id, vocab = eos if isinstance(eos, int) else None, vocabulary_size(tokenizer)
+    return TrainedModel(built=built, tokenizer=tokenizer, eos=eos_id, vocab=vocab)
 
 
 def open_trained(path: Path, trust: bool = False, say: Say = to_stderr) -> TrainedModel:
@@ -157,7 +161,7 @@ def open_trained(path: Path, trust: bool = False, say: Say = to_stderr) -> Train
 
 
 def _materialise(built: BuiltModel, values: dict[str, torch.Tensor]) -> None:
-    """Gives the meta module its memory and the values."""
+    """Allocates the meta module on the CPU and copies the full weights and buffers into it."""
     module = built.module
     module.to_empty(device="cpu")
     retie(module, built.recipe.ties)

@@ -22,7 +22,7 @@ from meshwright.train.session import TrainJob, run_rank
 from meshwright.units import format_seconds
 
 STEPS = 10
-"""Of a trial; the first ones, in which caches fill, don't count."""
+"""Steps of a trial; the first ones, in which caches fill, don't count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +47,8 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Returns ``layout``, ``planned_s`` and ``measured_s``, or ``why`` in place of the last."""
-        how = {"why": self.why} if self.why else {"measured_s": self.measured_s}
-        return {"layout": self.layout, "planned_s": self.planned_s} | how
+        outcome_fields = {"why": self.why} if self.why else {"measured_s": self.measured_s}
+        return {"layout": self.layout, "planned_s": self.planned_s} | outcome_fields
 
 
 def run_trials(job: TrainJob, offers: Sequence[tuple[Plan, ModelAnalysis]], say: Say = to_stderr) -> list[Trial]:
@@ -105,7 +105,7 @@ def _short_config(job: TrainJob) -> RunConfig:
 
 
 def write_trials(run_dir: Path, trials: Sequence[Trial]) -> None:
-    """Keeps what the trials found in the run's directory."""
+    """Writes the trials' times into the run's directory."""
     run_dir.mkdir(parents=True, exist_ok=True)
     rows = [trial.to_json() for trial in trials]
     (run_dir / "trials.json").write_text(json.dumps(rows, indent=2), encoding="utf-8")

@@ -34,7 +34,7 @@ from meshwright.train.feed import MicroBatch
 VOCABULARY = 199
 """Tokens of made-up text; a prime, so that no degree divides it."""
 LENGTHS = (240, 120, 48, 24)
-"""Tokens of long rows, of which the first is taken on which the model runs."""
+"""Candidate lengths of the long rows, in tokens; the first on which the model runs is used."""
 
 
 def verify(
@@ -76,21 +76,21 @@ def verify(
     request = with_fields(
         config or VerifyConfig(), model=model, layout=layout, devices=devices, steps=steps, dtype=dtype, full=full
     )
-    request = dataclasses.replace(request, sequence=request.sequence or _longest(request))
-    layouts = _layouts(request)
+    request = dataclasses.replace(request, sequence=request.sequence or _longest_row(request))
+    layouts = _layouts_to_prove(request)
     if len({layout.precision for layout in layouts}) > 1:
         raise ConfigError("verify compares layouts of one precision; call it once for each")
-    case = _case(request, layouts, say)
+    case = _make_case(request, layouts, say)
     if on_start is not None:
-        on_start(_subject(request), layouts)
+        on_start(_subject_text(request), layouts)
     verdicts = prove_layouts(case, layouts, on_verdict)
     return VerifyReport(verdicts=tuple(verdicts), named=bool(request.layout))
 
 
-def _layouts(config: VerifyConfig) -> list[Layout]:
+def _layouts_to_prove(config: VerifyConfig) -> list[Layout]:
     base = Layout(precision=config.dtype)
     if not config.layout:
-        experts = find_experts(_built(_model(config, 2), config.sequence).module)
+        experts = find_experts(_build_for_proof(_model_to_prove(config, 2), config.sequence).module)
         return all_layouts(found_devices(config.devices).count, base, min((e.experts for e in experts), default=0))
     layouts = [Layout.parse(text) for text in config.layout]
     if config.devices is not None:
@@ -102,10 +102,10 @@ def _layouts(config: VerifyConfig) -> list[Layout]:
     ]
 
 
-def _case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Case:
-    parts = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
-    model = _model(config, layers_needed(layouts), parts)
-    batches, vocab = _batches(config, layouts, model, say)
+def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Case:
+    max_split = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
+    model = _model_to_prove(config, layers_needed(layouts), max_split)
+    batches, vocab = _make_batches(config, layouts, model, say)
 
     def build() -> BuiltModel:
         return build_meta(model, vocab=vocab, context=config.sequence)
@@ -117,42 +117,42 @@ def _case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Case:
         timeout_s=config.timeout_s,
         training=config.training,
         allow_whole=config.allow_whole,
-        grown=_grows(config),
+        grown=_reads_grown_clone(config),
     )
 
 
-def _model(config: VerifyConfig, layers: int, parts: int = 2) -> ModelConfig:
-    """The model, or a clone that keeps its ratio of heads and every kind of layer beside its neighbours."""
+def _model_to_prove(config: VerifyConfig, layers: int, max_split: int = 2) -> ModelConfig:
+    """Returns the model, or a small clone with its ratio of heads and every kind of layer beside its neighbours."""
     model = config.model
     if config.full or model.kind == "function":
         return model
-    small = shrink(model, layers, parts=parts)
-    if _grows(config):
-        small = shrink(model, layers, width=2 * NARROW * (small.heads or 8), parts=parts)
-    return with_every_kind(_built(model, config.sequence), small)
+    small = shrink(model, layers, parts=max_split)
+    if _reads_grown_clone(config):
+        small = shrink(model, layers, width=2 * NARROW * (small.heads or 8), parts=max_split)
+    return with_every_kind(_build_for_proof(model, config.sequence), small)
 
 
-def _grows(config: VerifyConfig) -> bool:
-    """Whether the model's sharding table is read off a narrower clone when it is trained; the proof's is then too."""
+def _reads_grown_clone(config: VerifyConfig) -> bool:
+    """Returns whether training reads the model's sharding table off a narrower clone; the proof then does so too."""
     if config.full or config.model.kind == "function":
         return False
-    built = _built(config.model, config.sequence)
+    built = _build_for_proof(config.model, config.sequence)
     return sum(item.numel() for item in built.module.parameters()) > SMALL
 
 
-def _built(model: ModelConfig, context: int) -> BuiltModel:
-    """The model on meta, with the proof's vocabulary unless it has a smaller one of its own."""
+def _build_for_proof(model: ModelConfig, context: int) -> BuiltModel:
+    """Returns the model on meta, with the proof's vocabulary unless the model fixes another."""
     try:
         return build_meta(model, vocab=None if model.kind == "directory" else VOCABULARY, context=context)
     except ConfigError:
         return build_meta(model, vocab=None, context=context)
 
 
-def _longest(config: VerifyConfig) -> int:
-    """The longest of `LENGTHS` on which the model runs; functions alone are run to find out."""
+def _longest_row(config: VerifyConfig) -> int:
+    """Returns the longest of `LENGTHS` on which the model runs; only small models of functions are run to find out."""
     for length in LENGTHS[:-1]:
         try:
-            built = _built(config.model, length)
+            built = _build_for_proof(config.model, length)
         except ConfigError:
             continue  # rows longer than its positions
         elements = sum(item.numel() for item in built.module.parameters())
@@ -161,42 +161,42 @@ def _longest(config: VerifyConfig) -> int:
     return LENGTHS[-1]
 
 
-def _subject(config: VerifyConfig) -> str:
-    whole = config.full or config.model.kind == "function"
-    return config.model.name + ("" if whole else ", a small clone of it")
+def _subject_text(config: VerifyConfig) -> str:
+    unshrunk = config.full or config.model.kind == "function"
+    return config.model.name + ("" if unshrunk else ", a small clone of it")
 
 
-def _batches(
+def _make_batches(
     config: VerifyConfig, layouts: Sequence[Layout], model: ModelConfig, say: Say
 ) -> tuple[Sequence[MicroBatch], int]:
     """Returns global batches and their vocabulary: from the user's text, or made up."""
-    share = math.lcm(*(layout.batch_unit for layout in layouts))
-    rows = config.rows or share * max(1, -(-8 // share))
+    row_multiple = math.lcm(*(layout.batch_unit for layout in layouts))
+    rows = config.rows or row_multiple * max(1, -(-8 // row_multiple))
     if not config.data.paths:
-        built = _built(model, config.sequence)
+        built = _build_for_proof(model, config.sequence)
         vocab = min(built.vocab or VOCABULARY, VOCABULARY)
-        return made_up_batches(config.steps, rows, _lengths(config), vocab, _masks(built)), vocab
+        return made_up_batches(config.steps, rows, _row_lengths(config), vocab, _masks_documents(built)), vocab
     token_set = prepare(text_config(config.model, config.data), say=say)
     masked = config.data.mask_documents
     loaders = [
         Loader(token_set.train, rows=rows, sequence=length, seed=0, mask_documents=masked)
-        for length in _lengths(config)
+        for length in _row_lengths(config)
     ]
-    made = []
+    batches = []
     for step in range(config.steps):
         batch = loaders[step % len(loaders)].batch(step)
-        parts = (torch.from_numpy(item) for item in (batch.tokens, batch.targets, batch.positions))
-        made.append(MicroBatch(*parts))
-    return made, token_set.vocab_size
+        fields = (torch.from_numpy(item) for item in (batch.tokens, batch.targets, batch.positions))
+        batches.append(MicroBatch(*fields))
+    return batches, token_set.vocab_size
 
 
-def _lengths(config: VerifyConfig) -> tuple[int, ...]:
-    """Tokens a row, the run's own first: where one step alone is proven, it is proven on them."""
+def _row_lengths(config: VerifyConfig) -> tuple[int, ...]:
+    """Returns the row lengths in tokens, the long one first: a single step is proven on it."""
     return (config.sequence, min(config.sequence, config.short_sequence))
 
 
-def _masks(built: BuiltModel) -> bool:
-    """Whether the model keeps documents of a row apart."""
+def _masks_documents(built: BuiltModel) -> bool:
+    """Returns whether the model masks attention between documents of a row."""
     try:
         check_documents(built)
     except ConfigError:

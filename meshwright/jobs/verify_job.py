@@ -24,7 +24,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
 
 ROWS, TOKENS = 8, 1024
-"""Fewest rows of the proof's batch, and most tokens of its rows, unless ``full``: what a CPU can do in float64."""
+"""Least rows of the proof's batch, and most tokens of its rows, unless ``full``: a CPU can run these in float64."""
 
 
 def verify_job(
@@ -64,7 +64,7 @@ def verify_job(
     case, subject = case_of(config, layouts, full, steps, timeout_s)
     if on_start is not None:
         on_start(subject)
-    pairs = _pairs([dataclasses.replace(layout, precision="float64") for layout in layouts])
+    pairs = _layout_pairs([dataclasses.replace(layout, precision="float64") for layout in layouts])
     return JobReport(subject=subject, verdicts=tuple(prove_job(case, pairs, on_verdict)))
 
 
@@ -77,14 +77,14 @@ def job_and_layouts(job: RunConfig | str | Path, named: Sequence[str], trust: bo
         trust: whether a directory may name code.
     """
     if isinstance(job, RunConfig):
-        config, own = job, "" if job.layout == "auto" else job.layout
+        config, run_layout = job, "" if job.layout == "auto" else job.layout
     else:
-        path, own = Path(job), ""
+        path, run_layout = Path(job), ""
         config = run_config(path)
         refuse_code(path, config, trust)
         if (path / PLAN).is_file():
-            own = str(Plan.from_json(json.loads((path / PLAN).read_text(encoding="utf-8"))).layout)
-    texts = list(named) or ([own] if own else [])
+            run_layout = str(Plan.from_json(json.loads((path / PLAN).read_text(encoding="utf-8"))).layout)
+    texts = list(named) or ([run_layout] if run_layout else [])
     if not texts:
         raise ConfigError("the recipe leaves the layout to the planner (auto): name layouts with --layout")
     layouts = [Layout.parse(text) for text in texts]
@@ -97,29 +97,33 @@ def job_and_layouts(job: RunConfig | str | Path, named: Sequence[str], trust: bo
     return config, layouts
 
 
-def _pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
-    """Each layout is trained under once and resumed under once."""
+def _layout_pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
+    """Returns (trained, resumed) pairs in which each layout is trained under once and resumed under once."""
     if len(layouts) == 1:
-        alone = Layout(precision="float64")
-        return [(layouts[0], alone), (alone, layouts[0])] if layouts[0] != alone else [(alone, alone)]
+        one_device = Layout(precision="float64")
+        return (
+            [(layouts[0], one_device), (one_device, layouts[0])]
+            if layouts[0] != one_device
+            else [(one_device, one_device)]
+        )
     return list(zip(layouts, [*layouts[1:], layouts[0]]))
 
 
 def case_of(
     config: RunConfig, layouts: Sequence[Layout], full: bool, steps: int, limit_s: float
 ) -> tuple[JobCase, str]:
-    """Returns the job to prove and a sentence that says what of the run it leaves out."""
+    """Returns the job to prove and a sentence that describes it and its omissions."""
     token_set = prepare(text_config(config.model, config.data), say=None)
-    scaled, less = scaled_config(config, steps), []
+    scaled, omissions = scaled_config(config, steps), []
     model = config.model
     if not full and model.kind != "function":
-        model, less = _clone(config.model, layouts), ["a small clone of the model"]
-    share = math.lcm(*(layout.batch_unit for layout in layouts))
+        model, omissions = _small_clone(config.model, layouts), ["a small clone of the model"]
+    row_multiple = math.lcm(*(layout.batch_unit for layout in layouts))
     rows, tokens = config.train.batch, config.data.sequence
     if not full:
-        rows, tokens = min(rows, share * max(1, -(-ROWS // share))), min(tokens, TOKENS)
-        less += [f"{rows} of {config.train.batch} rows"] if rows < config.train.batch else []
-        less += [f"{tokens} of {config.data.sequence} tokens a row"] if tokens < config.data.sequence else []
+        rows, tokens = min(rows, row_multiple * max(1, -(-ROWS // row_multiple))), min(tokens, TOKENS)
+        omissions += [f"{rows} of {config.train.batch} rows"] if rows < config.train.batch else []
+        omissions += [f"{tokens} of {config.data.sequence} tokens a row"] if tokens < config.data.sequence else []
     scaled = dataclasses.replace(
         scaled,
         model=model,
@@ -133,11 +137,15 @@ def case_of(
 
     build()
     case = JobCase(config=scaled, build=build, data=token_set.path, timeout_s=limit_s)
-    what = f"{config.model.name} on {token_set.path}: {steps} steps of {rows} x {tokens} tokens, float64"
+    subject = f"{config.model.name} on {token_set.path}: {steps} steps of {rows} x {tokens} tokens, float64"
     narrow = sorted({layout.precision for layout in layouts} & {"bf16", "fp16"})
-    stands = f"; float64 stands for {' and '.join(narrow)}, in which verify --model proves steps" if narrow else ""
-    return case, what + (f"; instead of the run's own: {', '.join(less)} (--full proves all)" if less else "") + stands
+    precision_note = (
+        f"; float64 stands for {' and '.join(narrow)}, in which verify --model proves steps" if narrow else ""
+    )
+    return case, subject + (
+        f"; instead of the run's own: {', '.join(omissions)} (--full proves all)" if omissions else ""
+    ) + precision_note
 
 
-def _clone(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:
+def _small_clone(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:
     return shrink(model, layers_needed(layouts))

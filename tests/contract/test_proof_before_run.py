@@ -101,13 +101,13 @@ def test_a_proof_is_known_by_what_was_proven(tmp_path: Path) -> None:
     path, subject = tmp_path / "proof.json", {"layout": "tp=2", "model": "m"}
     for text in ("", "[]", "{}", '{"subject": 3}'):
         path.write_text(text)
-        assert not train_proof.is_known(path, subject, 20.0)
+        assert not train_proof.has_proof(path, subject, 20.0)
     for outcome, known in {"passed": True, "refused": True, "wrong": False, "crashed": False}.items():
         path.write_text(json.dumps({"subject": subject, "outcome": outcome, "limit_s": 20.0}))
-        assert train_proof.is_known(path, subject, 20.0) is known
-        assert not train_proof.is_known(path, subject | {"model": "n"}, 20.0)
+        assert train_proof.has_proof(path, subject, 20.0) is known
+        assert not train_proof.has_proof(path, subject | {"model": "n"}, 20.0)
     path.write_text(json.dumps({"subject": subject, "outcome": "unfinished", "limit_s": 20.0}))
-    assert train_proof.is_known(path, subject, 20.0) and not train_proof.is_known(path, subject, 21.0)
+    assert train_proof.has_proof(path, subject, 20.0) and not train_proof.has_proof(path, subject, 21.0)
 
 
 def test_a_models_code_is_part_of_what_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

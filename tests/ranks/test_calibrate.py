@@ -17,11 +17,11 @@ from meshwright.calibrate.clock import DeviceTimer
 from meshwright.calibrate.collectives import KINDS, placements
 from meshwright.calibrate.host import host_times
 from meshwright.calibrate.machine import fastest
-from meshwright.cli.calibrate_output import told
+from meshwright.cli.calibrate_output import calibration_lines
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
-from meshwright.jobs.machines import Machines, cluster_here, ledger_here
+from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.progress import silently
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts, this_cluster
@@ -64,7 +64,7 @@ def test_the_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert measured.covers(kind, 2)
     cluster = Cluster.detected(2, "cpu", cores=2).calibrated(measured)
     assert cluster.collective_s("all_reduce", 4096, 1, 2) == measured.collective_s("all_reduce", 4096, 2)
-    assert any("all_reduce" in line for line in told(measured, path))
+    assert any("all_reduce" in line for line in calibration_lines(measured, path))
 
 
 def test_this_machine_is_found_with_what_was_measured_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +89,14 @@ def test_a_run_is_planned_for_its_nodes_and_what_is_between_them(
     devices = Devices(kind="cpu", count=2, found=2, cores=2)
     machines = Machines(devices=devices, ranks=6, nodes=3, network="ethernet-1g")
     times = [
-        cluster_here(one).collective_s("all_reduce", 1e8, 1, one.ranks)
-        for one in (machines, dataclasses.replace(machines, network="ethernet-100m"), machines.fewer(2))
+        cluster_of_machines(one).collective_s("all_reduce", 1e8, 1, one.ranks)
+        for one in (machines, dataclasses.replace(machines, network="ethernet-100m"), machines.for_ranks(2))
     ]
     assert times[1] > 8 * times[0] > 8 * times[2]
-    left = machines.fewer(5)
-    assert (left.nodes, cluster_here(left).devices) == (3, 5), "two full nodes, and half of another"
-    assert machines.fewer(4).nodes == 2
-    assert ledger_here(machines)[1] != ledger_here(dataclasses.replace(machines, nodes=1))[1]
+    left = machines.for_ranks(5)
+    assert (left.nodes, cluster_of_machines(left).devices) == (3, 5), "two full nodes, and half of another"
+    assert machines.for_ranks(4).nodes == 2
+    assert run_history_file(machines)[1] != run_history_file(dataclasses.replace(machines, nodes=1))[1]
 
 
 def unasked_port() -> int:

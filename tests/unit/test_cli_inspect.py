@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright import InspectConfig, inspect
-from meshwright.cli.inspect_output import runs, told
+from meshwright.cli.inspect_output import inspection_lines, runs
 from meshwright.cli.main import main
 from meshwright.models.config import ModelConfig
 
@@ -53,7 +53,7 @@ def test_bytes_of_layouts() -> None:
 
 @pytest.mark.slow
 def test_the_text_names_what_was_found() -> None:
-    text = "\n".join(told(found()))
+    text = "\n".join(inspection_lines(found()))
     for part in ("3 x GPT2Block: transformer.h.0-2", "attn.c_attn -> attn.c_proj: 4 heads", "sequence=true works"):
         assert part in text
     for part in ("tied          transformer.wte.weight = lm_head.weight", "pp 0, tp 0", "n = ", "3 at most"):

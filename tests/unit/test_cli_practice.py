@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cluster.calibration import Calibration
-from meshwright.jobs.machines import Machines, ledger_here
+from meshwright.jobs.machines import Machines, run_history_file
 from meshwright.jobs.practice import steady_s
 from meshwright.launch.devices import Devices
 from meshwright.launch.machine import calibration_folder, machine_facts
@@ -23,8 +23,8 @@ def test_a_step_counts_at_the_speed_that_was_calibrated() -> None:
 def test_another_calibration_starts_to_learn_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     devices = Devices(kind="cpu", count=2, found=2, cores=2)
-    names = [ledger_here(Machines(devices=devices, ranks=2))[1]]
+    names = [run_history_file(Machines(devices=devices, ranks=2))[1]]
     for launch_s in (1e-3, 2e-3):
         Calibration(machine=machine_facts(devices, 2), ranks=2, launch_s=launch_s).save(calibration_folder())
-        names.append(ledger_here(Machines(devices=devices, ranks=2))[1])
+        names.append(run_history_file(Machines(devices=devices, ranks=2))[1])
     assert len(set(names)) == 3

@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter
 from meshwright.checkpoint.tensor_shards import TensorShard, digest
 from meshwright.errors import ConfigError, PlanError
-from meshwright.jobs.layouts import _like, uneven
+from meshwright.jobs.layouts import _similar_layouts, uneven_shares
 from meshwright.launch.devices import Devices
 from meshwright.monitor import progress as progress_module
 from meshwright.monitor.progress import ProgressWriter, RankStamp, reset_progress
@@ -242,13 +242,13 @@ def test_snapshots_are_as_frequent_as_a_hundredth_of_a_step_allows() -> None:
     ],
 )
 def test_what_is_left_of_a_layout(whole: str, ranks: int, rows: int, found: str) -> None:
-    layouts = _like(Layout.parse(whole), ranks, rows)
+    layouts = _similar_layouts(Layout.parse(whole), ranks, rows)
     assert all(layout.world == ranks for layout in layouts)
     assert layouts[0] == Layout.parse(found), list(map(str, layouts))
 
 
 def test_uneven_shares() -> None:
-    texts = [str(uneven(rows, readers)) for rows, readers in ((8, 3), (8, 4), (7, 5))]
+    texts = [str(uneven_shares(rows, readers)) for rows, readers in ((8, 3), (8, 4), (7, 5))]
     assert texts == ["3x2-2", "", "2x2-1x3"]
 
 
