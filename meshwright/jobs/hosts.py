@@ -17,8 +17,8 @@ def run_on_hosts(args: Sequence[str], config: RunConfig, hostfile: str) -> None:
     """Trains on every host, in the same folder and with the same arguments.
 
     Args:
-        args: the command's arguments without ``--hostfile``. The first Ctrl-C is typed on every host, where the ranks end
-            with a checkpoint; the second ends everything at once.
+        args: the command's arguments without ``--hostfile``. The first Ctrl-C is sent to every host, where the ranks
+            end with a checkpoint; the second ends everything at once.
         config: the parsed arguments, with the run directory named; all hosts must see that directory.
         hostfile: path of a file with a ``host slots=8`` a line.
 
