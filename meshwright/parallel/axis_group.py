@@ -26,9 +26,9 @@ DIRECT_RANKS = 16
 class TrafficLog:
     """Adds up the traffic of this rank by axis and operation until `drain` empties it.
 
-    ``on_wait`` is told ``"all_gather over shard of layer 3"`` before the rank stands still for a collective and ``""``
-    after it; which one it is of those that this rank has started since the last drain, counted from 1; and the bytes
-    that the rank puts on the wire for it.
+    ``on_wait`` is called with ``"all_gather over shard of layer 3"`` before the rank blocks on a collective and with
+    ``""`` after it; with the collective's number since the last drain, counted from 1; and with the bytes that the
+    rank sends for it.
     """
 
     on_wait: Callable[[str, int, int], None] | None = None
@@ -45,7 +45,7 @@ class TrafficLog:
         total[2] += seconds
         total[3] += exposed_s
 
-    def add_events(self, axis: str, op: str, start: Any, wait: Any, end: Any) -> None:
+    def add_events(self, axis: str, op: str, start: Any, wait: Any, resume: Any) -> None:
         """Books the device times of a collective, which are read when the log is drained.
 
         Args:
@@ -53,9 +53,9 @@ class TrafficLog:
             op: as in `add`.
             start: CUDA event where the computing stream started the collective.
             wait: event where that stream had nothing left to do but wait for it.
-            end: event from which on it computes again; from ``wait`` to here it stands still.
+            resume: event from which on it computes again; from ``wait`` to here it stands still.
         """
-        self._events.append((axis, op, start, wait, end))
+        self._events.append((axis, op, start, wait, resume))
 
     def begin(self) -> int:
         """Returns the number of a collective that starts now."""
@@ -63,26 +63,27 @@ class TrafficLog:
         return self.started
 
     @contextlib.contextmanager
-    def waiting(self, what: str, number: int) -> Iterator[None]:
-        """Tells of a wait around what is done in it.
+    def waiting(self, description: str, number: int) -> Iterator[None]:
+        """Reports to ``on_wait`` a wait that lasts as long as the context.
 
         Args:
-            what: as ``on_wait`` is told it.
+            description: the text for ``on_wait``.
             number: from `begin`.
         """
         if self.on_wait:
-            self.on_wait(what, number, 0)
+            self.on_wait(description, number, 0)
         yield
         if self.on_wait:
             self.on_wait("", number, 0)
 
     def drain(self) -> tuple[CommTotals, ...]:
         """Returns the totals so far and starts again. On CUDA the caller has synchronised with the step's end."""
-        for axis, op, start, wait, end in self._events:
-            if end.query():
+        for axis, op, start, wait, resume in self._events:
+            # An event that hasn't happened would make elapsed_time raise; its collective counts without a time.
+            if resume.query():
                 total = self._totals[axis, op]
-                total[2] += start.elapsed_time(end) / 1e3
-                total[3] += wait.elapsed_time(end) / 1e3
+                total[2] += start.elapsed_time(resume) / 1e3
+                total[3] += wait.elapsed_time(resume) / 1e3
         rows = tuple(
             CommTotals(axis=axis, op=op, calls=int(calls), bytes=int(byte_count), seconds=seconds, exposed_s=exposed)
             for (axis, op), (calls, byte_count, seconds, exposed) in self._totals.items()
@@ -98,17 +99,17 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
 
     Args:
         works: what torch started.
-        done: what must follow.
+        finish_transfer: called after the transfer: a copy or a sum.
         axis_group: its ranks.
         op: its kind.
-        sent_bytes: what this rank puts on the wire.
-        of: what of the model travels, as ``layer 3``; empty for what the layer that runs gave.
+        sent_bytes: bytes that this rank sends.
+        subject: the weights or gradients that travel, as ``layer 3``; empty for activations.
     """
 
     def __init__(
         self,
         works: list[Any],
-        done: Callable[[], None],
+        finish_transfer: Callable[[], None],
         axis_group: AxisGroup,
         op: str,
         sent_bytes: int,
@@ -118,7 +119,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         self._name = f"{op} over {axis_group.axis} of {subject}" if subject else f"{op} over {axis_group.axis}"
         self._pending_works, self._finish_transfer, self._axis_group, self._op, self._bytes = (
             works,
-            done,
+            finish_transfer,
             axis_group,
             op,
             sent_bytes,
@@ -164,7 +165,7 @@ def _record_event() -> Any:
 
 
 class DifferentiableCollectives:
-    """Runs differentiable collectives: the part of a wire that what stands for one shares with it."""
+    """Runs autograd functions whose forward and backward communicate."""
 
     def __init__(self) -> None:
         self._call: Callable[..., Any] = _apply_function
@@ -202,6 +203,7 @@ class AxisGroup(DifferentiableCollectives):
 
     def all_reduce(self, tensor: torch.Tensor, of: str = "") -> PendingCollective:
         """Starts a sum of ``tensor`` (any shape, contiguous, in place) over the group; ``of`` names it."""
+        # A ring moves 2 (n-1)/n of the tensor per rank: reduce-scatter, then all-gather.
         sent = 2 * tensor.nbytes * (self.size - 1) // self.size
         return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, group=self.group, async_op=True), of)
 
@@ -213,20 +215,20 @@ class AxisGroup(DifferentiableCollectives):
             "all_reduce", sent, lambda: dist.all_reduce(tensor, maximum, group=self.group, async_op=True)
         )
 
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor, of: str = "") -> PendingCollective:
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, of: str = "") -> PendingCollective:
         """Starts a gather of every rank's ``part: (n,)`` into ``output: (size * n,)``, in rank order.
 
-        ``part`` may be this rank's own slice of ``output``.
+        ``shard`` may be this rank's own slice of ``output``.
         """
-        sent = part.nbytes * (self.size - 1)
+        sent = shard.nbytes * (self.size - 1)
         if self.size == 1:
-            return PendingCollective([], lambda: _copy(output, part), self, "all_gather", 0, of)
+            return PendingCollective([], lambda: _copy(output, shard), self, "all_gather", 0, of)
         if not self._direct:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            return self._native("all_gather", sent, lambda: gather(output, part, group=self.group, async_op=True), of)
+            return self._native("all_gather", sent, lambda: gather(output, shard, group=self.group, async_op=True), of)
         chunks = output.view(self.size, -1)
-        works = self._receive(lambda peer: chunks[peer]) + self._send(lambda peer: part)
-        return PendingCollective(works, lambda: _copy(chunks[self.index], part), self, "all_gather", sent, of)
+        works = self._receive(lambda peer: chunks[peer]) + self._send(lambda peer: shard)
+        return PendingCollective(works, lambda: _copy(chunks[self.index], shard), self, "all_gather", sent, of)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, of: str = "") -> PendingCollective:
         """Starts a sum over the group whose part ``index`` of ``tensor: (size * n,)`` lands in ``output: (n,)``."""
@@ -243,6 +245,7 @@ class AxisGroup(DifferentiableCollectives):
         works = self._receive(received_chunks.__getitem__) + self._send(lambda peer: chunks[peer])
         received_chunks[self.index] = chunks[self.index]
 
+        # In rank order, whatever order the chunks arrive in, so that rounding doesn't depend on timing.
         def add_up() -> None:
             torch.add(received_chunks[0], received_chunks[1], out=output)
             for peer in range(2, self.size):
@@ -250,16 +253,18 @@ class AxisGroup(DifferentiableCollectives):
 
         return PendingCollective(works, add_up, self, "reduce_scatter", sent, of)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> PendingCollective:
+    def all_to_all(self, outputs: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor]) -> PendingCollective:
         """Starts sending ``parts[p]`` to rank p of the group and receiving ``outputs[p]`` from it; all contiguous."""
-        sent = sum(part.nbytes for peer, part in enumerate(parts) if peer != self.index)
+        sent = sum(chunk.nbytes for peer, chunk in enumerate(chunks) if peer != self.index)
         if not self._direct:
-            output_list, inputs = list(outputs), list(parts)
+            output_list, inputs = list(outputs), list(chunks)
             return self._native(
                 "all_to_all", sent, lambda: dist.all_to_all(output_list, inputs, group=self.group, async_op=True)
             )
-        works = self._receive(outputs.__getitem__) + self._send(parts.__getitem__)
-        return PendingCollective(works, lambda: _copy(outputs[self.index], parts[self.index]), self, "all_to_all", sent)
+        works = self._receive(outputs.__getitem__) + self._send(chunks.__getitem__)
+        return PendingCollective(
+            works, lambda: _copy(outputs[self.index], chunks[self.index]), self, "all_to_all", sent
+        )
 
     def _peers(self) -> list[int]:
         """Peers in an order that spreads the load: each rank starts with its right-hand neighbour."""

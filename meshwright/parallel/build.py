@@ -94,13 +94,13 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     work = transformed(source, layout, mesh)
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
-    for part in work.stages:
-        materialise(part.module, part.places, host, master, source.fill)
-        source.fill_buffers(part.module, device)
+    for stage in work.stages:
+        materialise(stage.module, stage.places, host, master, source.fill)
+        source.fill_buffers(stage.module, device)
         if layout.precision == "float64":
-            MovingBuffers([part.module], source.moving).widen()
-        settle(part.module)
-        part.module.train()
+            MovingBuffers([stage.module], source.moving).widen()
+        settle(stage.module)
+        stage.module.train()
     if work.make_program is not None:
         program = work.make_program(work, clock)
     else:
@@ -109,14 +109,14 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
         program.experts = ExpertMeter(work.stages, source.experts)
     program.chance = work.dropout_rng
     program.weigh, program.terms = source.weigh, tuple(source.terms)
-    program.moving = MovingBuffers([part.module for part in work.stages], source.moving)
+    program.moving = MovingBuffers([stage.module for stage in work.stages], source.moving)
     program.progress_hooks = work.progress_hooks
     return program
 
 
 def settle(module: nn.Module) -> None:
     """Lets FSDP2 take over the materialised shards, so that each parameter's local tensor is final from here on."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.unshard()
-            part.reshard()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.unshard()
+            submodule.reshard()

@@ -20,11 +20,11 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None = None) -> list[byt
     longest = max(int(size) for size in sizes)
     if not longest:
         return [b""] * count
-    own = torch.zeros(longest, dtype=torch.uint8)
-    own[: len(data)] = _tensor(data)
-    found = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
-    dist.all_gather(found, own, group=group)
-    return [bytes(one[: int(size)].numpy().tobytes()) for one, size in zip(found, sizes)]
+    padded_data = torch.zeros(longest, dtype=torch.uint8)
+    padded_data[: len(data)] = _tensor(data)
+    padded_of_rank = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
+    dist.all_gather(padded_of_rank, padded_data, group=group)
+    return [bytes(padded[: int(size)].numpy().tobytes()) for padded, size in zip(padded_of_rank, sizes)]
 
 
 def broadcast_bytes(data: bytes, source: int = 0, group: ProcessGroup | None = None) -> bytes:
@@ -33,9 +33,9 @@ def broadcast_bytes(data: bytes, source: int = 0, group: ProcessGroup | None = N
     dist.broadcast(size, source, group=group)
     if not int(size):
         return b""
-    held = _tensor(data) if dist.get_rank() == source else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(held, source, group=group)
-    return held.numpy().tobytes()
+    buffer = _tensor(data) if dist.get_rank() == source else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, source, group=group)
+    return buffer.numpy().tobytes()
 
 
 def _tensor(data: bytes) -> torch.Tensor:

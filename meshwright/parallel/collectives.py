@@ -55,6 +55,7 @@ class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         grad = upstream[0]
+        # g-bar's backward: each rank's gradient is a summand; where all hold the same one, a sum would multiply it.
         if ctx.partial:
             return scatter_sum(grad, ctx.axis_group, ctx.dim), None, None, None
         return own_part(grad, ctx.axis_group, ctx.dim), None, None, None
@@ -100,20 +101,21 @@ def reduce_scatter_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, part
 
 def gather(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Returns the ranks' parts of ``dim`` put together, without a gradient."""
-    part = x.contiguous()
-    out = part.new_empty(axis_group.size * part.numel())
-    axis_group.all_gather(out, part.view(-1)).wait()
-    parts = out.view(axis_group.size, *part.shape)
-    return torch.cat(parts.unbind(), dim=dim) if dim else parts.flatten(0, 1)
+    shard = x.contiguous()
+    out = shard.new_empty(axis_group.size * shard.numel())
+    axis_group.all_gather(out, shard.view(-1)).wait()
+    shards = out.view(axis_group.size, *shard.shape)
+    return torch.cat(shards.unbind(), dim=dim) if dim else shards.flatten(0, 1)
 
 
 def scatter_sum(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Returns this rank's part of ``dim`` of the sum over the ranks, without a gradient."""
-    parts = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()
+    # The collective takes (ranks, ...) in memory order; a split of dim 0 is that already.
+    shards = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()
     shape = list(x.shape)
     shape[dim] //= axis_group.size
     out = x.new_empty(shape)
-    axis_group.reduce_scatter(out.view(-1), parts.view(-1)).wait()
+    axis_group.reduce_scatter(out.view(-1), shards.view(-1)).wait()
     return out
 
 

@@ -69,14 +69,15 @@ def wrap_model(
         )
 
 
-def _take_from_full_rows(module: nn.Module, size: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns ``take`` for hidden states (B, S, D) of whole rows alone: a shared layer meets parts of them later on.
+def _take_from_full_rows(module: nn.Module, size: int, take_tokens: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns ``take_tokens`` for hidden states (B, S, D) of whole rows; a shared layer's later calls get parts already.
 
     Args:
         module: called with tokens (B, S).
-        size: into so many parts ``take`` cuts a row.
-        take: a rank's tokens of a hidden state.
+        size: into so many parts ``take_tokens`` cuts a row.
+        take_tokens: a rank's tokens of a hidden state.
     """
+    # A list, since the hook writes it: S of the row that this forward of the module is called with.
     row_length = [0]
 
     def note_row_length(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,7 +85,7 @@ def _take_from_full_rows(module: nn.Module, size: int, take: Callable[[torch.Ten
         row_length[0] = next((x.shape[1] for x in tensors if not x.is_floating_point()), 0)
 
     module.register_forward_pre_hook(note_row_length, with_kwargs=True)
-    return lambda x: x if x.shape[1] * size == row_length[0] else take(x)
+    return lambda x: x if x.shape[1] * size == row_length[0] else take_tokens(x)
 
 
 def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:
@@ -152,6 +153,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         )
     splits_by_name = {split.name: split for split in group.splits}
     attention = layer.get_submodule(group.module)
+    # The module's code reads S off the hidden state: it must see the whole row's shape.
     _present_full_rows(attention, axis_group)
 
     def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
@@ -161,8 +163,10 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         column, split = layer.get_submodule(name), splits_by_name[f"{name}.weight"]
         rank_spans = spans(split, layer.get_parameter(split.name).shape[split.dim])
         if name in group.column_inputs:
+            # (B, S/c, F) to (B, S, F/c): Ulysses' all-to-all before attention, on each of q, k and v.
             tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans), purpose="tokens for heads")
         else:
+            # Its input is already the whole row (from `replicated_inputs`), so its output needs a cut alone.
             select_units = partial(parameter_slices.select, dim=-1, spans=rank_spans[axis_group.index])
             tensor_hooks.on_output(column, select_units, purpose="a rank's heads")
     for name in group.replicated_inputs:
@@ -173,12 +177,14 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         )
     row_split = splits_by_name[f"{group.row_linear}.weight"]
     features = layer.get_parameter(row_split.name).shape[row_split.dim]
+    # (B, S, F/c) to (B, S/c, F): Ulysses' all-to-all after attention, before the output projection.
     rank_spans = spans(row_split, features)
     tensor_hooks.on_input(
         layer.get_submodule(group.row_linear),
         lambda x: to_tokens(x, axis_group, rank_spans, features),
         purpose="heads for tokens",
     )
+    # Split parameters between the matrices: the code applies them to this rank's heads.
     matrices = {f"{name}.{kind}" for name in (*group.column_linears, group.row_linear) for kind in ("weight", "bias")}
     loose_splits = [split for split in group.splits if split.name not in matrices]
     if loose_splits:
@@ -213,6 +219,7 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
             try:
                 return plain(*args, **kwargs)
             finally:
+                # Also after an exception: the next call must not meet this one's stand-in.
                 if local_states:
                     local_states.pop()
                     stand_ins.pop()
@@ -222,6 +229,7 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
     def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not stand_ins:
             return None
+        # By identity: only the very stand-in is replaced; a module that was handed another tensor keeps it.
         args = tuple(local_states[-1] if value is stand_ins[-1] else value for value in args)
         return args, {key: local_states[-1] if value is stand_ins[-1] else value for key, value in kwargs.items()}
 
@@ -244,6 +252,7 @@ def _slice_loose_parameters(
                 for split in loose_splits:
                     path, _, attribute = split.name.rpartition(".")
                     owner: Any = layer.get_submodule(path)
+                    # In __dict__, since a slice is no Parameter; autograd carries its gradient to the full one.
                     full_parameter = owner._parameters.pop(attribute)
                     replaced.append((owner, attribute, full_parameter))
                     spans = parameter_slices.spans_of(split, units[split.name], group, full_parameter.shape[split.dim])
@@ -264,10 +273,10 @@ def _apply(work: TransformContext) -> None:
     layout, mesh, source = work.layout, work.groups, work.source
     assert source.table is not None
     tensor = mesh.axis_groups[layout.axis(Mechanics.MATRICES)]
-    tensor_place, splits = (tensor.index, tensor.size), tensor.size if layout.sequence else 1
+    tensor_index_and_degree, splits = (tensor.index, tensor.size), tensor.size if layout.sequence else 1
     group = mesh.axis_groups[AXIS.name]
     for stage in work.stages:
-        wrap_model(stage.module, source.table, group, tensor_place, source.attention, splits)
+        wrap_model(stage.module, source.table, group, tensor_index_and_degree, source.attention, splits)
     work.view.tokens = (group.index, group.size, source.attention == "gather")
 
 

@@ -37,7 +37,7 @@ def _apply(work: TransformContext) -> None:
             # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
             shard_group = mesh.across(layout.state_axes or (shard_axis.AXIS.name,))
             axis_groups = _groups_in_use(shard_group, mesh.across(gradient_axes(layout.state_axes)))
-            expert_group = _apart(stage, mesh)
+            expert_group = _expert_fsdp_group(stage, mesh)
             stage.sync.insert(
                 0, fsdp.wrap(stage.module, stage.layers, mesh.line(shard_group), options, axis_groups, expert_group)
             )
@@ -57,7 +57,7 @@ def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
     return [shards, copies] if copies.size > 1 else [shards]
 
 
-def _apart(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
+def _expert_fsdp_group(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
     """The experts modules of a part, whose shards lie on the ranks that hold the same experts."""
     expert_modules = {
         name.rpartition(".")[0]: None for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes

@@ -24,7 +24,7 @@ ROUTED = "its tokens are those that a router chose, in an order that depends on 
 
 
 def install(
-    parts: Sequence[StageModule],
+    stages: Sequence[StageModule],
     layers: Sequence[str],
     table: ShardingTable | None,
     experts: Sequence[ExpertRows],
@@ -34,36 +34,38 @@ def install(
     """Gives the forwards of a rank's stages their numbers.
 
     Args:
-        parts: stages of this rank, split by all axes that split layers.
+        stages: stages of this rank, split by all axes that split layers.
         layers: names of the model's layers: what is drawn in them is named by them, all else by its module.
         table: of the model.
         experts: of the model.
         mesh: ranks and groups.
         attention: how ``cp`` computes attention.
     """
-    chance = DropoutRng(_tokens(mesh, attention) if mesh is not None else TokenSplit())
-    inside = tuple(f"{name}." for name in layers)
-    for part in parts:
-        held = {name: module for name, module in part.module.named_modules() if _runs(module)}
-        for name, module in held.items():
+    dropout_rng = DropoutRng(_token_split(mesh, attention) if mesh is not None else TokenSplit())
+    layer_prefixes = tuple(f"{name}." for name in layers)
+    for stage in stages:
+        modules_by_name = {name: module for name, module in stage.module.named_modules() if _has_forward(module)}
+        for name, module in modules_by_name.items():
             if name in layers:
-                if module in part.layers:
-                    chance.own(module, name)
+                if module in stage.layers:
+                    dropout_rng.own(module, name)
                     if table is not None and mesh is not None:
-                        _own_units(chance, module, table.layers[name].groups, mesh, attention)
-            elif not name.startswith(inside):
-                chance.own(module, name)
-        for rows in (rows for rows in experts if rows.module in held):
-            chance.forbid(held[rows.module], ROUTED)
-    return chance
+                        _set_unit_shards(dropout_rng, module, table.layers[name].groups, mesh, attention)
+            elif not name.startswith(layer_prefixes):
+                dropout_rng.own(module, name)
+        for rows in (rows for rows in experts if rows.module in modules_by_name):
+            dropout_rng.forbid(modules_by_name[rows.module], ROUTED)
+    return dropout_rng
 
 
-def _runs(module: Any) -> bool:
+def _has_forward(module: Any) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def _tokens(mesh: Mesh, attention: str) -> TokenSplit:
-    context, tensor = (mesh.axis_groups[mesh.layout.axis(one)] for one in (Mechanics.TOKENS, Mechanics.MATRICES))
+def _token_split(mesh: Mesh, attention: str) -> TokenSplit:
+    context, tensor = (
+        mesh.axis_groups[mesh.layout.axis(mechanics)] for mechanics in (Mechanics.TOKENS, Mechanics.MATRICES)
+    )
     return TokenSplit(
         index=context.index,
         ranks=context.size,
@@ -73,28 +75,28 @@ def _tokens(mesh: Mesh, attention: str) -> TokenSplit:
     )
 
 
-def _own_units(
-    chance: DropoutRng, layer: nn.Module, groups: Sequence[ShardingGroup], mesh: Mesh, attention: str
+def _set_unit_shards(
+    dropout_rng: DropoutRng, layer: nn.Module, groups: Sequence[ShardingGroup], mesh: Mesh, attention: str
 ) -> None:
     """States what this rank has of each group's units, where it hasn't all."""
     for group in groups:
         units = held_units(group, mesh, mesh.layout, attention)
         if units is not None and group.column_linears:
-            first = (group.column_inputs or group.column_linears)[0]
-            chance.in_shard(layer.get_submodule(first), layer.get_submodule(group.row_linear), units)
+            first_linear = (group.column_inputs or group.column_linears)[0]
+            dropout_rng.in_shard(layer.get_submodule(first_linear), layer.get_submodule(group.row_linear), units)
 
 
 def held_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str) -> Units | None:
     """Returns the units of a group that this rank computes; None where it computes all."""
-    tensor, context = (mesh.axis_groups[layout.axis(one)] for one in (Mechanics.MATRICES, Mechanics.TOKENS))
+    tensor, context = (mesh.axis_groups[layout.axis(mechanics)] for mechanics in (Mechanics.MATRICES, Mechanics.TOKENS))
     shares = group.shares(tensor.size) if tensor.size > 1 else None
-    first, last = shares[tensor.index] if shares is not None else (0, group.units)
+    unit_start, unit_stop = shares[tensor.index] if shares is not None else (0, group.units)
     if context.size > 1 and attention != "gather" and group.heads:
         local = local_group(group, tensor.index, tensor.size).shares(context.size)
         if local is not None:
             start, stop = local[context.index]
-            first, last = first + start, first + stop
-    return None if (first, last) == (0, group.units) else Units(first, last, group.units)
+            unit_start, unit_stop = unit_start + start, unit_start + stop
+    return None if (unit_start, unit_stop) == (0, group.units) else Units(unit_start, unit_stop, group.units)
 
 
 def _apply(work: TransformContext) -> None:

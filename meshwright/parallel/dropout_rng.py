@@ -194,13 +194,13 @@ class DropoutRng:
         """Returns what dropout keeps of attention's weights (B, H, queries, keys), bool.
 
         Args:
-            query: (B, H, queries, E); ``asks`` on it says which run of the queries it is, where they are several.
-            keys: first tokens of the row that are looked at; all of them unless ``asks`` is there.
+            query: (B, H, queries, E); ``query_run`` on it says which run of the queries it is, where they are several.
+            keys: first tokens of the row that are looked at; all of them unless ``query_run`` is there.
             p: probability.
         """
         context = self._drawing_context()
         rows, heads, queries = query.shape[:3]
-        query_run: tuple[int, bool] | None = getattr(query, "asks", None)
+        query_run: tuple[int, bool] | None = getattr(query, "query_run", None)
         context.number -= bool(query_run and not query_run[1])  # the second run of the same draw
         positions_by_count = self._split.places(context.tokens)
         if rows != context.rows or (
@@ -224,8 +224,8 @@ class DropoutRng:
             box = self._remember_box(
                 key, Box(lines_of([head_indices, query_positions], [head_count, context.tokens]), np.arange(keys))
             )
-        words = row_keys(self._draw_name(context), np.arange(context.first, context.first + rows))
-        return kept(words, box, p, query.device).view(rows, heads, queries, keys)
+        row_keys_of_draw = row_keys(self._draw_name(context), np.arange(context.first, context.first + rows))
+        return kept(row_keys_of_draw, box, p, query.device).view(rows, heads, queries, keys)
 
     def _next_draw(self, shape: Sequence[int]) -> tuple[Words, Box]:
         """Keys and box of the next draw, of a tensor of some shape."""

@@ -39,7 +39,7 @@ def check(experts: Sequence[ExpertRows], degree: int) -> None:
 
 
 def wrap(
-    module: nn.Module, rows: ExpertRows, axis_group: AxisGroup, copies: int, same: AxisGroup | None = None
+    module: nn.Module, rows: ExpertRows, axis_group: AxisGroup, copies: int, replicas: AxisGroup | None = None
 ) -> dict[str, LocalShard]:
     """Leaves this rank its experts of one layer and lets tokens travel.
 
@@ -49,39 +49,45 @@ def wrap(
         rows: what it is.
         axis_group: the axis's collectives.
         copies: ranks of the world that hold the same experts.
-        same: ranks whose tokens are equal (they send a share each); None where all tokens differ.
+        replicas: ranks whose tokens are equal (they send a share each); None where all tokens differ.
 
     Returns:
         The place of each of its parameters, by dotted name in the model.
     """
     start, stop = rows.span(axis_group.index, axis_group.size)
-    places = {}
+    shards = {}
     for attribute in rows.parameters:
-        whole = module.get_parameter(attribute)
-        own = nn.Parameter(whole.detach()[start:stop].clone(), requires_grad=whole.requires_grad)
-        own.__dict__.update(whole.__dict__)
-        setattr(module, attribute, own)
-        spans = (((start, stop),), *(((0, size),) for size in whole.shape[1:]))
+        full_parameter = module.get_parameter(attribute)
+        local_parameter = nn.Parameter(
+            full_parameter.detach()[start:stop].clone(), requires_grad=full_parameter.requires_grad
+        )
+        local_parameter.__dict__.update(full_parameter.__dict__)
+        setattr(module, attribute, local_parameter)
+        spans = (((start, stop),), *(((0, size),) for size in full_parameter.shape[1:]))
         name = f"{rows.module}.{attribute}"
-        places[name] = LocalShard(name=name, shape=tuple(whole.shape), spans=spans, copies=copies, axes=(AXIS.name,))
+        shards[name] = LocalShard(
+            name=name, shape=tuple(full_parameter.shape), spans=spans, copies=copies, axes=(AXIS.name,)
+        )
     for attribute in rows.counts:
         setattr(module, attribute, stop - start)
     purpose = "tokens go to the ranks of their experts"
-    wrap_forward(module, ForwardLayer.EXPERT, purpose, lambda plain: Dispatch(module, rows, axis_group, same, plain))
-    return places
+    wrap_forward(
+        module, ForwardLayer.EXPERT, purpose, lambda plain: Dispatch(module, rows, axis_group, replicas, plain)
+    )
+    return shards
 
 
 def _apply(work: TransformContext) -> None:
     """Spreads the experts of this rank's stages; run after the tensor axis has split what stays."""
     layout, mesh = work.layout, work.groups
     check(work.source.experts, layout.degree(AXIS.name))
-    same = mesh.axis_groups["tp"] if layout.degree("tp") > 1 and not layout.sequence else None
+    replicas = mesh.axis_groups["tp"] if layout.degree("tp") > 1 and not layout.sequence else None
     group, copies = mesh.axis_groups[AXIS.name], mesh.axis_groups[f"{AXIS.name}_copies"].size
     for stage in work.stages:
-        held = {name: child for name, child in stage.module.named_modules() if child._parameters}
-        for rows in (rows for rows in work.source.experts if rows.module in held):
-            experts = held[rows.module]
-            stage.places |= wrap(experts, rows, group, copies, same)
+        modules_by_name = {name: child for name, child in stage.module.named_modules() if child._parameters}
+        for rows in (rows for rows in work.source.experts if rows.module in modules_by_name):
+            experts = modules_by_name[rows.module]
+            stage.places |= wrap(experts, rows, group, copies, replicas)
             if layout.compile:
                 # The number of tokens that arrive is known at run time alone.
                 wrap_forward(experts, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)

@@ -22,13 +22,15 @@ class ExpertMeter:
         rows: where the model's experts are; layers with another number of experts than the first aren't counted.
     """
 
-    def __init__(self, parts: Sequence[StageModule], rows: Sequence[ExpertRows]) -> None:
+    def __init__(self, stages: Sequence[StageModule], rows: Sequence[ExpertRows]) -> None:
         self.experts = rows[0].experts
         self._counts: torch.Tensor | None = None
-        for part in parts:
-            held = dict(part.module.named_modules())
-            for row in (row for row in rows if row.module in held and row.experts == self.experts):
-                held[row.module].register_forward_pre_hook(self._counting(row.arguments[1]), with_kwargs=True)
+        for stage in stages:
+            modules_by_name = dict(stage.module.named_modules())
+            for row in (row for row in rows if row.module in modules_by_name and row.experts == self.experts):
+                modules_by_name[row.module].register_forward_pre_hook(
+                    self._counting(row.arguments[1]), with_kwargs=True
+                )
 
     def _counting(self, name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

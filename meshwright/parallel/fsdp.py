@@ -83,6 +83,7 @@ class FsdpSync:
         for replica_all_reduce in self._replica_all_reduces:
             replica_all_reduce.last = last
         if self._zero < 3:
+            # ZeRO 1 and 2 gather once a step: parameters stay gathered until the last backward.
             self._module.set_reshard_after_backward(last)
 
     def finish(self) -> None:
@@ -98,9 +99,9 @@ class FsdpSync:
 
 
 class ReplicaAllReduce:
-    """Sums one unit's scattered gradients over the copies of the shards, once a step.
+    """All-reduces one FSDP unit's gradient shards over the copies of the shards, once a step.
 
-    FSDP2 calls it after each scatter. Before the last micro-batch it keeps the part for later. ``of`` names the unit.
+    FSDP2 calls it after each reduce-scatter. Before the last micro-batch it accumulates. ``of`` names the unit.
     """
 
     def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
@@ -109,11 +110,12 @@ class ReplicaAllReduce:
         self._accumulated: torch.Tensor | None = None
 
     def __call__(self, grad_shard: torch.Tensor) -> None:
-        """Turns ``part: (n,)``, this micro-batch's sum over the shard axis, into what the step still owes.
+        """Accumulates ``grad_shard: (n,)``, this micro-batch's sum over the shard axis, or starts its all-reduce.
 
-        That is nothing yet, or at last everything, summed over the copies.
+        Before the last micro-batch it is zeroed in place; in the last it becomes the step's sum over the copies.
         """
         if not self.last:
+            # FSDP2 adds `grad_shard` to the parameter's gradient after this hook: zero there, the value kept here.
             self._accumulated = grad_shard.clone() if self._accumulated is None else self._accumulated.add_(grad_shard)
             grad_shard.zero_()
             return
@@ -136,7 +138,7 @@ def wrap(
     mesh: DeviceMesh,
     options: ShardOptions,
     axis_groups: Sequence[AxisGroup],
-    apart: ExpertFsdpGroup | None = None,
+    expert_group: ExpertFsdpGroup | None = None,
 ) -> FsdpSync:
     """Shards ``module`` over a mesh of one dimension, layer by layer.
 
@@ -147,11 +149,12 @@ def wrap(
         mesh: of one dimension: the ranks that share the state.
         options: how.
         axis_groups: collectives of these ranks and, where the shards have copies, of the ranks of the copies.
-        apart: modules that are sharded over other ranks; None for none.
+        expert_group: modules that are sharded over other ranks; None for none.
 
     Returns:
         The state that the step steers.
     """
+    # Gradients of bf16 compute are reduced in float32: a sum over many ranks in bf16 would lose the small ones.
     mp_policy = MixedPrecisionPolicy(
         param_dtype=options.compute, reduce_dtype=torch.float32 if options.compute else None, cast_forward_inputs=False
     )
@@ -162,12 +165,14 @@ def wrap(
         "reshard_after_forward": options.zero == 3,
     }
     hold_as_rows(module)
-    expert_modules: Sequence[Any] = apart.modules if apart else ()
+    expert_modules: Sequence[Any] = expert_group.modules if expert_group else ()
+    # Innermost first: fully_shard leaves out what a unit inside has already taken.
     for expert_module in expert_modules:
-        assert apart is not None
-        fully_shard(expert_module, **{**settings, "mesh": apart.mesh})
+        assert expert_group is not None
+        fully_shard(expert_module, **{**settings, "mesh": expert_group.mesh})
     for layer in layers:
         fully_shard(layer, **settings)
+    # The root unit, of all that is in no layer (embedding, head, final norm), stays gathered through the forward.
     root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
         _set_prefetch_order(layers, expert_modules, options.prefetch)
@@ -176,11 +181,11 @@ def wrap(
         [spell([number]) for number in range(options.first, options.first + len(layers))],
     )
     replica_all_reduces = _attach_collectives((root, *layers), axis_groups, deferred, (spell([REST]), *layer_names))
-    if apart is not None:
+    if expert_group is not None:
         expert_names = [
             f"the experts of {name}" for name in _enclosing_layer_names(expert_modules, layers, layer_names)
         ]
-        replica_all_reduces += _attach_collectives(expert_modules, apart.axis_groups, deferred, expert_names)
+        replica_all_reduces += _attach_collectives(expert_modules, expert_group.axis_groups, deferred, expert_names)
     return FsdpSync(root, options, replica_all_reduces, deferred, mesh.device_type == "cpu")
 
 

@@ -13,10 +13,10 @@ from meshwright.torch_compat.fsdp2 import AllGather, ReduceScatter
 
 
 class DeferredReductions:
-    """Gradients that are summed while backward goes on, where FSDP2 itself would wait, as it does on the CPU.
+    """Lets gradient reductions run while backward goes on, where FSDP2 itself would wait, as it does on the CPU.
 
-    One unit's scatter is under way at a time, and one unit's sum over copies, so that no more than one unit's whole
-    gradients are held for it. Until `finish` nobody may read what they give.
+    At most one unit's reduce-scatter and one unit's all-reduce over copies are under way, so that no more than one
+    unit's unsharded gradients stay in memory for it. Until `finish` nobody may read their outputs.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,9 @@ class DeferredReductions:
     def sum(self, start: Callable[[], PendingCollective]) -> None:
         """Takes what starts a unit's sum over the copies of its shard, once its scatter has ended.
 
-        A unit whose shards lie on one rank has no scatter: what it finds under way is another's.
+        At shard degree 1 FSDP2 issues no reduce-scatter, so a pending one belongs to another FSDP unit.
         """
+        # Another unit's sum already waits for that reduce-scatter: it goes first.
         if self._then is not None:
             self.advance()
         if not self.enabled:
@@ -65,6 +66,7 @@ class DeferredReductions:
         self.enabled = False
 
     def _follow(self, start: Callable[[], PendingCollective]) -> None:
+        # Waited for before the next starts: one unit's gradients in flight at a time.
         if self._sum is not None:
             self._sum.wait()
         self._sum = start()
@@ -107,6 +109,7 @@ class BookedReduceScatter(ReduceScatter):
         """Sums ``input_tensor: (size * n,)`` over the group into ``output_tensor: (n,)``."""
         if op != dist.ReduceOp.SUM:
             raise AssertionError(f"gradients are summed, FSDP2 asked for {op}")
+        # The reduce-scatter of the unit before ends first, and its all-reduce over copies starts.
         self._late.advance()
         transfer = self._axis_group.reduce_scatter(output_tensor, input_tensor, self._of)
         if async_op:

@@ -61,14 +61,28 @@ class GatheredAttention(TorchFunctionMode):
         mask, causal = named.pop("attn_mask", None), named.pop("is_causal", False)
         spans = balanced_spans(keys.shape[-2], axis_group.index, axis_group.size)
         outputs: list[torch.Tensor] = []
-        for (start, stop), part in zip(spans, query.chunk(2, dim=-2)):
-            asked: Any = part
-            asked.asks = (start, not outputs)  # which queries of the row dropout's numbers are of; the draw is one
-            seen = stop if causal else keys.shape[-2]
-            rows = None if mask is None else mask[..., start:stop, :seen]
+        # One call for each run: under a causal mask each gets only the keys up to its end, so ranks do equal work.
+        for (start, stop), local_queries in zip(spans, query.chunk(2, dim=-2)):
+            marked_query: Any = local_queries
+            marked_query.query_run = (
+                start,
+                not outputs,
+            )  # which queries of the row dropout's numbers are of; the draw is one
+            visible_keys = stop if causal else keys.shape[-2]
+            # A mask counts whole rows (the model made it before the tokens were split): take this run's queries.
+            mask_rows = None if mask is None else mask[..., start:stop, :visible_keys]
             if causal:
-                rows = torch.ones(stop - start, seen, dtype=torch.bool, device=query.device).tril(start)
-            outputs.append(func(asked, keys[..., :seen, :], values[..., :seen, :], attn_mask=rows, **named))
+                # is_causal would align query 0 with key 0; the run's first query is the row's token `start`.
+                mask_rows = torch.ones(stop - start, visible_keys, dtype=torch.bool, device=query.device).tril(start)
+            outputs.append(
+                func(
+                    marked_query,
+                    keys[..., :visible_keys, :],
+                    values[..., :visible_keys, :],
+                    attn_mask=mask_rows,
+                    **named,
+                )
+            )
         return torch.cat(outputs, dim=-2)
 
 

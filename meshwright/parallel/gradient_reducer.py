@@ -20,7 +20,7 @@ from meshwright.parallel.layer_names import spell
 ALONE_BYTES = 1 << 20
 """Gradients of at least this size travel alone; smaller ones are packed until a bucket holds this much."""
 ALONE_SHARE = 16
-"""In a model of less than so many times that, a gradient of this part of all travels alone: clones do as models do."""
+"""In a model of less than 16 MiB of gradients, one of 1/16 of them travels alone, so that small clones bucket alike."""
 
 
 @dataclass
@@ -59,6 +59,7 @@ class GradientReducer:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
         self._alone_bytes = min(ALONE_BYTES, max(1, total_bytes // ALONE_SHARE))
+        # Back to front, as backward makes gradients: the first bucket can leave while backward still runs.
         for parameter in reversed(trainable):
             self._assign_bucket(parameter, open_buckets)
             parameter.register_post_accumulate_grad_hook(self._ready)
@@ -108,6 +109,7 @@ class GradientReducer:
                 "checkpoint share: write checkpoint(..., use_reentrant=False), or recompute=full in the layout"
             )
         bucket.missing -= 1
+        # A bucket that is complete early waits for those before it: collectives match by order on all ranks.
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].missing <= 0:
             self._start(self._buckets[self._next_bucket])
             self._next_bucket += 1
@@ -134,5 +136,6 @@ class GradientReducer:
         offset = 0
         for parameter in bucket.parameters:
             size = parameter.numel()
+            # A view of the bucket, no copy: the bucket lives as long as the gradients.
             parameter.grad = bucket.flat[offset : offset + size].view_as(parameter)
             offset += size

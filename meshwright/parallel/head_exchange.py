@@ -52,6 +52,7 @@ def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], f
     axis_group.all_to_all(outputs, chunks).wait()
     if _covers_in_order(spans, features):
         return torch.cat(outputs, dim=-1)
+    # A feature that several ranks needed (a shared key head) gets one gradient from each: they add up.
     out = x.new_zeros(*chunks[0].shape[:2], features)
     for rank_spans, features_of_rank in zip(spans, outputs):
         offset = 0

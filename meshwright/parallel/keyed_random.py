@@ -69,6 +69,7 @@ class Box:
 def row_keys(text: str, rows: NDArray[np.int64]) -> Words:
     """Returns (B, 2): the two keys of each row of a draw."""
     base = np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+    # splitmix64 with the row as its counter.
     z = (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPLITMIX_STEP) + base
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -116,6 +117,7 @@ def _hash(keys: Words, box: Box, consume: Callable[[slice, Words], Any]) -> None
     lines_at_once = max(1, _ELEMENTS_AT_ONCE // max(1, len(columns)))
     for start in range(0, len(u), lines_at_once):
         rows = slice(start, start + lines_at_once)
+        # In place, two buffers: `x` and `shifted` stay in the cache.
         x = columns + u[rows]
         shifted = x >> np.uint32(16)
         x ^= shifted
@@ -132,6 +134,7 @@ def _hash(keys: Words, box: Box, consume: Callable[[slice, Words], Any]) -> None
 def _bits_on(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
     """(B, L, J) int32 on a device: the same bits, read as signed numbers 2^31 lower."""
 
+    # int32 sums and products wrap as those of uint32 do; a right shift copies the sign bit, which `fold` clears.
     def signed(factor: int) -> int:
         return factor - 2**32 if factor >= 2**31 else factor
 
@@ -149,5 +152,5 @@ def _bits_on(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
     return bits.bitwise_xor_(-(2**31))
 
 
-def _on_device(words: NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device, non_blocking=True)
+def _on_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.uint32).view(np.int32)).to(device, non_blocking=True)

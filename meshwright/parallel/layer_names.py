@@ -24,13 +24,13 @@ def layer_of(name: str, numbers: Mapping[str, int]) -> int:
 
 def spell(numbers: Iterable[int]) -> str:
     """Returns ``layer 3``, ``layers 2-4, 7``, ``layers 0-1 and the rest`` or ``the rest``; empty for nothing."""
-    found = sorted(set(numbers))
+    ordered = sorted(set(numbers))
     runs: list[list[int]] = []
-    for number in (one for one in found if one >= 0):
+    for number in (candidate for candidate in ordered if candidate >= 0):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    words = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    parts = [f"layer{'s' if len(found) - (REST in found) > 1 else ''} {words}"] if runs else []
-    return " and ".join([*parts, *(["the rest"] if REST in found else [])])
+    run_text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    labels = [f"layer{'s' if len(ordered) - (REST in ordered) > 1 else ''} {run_text}"] if runs else []
+    return " and ".join([*labels, *(["the rest"] if REST in ordered else [])])

@@ -14,32 +14,32 @@ from meshwright.spec.placement import LocalShard, count
 
 
 def materialise(
-    module: nn.Module, places: Mapping[str, LocalShard], device: torch.device, dtype: torch.dtype, fill: Fill
+    module: nn.Module, shards: Mapping[str, LocalShard], device: torch.device, dtype: torch.dtype, fill: Fill
 ) -> None:
     """Replaces every meta parameter by this rank's part of it, with values from ``fill``; ties stay ties.
 
     Args:
         module: wrapped by the axes, parameters on the meta device (plain or DTensor).
-        places: which part of the whole weight a parameter stands for, by name; absent where it is whole.
+        shards: which part of the whole weight a parameter stands for, by name; absent where it is whole.
         device: where the parts go.
         dtype: of the master weights (floating-point ones; others keep theirs).
         fill: values by name and box.
     """
     with torch.no_grad():
         for name, parameter, holders in list(owners(module)):
-            place = places.get(name) or LocalShard.whole(name, whole_shape(*holders[0], parameter), 1)
-            made = _made(Weight(parameter, place), device, dtype, fill)
-            for part, attribute in holders:
-                part._parameters[attribute] = made
+            shard = shards.get(name) or LocalShard.whole(name, whole_shape(*holders[0], parameter), 1)
+            local_parameter = _allocate_local(Weight(parameter, shard), device, dtype, fill)
+            for owner, attribute in holders:
+                owner._parameters[attribute] = local_parameter
 
 
-def _made(weight: Weight, device: torch.device, dtype: torch.dtype, fill: Fill) -> nn.Parameter:
+def _allocate_local(weight: Weight, device: torch.device, dtype: torch.dtype, fill: Fill) -> nn.Parameter:
     parameter = weight.parameter
-    kind = dtype if parameter.is_floating_point() else parameter.dtype
-    local = torch.empty(weight.local.shape, dtype=kind, device=device)
-    for piece in weight.pieces:
-        if count(piece.whole):
-            cut(local, piece.local).copy_(fill(weight.name, piece.whole))
-    made = nn.Parameter(placed_like(parameter, local), requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    local_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+    local = torch.empty(weight.local.shape, dtype=local_dtype, device=device)
+    for box in weight.pieces:
+        if count(box.whole):
+            cut(local, box.local).copy_(fill(weight.name, box.whole))
+    local_parameter = nn.Parameter(placed_like(parameter, local), requires_grad=parameter.requires_grad)
+    local_parameter.__dict__.update(parameter.__dict__)
+    return local_parameter

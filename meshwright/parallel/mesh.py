@@ -63,9 +63,9 @@ class Mesh:
         key = "+".join(used)
         if key not in self.axis_groups:
             dims = [tuple(self.layout.shape()).index(name) for name in used]
-            last = range(-len(dims), 0)
+            trailing_dims = range(-len(dims), 0)
             size = math.prod(self.layout.degree(name) for name in used)
-            lines = self.device_mesh.mesh.movedim(dims, tuple(last)).reshape(-1, size)
+            lines = self.device_mesh.mesh.movedim(dims, tuple(trailing_dims)).reshape(-1, size)
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
             self.axis_groups[key] = AxisGroup(key, group, self.log)
         return self.axis_groups[key]

@@ -22,9 +22,9 @@ def spans_of(split: ParameterSplit, units: Span, group: ShardingGroup, size: int
     Raises:
         ValueError: when the blocks don't fit the size: the table belongs to another model.
     """
-    end = max(block.start + block.size * block.count for block in split.blocks)
-    if end != size:
-        raise ValueError(f"the table splits {end} indices of {split.name}, which has {size}")
+    table_size = max(block.start + block.size * block.count for block in split.blocks)
+    if table_size != size:
+        raise ValueError(f"the table splits {table_size} indices of {split.name}, which has {size}")
     spans: list[list[int]] = []
     for start, stop in split.spans(*units, group.units):
         if spans and spans[-1][1] == start:

@@ -15,13 +15,13 @@ SPAN_S = 0.05
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Returns FLOP/s of this rank's device for products of ``dtype`` matrices, the best of a few."""
     edge = SIZE.get(device.type, 2048)
-    left, right = (torch.randn(edge, edge, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
-    out = torch.mm(left, right)
-    best, end = float("inf"), time.perf_counter() + SPAN_S
-    while best == float("inf") or time.perf_counter() < end:
+    a, b = (torch.randn(edge, edge, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.mm(a, b)
+    best, deadline_s = float("inf"), time.perf_counter() + SPAN_S
+    while best == float("inf") or time.perf_counter() < deadline_s:
         _settle(device)
         began = time.perf_counter()
-        torch.mm(left, right, out=out)
+        torch.mm(a, b, out=out)
         _settle(device)
         best = min(best, time.perf_counter() - began)
     return 2.0 * edge**3 / best

@@ -29,24 +29,24 @@ class _SharedWeight:
     """A weight that several stages hold, and the sum of its gradient over them."""
 
     def __init__(self, copies: list[Weight], axis_group: AxisGroup | None) -> None:
-        self._first, *self.twins = copies
+        self._primary, *self.twins = copies
         self._axis_group, self._of = axis_group, copies[0].name
 
     def spread(self) -> None:
-        """Gives the rank's other stages the values that the optimizer wrote."""
+        """Copies the values that the optimizer wrote to this rank's other stages."""
         for twin in self.twins:
-            twin.local.copy_(self._first.local)
+            twin.local.copy_(self._primary.local)
 
     def start(self) -> Callable[[], object]:
-        """Starts the sum; what is returned waits for it."""
-        parameter = self._first.parameter
-        grad_sum = self._first.gradient
-        grad_sum = torch.zeros_like(self._first.local) if grad_sum is None else grad_sum.contiguous()
+        """Starts the gradient's sum over stages and ranks, and returns the function that waits for it."""
+        parameter = self._primary.parameter
+        grad_sum = self._primary.gradient
+        grad_sum = torch.zeros_like(self._primary.local) if grad_sum is None else grad_sum.contiguous()
         for twin in self.twins:
             if twin.gradient is not None:
                 grad_sum.add_(twin.gradient)
             twin.parameter.grad = None
-        parameter.grad = self._first.like(grad_sum)  # type: ignore[assignment]
+        parameter.grad = self._primary.like(grad_sum)  # type: ignore[assignment]
         return self._axis_group.all_reduce(grad_sum, self._of).wait if self._axis_group else lambda: None
 
 
@@ -64,16 +64,16 @@ class PipelineProgram(Program):
 
     def __init__(
         self,
-        parts: Sequence[StageModule],
+        stages: Sequence[StageModule],
         compute: Compute,
         view: LossView,
         mesh: Mesh,
         clock: StepTimer,
         layout: Layout,
     ) -> None:
-        super().__init__(parts, compute, view, mesh, clock)
+        super().__init__(stages, compute, view, mesh, clock)
         self._pipeline_stages: list[PipelineStageModule] = [
-            stage for stage in parts if isinstance(stage, PipelineStageModule)
+            stage for stage in stages if isinstance(stage, PipelineStageModule)
         ]
         division = self._pipeline_stages[0].division
         assert division is not None
@@ -107,6 +107,7 @@ class PipelineProgram(Program):
         self._copy_to_twins()
         self._batches, self._scale, self._key, self._stamp = batches, scale, key, stamp
         run = self._schedule_run()
+        # Drops the loss sums of the step before, and of a new shape's trial forward.
         self._sums.clear()
         run.step()
         self.progress_hooks.outside()
@@ -118,6 +119,7 @@ class PipelineProgram(Program):
                 # Only now: a backward in halves doesn't call the hooks by which a sum would start earlier.
                 sync.begin(True)
                 sync.finish()
+        # All started before the first is waited for, so that the sums of tied weights overlap.
         for wait_for_sum in [shared.start() for shared in self._shared]:
             wait_for_sum()
         self.clock.lap("reduce")
@@ -180,6 +182,7 @@ class PipelineProgram(Program):
         reported_sums = len(self._sums)
 
         def forward() -> Any:
+            # `drawn` may run a forward twice; only the second one's sums count.
             del self._sums[reported_sums:]
             return self._compute_stage(stage, microbatch, received)
 
@@ -221,7 +224,7 @@ class PipelineProgram(Program):
 
 
 def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], AxisGroup]:
-    """A wire for each set of indices along ``pp`` that shares weights; every rank makes all groups, in one order."""
+    """Returns a group for each set of ``pp`` indices that share weights; every rank makes all groups, in one order."""
     names = mesh.device_mesh.mesh_dim_names or ()
     size = mesh.device_mesh["pp"].size()
     pipeline_ranks = mesh.device_mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, size).tolist()
@@ -243,7 +246,7 @@ def _fsdp_units(module: Any) -> list[Any]:
 
 
 def _disable_reshard(module: Any) -> None:
-    """Lets the schedule say when a sharded stage is gathered and freed: as a whole, around its actions."""
+    """Keeps a sharded stage gathered after a forward: the schedule gathers and frees it as a whole."""
     for unit in _fsdp_units(module):
         unit.set_reshard_after_forward(False, recurse=False)
 

@@ -81,47 +81,49 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
         raise PlanError(
             "pp needs the model's layer graph, and the source has none; models.layer_graph.read_layer_graph reads it"
         )
-    division = _division(source.module, source.layer_graph, source.ties, layout)
+    division = _divide_model(source.module, source.layer_graph, source.ties, layout)
     numbers = division.schedule.rank_stages(mesh.device_mesh.get_local_rank("pp"))
     copies = mesh.world.size // layout.degree("pp")
     modules = [*(copied(source.module) for _ in numbers[1:]), source.module]
-    parts: list[StageModule] = []
+    stages: list[StageModule] = []
     for number, module in zip(numbers, modules):
-        first, stop = division.bounds[number : number + 2]
-        cut = Stage(module, source.layer_graph, first, stop, division.held[number])
-        places = _places(module, division, copies)
-        parts.append(
-            PipelineStageModule(module, cut.layers, places, stage=number, first=first, cut=cut, division=division)
+        start_layer, stop_layer = division.bounds[number : number + 2]
+        cut = Stage(module, source.layer_graph, start_layer, stop_layer, division.held[number])
+        shards = _tied_shards(module, division, copies)
+        stages.append(
+            PipelineStageModule(module, cut.layers, shards, stage=number, first=start_layer, cut=cut, division=division)
         )
-    return parts
+    return stages
 
 
-def _division(module: nn.Module, layer_graph: LayerGraph, ties: Sequence[Sequence[str]], layout: Layout) -> Division:
+def _divide_model(
+    module: nn.Module, layer_graph: LayerGraph, ties: Sequence[Sequence[str]], layout: Layout
+) -> Division:
     """Divides the whole model, which is on meta."""
     schedule = layout.pipeline().unsplit() if layer_graph.whole_backward else layout.pipeline()
     sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
     bounds = divide(layer_graph, sizes, ties, schedule.stages, layout.split)
-    held = held_names(layer_graph, list(sizes), bounds, ties)
-    first = {name: name for name in sizes} | {name: names[0] for names in ties for name in names}
+    names_of_stage = held_names(layer_graph, list(sizes), bounds, ties)
+    primary_names = {name: name for name in sizes} | {name: names[0] for names in ties for name in names}
     holders: dict[str, set[int]] = {}
-    for stage, names in enumerate(held):
+    for stage, names in enumerate(names_of_stage):
         for name in names:
-            holders.setdefault(first[name], set()).add(schedule.stage_rank(stage))
+            holders.setdefault(primary_names[name], set()).add(schedule.stage_rank(stage))
     return Division(
         schedule=schedule,
         bounds=bounds,
-        held=tuple(held),
+        held=tuple(names_of_stage),
         holders={name: tuple(sorted(indices)) for name, indices in holders.items()},
-        first=first,
+        first=primary_names,
     )
 
 
-def _places(module: nn.Module, division: Division, copies: int) -> dict[str, LocalShard]:
+def _tied_shards(module: nn.Module, division: Division, copies: int) -> dict[str, LocalShard]:
     """Places of the weights that go by another name, or that other ranks of the line hold too."""
-    places = {}
+    shards = {}
     for name, item in module.named_parameters():
-        first: Any = division.first[name]
-        among = len(division.holders[first])
-        if first != name or among > 1:
-            places[name] = LocalShard.whole(first, tuple(item.shape), among * copies)
-    return places
+        primary_name: Any = division.first[name]
+        holder_count = len(division.holders[primary_name])
+        if primary_name != name or holder_count > 1:
+            shards[name] = LocalShard.whole(primary_name, tuple(item.shape), holder_count * copies)
+    return shards

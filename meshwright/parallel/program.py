@@ -33,9 +33,9 @@ class Program:
     """
 
     def __init__(
-        self, parts: Sequence[StageModule], compute: Compute, view: LossView, mesh: Mesh | None, clock: StepTimer
+        self, stages: Sequence[StageModule], compute: Compute, view: LossView, mesh: Mesh | None, clock: StepTimer
     ) -> None:
-        self.parts, self.mesh, self.clock, self.view = tuple(parts), mesh, clock, view
+        self.parts, self.mesh, self.clock, self.view = tuple(stages), mesh, clock, view
         self._compute = compute
         copies = 1
         if mesh is not None:

@@ -35,9 +35,9 @@ class LayerProgressHooks:
             layers: some that follow each other.
             first: number of the first of them in the model.
         """
-        last = first + len(layers) - 1
+        last_number = first + len(layers) - 1
         for number, layer in enumerate(layers, first):
-            reports = partial(self._telling, number, number == last)
+            reports = partial(self._reporting, number, number == last_number)
             wrap_forward(layer, ForwardLayer.PROGRESS, f"reports that layer {number} runs", reports)
 
     def outside(self) -> None:
@@ -45,8 +45,8 @@ class LayerProgressHooks:
         if self.tell is not None:
             self.tell(OUTSIDE)
 
-    def _telling(self, number: int, is_last: bool, plain: Forward) -> Forward:
-        def back(_: torch.Tensor) -> None:
+    def _reporting(self, number: int, is_last: bool, plain: Forward) -> Forward:
+        def report_backward(_: torch.Tensor) -> None:
             if self.tell is not None:
                 self.tell(number)
 
@@ -58,7 +58,7 @@ class LayerProgressHooks:
             out = plain(*args, **kwargs)
             hidden = out if isinstance(out, torch.Tensor) else _hidden(out)
             if hidden is not None and hidden.requires_grad:
-                hidden.register_hook(back)
+                hidden.register_hook(report_backward)
             if is_last and self.tell is not None:
                 self.tell(OUTSIDE)
             return out
@@ -68,5 +68,5 @@ class LayerProgressHooks:
 
 def _hidden(out: Any) -> torch.Tensor | None:
     """Returns the first tensor of what a layer gives, which is what the next one takes."""
-    parts = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
-    return next((part for part in parts if isinstance(part, torch.Tensor)), None)
+    values = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
+    return next((value for value in values if isinstance(value, torch.Tensor)), None)

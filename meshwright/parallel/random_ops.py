@@ -86,6 +86,7 @@ def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -
     if not training or not p or x.is_meta:
         out: torch.Tensor = func(*args, **kwargs)
         return out
+    # One draw for each (row, channel), broadcast over the dims behind.
     shape = (*x.shape[:2], *(1 for _ in x.shape[2:]))
     return dropped(x, numbers.kept(shape, p, x.device), p, inplace)
 
@@ -99,6 +100,7 @@ def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torc
         return out
     if query.dim() != 4:
         raise PlanError(f"attention with dropout over {tuple(query.shape)}; what works: (B, H, S, E)")
+    # (B, H, queries, keys) bool, made before the recomputed region, so that backward sees the same draw.
     keep = numbers.kept_scores(query, key.shape[-2], p)
     if kwargs.get("enable_gqa"):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -121,7 +123,7 @@ def _attention_with_mask(
     return dropped(torch.softmax(scores, dim=-1), keep, p) @ value
 
 
-def _drawn_in_place(make: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
+def _drawn_in_place(from_uniform: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
     """A function that gives a tensor of numbers: torch makes it, then its elements are drawn anew."""
 
     def drawn(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -131,7 +133,7 @@ def _drawn_in_place(make: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor])
         if kwargs.get("generator") is not None:
             raise PlanError(f"{func.__name__} with a generator of its own can't be drawn by place; leave generator out")
         with torch.no_grad():
-            return out.copy_(make(numbers.uniform(out.shape, out.device), out, args, kwargs))
+            return out.copy_(from_uniform(numbers.uniform(out.shape, out.device), out, args, kwargs))
 
     return drawn
 
@@ -153,6 +155,7 @@ def _bernoulli_in_place(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any
 
 
 def _standard_normal(u: torch.Tensor, *_: Any) -> torch.Tensor:
+    # The inverse normal distribution function: one uniform number makes one normal number, whatever its neighbours do.
     return torch.special.ndtri(u)
 
 

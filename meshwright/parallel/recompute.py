@@ -34,30 +34,37 @@ KEPT = tuple(
 """Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""
 
 
-def apply(layers: Sequence[nn.Module], recompute: Recompute, again: Callable[[Forward], Forward] | None) -> None:
+def apply(
+    layers: Sequence[nn.Module], recompute: Recompute, make_repeatable: Callable[[Forward], Forward] | None
+) -> None:
     """Makes layers recompute: their forward is replaced by one that drops what the mode doesn't keep.
 
     Args:
         layers: those that recompute.
         recompute: ``full`` or ``selective``; how many is decided by ``layers``.
-        again: where layers change buffers: a forward, at each call, to one that starts from the same values whenever it
-            is called once more, and moves none. Random numbers are `parallel.model_checkpointing`' to bring back.
+        make_repeatable: for layers that change buffers: maps a forward, at each call, to one whose repeated calls start
+            from the same values and change none. `parallel.model_checkpointing` restores random numbers.
     """
     contexts: dict[str, Any] = {}
     if recompute.mode == "selective":
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers:
         wrap_forward(
-            layer, ForwardLayer.RECOMPUTE, f"recompute={recompute.mode}", partial(_recomputing, again, contexts)
+            layer,
+            ForwardLayer.RECOMPUTE,
+            f"recompute={recompute.mode}",
+            partial(_recomputing, make_repeatable, contexts),
         )
 
 
-def _recomputing(again: Callable[[Forward], Forward] | None, contexts: dict[str, Any], plain: Forward) -> Forward:
+def _recomputing(
+    make_repeatable: Callable[[Forward], Forward] | None, contexts: dict[str, Any], plain: Forward
+) -> Forward:
     options = {"use_reentrant": False, "preserve_rng_state": False, **contexts}
-    if again is None:
+    if make_repeatable is None:
         return functools.partial(checkpoint, plain, **options)
-    repeated = again
-    return lambda *args, **kwargs: checkpoint(repeated(plain), *args, **options, **kwargs)
+    repeatable_forward = make_repeatable
+    return lambda *args, **kwargs: checkpoint(repeatable_forward(plain), *args, **options, **kwargs)
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

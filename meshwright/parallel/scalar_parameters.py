@@ -17,16 +17,16 @@ def hold_as_rows(module: nn.Module) -> None:
     Args:
         module: not sharded yet; ties stay ties. Modules that hold such a parameter change their class to a subclass.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    row_parameters: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         names = [key for key, item in owner._parameters.items() if item is not None and not item.dim()]
         for key in names:
             item = owner._parameters[key]
             assert item is not None
-            if item not in made:
-                made[item] = nn.Parameter(item.detach().reshape(1), requires_grad=item.requires_grad)
-                made[item].__dict__.update(item.__dict__)
-            owner._parameters[key] = made[item]
+            if item not in row_parameters:
+                row_parameters[item] = nn.Parameter(item.detach().reshape(1), requires_grad=item.requires_grad)
+                row_parameters[item].__dict__.update(item.__dict__)
+            owner._parameters[key] = row_parameters[item]
         if names:
             kind = type(owner)
             read = {key: _reader(key) for key in names}

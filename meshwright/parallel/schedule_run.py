@@ -26,7 +26,7 @@ from meshwright.torch_compat.pipelining import (
 Forward = Callable[[StageModule, int, tuple[torch.Tensor, ...]], Any]
 """(stage, micro-batch, what it received) to what the next stage gets, or in the last stage the loss."""
 Backward = Callable[[int], None]
-"""Told of a micro-batch before its backward."""
+"""Called with a micro-batch's number before its backward."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _DIMS, _TENSORS = 6, 16
 _RECEIVES = ("RECV_F", "RECV_B")
@@ -139,7 +139,7 @@ class _TorchStage(PipelineStage):
 
 
 class _PendingReceive:
-    """What a stage is to receive: waiting for it is told as for a collective."""
+    """A posted receive, whose wait is reported as a collective's is."""
 
     def __init__(self, work: Any, axis_group: AxisGroup, description: str) -> None:
         self._work, self._log, self._description = work, axis_group.log, description
@@ -152,11 +152,11 @@ class _PendingReceive:
 
 
 class _ReceiveBuffers(dict[tuple[int, int], Any]):
-    """Where torch's runtime keeps what is to be received, by stage and micro-batch.
+    """The table of torch's runtime of posted receives, by (stage, micro-batch), which wraps each in a report.
 
     Args:
         axis_group: of the axis ``pp``.
-        what: what comes, as `_Received` tells it.
+        content: what arrives (the input, the gradient), for the report.
     """
 
     def __init__(self, axis_group: AxisGroup, content: str) -> None:
@@ -175,11 +175,11 @@ class ScheduleRun:
     """A schedule, ready to run micro-batches of one shape.
 
     Args:
-        parts: stages of this rank.
-        line: ranks and schedule.
-        kinds: for each part what it receives and what it sends.
+        stages: stages of this rank.
+        pipeline_group: ranks and schedule.
+        tensor_kinds: for each stage the tensors that it receives and those that it sends.
         forward: of a stage on a micro-batch.
-        backward: told before each backward.
+        backward: called before each backward.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class ScheduleRun:
         schedule = pipeline_group.schedule
         load_actions(self._runtime, {rank: list(map(str, row)) for rank, row in enumerate(schedule.actions)})
         if not pipeline_group.axis_group.on_cuda:
+            # After torch has added the sends and receives, whose order `_receives_first` changes.
             actions_by_rank = actions_with_sends(self._runtime)
             actions_by_rank.update({rank: _receives_first(row) for rank, row in actions_by_rank.items()})
         for name, content in (("fwd_recv_ops", "the input"), ("bwd_recv_ops", "the gradient")):
@@ -217,9 +218,9 @@ class ScheduleRun:
 def _receives_first(actions: Sequence[Any]) -> list[Any]:
     """Puts the receives of a step before all else, in their order.
 
-    Gloo sends nothing until the receiver has said where to: a receive that is posted when the action before its own has
-    ended makes the whole transfer wait for that. The buffers are there anyway, one for each micro-batch. On CUDA
-    receives stay where they are, since NCCL runs a group's sends and receives one after the other.
+    Gloo sends nothing until the receive is posted: posted after the action before it, the whole transfer would wait for
+    that action. The buffers exist anyway, one for each micro-batch. On CUDA receives stay where they are, since NCCL
+    runs a group's sends and receives one after the other.
     """
     receive_actions = [action for action in actions if action.computation_type in _RECEIVES]
     return receive_actions + [action for action in actions if action.computation_type not in _RECEIVES]
@@ -269,6 +270,7 @@ def chain(
 
 def _send(pipeline_group: PipelineGroup, tensors: tuple[torch.Tensor, ...], index: int) -> None:
     peer = dist.get_global_rank(pipeline_group.axis_group.group, index)
+    # The receiver doesn't know the shapes of a new batch: a header of fixed size goes ahead of the tensors.
     dist.send(_header(tensors).to(pipeline_group.device), peer, group=pipeline_group.axis_group.group)
     for tensor in tensors:
         dist.send(tensor.contiguous(), peer, group=pipeline_group.axis_group.group)

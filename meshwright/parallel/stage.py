@@ -45,13 +45,13 @@ class Stage:
     """
 
     def __init__(
-        self, module: nn.Module, layer_graph: LayerGraph, first: int, stop: int, kept: Collection[str]
+        self, module: nn.Module, layer_graph: LayerGraph, first: int, stop: int, kept_names: Collection[str]
     ) -> None:
         self.module, self.layer_graph, self.first, self.stop = module, layer_graph, first, stop
         self.layers: list[Any] = [module.get_submodule(name) for name in layer_graph.layers[first:stop]]
         self._received: tuple[torch.Tensor, ...] = ()
         self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
-        self._drop_other_stages(kept)
+        self._drop_other_stages(kept_names)
         for number, name in enumerate(layer_graph.layers):
             if number < first:
                 self._install_stub(name, functools.partial(_skip_layer, layer_graph, number))
@@ -128,7 +128,7 @@ class Stage:
         layer = self.module.get_submodule(name)
         wrap_forward(layer, ForwardLayer.STAGE, "a stub: another stage computes it", lambda _plain: forward)
 
-    def _drop_other_stages(self, kept: Collection[str]) -> None:
+    def _drop_other_stages(self, kept_names: Collection[str]) -> None:
         """Takes away the weights that other stages hold, and the buffers of their layers."""
         owners: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         kept_keys: set[tuple[int, str]] = set()
@@ -144,7 +144,7 @@ class Stage:
             for key, parameter in submodule._parameters.items():
                 if parameter is not None:
                     owners[id(submodule), key] = submodule, key
-                    if (f"{path}.{key}" if path else key) in kept:
+                    if (f"{path}.{key}" if path else key) in kept_names:
                         kept_keys.add((id(submodule), key))
         for owner_key, (submodule, key) in owners.items():
             if owner_key not in kept_keys:
@@ -173,7 +173,7 @@ def copied(module: nn.Module, share: bool = False) -> nn.Module:
     return duplicate
 
 
-def taken(call: Any, path: Path) -> Any:
+def tensor_at(call: Any, path: Path) -> Any:
     """Returns the tensor of a call's ``(args, kwargs)`` that a path leads to."""
     return functools.reduce(operator.getitem, path, call)
 
@@ -207,7 +207,7 @@ def _tensor_or_stand_in(stand_in: torch.Tensor, call: Any, path: Path | None) ->
     if path is None:
         return stand_in
     try:
-        tensor = taken(call, path)
+        tensor = tensor_at(call, path)
     except (LookupError, TypeError):
         return stand_in
     return tensor if isinstance(tensor, torch.Tensor) else stand_in
@@ -219,7 +219,7 @@ def _first_tensor(args: Any, kwargs: Any) -> torch.Tensor:
 
 def _leave_stage(paths: tuple[Path, ...], *args: Any, **kwargs: Any) -> Any:
     """Stands for the first layer of the next stage."""
-    raise _Boundary(tuple(_sendable(taken((args, kwargs), path)) for path in paths))
+    raise _Boundary(tuple(_sendable(tensor_at((args, kwargs), path)) for path in paths))
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ class StepTimer:
     def __init__(self, device_type: str) -> None:
         self._cuda = device_type == "cuda"
         self._marks: list[tuple[str, Any]] = []
-        self._last: Any = self._now()
+        self._last_mark: Any = self._now()
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -27,9 +27,9 @@ class StepTimer:
         event.record()
         return event
 
-    def lap(self, part: str) -> None:
-        """Books the time since the last mark under ``part``."""
-        self._marks.append((part, self._now()))
+    def lap(self, phase: str) -> None:
+        """Books the time since the last mark under ``phase``."""
+        self._marks.append((phase, self._now()))
 
     def drain(self) -> dict[str, float]:
         """Returns seconds by part since the last drain; what comes after the last mark is in no part.
@@ -38,11 +38,11 @@ class StepTimer:
         """
         if self._cuda and self._marks:
             self._marks[-1][1].synchronize()
-        parts: dict[str, float] = {}
-        for part, mark in self._marks:
-            spent = self._last.elapsed_time(mark) / 1e3 if self._cuda else mark - self._last
-            parts[part] = parts.get(part, 0.0) + spent
-            self._last = mark
+        seconds_by_phase: dict[str, float] = {}
+        for phase, mark in self._marks:
+            spent = self._last_mark.elapsed_time(mark) / 1e3 if self._cuda else mark - self._last_mark
+            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + spent
+            self._last_mark = mark
         self._marks.clear()
-        self._last = self._now()
-        return parts
+        self._last_mark = self._now()
+        return seconds_by_phase

@@ -275,13 +275,17 @@ def wrap_model(
         sharded.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).places
     if sequence:
         names = list(table.layers)
-        first, last = (held_layer(module, name) for name in (names[0], names[-1]))
-        if first is not None:
+        first_layer, last_layer = (held_layer(module, name) for name in (names[0], names[-1]))
+        if first_layer is not None:
             tensor_hooks.on_hidden(
-                first, lambda x: collectives.reduce_scatter_tokens(x, axis_group, 1, False), purpose="a rank's tokens"
+                first_layer,
+                lambda x: collectives.reduce_scatter_tokens(x, axis_group, 1, False),
+                purpose="a rank's tokens",
             )
-        if last is not None:
+        if last_layer is not None:
             tensor_hooks.on_output(
-                last, lambda x: collectives.all_gather_tokens(x, axis_group, 1, False), purpose="all-gather of tokens"
+                last_layer,
+                lambda x: collectives.all_gather_tokens(x, axis_group, 1, False),
+                purpose="all-gather of tokens",
             )
     return sharded

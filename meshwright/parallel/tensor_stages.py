@@ -20,42 +20,44 @@ from meshwright.spec.placement import LocalShard
 from meshwright.spec.sharding_table import ShardingTable, vocabulary_span
 
 
-def split(parts: Sequence[StageModule], table: ShardingTable, mesh: Mesh, apart: Sequence[str]) -> VocabShard | None:
+def split(
+    stages: Sequence[StageModule], table: ShardingTable, mesh: Mesh, expert_modules: Sequence[str]
+) -> VocabShard | None:
     """Splits stages over ``tp``.
 
     Args:
-        parts: this rank's stages; modules, places and sums are changed.
+        stages: this rank's stages; modules, places and sums are changed.
         table: of the whole model.
         mesh: ranks and groups.
-        apart: names of modules that another axis splits: experts, where tokens travel to them.
+        expert_modules: names of modules that another axis splits: experts, where tokens travel to them.
 
     Returns:
         The run of the vocabulary whose logits this rank has; None for all of it.
     """
     axis_group, layout = mesh.axis_groups["tp"], mesh.layout
-    if apart:
+    if expert_modules:
         table = without_experts(table)
-    inside = tuple(f"{name}." for name in apart)
+    expert_prefixes = tuple(f"{name}." for name in expert_modules)
     copies = mesh.world.size // layout.degree("pp")
     neighbours = {number: mesh.neighbours("tp", number) for number in _shared_by(table, axis_group.size)}
-    for part in parts:
-        done = tensor.wrap_model(part.module, table, axis_group, copies, layout.sequence)
-        for name, place in done.places.items():
-            part.places[name] = _over(place, part.places.get(name), copies)
-        owed = [item for item in done.owed if not item.name.startswith(inside)]
-        part.sync.append(PartialGradReducer(part.module, owed, axis_group, neighbours))
+    for stage in stages:
+        sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence)
+        for name, shard in sharded.places.items():
+            stage.places[name] = _with_tied_copies(shard, stage.places.get(name), copies)
+        owed = [item for item in sharded.owed if not item.name.startswith(expert_prefixes)]
+        stage.sync.append(PartialGradReducer(stage.module, owed, axis_group, neighbours))
     if not table.vocabulary or table.headless:
         return None
     return VocabShard(axis_group, *vocabulary_span(table.vocab, axis_group.size, axis_group.index))
 
 
-def _over(place: LocalShard, held: LocalShard | None, copies: int) -> LocalShard:
+def _with_tied_copies(shard: LocalShard, tied_shard: LocalShard | None, copies: int) -> LocalShard:
     """Returns a place with the name and the copies that a tie between stages gave the weight before."""
-    if held is None:
-        return place
-    more = held.copies // copies
-    copied = tuple((start, stop, number * more) for start, stop, number in place.copied)
-    return dataclasses.replace(place, name=held.name, copies=place.copies * more, copied=copied)
+    if tied_shard is None:
+        return shard
+    tie_factor = tied_shard.copies // copies
+    copied = tuple((start, stop, number * tie_factor) for start, stop, number in shard.copied)
+    return dataclasses.replace(shard, name=tied_shard.name, copies=shard.copies * tie_factor, copied=copied)
 
 
 def without_experts(table: ShardingTable) -> ShardingTable:
@@ -88,9 +90,11 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
     if degree == 1 or table is None:
         return
     if not table.vocabulary and next(table.splits(degree), None) is None:
-        reasons = {why for rows in table.layers.values() for why in rows.refused.values()} | set(table.refused.values())
-        why = "; ".join(sorted(reasons)[:3]) or f"no group of matrices has {degree} parts"
-        raise PlanError(f"tp={degree}: nothing of this model can be split: {why}; use shard={degree} instead")
+        reasons = {reason for rows in table.layers.values() for reason in rows.refused.values()} | set(
+            table.refused.values()
+        )
+        reason = "; ".join(sorted(reasons)[:3]) or f"no group of matrices has {degree} parts"
+        raise PlanError(f"tp={degree}: nothing of this model can be split: {reason}; use shard={degree} instead")
     if not layout.sequence:
         return
     if not table.layers:
@@ -99,12 +103,12 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
             "of repeated layers; leave sequence out"
         )
     for name, rows in table.layers.items():
-        whole = [group.row_linear for group in rows.groups if group.heads and group.shares(degree) is None]
-        if whole or not rows.sequence:
-            why = f"{whole[0]} isn't split over {degree}" if whole else rows.sequence_refused
+        unsplit_rows = [group.row_linear for group in rows.groups if group.heads and group.shares(degree) is None]
+        if unsplit_rows or not rows.sequence:
+            reason = f"{unsplit_rows[0]} isn't split over {degree}" if unsplit_rows else rows.sequence_refused
             raise PlanError(
                 f"sequence=true splits the tokens between the parts that tp={degree} splits, but layer {name} needs "
-                f"all of them elsewhere: {why}; leave sequence out"
+                f"all of them elsewhere: {reason}; leave sequence out"
             )
 
 

@@ -96,13 +96,13 @@ def _as_fresh_tensor(output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 class Dispatch:
-    """What a rank's experts module does instead of its own forward.
+    """Replaces an experts module's forward: sends tokens to their experts' ranks and brings the outputs back.
 
     Args:
         module: holds this rank's experts alone; its own forward computes them.
         rows: the module as the whole model has it.
         axis_group: the ranks that hold the layer's experts together, in the order of the experts.
-        same: ranks whose tokens are equal; each sends its share of them. None where all tokens differ.
+        replicas: ranks whose tokens are equal; each sends its share of them. None where all tokens differ.
         compute: the module's own forward.
     """
 
@@ -140,12 +140,15 @@ class Dispatch:
             weights: (T, k).
         """
         chosen, k = index.reshape(-1), index.shape[1]
+        # Stable, so that the order of an expert's slots, and with it every sum over them, is the same in each run.
         experts, order = torch.sort(chosen, stable=True)
+        # The inverse permutation: where in the sorted order slot (token, j) lies.
         slot_position = torch.empty_like(order)
         slot_position[order] = torch.arange(len(order), device=order.device)
         # Unlike bincount this doesn't wait for the device.
         counts = torch.searchsorted(experts, torch.arange(self._rows.experts + 1, device=order.device)).diff()
         sent, received, local = self._exchange_counts(counts)
+        # Skipped slots have index X or more, so they lie at the end of the order and aren't sent.
         slot_inputs = _CopyToSlots.apply(tokens, order[: sum(sent)], slot_position, k)
         expert_outputs = self._compute_experts(
             _ExchangeRows.apply(slot_inputs, self._axis_group, sent, received), local

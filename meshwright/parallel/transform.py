@@ -92,5 +92,5 @@ def transforms() -> tuple[Transform, ...]:
     modules = [
         importlib.import_module(f"{folder.__name__}.{entry.name}") for entry in pkgutil.iter_modules(folder.__path__)
     ]
-    found = [module.TRANSFORM for module in modules if isinstance(getattr(module, "TRANSFORM", None), Transform)]
-    return tuple(sorted(found, key=lambda transform: transform.layer))
+    collected = [module.TRANSFORM for module in modules if isinstance(getattr(module, "TRANSFORM", None), Transform)]
+    return tuple(sorted(collected, key=lambda transform: transform.layer))

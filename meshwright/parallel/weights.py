@@ -88,15 +88,15 @@ class Weight:
             copies = max(1, self.place.copies // shards)
             return tuple(ShardBox(local=((0, 1),), whole=(), copies=copies) for _ in range(*row_range))
         return tuple(
-            ShardBox(local=piece.local, whole=piece.whole, copies=max(1, piece.copies // shards))
-            for piece in self.place.pieces(row_range)
+            ShardBox(local=shard_box.local, whole=shard_box.whole, copies=max(1, shard_box.copies // shards))
+            for shard_box in self.place.pieces(row_range)
         )
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, full_tensor: torch.Tensor) -> torch.Tensor:
         """Returns the values of a tensor of the whole weight's shape that belong to this rank, laid out as `local`."""
-        out = torch.empty(self.local.shape, dtype=whole.dtype, device=whole.device)
-        for piece in self.pieces:
-            cut(out, piece.local).copy_(cut(whole, piece.whole))
+        out = torch.empty(self.local.shape, dtype=full_tensor.dtype, device=full_tensor.device)
+        for shard_box in self.pieces:
+            cut(out, shard_box.local).copy_(cut(full_tensor, shard_box.whole))
         return out
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Weight:
         as_row = not self.shape and local.dim() > 0
         if self.place.is_whole and not as_row:
             return self.like(local)
-        boxes = [(piece.whole, cut(local, piece.local)) for piece in self.pieces]
+        boxes = [(shard_box.whole, cut(local, shard_box.local)) for shard_box in self.pieces]
         if as_row:
             boxes = [(box, view.reshape(())) for box, view in boxes]
         return LocalBoxes(self.shape, boxes, local.dtype)
@@ -119,21 +119,21 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-def placed_like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns ``local`` as this rank's part of a tensor of ``whole``'s shape and placements; itself if plain."""
-    if not isinstance(whole, DTensor):
+def placed_like(reference: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns ``local`` as this rank's part of a tensor of ``reference``'s shape and placements; itself if plain."""
+    if not isinstance(reference, DTensor):
         return local
-    return dtensor_like(whole, local)
+    return dtensor_like(reference, local)
 
 
 def named_weights(
-    module: nn.Module, places: Mapping[str, LocalShard], copies: int, frozen: bool = False
+    module: nn.Module, shards: Mapping[str, LocalShard], copies: int, frozen: bool = False
 ) -> list[Weight]:
     """Returns every trainable parameter of ``module`` once, in the order of definition.
 
     Args:
         module: wrapped or not.
-        places: for parameters that aren't held whole or have copies of their own, by name in the module.
+        shards: for parameters that aren't held whole or have copies of their own, by name in the module.
         copies: ranks of the world that hold a weight which has no entry there.
         frozen: parameters that aren't trained as well.
     """
@@ -142,7 +142,7 @@ def named_weights(
         if parameter.requires_grad or frozen:
             weights.append(
                 Weight(
-                    parameter, places.get(name) or LocalShard.whole(name, whole_shape(owner, key, parameter), copies)
+                    parameter, shards.get(name) or LocalShard.whole(name, whole_shape(owner, key, parameter), copies)
                 )
             )
     return weights
@@ -150,12 +150,12 @@ def named_weights(
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
     """Yields (first name, parameter, every (module, attribute) that holds it), so that ties stay ties."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    holders_of: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
-    for prefix, part in module.named_modules(remove_duplicate=True):
-        for attribute, parameter in part._parameters.items():
+    for prefix, submodule in module.named_modules(remove_duplicate=True):
+        for attribute, parameter in submodule._parameters.items():
             if parameter is not None:
                 names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
-                places.setdefault(parameter, []).append((part, attribute))
-    for parameter, held in places.items():
-        yield names[parameter], parameter, held
+                holders_of.setdefault(parameter, []).append((submodule, attribute))
+    for parameter, holders in holders_of.items():
+        yield names[parameter], parameter, holders
