@@ -70,7 +70,7 @@ def wrap_model(
 
 
 def _take_from_full_rows(module: nn.Module, size: int, take_tokens: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns ``take_tokens`` for hidden states (B, S, D) of whole rows; a shared layer's later calls get parts already.
+    """Returns ``take_tokens`` for hidden states (B, S, D) of whole rows; a shared layer's later calls have parts.
 
     Args:
         module: called with tokens (B, S).

@@ -115,8 +115,8 @@ class ReplicaAllReduce:
         Before the last micro-batch it is zeroed in place; in the last it becomes the step's sum over the copies.
         """
         if not self.last:
-            # FSDP2 adds `grad_shard` to the parameter's gradient after this hook: zero there, the value kept here.
             self._accumulated = grad_shard.clone() if self._accumulated is None else self._accumulated.add_(grad_shard)
+            # FSDP2 adds `grad_shard` to the parameter's gradient after this hook: zero there, the value kept here.
             grad_shard.zero_()
             return
         self._deferred.sum(lambda: self._all_reduce_accumulated(grad_shard))

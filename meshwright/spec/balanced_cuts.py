@@ -1,4 +1,4 @@
-"""Contiguous runs of layers for stages, the dearest stage as cheap as can be: one algorithm for runtime and planner."""
+"""Cuts layers into contiguous stages so that the costliest stage is as cheap as possible, for runtime and planner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Cuts:
     Args:
         layers: cost of each layer for each kind of stage, (N, kinds, L); what comes after the last layer, such as a
             head, counts with it.
-        places: kind of each stage; None for stages that are all of one kind, as many as there are layers.
+        stage_kinds: kind of each stage; None for stages that are all of one kind, as many as there are layers.
         limits: most layers of each stage, (N, stages); None for no limit.
         blocked: layers in front of which no cut can be.
     """
@@ -24,7 +24,7 @@ class Cuts:
     def __init__(
         self,
         layers: Any,
-        places: Sequence[int] | None = None,
+        stage_kinds: Sequence[int] | None = None,
         limits: Any = None,
         blocked: Iterable[int] = (),
     ) -> None:
@@ -33,12 +33,13 @@ class Cuts:
         sums = np.concatenate([np.zeros((*layers.shape[:2], 1)), np.cumsum(layers, axis=2)], axis=2)
         starts = np.arange(self.layers + 1)
         self._sizes = starts[:, None] - starts[None, :]
-        # Seconds, or whatever is counted, of the layers from one place (last index) to another (the one before it).
+        # (N, kinds, stop, start): cost of the layers [start, stop), from prefix sums; infinite for an empty stage.
         spans = np.where(self._sizes > 0, sums[:, :, :, None] - sums[:, :, None, :], np.inf)
-        spans[:, :, [place for place in blocked if place < self.layers], :] = np.inf
-        self._spans, self._places, self._limits = spans, places, limits
-        self._dearest = [np.where(starts == 0, 0.0, np.full((self.sets, 1), np.inf))]
-        self._starts: list[np.ndarray] = []
+        # A cut in front of a blocked layer would end some stage there.
+        spans[:, :, [layer for layer in blocked if layer < self.layers], :] = np.inf
+        self._spans, self._stage_kinds, self._limits = spans, stage_kinds, limits
+        self._cost = [np.where(starts == 0, 0.0, np.full((self.sets, 1), np.inf))]
+        self._best_start: list[np.ndarray] = []
 
     def bounds(self, stages: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the first layer of each stage, and at last the number of layers, (N, stages + 1); and which can be.
@@ -46,18 +47,21 @@ class Cuts:
         Args:
             stages: how many; where kinds are given, as many as these.
         """
-        while len(self._starts) < stages:
-            self._add(len(self._starts))
-        found = np.full((self.sets, stages + 1), self.layers)
-        each = np.arange(self.sets)
+        while len(self._best_start) < stages:
+            self._add(len(self._best_start))
+        # Walks back from the last stage's end: the best start of a stage is the end of the stage before it.
+        bounds = np.full((self.sets, stages + 1), self.layers)
+        sets = np.arange(self.sets)
         for stage in range(stages, 0, -1):
-            found[:, stage - 1] = self._starts[stage - 1][each, found[:, stage]]
-        return found, np.isfinite(self._dearest[stages][:, self.layers])
+            bounds[:, stage - 1] = self._best_start[stage - 1][sets, bounds[:, stage]]
+        return bounds, np.isfinite(self._cost[stages][:, self.layers])
 
     def _add(self, stage: int) -> None:
-        spans = self._spans[:, 0 if self._places is None else self._places[stage]]
-        dearest = np.maximum(self._dearest[stage][:, None, :], spans)
+        spans = self._spans[:, 0 if self._stage_kinds is None else self._stage_kinds[stage]]
+        # cost[stage + 1][stop] = min over start of max(cost[stage][start], span[stop, start]).
+        cost = np.maximum(self._cost[stage][:, None, :], spans)
         if self._limits is not None:
-            dearest[self._sizes[None] > np.asarray(self._limits)[:, stage, None, None]] = np.inf
-        self._starts.append(dearest.argmin(axis=2))
-        self._dearest.append(dearest.min(axis=2))
+            cost[self._sizes[None] > np.asarray(self._limits)[:, stage, None, None]] = np.inf
+        # The first minimum: of equal cuts the smallest start, so the last stage gets the most layers.
+        self._best_start.append(cost.argmin(axis=2))
+        self._cost.append(cost.min(axis=2))

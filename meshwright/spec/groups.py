@@ -36,6 +36,7 @@ def coordinates(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] 
     """Returns a rank's index along each axis of the mesh (row-major, the last axis fastest)."""
     shape = mesh_shape(degrees, axes)
     indices: dict[str, int] = {}
+    # The last axis varies fastest, so its index is the remainder.
     for name in reversed(shape):
         rank, indices[name] = divmod(rank, shape[name])
     return {name: indices[name] for name in shape}
@@ -57,6 +58,7 @@ def members(rank: int, names: Sequence[str], degrees: Mapping[str, int]) -> tupl
     for name in reversed(shape):
         strides[name] = step
         step *= shape[name]
+    # The rank at index 0 along all of these axes; from it the members differ by multiples of the strides.
     base_rank = rank - sum(coordinate[name] * strides[name] for name in names)
     ranks = [base_rank]
     for name in names:
@@ -141,6 +143,7 @@ def state_axes(zero: int, axes: Mapping[str, Axis] | None = None) -> tuple[str, 
     axes = known_axes() if axes is None else axes
     names = loss_axes(axes)
     shard_positions = [position for position, name in enumerate(names) if axes[name].holds is Holds.SHARD]
+    # The shard axis and the loss axes inside of it: ranks next to each other, whose gradients are summed anyway.
     return names[shard_positions[0] :] if zero and shard_positions else ()
 
 
@@ -173,7 +176,7 @@ def carved_shards(name: str, degrees: Mapping[str, Any], zero: int, axes: Mappin
         axes: the known axes.
     """
     axes = known_axes() if axes is None else axes
-    block = math.prod(degrees.get(other, 1) for other in axes[name].carves)
+    block = math.prod(degrees.get(carved, 1) for carved in axes[name].carves)
     return block // degrees.get(name, 1) if zero else 1
 
 
@@ -181,6 +184,7 @@ def norm_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None)
     """Returns the axes over which a weight's squared norm is summed: those that split it or hold stages."""
     axes = known_axes() if axes is None else axes
     stages = tuple(name for name, axis in axes.items() if axis.holds is Holds.STAGE)
+    # Ranks that hold the same part would count it twice; stages hold other weights of the global norm.
     return tuple(name for name in axes if name in sharded_on or name in stages)
 
 
@@ -196,9 +200,9 @@ def writes(rank: int, sharded_on: Sequence[str], degrees: Mapping[str, int]) -> 
 
 def carved_index(name: str, rank: int, degrees: Mapping[str, int]) -> int:
     """Returns a rank's index among those that differ along the axes that one carves; the axis is its fastest part."""
-    place, index = coordinates(rank, degrees), 0
-    for other in (other for other in mesh_shape(degrees) if other in known_axes()[name].carves):
-        index = index * degrees.get(other, 1) + place[other]
+    coordinate, index = coordinates(rank, degrees), 0
+    for carved in (carved for carved in mesh_shape(degrees) if carved in known_axes()[name].carves):
+        index = index * degrees.get(carved, 1) + coordinate[carved]
     return index
 
 
@@ -220,19 +224,22 @@ def carved_groups(
     """
     axes = known_axes() if axes is None else axes
     carved, degree = axes[name].carves, degrees.get(name, 1)
-    summed_axes = [other for other in loss_axes(axes) if other not in carved]
+    # Axes outside of the block over which gradients are summed: their ranks hold copies of the same part.
+    summed_axes = [axis_name for axis_name in loss_axes(axes) if axis_name not in carved]
     block_axes = [key for key in mesh_shape(degrees, axes) if key not in carved]
     blocks: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size(degrees, axes)):
         coordinate = coordinates(rank, degrees, axes)
         blocks.setdefault(tuple(coordinate[key] for key in block_axes), []).append(rank)
+    # With a block of 8 ranks and degree 4: [0-3], [4-7] are the axis's groups, {0, 4}, {1, 5}, ... hold the same part.
     axis_groups = [
         block[offset : offset + degree] for block in blocks.values() for offset in range(0, len(block), degree)
     ]
     replica_groups = [block[offset::degree] for block in blocks.values() for offset in range(degree)]
     holders: dict[tuple[int, ...], list[int]] = {}
     for key, block in blocks.items():
-        fixed = tuple(index for other, index in zip(block_axes, key) if other not in summed_axes)
+        # Blocks that differ along other axes (stages, tensor parts) hold other weights, and stay apart.
+        fixed = tuple(index for axis_name, index in zip(block_axes, key) if axis_name not in summed_axes)
         for offset in range(degree):
             holders.setdefault((*fixed, offset), []).extend(block[offset::degree])
     return axis_groups, replica_groups, [sorted(group) for group in holders.values()]

@@ -65,14 +65,15 @@ def held_names(
     owner = _layer_of_weight(layer_graph, names)
     stages = []
     for start, stop in pairwise(bounds):
-        outside = frozenset().union(
+        # Weights outside of the layers that the stage's own forward passes: before, between and behind its layers.
+        outer_weights = frozenset().union(
             *layer_graph.input_weights[start:stop], *layer_graph.output_weights[start + 1 : stop + 1]
         )
-        stages.append({name for name in names if (start <= owner[name] < stop) or name in outside})
-    placed = set().union(*stages)
-    for name in (name for name in names if name not in placed):
+        stages.append({name for name in names if (start <= owner[name] < stop) or name in outer_weights})
+    held = set().union(*stages)
+    for name in (name for name in names if name not in held):
         # No gradient reaches it, but its value may matter, to any stage; unless it is another name of one that is held.
-        tied_names = {other for tie in ties if name in tie for other in tie if other != name}
+        tied_names = {tied_name for tie in ties if name in tie for tied_name in tie if tied_name != name}
         for stage in [stage for stage in stages if stage & tied_names] or stages:
             stage.add(name)
     return [frozenset(stage) for stage in stages]
@@ -103,6 +104,7 @@ def divide(
                 raise PlanError(f"split={split} cuts in front of layer {bound}, but {layer_graph.blocked[bound]}")
         return split.bounds
     costs = _costs(layer_graph, sizes, ties)
+    # The head runs with the last layer, on the last stage.
     costs[-1] += sum(sizes[name] for name in layer_graph.output_weights[-1])
     bounds, possible = Cuts([[costs]], blocked=layer_graph.blocked).bounds(stages)
     if not possible[0]:
@@ -121,6 +123,7 @@ def _costs(layer_graph: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Seq
     layer_of_weight = _layer_of_weight(layer_graph, sizes)
     for name, size in sizes.items():
         if layer_of_weight[name] >= 0:
+            # By the first of its names, so that a tied weight counts once in a layer.
             costs[layer_of_weight[name]][first_tied_name.get(name, name)] = size
     return [sum(layer.values()) for layer in costs]
 

@@ -96,8 +96,8 @@ class Layout:
                 raise PlanError(f"unknown axis '{name}'{nearest(name, axes)}")
             if not isinstance(degree, int) or degree < 1:
                 raise PlanError(f"{name}={degree}: a degree is a whole number of at least 1")
-        kept = {name: self.degrees[name] for name in axes if self.degrees.get(name, 1) > 1}
-        object.__setattr__(self, "degrees", kept)
+        used_degrees = {name: self.degrees[name] for name in axes if self.degrees.get(name, 1) > 1}
+        object.__setattr__(self, "degrees", used_degrees)
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -107,7 +107,7 @@ class Layout:
         name = next((name for name in shards if self.degree(name) > 1), shards[0])
         shard = self.degree(name)
         if self.zero and shard == 1:
-            ranks = math.prod(self.degree(other) for other in copies)
+            ranks = math.prod(self.degree(copy_axis) for copy_axis in copies)
             cure = f"{name}={ranks},zero={self.zero}" if ranks > 1 else "zero=0"
             raise PlanError(f"zero={self.zero} shards over the axis '{name}', whose degree is 1; write {cure}")
         if shard > 1 and not self.zero:
@@ -115,12 +115,12 @@ class Layout:
             raise PlanError(f"{name}={shard} with zero=0 shards nothing; write {cure}")
         if self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
-        for name, value, known in (
+        for name, value, known_values in (
             ("precision", self.precision, PRECISIONS),
             ("offload", self.offload, OFFLOADS),
         ):
-            if value not in known:
-                raise PlanError(f"{name}={value} is unknown{nearest(value, known)}")
+            if value not in known_values:
+                raise PlanError(f"{name}={value} is unknown{nearest(value, known_values)}")
         self._check_axes()
 
     def _check_axes(self) -> None:
@@ -137,28 +137,28 @@ class Layout:
             raise PlanError(f"stages={self.stages}: each rank runs 1 stage or more")
         axes = known_axes()
         for name in self.degrees:
-            fact = axes[name]
-            if fact.mechanics is not Mechanics.NONE and name != (other := self.axis(fact.mechanics)):
+            axis_facts = axes[name]
+            if axis_facts.mechanics is not Mechanics.NONE and name != (other_axis := self.axis(axis_facts.mechanics)):
                 raise PlanError(
-                    f"{other}={self.degree(other)} and {name}={self.degree(name)} both split the same work "
-                    f"({fact.mechanics.name.lower()}), which one axis does; write {other}="
-                    f"{self.degree(other) * self.degree(name)}"
+                    f"{other_axis}={self.degree(other_axis)} and {name}={self.degree(name)} both split the same work "
+                    f"({axis_facts.mechanics.name.lower()}), which one axis does; write {other_axis}="
+                    f"{self.degree(other_axis) * self.degree(name)}"
                 )
-            held = math.prod(self.degree(other) for other in fact.carves)
-            if fact.carves and held % self.degree(name):
-                among = " x ".join(fact.carves)
+            carved_ranks = math.prod(self.degree(other_axis) for other_axis in axis_facts.carves)
+            if axis_facts.carves and carved_ranks % self.degree(name):
+                carved_names = " x ".join(axis_facts.carves)
                 raise PlanError(
-                    f"{name}={self.degree(name)} divides the ranks of {among} a second time, and those are {held}; "
-                    f"nearest that works: {name}={math.gcd(held, self.degree(name))}"
+                    f"{name}={self.degree(name)} divides the ranks of {carved_names} a second time, and those are "
+                    f"{carved_ranks}; nearest that works: {name}={math.gcd(carved_ranks, self.degree(name))}"
                 )
 
     def _check_shares(self) -> None:
         readers = reader(0, self.degrees)[1]
-        parts = self.rows.shares
-        if len(parts) != readers:
+        shares = self.rows.shares
+        if len(shares) != readers:
             even = "-".join(["1"] * readers)
-            raise PlanError(f"rows={self.rows} has {len(parts)} shares, but {readers} readers; for one, rows={even}")
-        if len(set(parts)) == 1:
+            raise PlanError(f"rows={self.rows} has {len(shares)} shares, but {readers} readers; for one, rows={even}")
+        if len(set(shares)) == 1:
             raise PlanError(f"rows={self.rows} shares the rows evenly, which has no effect; drop it")
 
     @classmethod
@@ -171,18 +171,18 @@ class Layout:
         choices = {item.name: item for item in dataclasses.fields(cls) if item.name != "degrees"}
         degrees: dict[str, int] = {}
         values: dict[str, Any] = {}
-        for part in (part.strip() for part in text.split(",")):
-            if not part:
+        for assignment in (assignment.strip() for assignment in text.split(",")):
+            if not assignment:
                 continue
-            key, equals, value = (piece.strip() for piece in part.partition("="))
+            key, equals, value = (token.strip() for token in assignment.partition("="))
             if not equals or not value:
-                raise PlanError(f"layout: '{part}' has no value; write key=value,key=value")
+                raise PlanError(f"layout: '{assignment}' has no value; write key=value,key=value")
             if key in degrees or key in values:
                 raise PlanError(f"layout: '{key}' is given twice")
             if key in known_axes():
-                degrees[key] = _whole(key, value)
+                degrees[key] = _parse_int(key, value)
             elif key in choices:
-                values[key] = _choice(key, value, str(choices[key].type))
+                values[key] = _parse_choice(key, value, str(choices[key].type))
             else:
                 raise PlanError(f"layout: unknown key '{key}'{nearest(key, [*known_axes(), *choices])}")
         if "zero" not in values and _shards_rows(degrees):
@@ -191,12 +191,12 @@ class Layout:
 
     def __str__(self) -> str:
         """Returns the text form; ``replicate=1`` for a single rank with every choice at its default."""
-        parts = [f"{name}={degree}" for name, degree in self.degrees.items()]
+        assignments = [f"{name}={degree}" for name, degree in self.degrees.items()]
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if item.name != "degrees" and value != item.default:
-                parts.append(f"{item.name}={str(value).lower() if isinstance(value, bool) else value}")
-        return ",".join(parts) or "replicate=1"
+                assignments.append(f"{item.name}={str(value).lower() if isinstance(value, bool) else value}")
+        return ",".join(assignments) or "replicate=1"
 
     @property
     def world(self) -> int:
@@ -230,8 +230,8 @@ class Layout:
             PlanError: there is no such schedule, or it doesn't fit.
         """
         name = self.schedule or DEFAULT_SCHEDULE
-        found = build_schedule(name, self.degree(Mechanics.STAGES), self.stages, self.microbatches)
-        return found.unsplit() if self.recompute else found
+        schedule = build_schedule(name, self.degree(Mechanics.STAGES), self.stages, self.microbatches)
+        return schedule.unsplit() if self.recompute else schedule
 
     @property
     def unsplit(self) -> str:
@@ -305,7 +305,7 @@ class Layout:
         product = " x ".join(f"{name} {degree}" for name, degree in self.degrees.items()) or "1"
         raise PlanError(
             f"layout {self}: its degrees multiply to {self.world} ({product}), but there are {ranks} ranks; "
-            f"nearest that works: --layout {self._fitted(ranks)}, or --devices {self.world}"
+            f"nearest that works: --layout {self._with_ranks(ranks)}, or --devices {self.world}"
         )
 
     def check_batch(self, rows: int) -> None:
@@ -323,13 +323,13 @@ class Layout:
                 f"nearest that works: {' or '.join(str(size) for size in near)} rows"
             )
 
-    def _fitted(self, ranks: int) -> Layout:
+    def _with_ranks(self, ranks: int) -> Layout:
         """Returns the layout with the fewest changed degrees that has this many ranks."""
         copies, shards = row_axes(Holds.COPY)[0], row_axes(Holds.SHARD)[0]
         for name in reversed([name for name in mesh_shape({}) if self.degree(name) > 1] or [copies]):
-            rest = math.prod(degree for other, degree in self.degrees.items() if other != name)
-            if ranks % rest == 0:
-                return self.with_degrees({**self.degrees, name: ranks // rest})
+            other_ranks = math.prod(degree for other_axis, degree in self.degrees.items() if other_axis != name)
+            if ranks % other_ranks == 0:
+                return self.with_degrees({**self.degrees, name: ranks // other_ranks})
         return self.with_degrees({shards: ranks} if self.zero else {copies: ranks})
 
     def with_degrees(self, degrees: Mapping[str, int]) -> Layout:
@@ -359,16 +359,16 @@ def _shards_rows(degrees: Mapping[str, int]) -> bool:
     return any(degrees.get(name, 1) > 1 for name in row_axes(Holds.SHARD))
 
 
-def _whole(key: str, value: str) -> int:
+def _parse_int(key: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
         raise PlanError(f"layout: {key}={value} is not a whole number") from None
 
 
-def _choice(key: str, value: str, kind: str) -> Any:
+def _parse_choice(key: str, value: str, kind: str) -> Any:
     if kind == "int":
-        return _whole(key, value)
+        return _parse_int(key, value)
     if kind == "bool":
         if value not in ("true", "false"):
             raise PlanError(f"layout: {key}={value}: write {key}=true or {key}=false")

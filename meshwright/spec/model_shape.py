@@ -241,10 +241,10 @@ class ModelWork:
 
     def operators(self, backward: bool = False) -> list[tuple[int, Operator]]:
         """Returns every operator with how often it runs."""
-        found: list[tuple[int, Operator]] = []
+        counted_operators: list[tuple[int, Operator]] = []
         for count, work in (*zip(self.counts, self.layers), (1, self.rest)):
-            found += [(count, item) for item in (work.backward if backward else work.forward)]
-        return found
+            counted_operators += [(count, item) for item in (work.backward if backward else work.forward)]
+        return counted_operators
 
     def compiled(self) -> ModelWork:
         """Returns the same with layers whose element-wise operators are fused, as torch.compile runs them.

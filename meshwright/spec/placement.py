@@ -71,6 +71,7 @@ class LocalShard:
         """
         if not self.shape:
             return (ShardBox(local=(), whole=(), copies=self.copies),)
+        # Every combination of one run per dim is a box, in local and in whole coordinates.
         runs_by_dim = [self._runs(dim, rows if dim == 0 else None) for dim in range(len(self.shape))]
         boxes = []
         for runs in product(*runs_by_dim):
@@ -82,6 +83,7 @@ class LocalShard:
     def _runs(self, dim: int, rows: Span | None) -> list[tuple[Span, Span, int]]:
         """(span in the local dim, span in the whole dim, copies) of each run, cut where the copies change."""
         first_row, stop_row = rows if rows is not None else (0, self.local_shape[dim])
+        # A box has one number of copies and lies on one side of the data axis's cut, so both cut the runs.
         cuts = {first_row, stop_row}
         if dim == self.copied_dim:
             cuts |= {edge for start, stop, _ in self.copied for edge in (start, stop) if first_row < edge < stop_row}
@@ -96,6 +98,7 @@ class LocalShard:
             )
             for start_edge, stop_edge in pairwise(edges):
                 if first_row <= start_edge and stop_edge <= stop_row:
+                    # From local to whole: shift by the run's start; from local to the data shard: by its first row.
                     span = (start + start_edge - local_start, start + stop_edge - local_start)
                     runs.append(((start_edge - first_row, stop_edge - first_row), span, self._copies(dim, start_edge)))
             local_start += stop - start

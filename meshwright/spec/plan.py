@@ -51,10 +51,10 @@ class Plan:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Builds the plan from `to_json`'s values."""
-        kept = dict(values)
-        kept["layout"] = Layout.from_json(kept["layout"])
-        kept["prediction"] = Prediction(**kept["prediction"])
-        return cls(**kept)
+        fields = dict(values)
+        fields["layout"] = Layout.from_json(fields["layout"])
+        fields["prediction"] = Prediction(**fields["prediction"])
+        return cls(**fields)
 
     def dumps(self) -> str:
         """Returns the plan as JSON text."""

@@ -25,9 +25,10 @@ class Block:
     size: int
     count: int
 
-    def span(self, first: int, last: int, units: int) -> Span:
-        """Returns the indices that units [first, last) of ``units`` use."""
-        low, high = first * self.count // units, -(-last * self.count // units)
+    def span(self, start_unit: int, stop_unit: int, units: int) -> Span:
+        """Returns the indices that units [start_unit, stop_unit) of ``units`` use."""
+        # Round down and up: a run that several units share (a key head of grouped queries) belongs to each of them.
+        low, high = start_unit * self.count // units, -(-stop_unit * self.count // units)
         return self.start + low * self.size, self.start + max(high, low) * self.size
 
 
@@ -42,9 +43,9 @@ class ParameterSplit:
     blocks: tuple[Block, ...]
     """What of it belongs to which unit, in order; together they cover the dim."""
 
-    def spans(self, first: int, last: int, units: int) -> tuple[Span, ...]:
-        """Returns the runs of the dim that units [first, last) use."""
-        return tuple(block.span(first, last, units) for block in self.blocks)
+    def spans(self, start_unit: int, stop_unit: int, units: int) -> tuple[Span, ...]:
+        """Returns the runs of the dim that units [start_unit, stop_unit) use, one a block."""
+        return tuple(block.span(start_unit, stop_unit, units) for block in self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,21 +109,24 @@ class ShardingGroup:
     """Whether tokens meet between columns and row (attention, scans), so that it needs all tokens of a row."""
 
     def shares(self, degree: int) -> tuple[tuple[int, int], ...] | None:
-        """Returns the units of each index, (first, last); None where the degree doesn't fit.
+        """Returns the units of each index, (start, stop); None where the degree doesn't fit.
 
         Runs that several indices use must be used by equally many, whole: key heads fewer than ranks.
         """
         if degree > self.units:
             return None
         even = self.units % degree == 0
+        # A norm over all units gathers its inputs, which needs equal parts from every rank.
         if not even and any(cutting.kind == "meeting" for cutting in self.cuttings):
             return None
-        parts = [split.blocks for split in self.splits] + [cutting.blocks for cutting in self.cuttings]
-        for block in (block for blocks in parts for block in blocks if block.count != self.units):
+        block_lists = [split.blocks for split in self.splits] + [cutting.blocks for cutting in self.cuttings]
+        for block in (block for blocks in block_lists for block in blocks if block.count != self.units):
+            # 8 key heads over 16 ranks, or 8 over 4: fine. 8 over 3, or 3 over 8, would split or share unevenly.
             if not even or (block.count % degree and degree % block.count):
                 return None
-        base, more = divmod(self.units, degree)
-        edges = [index * base + min(index, more) for index in range(degree + 1)]
+        # As even as can be; where units don't divide, the first ranks have one more.
+        base, larger_shares = divmod(self.units, degree)
+        edges = [index * base + min(index, larger_shares) for index in range(degree + 1)]
         return tuple(pairwise(edges))
 
 
@@ -176,8 +180,8 @@ class ShardingTable:
         """Builds the table from `to_json`'s values."""
         layers = {name: _layer(rows) for name, rows in values["layers"].items()}
         lists = {key: tuple(values.get(key, ())) for key in ("vocabulary", "faults")}
-        kept = dict(values) | {"layers": layers} | lists
-        return cls(**kept)
+        fields = dict(values) | {"layers": layers} | lists
+        return cls(**fields)
 
 
 def _layer(rows: Mapping[str, Any]) -> LayerRows:
@@ -201,9 +205,9 @@ def _layer(rows: Mapping[str, Any]) -> LayerRows:
 
 def vocabulary_span(vocab: int, degree: int, index: int) -> Span:
     """Returns the run of the vocabulary that an index holds; where it doesn't divide the first ones hold one more."""
-    base, more = divmod(vocab, degree)
-    start = index * base + min(index, more)
-    return start, start + base + (index < more)
+    base, larger_spans = divmod(vocab, degree)
+    start = index * base + min(index, larger_spans)
+    return start, start + base + (index < larger_spans)
 
 
 def local_group(group: ShardingGroup, index: int, degree: int) -> ShardingGroup:
@@ -211,13 +215,14 @@ def local_group(group: ShardingGroup, index: int, degree: int) -> ShardingGroup:
     shares = group.shares(degree) if degree > 1 else None
     if shares is None:
         return group
-    first, last = shares[index]
+    start_unit, stop_unit = shares[index]
     splits = []
     for split in group.splits:
-        blocks, at = [], 0
+        blocks, local_start = [], 0
         for block in split.blocks:
-            start, stop = block.span(first, last, group.units)
-            blocks.append(Block(start=at, size=block.size, count=(stop - start) // block.size))
-            at += stop - start
+            start, stop = block.span(start_unit, stop_unit, group.units)
+            # Blocks follow one another in the local tensor, without the other ranks' indices between.
+            blocks.append(Block(start=local_start, size=block.size, count=(stop - start) // block.size))
+            local_start += stop - start
         splits.append(ParameterSplit(name=split.name, dim=split.dim, blocks=tuple(blocks)))
-    return dataclasses.replace(group, units=last - first, splits=tuple(splits))
+    return dataclasses.replace(group, units=stop_unit - start_unit, splits=tuple(splits))
