@@ -39,12 +39,11 @@ TOKENS = 128
 """Most tokens of a row of a clone."""
 VOCABULARY = 199
 """Tokens of made-up text of a clone; a prime, so that no degree divides it."""
-"""What an axis counts when not all can stay in use; 2 for all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """What came of a proof before a run."""
+    """The result of the proof before a run."""
 
     outcome: str
     """``passed``; ``wrong`` or ``crashed``; ``refused``, ``unfinished`` or ``left out`` where nothing was compared."""
@@ -57,7 +56,7 @@ class Proof:
     why: str = ""
     """Why it didn't pass; empty when it did."""
     seconds: float = 0.0
-    """What the proof took."""
+    """Duration of the proof."""
     verdict: Mapping[str, Any] | None = None
     """Errors and scope, as `Verdict.to_json`; None where nothing was compared."""
 
@@ -87,7 +86,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StandIn:
-    """What is proven in a run's place."""
+    """The smaller layout and model that are proven in a run's place."""
 
     layout: Layout
     model: ModelConfig
@@ -97,7 +96,7 @@ class _StandIn:
 
     @property
     def text(self) -> str:
-        """The layout; its precision, which is every proof's, is left out."""
+        """The layout's text form without its precision, which is float64 in every proof."""
         return str(dataclasses.replace(self.layout, precision="float32"))
 
     def build(self) -> BuiltModel:

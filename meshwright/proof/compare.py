@@ -28,7 +28,7 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit): .")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """An error and the bound that it is held against, both relative."""
+    """A relative error and its bound."""
 
     error: float
     bound: float
@@ -121,11 +121,11 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def relative(found: float, wanted: float) -> float:
-    """Returns |found - wanted| / |wanted|; infinite when either isn't finite."""
-    if not (math.isfinite(found) and math.isfinite(wanted)):
+def relative(measured: float, expected: float) -> float:
+    """Returns |measured - expected| / |expected|; infinite when either isn't finite."""
+    if not (math.isfinite(measured) and math.isfinite(expected)):
         return math.inf
-    return abs(found - wanted) / max(abs(wanted), 1e-300)
+    return abs(measured - expected) / max(abs(expected), 1e-300)
 
 
 def largest(tensors: Iterable[torch.Tensor]) -> float:
@@ -133,19 +133,19 @@ def largest(tensors: Iterable[torch.Tensor]) -> float:
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
-def part_error(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> float:
-    """Returns the largest |found - wanted| of a part over ``scale``; infinite when something isn't finite.
+def part_error(measured: torch.Tensor, expected: torch.Tensor, scale: float) -> float:
+    """Returns the largest |measured - expected| of a shard over ``scale``; infinite when something isn't finite.
 
     Args:
-        found: this rank's part.
-        wanted: the same part of the reference.
+        measured: this rank's shard, of any shape.
+        expected: the same shard of the reference.
         scale: what errors are relative to.
     """
-    if found.shape != wanted.shape:
+    if measured.shape != expected.shape:
         return math.inf
-    if not found.numel():
+    if not measured.numel():
         return 0.0
-    error = float((found.to(torch.float64) - wanted.to(torch.float64)).abs().max())
+    error = float((measured.to(torch.float64) - expected.to(torch.float64)).abs().max())
     return error / max(scale, 1e-300) if math.isfinite(error) else math.inf
 
 
@@ -156,7 +156,7 @@ def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def merged(layout: str, ranks: list[dict[str, Any]], scope: Scope | None = None, allow_whole: bool = False) -> Verdict:
-    """Takes the worst of all ranks.
+    """Merges the ranks' deviations into the layout's verdict: the worst of each kind.
 
     Args:
         layout: text form.
@@ -167,9 +167,9 @@ def merged(layout: str, ranks: list[dict[str, Any]], scope: Scope | None = None,
     gradients = _by_name(rank["gradients"] for rank in ranks)
     weights = _by_name(rank["weights"] for rank in ranks)
     loss, norm = (worst_of(rank[key] for rank in ranks) for key in ("loss", "norm"))
-    both = [*gradients.items(), *weights.items()]
-    name, error = max(both, key=lambda item: item[1].share, default=("", Deviation(error=0.0, bound=EXACT)))
-    grad, weight = (worst_of(found.values()) for found in (gradients, weights))
+    deviations = [*gradients.items(), *weights.items()]
+    name, error = max(deviations, key=lambda item: item[1].share, default=("", Deviation(error=0.0, bound=EXACT)))
+    grad, weight = (worst_of(deviations_by_name.values()) for deviations_by_name in (gradients, weights))
     gaps = (loss, grad, norm, weight)
     equal = all(gap.within for gap in gaps)
     differs = _Difference(layout=layout, loss=loss, norm=norm, gradients=gradients, weights=weights)
@@ -209,29 +209,32 @@ class _Difference:
 
     @property
     def sentence(self) -> str:
-        """Which tensor, of which layer, under which layout, and what the pattern of errors points at."""
-        kind, errors = ("gradient", self.gradients) if self._off(self.gradients) else ("trained value", self.weights)
-        off = self._off(errors)
-        if not off:
-            what = f"the loss is off by {self._told(self.loss)} and the gradients' norm by {self._told(self.norm)}"
-            return f"under {self.layout} {what}, but every gradient and weight agrees: {self._cause(False)}"
-        worst = max(off, key=lambda name: errors[name].share)
+        """Names the worst tensor, its layer and the layout, and the likely cause by the pattern of errors."""
+        kind, errors = (
+            ("gradient", self.gradients) if self._names_off(self.gradients) else ("trained value", self.weights)
+        )
+        off_names = self._names_off(errors)
+        if not off_names:
+            loss_text, norm_text = self._deviation_text(self.loss), self._deviation_text(self.norm)
+            scalars = f"the loss is off by {loss_text} and the gradients' norm by {norm_text}"
+            return f"under {self.layout} {scalars}, but every gradient and weight agrees: {self._likely_cause(False)}"
+        worst = max(off_names, key=lambda name: errors[name].share)
         layer = worst.rpartition(".")[0]
-        more = f", the first of them in '{off[0]}'" if len(off) > 1 else ""
+        first_off_text = f", the first of them in '{off_names[0]}'" if len(off_names) > 1 else ""
         return (
             f"under {self.layout} the {kind} of '{worst}' (in {layer or 'the model itself'}) is off by "
-            f"{self._told(errors[worst])}, and {len(off)} of {len(errors)} weights are off by more than "
-            f"{f'{EXACT:g}' if self.exact else 'rounding explains'}{more}; the loss is off by "
-            f"{self._told(self.loss)}: {self._cause(kind == 'gradient')}"
+            f"{self._deviation_text(errors[worst])}, and {len(off_names)} of {len(errors)} weights are off by more "
+            f"than {f'{EXACT:g}' if self.exact else 'rounding explains'}{first_off_text}; the loss is off by "
+            f"{self._deviation_text(self.loss)}: {self._likely_cause(kind == 'gradient')}"
         )
 
-    def _told(self, gap: Deviation) -> str:
+    def _deviation_text(self, gap: Deviation) -> str:
         return f"{gap.error:.1e}" if self.exact else f"{gap.error:.1e} (allowed {gap.bound:.1e})"
 
-    def _off(self, errors: Mapping[str, Deviation]) -> list[str]:
+    def _names_off(self, errors: Mapping[str, Deviation]) -> list[str]:
         return [name for name, gap in errors.items() if not gap.within]
 
-    def _cause(self, gradient: bool) -> str:
+    def _likely_cause(self, gradient: bool) -> str:
         if not self.loss.within:
             return (
                 "its forward computes something else, so some code looks at tokens, heads, rows or random numbers that "
@@ -239,7 +242,7 @@ class _Difference:
             )
         if not gradient:
             return "forward and backward agree, so the sum of the loss, the clipping or the optimizer's step differs"
-        if len(off := self._off(self.gradients)) <= len(self.gradients) // 2:
+        if len(off := self._names_off(self.gradients)) <= len(self.gradients) // 2:
             names = ", ".join(off[:3])
             return f"forward agrees, so what differs is how the gradient of these is summed over ranks: {names}"
         return "forward agrees, so its backward does something else, or gradients are summed over the wrong ranks"
@@ -247,11 +250,11 @@ class _Difference:
 
 def left_whole(scope: Scope) -> str:
     """Returns the refusal of a layout that computes the right thing, but didn't split what it was asked to."""
-    named = "; ".join(f"{name}: {why}" for name, why in list(scope.unsplit.items())[:3])
-    more = len(scope.unsplit) - 3
+    named = "; ".join(f"{name}: {reason}" for name, reason in list(scope.unsplit.items())[:3])
+    unnamed_count = len(scope.unsplit) - 3
     return (
         f"it equals one device, but tp splits {scope.layer_share:.0%} of the layers and leaves whole what it was asked "
-        f"to split: {named}{f'; {more} more' if more > 0 else ''}; --allow-whole accepts it"
+        f"to split: {named}{f'; {unnamed_count} more' if unnamed_count > 0 else ''}; --allow-whole accepts it"
     )
 
 
@@ -261,8 +264,8 @@ def worst_of(gaps: Iterable[Deviation]) -> Deviation:
 
 
 def _by_name(rows: Iterable[Mapping[str, Deviation]]) -> dict[str, Deviation]:
-    found: dict[str, Deviation] = {}
+    worst_by_name: dict[str, Deviation] = {}
     for row in rows:
         for name, gap in row.items():
-            found[name] = worst_of([found[name], gap]) if name in found else gap
-    return found
+            worst_by_name[name] = worst_of([worst_by_name[name], gap]) if name in worst_by_name else gap
+    return worst_by_name

@@ -113,36 +113,38 @@ def scaled_config(config: RunConfig, steps: int = STEPS) -> RunConfig:
 
 
 def verify_job(
-    case: JobCase, pairs: Sequence[tuple[Layout, Layout]], done: Callable[[JobVerdict], None] | None = None
+    case: JobCase, pairs: Sequence[tuple[Layout, Layout]], on_verdict: Callable[[JobVerdict], None] | None = None
 ) -> list[JobVerdict]:
     """Runs the plain loop once and the job under each pair of layouts after it, on forked ranks of this machine.
 
     Args:
         case: the job.
         pairs: layout of the first half, and of the second; in float64.
-        done: told of each verdict as it is reached.
+        on_verdict: called with each verdict as it is reached.
 
     Returns:
         One verdict a pair; one that can't run is refused, with the reason.
     """
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-job-") as folder:
-        wanted_path = Path(folder) / "plain.pt"
+        expected_path = Path(folder) / "plain.pt"
         with contextlib.suppress(MeshwrightError):
             case.build()  # imports the model's code, which every rank then finds in memory
-        _launch(1, case, _plain_rank, wanted_path)
-        wanted = torch.load(wanted_path, map_location="cpu", weights_only=True)
-        for number, (first, second) in enumerate(pairs):
+        _launch(1, case, _plain_rank, expected_path)
+        expected = torch.load(expected_path, map_location="cpu", weights_only=True)
+        for number, (trained_layout, resumed_layout) in enumerate(pairs):
             run_dir = Path(folder) / f"run-{number}"
             try:
-                for layout, until in ((first, _steps(case) // 2), (second, _steps(case))):
-                    _train_part(case, layout, run_dir, until)
-                verdict = _compared(case, first, second, run_dir, wanted)
+                for layout, until in ((trained_layout, _steps(case) // 2), (resumed_layout, _steps(case))):
+                    _train_until(case, layout, run_dir, until)
+                verdict = _compare_run(case, trained_layout, resumed_layout, run_dir, expected)
             except MeshwrightError as error:
-                verdict = JobVerdict(layout=str(first), resumed=str(second), passed=False, refused=str(error))
+                verdict = JobVerdict(
+                    layout=str(trained_layout), resumed=str(resumed_layout), passed=False, refused=str(error)
+                )
             verdicts.append(verdict)
-            if done:
-                done(verdict)
+            if on_verdict:
+                on_verdict(verdict)
     return verdicts
 
 
@@ -155,14 +157,14 @@ def _launch(ranks: int, case: JobCase, entry: Callable[..., Any], *args: Any) ->
     return launcher.run(entry, case, *args, timeout_s=case.timeout_s)[0]
 
 
-def _train_part(case: JobCase, layout: Layout, run_dir: Path, until: int) -> None:
+def _train_until(case: JobCase, layout: Layout, run_dir: Path, stop_step: int) -> None:
     """Trains up to a step as the command does, from the newest checkpoint of the run directory if it has one."""
     if layout.precision != "float64":
         raise PlanError(f"{layout}: a job is proven in float64; leave precision out")
     built = case.build()
     check(layout, found_devices(layout.world).kind, len(built.structure.layers))
-    facts = analyse_model(built, layout)
-    check_shapes(facts, layout, case.config.train.batch, case.config.data.sequence)
+    analysis = analyse_model(built, layout)
+    check_shapes(analysis, layout, case.config.train.batch, case.config.data.sequence)
     config = dataclasses.replace(case.config, run=str(run_dir), layout=str(layout), devices=layout.world)
     job = TrainJob(
         config=config,
@@ -172,21 +174,21 @@ def _train_part(case: JobCase, layout: Layout, run_dir: Path, until: int) -> Non
         data_dir=case.data,
         fingerprint="proof",
         header={},
-        analysis=facts,
+        analysis=analysis,
         flops_per_token=0.0,
-        hooks=(partial(_stop_after, until),),
+        hooks=(partial(_stop_after, stop_step),),
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     launcher = ForkLauncher(layout.world, devices=found_devices(layout.world), label=layout.place)
     launcher.run(run_rank, job, timeout_s=case.timeout_s)
 
 
-def _stop_after(until: int, info: StepInfo) -> Request:
-    return Request.STOP if info.step >= until else Request.NONE
+def _stop_after(stop_step: int, info: StepInfo) -> Request:
+    return Request.STOP if info.step >= stop_step else Request.NONE
 
 
 def _plain_rank(context: RankContext, case: JobCase, path: Path) -> None:
-    """Trains plainly on this one rank and writes what it gave."""
+    """Trains by the plain loop on this one rank and writes its records."""
     config, built, device = case.config, case.build(), torch.device(context.device)
     use_float64(built.module)
     module = built.module.to_empty(device=device)
@@ -198,14 +200,14 @@ def _plain_rank(context: RankContext, case: JobCase, path: Path) -> None:
             parameter.data = built.tensor(name).to(device=device, dtype=torch.float64)
     module.train()
 
-    def forward(part: nn.Module, batch: PlainBatch, step: int) -> torch.Tensor:
+    def forward(model: nn.Module, batch: PlainBatch, step: int) -> torch.Tensor:
         with contextlib.ExitStack() as stack:
-            if part.training:
+            if model.training:
                 name = f"{config.train.seed},{step}"
-                stack.enter_context(Masks(part, built.structure.layers, len(batch.tokens), name))
+                stack.enter_context(Masks(model, built.structure.layers, len(batch.tokens), name))
             stack.enter_context(Float64Ops())
-            places = None if batch.positions is None else batch.positions.to(device)
-            return model_forward(part, built.structure, batch.tokens.to(device), places, places is not None)
+            positions = None if batch.positions is None else batch.positions.to(device)
+            return model_forward(model, built.structure, batch.tokens.to(device), positions, positions is not None)
 
     torch.save(train_job(module, forward, _plain_job(case)), path)
 
@@ -243,15 +245,21 @@ def _plain_job(case: JobCase) -> PlainJob:
     )
 
 
-def _compared(case: JobCase, first: Layout, second: Layout, run_dir: Path, wanted: Mapping[str, Any]) -> JobVerdict:
-    """Reads metrics, events and the last checkpoint of the run directory as any reader of them would."""
+def _compare_run(
+    case: JobCase, trained_layout: Layout, resumed_layout: Layout, run_dir: Path, expected: Mapping[str, Any]
+) -> JobVerdict:
+    """Compares metrics, events and the last checkpoint of a run directory with the plain loop's records.
+
+    Raises:
+        PlanError: when steps are missing, or the checkpoint holds a weight that the plain loop doesn't have.
+    """
     steps = _steps(case)
-    rows = {row["step"]: row for row in _lines(run_dir / "metrics.jsonl")}
+    rows = {row["step"]: row for row in _read_jsonl(run_dir / "metrics.jsonl")}
     if sorted(rows) != list(range(1, steps + 1)):
         raise PlanError(f"the run's metrics have steps {sorted(rows)}, not 1 to {steps}")
     errors = {
-        name: max(relative(rows[step + 1][key], wanted[of][step]) for step in range(steps))
-        for name, key, of in (
+        name: max(relative(rows[step + 1][key], expected[series][step]) for step in range(steps))
+        for name, key, series in (
             ("loss", "loss", "losses"),
             ("norm", "grad_norm", "norms"),
             ("rate", "lr", "rates"),
@@ -260,30 +268,34 @@ def _compared(case: JobCase, first: Layout, second: Layout, run_dir: Path, wante
             ("accuracy", "accuracy", "accuracies"),
         )
     }
-    seen = {row["step"]: row for row in _lines(run_dir / "events.jsonl") if row["kind"] == "evaluated"}
+    evaluations = {row["step"]: row for row in _read_jsonl(run_dir / "events.jsonl") if row["kind"] == "evaluated"}
     errors["validation"] = max(
-        relative(seen.get(step, {}).get(key, math.inf), value)
-        for step, values in wanted["validation"].items()
+        relative(evaluations.get(step, {}).get(key, math.inf), value)
+        for step, values in expected["validation"].items()
         for key, value in values.items()
     )
     store = CheckpointStore(run_dir / "checkpoints", case.config.checkpoint)
-    found = store.find(steps)
-    assert found is not None
-    state = dict(store.read_full(found))
-    worst, largest = "", -1.0
-    if extra := {name for name in state if not name.startswith("buffers/")} - wanted["state"].keys():
-        raise PlanError(f"the run's checkpoint holds {sorted(extra)[:3]}, which the plain loop knows nothing of")
+    checkpoint = store.find(steps)
+    assert checkpoint is not None
+    state = dict(store.read_full(checkpoint))
+    worst_name, largest_error = "", -1.0
+    if unknown_names := {name for name in state if not name.startswith("buffers/")} - expected["state"].keys():
+        raise PlanError(
+            f"the run's checkpoint holds {sorted(unknown_names)[:3]}, which the plain loop knows nothing of"
+        )
     for kind, prefixes in (("weights", ("weights",)), ("moments", ("exp_avg", "exp_avg_sq"))):
         for prefix in prefixes:
-            values = {name: value for name, value in wanted["state"].items() if name.startswith(f"{prefix}/")}
+            values = {name: value for name, value in expected["state"].items() if name.startswith(f"{prefix}/")}
             size = scales(values)
             for name, value in values.items():
                 error = part_error(state[name], value, size[name]) if name in state else math.inf
                 errors[kind] = max(errors.get(kind, 0.0), error)
-                worst, largest = (name, error) if error > largest else (worst, largest)
+                worst_name, largest_error = (name, error) if error > largest_error else (worst_name, largest_error)
     passed = max(errors.values()) <= BOUND
-    return JobVerdict(layout=str(first), resumed=str(second), passed=passed, errors=errors, worst=worst)
+    return JobVerdict(
+        layout=str(trained_layout), resumed=str(resumed_layout), passed=passed, errors=errors, worst=worst_name
+    )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -30,7 +30,7 @@ def data_layouts(ranks: int, base: Layout | None = None) -> list[Layout]:
         base: choices that all of them share (precision, compile).
     """
     base = base or Layout()
-    found: list[Layout] = []
+    layouts: list[Layout] = []
     shards = row_axes(Holds.SHARD)
     for degrees in factorisations(ranks, (*shards, *row_axes(Holds.COPY))):
         for zero in (1, 2, 3) if any(degrees[name] > 1 for name in shards) else (0,):
@@ -38,11 +38,11 @@ def data_layouts(ranks: int, base: Layout | None = None) -> list[Layout]:
                 layout = dataclasses.replace(
                     base, degrees=degrees, zero=zero, microbatches=micro, recompute=Recompute(recompute)
                 )
-                found.append(layout)
+                layouts.append(layout)
     if ranks > 1:
         shares = BatchShares.of((3, *[2] * (ranks - 2), 1))
-        found.append(dataclasses.replace(base, degrees={shards[0]: ranks}, zero=2, rows=shares))
-    return found
+        layouts.append(dataclasses.replace(base, degrees={shards[0]: ranks}, zero=2, rows=shares))
+    return layouts
 
 
 def factorisations(ranks: int, names: Sequence[str]) -> Iterator[dict[str, int]]:
@@ -52,8 +52,8 @@ def factorisations(ranks: int, names: Sequence[str]) -> Iterator[dict[str, int]]
             yield {}
         return
     for degree in (size for size in range(1, ranks + 1) if ranks % size == 0):
-        for rest in factorisations(ranks // degree, names[1:]):
-            yield {names[0]: degree} | rest
+        for other_degrees in factorisations(ranks // degree, names[1:]):
+            yield {names[0]: degree} | other_degrees
 
 
 def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> list[Layout]:
@@ -70,13 +70,13 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
     """
     base = base or Layout()
     data = [name for name, axis in known_axes().items() if axis.reads is Reads.ROWS]
-    found = data_layouts(ranks, base)
+    layouts = data_layouts(ranks, base)
     levels, recomputes, splits = cycle((1, 2, 3)), cycle(("none", "full", "selective")), cycle((True, False))
     attentions = cycle(("", "gather"))
     for degrees in factorisations(ranks, list(mesh_shape({}))):
         if all(degree == 1 for name, degree in degrees.items() if name not in data) or _same_work(degrees):
             continue
-        stages, tokens = (degrees[axis_with(one, degrees)] for one in (Mechanics.STAGES, Mechanics.TOKENS))
+        stages, tokens = (degrees[axis_with(mechanics, degrees)] for mechanics in (Mechanics.STAGES, Mechanics.TOKENS))
         layout = dataclasses.replace(
             base,
             degrees=degrees,
@@ -86,14 +86,14 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
             sequence=degrees[axis_with(Mechanics.MATRICES, degrees)] > 1 and next(splits),
             attention=next(attentions) if tokens > 1 else "",
         )
-        found.append(layout)
+        layouts.append(layout)
         if tokens == ranks:
-            found.append(dataclasses.replace(layout, attention="" if layout.attention else "gather"))
+            layouts.append(dataclasses.replace(layout, attention="" if layout.attention else "gather"))
         if experts:
-            found += _with_experts(layout, experts)
+            layouts += _with_experts(layout, experts)
     if ranks > 1:
-        found += _schedules(ranks, base)
-    return found
+        layouts += _schedules(ranks, base)
+    return layouts
 
 
 def _with_experts(layout: Layout, experts: int) -> Iterator[Layout]:

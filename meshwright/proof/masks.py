@@ -34,9 +34,9 @@ class Masks(TorchFunctionMode):
         first: place of the first row in the global batch.
     """
 
-    def __init__(self, module: nn.Module, layers: Collection[str], rows: int, name: str, first: int = 0) -> None:
+    def __init__(self, module: nn.Module, layers: Collection[str], rows: int, name: str, first_row: int = 0) -> None:
         super().__init__()
-        self._rows, self._name, self._first = rows, name, first
+        self._rows, self._name, self._first_row = rows, name, first_row
         self._stack: list[list[Any]] = [["", 0, 0]]
         self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
@@ -103,8 +103,8 @@ class Masks(TorchFunctionMode):
             scores = scores + mask
         return scores.softmax(dim=-1) * self._noise(scores.shape, p, scores) @ value
 
-    def _noise(self, shape: Sequence[int], p: float, like: torch.Tensor) -> torch.Tensor:
-        keep = (self._numbers(shape) >= round(p * 2**32)).to(like)
+    def _noise(self, shape: Sequence[int], p: float, reference: torch.Tensor) -> torch.Tensor:
+        keep = (self._numbers(shape) >= round(p * 2**32)).to(reference)
         return keep / (1 - p) if p < 1 else keep
 
     def _numbers(self, shape: Sequence[int]) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Masks(TorchFunctionMode):
         width = shape[-1] if len(shape) > 1 else 1
         line, column = np.divmod(np.arange(size, dtype=np.uint64), np.uint64(width))
         rows_of_numbers = []
-        for row in range(self._first, self._first + rows):
+        for row in range(self._first_row, self._first_row + rows):
             key = _splitmix(int.from_bytes(base, "little") + (row + 1 if shape else 0) * 0x9E3779B97F4A7C15)
             u = _mixed(_product(line, 0x9E3779B9) + np.uint64(key % 2**32))
             v = _mixed(_product(line, 0x85EBCA6B) + np.uint64(key >> 32))

@@ -1,4 +1,4 @@
-"""The other side of a proof: the model on one device, in float64 and as it trains in a layout's precision."""
+"""The reference of a proof: the model on one device, in float64 and in a layout's precision."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCALES = tuple(2.0**power for power in range(16, -1, -1))
 
 
 class References:
-    """What one device gives, worked out once for each way in which layouts part the rows.
+    """Reference runs on one device, one for each way in which layouts divide the rows into calls.
 
     A model whose loss depends on which rows lie in one call is called with the same rows as under the layout; any other
     with the whole batch.
@@ -49,7 +49,7 @@ class References:
 
     def __init__(self, case: Case, folder: Path, precision: str, trial: ForwardTrial) -> None:
         self._case, self._folder, self._precision, self._trial = case, folder, precision, trial
-        self._known: dict[tuple[Span, ...], tuple[Path, str]] = {}
+        self._reference_of_spans: dict[tuple[Span, ...], tuple[Path, str]] = {}
 
     def of(self, layout: Layout) -> tuple[Path, str]:
         """Returns the file of the reference for a layout, and why there is none."""
@@ -61,38 +61,38 @@ class References:
             except PlanError as error:
                 return Path(), str(error)
             readers = sorted({layout.span(rank, rows) for rank in range(layout.world)})
-            sizes = [(first, (last - first) // layout.microbatches) for first, last in readers]
+            sizes = [(start, (stop - start) // layout.microbatches) for start, stop in readers]
             spans = tuple(
-                (first + number * size, first + (number + 1) * size)
-                for first, size in sizes
+                (start + number * size, start + (number + 1) * size)
+                for start, size in sizes
                 for number in range(layout.microbatches)
             )
-        if spans not in self._known:
-            path = self._folder / f"reference-{len(self._known)}.pt"
+        if spans not in self._reference_of_spans:
+            path = self._folder / f"reference-{len(self._reference_of_spans)}.pt"
             arguments = (self._case, path, self._precision, self._trial, spans)
             launcher = ForkLauncher(1, devices=found_devices(1, self._case.device))
-            why = launcher.run(_reference, *arguments, timeout_s=self._case.timeout_s)[0]
-            self._known[spans] = path, why
-        return self._known[spans]
+            reason = launcher.run(_reference, *arguments, timeout_s=self._case.timeout_s)[0]
+            self._reference_of_spans[spans] = path, reason
+        return self._reference_of_spans[spans]
 
 
 def _reference(
     context: RankContext, case: Case, path: Path, precision: str, trial: ForwardTrial, spans: Sequence[Span]
 ) -> str:
-    """Trains plainly on this one rank and writes what it gave; returns why nothing can be compared with it."""
+    """Trains on this one rank and writes losses, norms, gradients and weights; returns why it can't be a reference."""
     torch.set_num_threads(1)  # as every rank has: how threads share a sum is part of its rounding
     device = _OneDevice(case, trial, spans, torch.device(context.device))
     module = device.start(wide=True)
-    if why := _draws(module, device.forward, device.batches[0][0], case.training):
-        return why
+    if reason := _random_numbers_reason(module, device.forward, device.batches[0][0], case.training):
+        return reason
     truth = device.train(module)
-    found: dict[str, Any] = {"losses": truth.losses, "norms": truth.norms}
-    found |= {"gradients": truth.gradients, "weights": truth.weights}
+    saved: dict[str, Any] = {"losses": truth.losses, "norms": truth.norms}
+    saved |= {"gradients": truth.gradients, "weights": truth.weights}
     if precision != "float64":
         del module
         errors = ErrorStatistics(truth)
         for scale in SCALES if precision == "fp16" else SCALES[-1:]:
-            fault = _round_off(device, precision, scale, errors)
+            fault = _add_rounding_errors(device, precision, scale, errors)
             if not fault:
                 break
         else:
@@ -100,34 +100,34 @@ def _reference(
                 f"one device alone can't train it in {precision}, so that there is nothing to compare with: {fault}; "
                 "nearest that works: precision=float32"
             )
-        found |= {"plain": errors.found, "scale": scale}
-    torch.save(found, path)
+        saved |= {"plain": errors.found, "scale": scale}
+    torch.save(saved, path)
     return ""
 
 
-def _round_off(device: _OneDevice, precision: str, scale: float, errors: ErrorStatistics) -> str:
-    """Trains plainly in a low precision, as often as its errors are drawn; returns what of it isn't finite."""
+def _add_rounding_errors(device: _OneDevice, precision: str, scale: float, errors: ErrorStatistics) -> str:
+    """Trains in a low precision `DRAWS` times and adds the errors to the statistics; returns what isn't finite."""
     for draw in range(DRAWS):
         # The first draw is that of any device; the others round other numbers, as near to the weights.
         shake = (UNITS[precision] / 2 if draw else 0.0, draw)
         trace = device.train(device.start(wide=False), COMPUTE[precision], scale, shake)
-        if fault := _fault(trace):
+        if fault := _nonfinite_reason(trace):
             return fault
         errors.add(trace)
     return ""
 
 
-def _fault(trace: Trace) -> str:
-    """Names what of a training isn't finite; "" for nothing."""
+def _nonfinite_reason(trace: Trace) -> str:
+    """Returns the first loss or gradient norm that isn't finite, in words; "" for none."""
     for step, values in enumerate(zip(trace.losses, trace.norms)):
-        for what, value in zip(("loss", "gradients' norm"), values):
+        for quantity, value in zip(("loss", "gradients' norm"), values):
             if not math.isfinite(value):
-                return f"the {what} of step {step} is {value}"
+                return f"the {quantity} of step {step} is {value}"
     return ""
 
 
 class _OneDevice:
-    """The model of a proof as anyone would run it: whole, by plain calls.
+    """The model of a proof on one device, without any parallelism.
 
     Args:
         case: model and data.
@@ -139,8 +139,10 @@ class _OneDevice:
     def __init__(self, case: Case, trial: ForwardTrial, spans: Sequence[Span], device: torch.device) -> None:
         self._case, self._trial, self._device = case, trial, device
         self.batches = [[_rows_of(moved(batch, device), span) for span in spans] for batch in case.batches]
-        self._places = {
-            id(part): (step, span[0]) for step, parts in enumerate(self.batches) for part, span in zip(parts, spans)
+        self._step_and_row_of_batch = {
+            id(microbatch): (step, span[0])
+            for step, microbatches in enumerate(self.batches)
+            for microbatch, span in zip(microbatches, spans)
         }
         objective = trial.objective
         self._labels = objective.labels if objective.terms or objective.labels != "shifted" else ""
@@ -176,35 +178,35 @@ class _OneDevice:
             module, self.call, self.batches, case.recipe, case.training, case.compared, compute, scale, shake
         )
 
-    def call(self, part: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def call(self, model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns logits and loss, as `reference.AuthorCall`."""
         structure = self._built.structure
         with contextlib.ExitStack() as stack:
             stack.enter_context(inlined())  # a checkpoint changes no number, and none is drawn again in backward
-            if part.training:
-                step, first = self._places[id(batch)]
-                stack.enter_context(Masks(part, structure.layers, len(batch.tokens), f"{SEED},{step}", first))
+            if model.training:
+                step, first_row = self._step_and_row_of_batch[id(batch)]
+                stack.enter_context(Masks(model, structure.layers, len(batch.tokens), f"{SEED},{step}", first_row))
             stack.enter_context(Float64Ops() if self._wide else contextlib.nullcontext())
             masked = batch.positions is not None
-            arguments = (part, structure, batch.tokens, batch.targets)
+            arguments = (model, structure, batch.tokens, batch.targets)
             if self._labels:
                 output = author_output(*arguments, self._labels, batch.positions, masked)
             else:
                 output = model_output(*arguments, batch.positions, masked)
             return output.logits, output.loss
 
-    def forward(self, part: nn.Module, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         """Returns logits, or the loss of a model that gives nothing else."""
-        logits, loss = self.call(part, batch)
-        found = logits if logits is not None else loss
-        assert found is not None
-        return found
+        logits, loss = self.call(model, batch)
+        output = logits if logits is not None else loss
+        assert output is not None
+        return output
 
 
-def _draws(module: torch.nn.Module, forward: Forward, batch: MicroBatch, training: bool) -> str:
-    """Why a model that draws random numbers can't be compared with itself; "" for any other."""
-    apart = spread(module, forward, batch, training)
-    if apart <= EXACT:
+def _random_numbers_reason(module: torch.nn.Module, forward: Forward, batch: MicroBatch, training: bool) -> str:
+    """Returns why a model whose runs differ can't be compared (it draws random numbers); "" for any other."""
+    difference = spread(module, forward, batch, training)
+    if difference <= EXACT:
         return ""
     cure = "take what draws them out of the model"
     if training and spread(module, forward, batch, training=False) <= EXACT:
@@ -213,17 +215,17 @@ def _draws(module: torch.nn.Module, forward: Forward, batch: MicroBatch, trainin
     where = drawing(module, forward, batch) or "the model"
     return (
         f"its forward draws random numbers in {'training' if training else 'evaluation'}, in {where}: two runs of it "
-        f"on one device differ by {apart:.1e}, and a proof needs {EXACT:g}; {cure}"
+        f"on one device differ by {difference:.1e}, and a proof needs {EXACT:g}; {cure}"
     )
 
 
 def _rows_of(batch: MicroBatch, span: Span) -> MicroBatch:
     rows = slice(*span)
-    places = None if batch.positions is None else batch.positions[rows]
-    return MicroBatch(batch.tokens[rows], batch.targets[rows], places)
+    positions = None if batch.positions is None else batch.positions[rows]
+    return MicroBatch(batch.tokens[rows], batch.targets[rows], positions)
 
 
 def moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Returns a batch on a device."""
-    places = None if batch.positions is None else batch.positions.to(device)
-    return MicroBatch(batch.tokens.to(device), batch.targets.to(device), places)
+    positions = None if batch.positions is None else batch.positions.to(device)
+    return MicroBatch(batch.tokens.to(device), batch.targets.to(device), positions)

@@ -55,12 +55,12 @@ class PlainRows:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self._tokens = np.fromfile(folder / "train.bin", dtype=manifest["dtype"])
         self._held_out = np.fromfile(folder / "validation.bin", dtype=manifest["dtype"])
-        self._ends = np.fromfile(folder / "train.idx", dtype="<u8").tolist()
+        self._document_ends = np.fromfile(folder / "train.idx", dtype="<u8").tolist()
         self._rows, self._sequence, self._documents = rows, sequence, documents
         self._shifts = min(sequence, len(self._tokens) - sequence)
         self._windows = (len(self._tokens) - self._shifts) // sequence
-        self._order = _key("order", manifest["fingerprint"], seed)
-        self._shift = _key("shift", manifest["fingerprint"], seed)
+        self._order = _hash_key("order", manifest["fingerprint"], seed)
+        self._shift = _hash_key("shift", manifest["fingerprint"], seed)
 
     def batch(self, step: int) -> PlainBatch:
         """Returns a step's global batch."""
@@ -93,7 +93,11 @@ class PlainRows:
         text = self._tokens[start : start + self._sequence + 1].astype(np.int64).tolist()
         tokens, targets, positions = text[:-1], text[1:], list(range(self._sequence))
         if self._documents:
-            document_starts = {end - start for end in self._ends if start < end <= start + self._sequence}
+            document_starts = {
+                document_end - start
+                for document_end in self._document_ends
+                if start < document_end <= start + self._sequence
+            }
             position = 0
             for index in range(self._sequence):
                 position = 0 if index in document_starts or index == 0 else position + 1
@@ -103,8 +107,8 @@ class PlainRows:
         return tokens, targets, positions
 
 
-def _key(*parts: Any) -> int:
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
+def _hash_key(*fields: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:8], "little")
 
 
 def _mix(value: int) -> int:
@@ -120,14 +124,14 @@ def _shuffled(index: int, size: int, key: int) -> int:
     width = math.isqrt(size - 1) + 1
     height = -(-size // width)
     while True:
-        left, right = index % width, index // width
+        column, row = index % width, index // width
         for round_index in range(_ROUNDS):
             salt = _mix((key + round_index) % _WORD)
             if round_index % 2:
-                right = (right + _mix(left ^ salt) % height) % height
+                row = (row + _mix(column ^ salt) % height) % height
             else:
-                left = (left + _mix(right ^ salt) % width) % width
-        index = left + right * width
+                column = (column + _mix(row ^ salt) % width) % width
+        index = column + row * width
         if index < size:
             return index
 

@@ -220,14 +220,13 @@ def drawing(module: nn.Module, forward: Forward, batch: Any) -> str:
     states: list[torch.Tensor] = []
     device = batch.targets.device
 
-    def enter(_part: nn.Module, _args: Any) -> None:
+    def enter(_module: nn.Module, _args: Any) -> None:
         states.append(random_state(device))
 
     def leave(submodule: nn.Module, _args: Any, _out: Any) -> None:
         if not torch.equal(states.pop(), random_state(device)):
-            drawing_modules.append(
-                f"{names[submodule]} ({type(submodule).__name__})"
-            )  # what is inside leaves before what is around it
+            # Inner modules leave before outer ones, so the first entry is the innermost that draws.
+            drawing_modules.append(f"{names[submodule]} ({type(submodule).__name__})")
 
     names = {submodule: name or "the model" for name, submodule in module.named_modules()}
     hooks = [submodule.register_forward_pre_hook(enter) for submodule in names]

@@ -46,13 +46,13 @@ NARROW = 4
 """Elements of a head of the clone from which a proof's sharding table grows."""
 
 
-def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None] | None = None) -> list[Verdict]:
+def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict], None] | None = None) -> list[Verdict]:
     """Runs the reference once and each layout after it, on forked ranks of this machine.
 
     Args:
         case: model and data.
         layouts: all of one precision.
-        done: told of each verdict as it is reached.
+        on_verdict: called with each verdict as it is reached.
 
     Returns:
         One verdict a layout; a layout that can't run is refused, with the reason.
@@ -81,8 +81,8 @@ def verify(case: Case, layouts: Sequence[Layout], done: Callable[[Verdict], None
                 if refusal
                 else _prove_layout(case, layout, path, analyses)
             )
-            if done:
-                done(verdicts[-1])
+            if on_verdict:
+                on_verdict(verdicts[-1])
     return verdicts
 
 

@@ -70,8 +70,8 @@ def held_names(
             *layer_graph.input_weights[start:stop], *layer_graph.output_weights[start + 1 : stop + 1]
         )
         stages.append({name for name in names if (start <= owner[name] < stop) or name in outer_weights})
-    held = set().union(*stages)
-    for name in (name for name in names if name not in held):
+    covered = set().union(*stages)
+    for name in (name for name in names if name not in covered):
         # No gradient reaches it, but its value may matter, to any stage; unless it is another name of one that is held.
         tied_names = {tied_name for tie in ties if name in tie for tied_name in tie if tied_name != name}
         for stage in [stage for stage in stages if stage & tied_names] or stages:

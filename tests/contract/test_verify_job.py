@@ -196,7 +196,7 @@ def test_weights_that_are_not_trained_are_compared_too(tmp_path: Path, monkeypat
         monkeypatch.setattr(job_proof.CheckpointStore, "read_full", lambda self, found: state.items())
         config = dataclasses.replace(RunConfig(), train=TrainConfig(steps=3))
         case = job_proof.JobCase(config=config, build=cast(Any, None), data=tmp_path)
-        return job_proof._compared(case, Layout(), Layout(), tmp_path, wanted)
+        return job_proof._compare_run(case, Layout(), Layout(), tmp_path, wanted)
 
     assert compared().passed
     verdict = compared(frozen=torch.full((3,), 1.001, dtype=torch.float64))
