@@ -203,4 +203,4 @@ class InspectConfig(Config):
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; its name may stand first, without a flag."""
     layout: tuple[str, ...] = ()
-    """Layouts by text form, whose bytes of state are told; several may follow one ``--layout``."""
+    """Layouts by text form, whose bytes of state are listed; several may follow one ``--layout``."""

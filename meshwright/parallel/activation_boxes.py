@@ -1,4 +1,4 @@
-"""Which box of a whole row a rank's activation is: read off its shape, and what the axes split where it is made."""
+"""Finds a rank's activation as a box of the full row, from its shape and from the axes that split it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Places = NDArray[np.int64]
 
 
 class Unplaced(Exception):
-    """An activation whose rows, tokens or units can't be told from its shape; the text says why."""
+    """Raised for an activation whose shape doesn't determine its rows, tokens or units; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,7 @@ class TokenSplit:
         elif self.ranks > 1:
             cp_positions = np.array_split(all_positions, self.ranks)[self.index]
         tp_positions = np.array_split(cp_positions, self.parts)[self.part]
+        # By length: the size of a tensor's token dim says which of the three it has.
         return {len(positions): positions for positions in (all_positions, cp_positions, tp_positions)}
 
 
@@ -79,6 +80,7 @@ def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units:
     """
     dims = _row_dims(shape, rows, tokens)
     positions, sizes = [np.arange(size) for size in dims], list(dims)
+    # Where tokens or units are split: find the dims that count them.
     if math.prod(dims) > 1 and (len(tokens) > 1 or units is not None):
         token_dim = _token_dim(dims, tokens, required=len(tokens) > 1)
         if len(tokens) > 1:
@@ -96,6 +98,7 @@ def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units:
 def lines_of(positions: Sequence[Places], sizes: Sequence[int]) -> Places:
     """Returns the numbers of lines at all combinations of places in dims of the given whole sizes."""
     lines = np.zeros(1, dtype=np.int64)
+    # Row-major: line = line x size + position, for all combinations.
     for dim_positions, size in zip(positions, sizes):
         lines = (lines[:, None] * size + dim_positions[None]).reshape(-1)
     return lines

@@ -1,4 +1,4 @@
-"""Collectives over one axis's group, with an account of what they moved and how long ranks stood still for them.
+"""Collectives over one axis's group, with a log of the bytes sent and of the time that ranks were blocked.
 
 On gloo the gather and the scatter are direct exchanges between pairs: every rank sends each peer its part at once and
 sums in rank order. That is the same number of bytes as a ring, with one message latency instead of n-1, the sum is
@@ -125,6 +125,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
             sent_bytes,
         )
         self._started, self._finished = time.perf_counter(), False
+        # From here to `wait` the transfer overlaps with compute.
         self._event = _record_event() if axis_group.on_cuda else None
         self._number = axis_group.log.begin()
 
@@ -148,6 +149,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         if self._event is None:
             log.add(self._axis_group.axis, self._op, self._bytes, now - self._started, now - wait_began)
         else:
+            # Calls and bytes now; the device's times when the log is drained.
             log.add(self._axis_group.axis, self._op, self._bytes, 0.0, 0.0)
             log.add_events(self._axis_group.axis, self._op, self._event, wait_event, _record_event())
         return True
@@ -171,7 +173,7 @@ class DifferentiableCollectives:
         self._call: Callable[..., Any] = _apply_function
 
     def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
-        """Returns what an autograd function gives; its forward and backward send over this wire."""
+        """Applies an autograd function, whose forward and backward communicate over this group."""
         return self._call(function, *args)
 
     def hide_from_compiler(self) -> None:
@@ -199,6 +201,7 @@ class AxisGroup(DifferentiableCollectives):
         self._global = dist.get_process_group_ranks(group)
         backends = dist.get_backend_config(group)
         self.on_cuda = "cuda:nccl" in backends or backends == "nccl"
+        # NCCL's own collectives are kept; gloo's are replaced where n - 1 messages a rank are few.
         self._direct = not self.on_cuda and "gloo" in backends and self.size <= DIRECT_RANKS
 
     def all_reduce(self, tensor: torch.Tensor, of: str = "") -> PendingCollective:
@@ -227,6 +230,7 @@ class AxisGroup(DifferentiableCollectives):
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             return self._native("all_gather", sent, lambda: gather(output, shard, group=self.group, async_op=True), of)
         chunks = output.view(self.size, -1)
+        # Receives are posted first: gloo sends nothing until the receiver has said where to.
         works = self._receive(lambda peer: chunks[peer]) + self._send(lambda peer: shard)
         return PendingCollective(works, lambda: _copy(chunks[self.index], shard), self, "all_gather", sent, of)
 
@@ -241,6 +245,7 @@ class AxisGroup(DifferentiableCollectives):
                 "reduce_scatter", sent, lambda: scatter(output, tensor, group=self.group, async_op=True), of
             )
         chunks = tensor.view(self.size, -1)
+        # This rank's own chunk needs no buffer: it is read where it lies.
         received_chunks = {peer: torch.empty_like(output) for peer in range(self.size) if peer != self.index}
         works = self._receive(received_chunks.__getitem__) + self._send(lambda peer: chunks[peer])
         received_chunks[self.index] = chunks[self.index]
@@ -268,6 +273,7 @@ class AxisGroup(DifferentiableCollectives):
 
     def _peers(self) -> list[int]:
         """Peers in an order that spreads the load: each rank starts with its right-hand neighbour."""
+        # Without it all ranks would send to rank 0 first.
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
     def _receive(self, buffer_of_peer: Callable[[int], torch.Tensor]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Plain bytes over a process group: what ranks tell each other beside tensors is JSON, so that nothing is unpickled."""
+"""Collectives of plain bytes: messages between ranks are JSON rather than pickles, so that nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None = None) -> list[byt
 
 
 def broadcast_bytes(data: bytes, source: int = 0, group: ProcessGroup | None = None) -> bytes:
-    """Returns the bytes of the rank ``source``, which alone gives them; the others' are passed over."""
+    """Returns the bytes of the rank ``source``; the other ranks' ``data`` is ignored."""
     size = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(size, source, group=group)
     if not int(size):

@@ -45,6 +45,7 @@ def _apply(work: TransformContext) -> None:
             expert_names = {name for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes}
             parameter_names = [name for name, _ in stage.module.named_parameters()]
             for axis_group, group_names in (
+                # Experts are copied over fewer ranks than all other weights: two reducers.
                 (mesh.across(gradient_axes(())), [name for name in parameter_names if name not in expert_names]),
                 (mesh.axis_groups.get("ep_copies"), [name for name in parameter_names if name in expert_names]),
             ):

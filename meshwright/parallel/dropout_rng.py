@@ -52,7 +52,7 @@ class RngContext:
     units: Units | None = None
     """What is here of units that other ranks have too, between the matrices of a group."""
     lost: str = ""
-    """Why rows can't be told where this is; "" where they can."""
+    """Why a tensor's rows are unknown in this module; "" where they are known."""
 
 
 class DropoutRng:
@@ -78,6 +78,7 @@ class DropoutRng:
             first: place of the first row in the global batch.
             shape: of the micro-batch: (B, S) or (B, ...).
         """
+        # False, no longer None: a forward ran, and drew nothing so far.
         self._drawn = self._drawn or False
         self.moment = RngContext(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
 
@@ -101,11 +102,13 @@ class DropoutRng:
             undo: puts back what a forward changes in the model.
         """
         if self._drawn is False:
+            # A draw moves torch's generators, which shows that this forward needs keyed numbers after all.
             states_before = generator_states()
             output = forward()
             if all(map(torch.equal, states_before, generator_states())):
                 return output
             del output
+            # It drew from torch: put the buffers back, and run it again with keyed numbers.
             undo()
         self.begin(key, first, shape)
         try:
@@ -162,6 +165,7 @@ class DropoutRng:
         context, mode_is_on = self.moment, self._mode_is_on
         if context is None:
             return contextlib.nullcontext
+        # A copy, since the forward goes on and counts further draws.
         context_copy = dataclasses.replace(context, calls=dict(context.calls))
 
         @contextlib.contextmanager
@@ -186,6 +190,7 @@ class DropoutRng:
         """Returns numbers between 0 and 1, float64; one without dims is the same for all rows."""
         if not shape:
             context = self._drawing_context()
+            # Row -1: a number of no row, equal on every rank.
             key = row_keys(self._draw_name(context), np.array([-1]))
             return uniform(key, Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)), device).view(())
         return uniform(*self._next_draw(shape), device).view(tuple(shape))
@@ -209,6 +214,7 @@ class DropoutRng:
             raise self._placement_error(
                 context, (rows, heads, queries, keys), "attention over other tokens than the batch's"
             )
+        # All that the box depends on: lines (head, query) and columns (key).
         key = ("scores", heads, queries, keys, query_run, context.tokens, context.units)
         box = self._boxes.get(key)
         if box is None:
@@ -242,6 +248,7 @@ class DropoutRng:
 
     def _remember_box(self, key: Any, box: Box) -> Box:
         if len(self._boxes) >= BOXES:
+            # Shapes change with the rows' lengths, so the cache is bounded.
             self._boxes.clear()
         self._boxes[key] = box
         return box
@@ -254,17 +261,20 @@ class DropoutRng:
         return self.moment
 
     def _draw_name(self, context: RngContext) -> str:
+        # The name hashes to the draw's key; see `keyed_random`.
         context.number += 1
         return f"{context.key},{context.owner},{context.number - 1}"
 
     def _run_as_owner(self, name: str, plain: Call, args: Any, kwargs: Any) -> Any:
         context = self.moment
         assert context is not None
+        # Draws are counted anew in each call of an owner, so that they don't depend on what else this rank computes.
         outer = context.owner, context.number, context.units
         call_index = context.calls.get(name, 0)
         context.calls[name] = call_index + 1
         context.owner, context.number, context.units = f"{name}:{call_index}", 0, None
         try:
+            # One mode for nested owners: under two, a replaced draw would be replaced again.
             return plain(*args, **kwargs) if self._mode_is_on else self._run_under_mode(plain, args, kwargs)
         finally:
             context.owner, context.number, context.units = outer

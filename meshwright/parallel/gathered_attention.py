@@ -104,6 +104,7 @@ def wrap_layer(layer: Any, axis_group: AxisGroup, splits: int) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden: list[torch.Tensor] = []
             tree_map_only(torch.Tensor, lambda x: hidden.append(x) if is_hidden(x) else None, (args, kwargs))
+            # S of the whole row, by which positions and tables of angles are recognised among the arguments.
             tokens = hidden[0].shape[1] * axis_group.size * splits if hidden else 0
 
             def cut(x: torch.Tensor) -> torch.Tensor:

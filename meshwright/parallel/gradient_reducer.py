@@ -116,6 +116,7 @@ class GradientReducer:
 
     def _start(self, bucket: _Bucket) -> None:
         grads = [self._gradient(parameter) for parameter in bucket.parameters]
+        # One gradient is summed in place, in the tensor that autograd made; several are copied into one bucket.
         if len(grads) == 1:
             payload = grads[0]
         else:
@@ -125,6 +126,7 @@ class GradientReducer:
     @staticmethod
     def _gradient(parameter: nn.Parameter) -> torch.Tensor:
         if parameter.grad is None:
+            # The other ranks' buckets have this parameter: zeros keep the lengths equal.
             parameter.grad = torch.zeros_like(parameter)
         elif not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()

@@ -1,4 +1,4 @@
-"""Tokens for heads: each rank gives its tokens' features away by units and gets all tokens of its own units.
+"""Exchanges tokens for heads by all-to-all: from all features of a rank's tokens to all tokens of a rank's heads.
 
 Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
 """
@@ -39,6 +39,7 @@ def _covers_in_order(spans: Sequence[Spans], features: int) -> bool:
 def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """(B, S/c, F) to (B, S, F'): F' features of this rank's units."""
     local_features = _width(spans[axis_group.index])
+    # Chunk p: this rank's tokens of rank p's features.
     chunks = [_select_runs(x, rank_spans) for rank_spans in spans]
     outputs = [x.new_empty(*x.shape[:2], local_features) for _ in spans]
     axis_group.all_to_all(outputs, chunks).wait()
@@ -47,6 +48,7 @@ def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) ->
 
 def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """(B, S, F') to (B, S/c, F): what several ranks hold is summed."""
+    # Chunk p: rank p's tokens of this rank's features.
     chunks = [features_of_rank.contiguous() for features_of_rank in x.chunk(axis_group.size, dim=1)]
     outputs = [x.new_empty(*chunks[0].shape[:2], _width(rank_spans)) for rank_spans in spans]
     axis_group.all_to_all(outputs, chunks).wait()

@@ -80,11 +80,14 @@ def row_keys(text: str, rows: NDArray[np.int64]) -> Words:
 def kept(keys: Words, box: Box, p: float, device: torch.device) -> torch.Tensor:
     """Returns (B, L, J) bool: True where dropout of probability ``p`` keeps an element."""
     shape, bound = (len(keys), len(box.lines), len(box.last)), min(round(p * 2**32), 2**32)
+    # p = 1 keeps nothing, and its bound doesn't fit 32 bits.
     if bound == 2**32:
         return torch.zeros(shape, dtype=torch.bool, device=device)
     if device.type != "cpu":
+        # The device's bits are shifted by 2^31 (`_bits_on`), and so is the bound.
         return _bits_on(keys, box, device) >= bound - 2**31
     mask = np.empty((shape[0] * shape[1], shape[2]), dtype=np.bool_)
+    # P(bits < p x 2^32) = p, so an element is kept with probability 1 - p.
     threshold = np.uint32(bound)
     _hash(keys, box, lambda rows, bits: np.greater_equal(bits, threshold, out=mask[rows]))
     return torch.from_numpy(mask.reshape(shape))

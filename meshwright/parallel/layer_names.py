@@ -1,4 +1,4 @@
-"""What of the model a collective is of, in words: the layers whose weights or gradients travel."""
+"""Names the layers whose weights or gradients a collective sends, for messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives a wrapped meta module its memory: each parameter becomes this rank's part alone, filled from where it comes."""
+"""Allocates a wrapped meta module: each parameter gets memory for this rank's shard alone, and its values."""
 
 from __future__ import annotations
 

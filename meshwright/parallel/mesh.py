@@ -50,13 +50,14 @@ class Mesh:
             self.axis_groups[name + suffix] = AxisGroup(name + suffix, group, self.log)
 
     def line(self, axis_group: AxisGroup) -> DeviceMesh:
-        """Returns the ranks of a wire as a mesh of one dimension, which has the wire's name."""
+        """Returns a group's ranks as a DeviceMesh of one dimension, named as the group."""
         if axis_group.axis in self.layout.shape():
             return self.device_mesh[axis_group.axis]
         return DeviceMesh.from_group(axis_group.group, self.device_type, mesh_dim_names=(axis_group.axis,))
 
     def across(self, names: Sequence[str]) -> AxisGroup:
-        """Returns a wire over the product of some axes; all ranks must ask for it together."""
+        """Returns a group over the product of some axes; a collective call, since it may make the group."""
+        # Axes of degree 1 add no ranks; of none but these the first names a group of one.
         used = [name for name in names if self.layout.degree(name) > 1] or list(names[:1])
         if len(used) == 1:
             return self.axis_groups[used[0]]
@@ -65,13 +66,14 @@ class Mesh:
             dims = [tuple(self.layout.shape()).index(name) for name in used]
             trailing_dims = range(-len(dims), 0)
             size = math.prod(self.layout.degree(name) for name in used)
+            # With the used axes innermost, each row of the matrix is one group.
             lines = self.device_mesh.mesh.movedim(dims, tuple(trailing_dims)).reshape(-1, size)
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
             self.axis_groups[key] = AxisGroup(key, group, self.log)
         return self.axis_groups[key]
 
     def neighbours(self, name: str, size: int) -> AxisGroup:
-        """Returns a wire over runs of ``size`` neighbours along an axis; all ranks must ask for it together."""
+        """Returns a group over runs of ``size`` neighbours along an axis; a collective call."""
         key = f"{name}_{size}"
         if key not in self.axis_groups:
             lines = self.device_mesh.mesh.movedim(tuple(self.layout.shape()).index(name), -1).reshape(-1, size)

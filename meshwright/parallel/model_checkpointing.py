@@ -89,6 +89,7 @@ def repeat_in(module: Any, *snapshots: Snapshot) -> None:
 def _in_saved_state(function: Function, policy: _Policy) -> Function:
     """Returns a function that computes the same, in the present state whenever it is called."""
     restorers = [snapshot() for snapshot in policy.snapshots]
+    # Taken at the first forward: backward runs outside of the modes that replaced its functions.
     modes = function_modes()
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
@@ -96,6 +97,7 @@ def _in_saved_state(function: Function, policy: _Policy) -> Function:
             stack.enter_context(_under_policy(policy))
             for restore in restorers:
                 stack.enter_context(restore())
+            # Only the modes that aren't active again: backward may run inside of some.
             for mode in modes[len(function_modes()) :]:
                 stack.enter_context(mode)
             return function(*args, **kwargs)
@@ -110,6 +112,7 @@ def _empty_generator() -> Generator[None, None, None]:
 
 def _run_reentrant(policy: _Policy, function: Function, preserve: bool, *args: Any) -> Any:
     if not policy.fed and not any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args):
+        # As torch's reentrant checkpoint: without an input that needs a gradient, nothing in it gets one.
         with torch.no_grad():
             return function(*args)
     if policy.inline:

@@ -1,4 +1,4 @@
-"""Buffers that a model's forward changes: they move once a step, by the forward that trains, and by nothing else."""
+"""Buffers that a model's forward changes (batch norm's statistics): changed once a step, by the training forward."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MovingBuffers:
                 owner._buffers[key] = buffer
 
     def again(self, plain: Forward) -> Forward:
-        """Returns a forward for one call that, repeated, starts from the buffers of the first time and moves none."""
+        """Returns a forward for one call; when repeated, it starts from the first call's buffers and changes none."""
         first_values, is_first_call = self.copy(), True
 
         @functools.wraps(plain)

@@ -17,7 +17,7 @@ _SIZES = ("in_features", "out_features", "nf", "nx", "in_channels", "out_channel
 
 
 def spans_of(split: ParameterSplit, units: Span, group: ShardingGroup, size: int) -> tuple[Span, ...]:
-    """Returns the runs of a parameter's dim, of ``size`` indices, that the units [first, last) use.
+    """Returns the runs of a parameter's dim, of ``size`` indices, that the units (start, stop) use.
 
     Raises:
         ValueError: when the blocks don't fit the size: the table belongs to another model.
@@ -41,6 +41,7 @@ def copied_runs(
     runs, local_start = [], 0
     for block in split.blocks:
         start, stop = block.span(*units, group.units)
+        # Fewer runs than ranks: degree / count neighbours hold each of them.
         if block.count < degree:
             runs.append((local_start, local_start + stop - start, degree // block.count))
         local_start += stop - start
@@ -74,6 +75,7 @@ def cut_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ..
     owner._parameters[attribute] = local_weight
     full_size, local_size = full_weight.shape[split.dim], local_weight.shape[split.dim]
     for name in _SIZES:
+        # `in_features` and the like repeat the weight's shape, and code may read them.
         if vars(owner).get(name) == full_size and full_size != local_size:
             setattr(owner, name, local_size)
     return local_weight
@@ -85,6 +87,7 @@ def adapt(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
         if name.startswith("config."):
             owner: Any = target
             config = owner.config
+            # Layers share one config: this module gets a copy before a number in it changes.
             if not getattr(config, "_is_local", False):
                 owner.config = config = copy.copy(config)
                 config._is_local = True
@@ -120,11 +123,13 @@ def scaled(
     Raises:
         ValueError: when it doesn't come out whole.
     """
+    # A number that counts indices: as many as this rank has.
     if scales_with.startswith("="):
         return sum(stop - start for start, stop in splits[scales_with[1:]].spans(*units, group.units))
     numerator, _, denominator = scales_with.partition("/")
     ratios = [_block_ratio(splits, name, group, units) for name in (numerator, denominator) if name]
     local_count, full_count = ratios[0]
+    # A ratio of two counts, such as query heads per key head.
     if denominator:
         local_count, full_count = local_count * ratios[1][1], full_count * ratios[1][0]
     value, remainder = divmod(full_value * local_count, full_count)

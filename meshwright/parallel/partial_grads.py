@@ -1,4 +1,4 @@
-"""Sums, after backward, of gradients of which each rank along ``tp`` has a part."""
+"""Sums, after backward, the gradients of which each rank along ``tp`` has a summand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.torch_compat.tensors import local_tensor
 
 
 class PartialGradReducer:
-    """Sums, after backward, the gradients of which each rank of the axis has a part.
+    """Sums, after backward, the gradients of which each rank of the axis has a summand.
 
     Args:
         module: holds the parameters; they may be DTensors, whose local shards are summed.
@@ -42,6 +42,7 @@ class PartialGradReducer:
             if parameter is None or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
+                # Zeros take part: every rank must send an equally long bucket.
                 parameter.grad = torch.zeros_like(parameter)
             grad = local_tensor(parameter.grad)
             buckets.setdefault((partial.ranks, grad.dtype), []).extend(_partial_grad_views(parameter, grad, partial))
@@ -49,6 +50,7 @@ class PartialGradReducer:
             if not grad_views:
                 continue
             axis_group = self._neighbours[ranks] if ranks else self._axis_group
+            # One all-reduce for each group and type: these gradients are small and many.
             bucket = torch.cat([grad_view.reshape(-1) for grad_view in grad_views])
             axis_group.all_reduce(bucket, "shared gradients").wait()
             for grad_view, reduced_grad in zip(
@@ -61,6 +63,7 @@ def _partial_grad_views(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -
     """Returns the views of a local gradient that are summed."""
     if not owed.runs:
         return [grad] if grad.numel() else []
+    # The runs count in tp's shard, of which FSDP2 may have left this rank some rows.
     offset, size = local_rows(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
     local_runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in owed.runs]
     return [grad.narrow(owed.dim, start, stop - start) for start, stop in local_runs if start < stop]

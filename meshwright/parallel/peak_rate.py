@@ -1,4 +1,4 @@
-"""The matrix-product rate that this rank reaches now, beside all others: what utilisation is measured against."""
+"""Measures this rank's matrix-product rate while all ranks compute: the reference of utilisation."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ class _SharedWeight:
             if twin.gradient is not None:
                 grad_sum.add_(twin.gradient)
             twin.parameter.grad = None
+        # The twins' gradients are in the sum: optimizer and norm see the first copy alone.
         parameter.grad = self._primary.like(grad_sum)  # type: ignore[assignment]
         return self._axis_group.all_reduce(grad_sum, self._of).wait if self._axis_group else lambda: None
 
@@ -85,6 +86,7 @@ class PipelineProgram(Program):
         self._shared = self._find_shared_weights(division, mesh)
         for stage in self._pipeline_stages:
             assert stage.cut is not None
+            # Only now: the weights are real, and the data axes' hooks are attached.
             stage.cut.arm(_COMPUTE.get(layout.precision, torch.float32), device)
             _disable_reshard(stage.module)
         self._current_run: tuple[Any, ScheduleRun] | None = None
@@ -219,6 +221,7 @@ class PipelineProgram(Program):
             if len(weights) > 1 or (axis_group and weights[0].parameter.requires_grad):
                 shared.append(_SharedWeight(weights, axis_group if weights[0].parameter.requires_grad else None))
             for weight_list in (self.weights, self.frozen):
+                # The optimizer must meet each weight of this rank once.
                 weight_list[:] = [weight for weight in weight_list if weight not in weights[1:]]
         return shared
 
@@ -233,6 +236,7 @@ def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], Axis
         if len(holders) == size:
             axis_groups[holders] = mesh.axis_groups["pp"]
         elif len(holders) > 1:
+            # A collective call: ranks outside of the group take part in making it.
             group, _ = dist.new_subgroups_by_enumeration(
                 [[pipeline[index] for index in holders] for pipeline in pipeline_ranks]
             )

@@ -1,4 +1,4 @@
-"""Which stage holds what: the schedule, the bounds of the stages, and the weights that several stages hold."""
+"""Divides a model into pipeline stages: the schedule, the stages' bounds, and the weights that several stages hold."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     division = _divide_model(source.module, source.layer_graph, source.ties, layout)
     numbers = division.schedule.rank_stages(mesh.device_mesh.get_local_rank("pp"))
     copies = mesh.world.size // layout.degree("pp")
+    # A rank with several stages needs a module for each; the source's own serves as the last.
     modules = [*(copied(source.module) for _ in numbers[1:]), source.module]
     stages: list[StageModule] = []
     for number, module in zip(numbers, modules):
@@ -99,7 +100,8 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
 def _divide_model(
     module: nn.Module, layer_graph: LayerGraph, ties: Sequence[Sequence[str]], layout: Layout
 ) -> Division:
-    """Divides the whole model, which is on meta."""
+    """Divides the full model, which is on the meta device."""
+    # A model whose backward can't come in halves runs each backward whole.
     schedule = layout.pipeline().unsplit() if layer_graph.whole_backward else layout.pipeline()
     sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
     bounds = divide(layer_graph, sizes, ties, schedule.stages, layout.split)
@@ -119,7 +121,7 @@ def _divide_model(
 
 
 def _tied_shards(module: nn.Module, division: Division, copies: int) -> dict[str, LocalShard]:
-    """Places of the weights that go by another name, or that other ranks of the line hold too."""
+    """Returns the shards of tied weights that go by another name, or that other stages hold too."""
     shards = {}
     for name, item in module.named_parameters():
         primary_name: Any = division.first[name]

@@ -105,6 +105,7 @@ class Program:
             This rank's (loss sum, target tokens, right predictions), float64, not yet summed over ranks.
         """
         total: torch.Tensor | None = None
+        # Tells the data axes whether a sum would be added to gradients, which must be complete then.
         no_gradients = all(weight.parameter.grad is None for weight in self.weights)
         buffers_before = self.moving.copy() if len(batches) > 1 else None
         for microbatch, batch in enumerate(batches):
@@ -124,6 +125,7 @@ class Program:
             loss.backward()
             self.progress_hooks.outside()
             total = sums if total is None else total + sums
+            # Frees the micro-batch's graph before the next forward.
             del loss
             self.clock.lap("backward")
             if self.meter is not None:
@@ -141,12 +143,14 @@ class Program:
         if self.mesh is not None:
             layout, shares = self.mesh.layout, self.mesh.layout.shares()
             share = shares[layout.reader(self.mesh.rank)[0]]
+            # Global rows follow from this rank's rows and its reader's share; `span` gives the first of them.
             first_row = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
         first_row += sum(rows[:microbatch])
         # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
         seed_all(hash((*key, first_row)) % 2**63)
         if self.chance is None:
             return forward()
+        # A forward that runs twice must start from the same buffers (batch norm's statistics).
         undo = functools.partial(self.moving.put, self.moving.copy())
         return self.chance.run(key, first_row, batches[microbatch].tokens.shape, forward, undo)
 

@@ -1,8 +1,8 @@
-"""Tells which layer runs: as its forward begins, and as its backward does, so that a hang can be named by it.
+"""Reports the layer that runs, as its forward and as its backward begin, so that a hang is reported with its layer.
 
-A layer's forward is replaced by one that tells before and puts a hook on what comes out, by which autograd tells when
-the gradient of that has come. While nobody listens this costs a comparison; it is outside of what is compiled or run
-again for backward, and never sees a value.
+A layer's forward is wrapped: it reports first, and puts a gradient hook on its output, which reports when backward
+reaches the layer. While nobody listens this costs a comparison; the wrapper lies outside of compiled and of recomputed
+code, and never sees a value.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import nn
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 
 OUTSIDE = -1
-"""Told when the last of a rank's layers is left; of backward there is no such moment but its end (`outside`)."""
+"""Reported when a rank's last layer ends; backward has no such moment but its own end (`outside`)."""
 
 
 class LayerProgressHooks:
-    """What passes through a rank's layers tells it."""
+    """Reports the layer that runs to the listener ``tell``."""
 
     def __init__(self) -> None:
         self.tell: Callable[[int], None] | None = None
         """Given the number of the layer that begins, or `OUTSIDE`; None while nobody listens."""
 
     def watch(self, layers: Sequence[nn.Module], first: int) -> None:
-        """Makes layers tell.
+        """Wraps layers so that they report.
 
         Args:
             layers: some that follow each other.
@@ -41,7 +41,7 @@ class LayerProgressHooks:
             wrap_forward(layer, ForwardLayer.PROGRESS, f"reports that layer {number} runs", reports)
 
     def outside(self) -> None:
-        """Tells that no layer runs any more."""
+        """Reports that no layer runs any more."""
         if self.tell is not None:
             self.tell(OUTSIDE)
 
@@ -67,6 +67,6 @@ class LayerProgressHooks:
 
 
 def _hidden(out: Any) -> torch.Tensor | None:
-    """Returns the first tensor of what a layer gives, which is what the next one takes."""
+    """Returns the first tensor of a layer's output: the next layer's input."""
     values = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
     return next((value for value in values if isinstance(value, torch.Tensor)), None)

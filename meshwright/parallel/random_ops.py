@@ -1,4 +1,4 @@
-"""The functions of torch that draw random numbers, and the same functions over numbers from elsewhere."""
+"""Replaces torch's functions that draw random numbers by the same functions over keyed numbers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -
 
 
 def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Attention with dropout of its weights, which no fused kernel takes from outside: they are made, then dropped."""
+    """Computes attention with dropout unfused, since no fused kernel accepts a dropout mask."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     query, key, value, mask, p, causal = _arguments(args, kwargs, names, (None, None, None, None, 0.0, False))
     if not p or query.is_meta:
@@ -108,6 +108,7 @@ def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torc
     if causal:
         mask = torch.ones(keep.shape[-2:], dtype=torch.bool, device=keep.device).tril()
     inputs = (query * scale, key, value, mask, keep, p)
+    # Large ones are computed again in backward: the mask is kept, one byte a weight, and not the scores.
     if keep.numel() <= DEAR or not torch.is_grad_enabled():
         return _attention_with_mask(*inputs)
     output: torch.Tensor = checkpoint(_attention_with_mask, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -124,10 +125,11 @@ def _attention_with_mask(
 
 
 def _drawn_in_place(from_uniform: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
-    """A function that gives a tensor of numbers: torch makes it, then its elements are drawn anew."""
+    """Returns the replacement of a function that draws a tensor: torch makes it, then keyed numbers overwrite it."""
 
     def drawn(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         out: torch.Tensor = func(*args, **kwargs)
+        # Shapes alone are asked for: no number is drawn, and none is counted.
         if out.is_meta:
             return out
         if kwargs.get("generator") is not None:

@@ -72,6 +72,7 @@ class _TorchStage(PipelineStage):
         forward: Forward,
         backward: Backward,
     ) -> None:
+        # From the trial forward: with known shapes torch's runtime infers none itself.
         inputs, outputs = (tuple(kind.example() for kind in tensors) for tensors in tensor_kinds)
         super().__init__(
             stage.module,
@@ -126,7 +127,7 @@ class _TorchStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         """Called by torch's runtime to send the gradients for the stage before."""
         if (gradients := self.bwd_cache.get(bwd_chunk_id)) is not None:
-            # A boundary of several streams may be a permuted view, and so its gradient; the wire takes plain memory.
+            # A boundary of several streams may be a permuted view, and so may its gradient; sends need plain memory.
             self.bwd_cache[bwd_chunk_id] = tuple(
                 item.contiguous() if isinstance(item, torch.Tensor) else item for item in gradients
             )
@@ -204,6 +205,7 @@ class ScheduleRun:
             # After torch has added the sends and receives, whose order `_receives_first` changes.
             actions_by_rank = actions_with_sends(self._runtime)
             actions_by_rank.update({rank: _receives_first(row) for rank, row in actions_by_rank.items()})
+        # So that a hang is reported with the micro-batch and the stage that a rank waits for.
         for name, content in (("fwd_recv_ops", "the input"), ("bwd_recv_ops", "the gradient")):
             setattr(self._runtime, name, _ReceiveBuffers(pipeline_group.axis_group, content))
 
@@ -248,6 +250,7 @@ def chain(
     """
     tensor_kinds: list[tuple[Sequence[TensorKind], ...]] = []
     rank_of_stage, last_stage = pipeline_group.schedule.placement, pipeline_group.schedule.stages - 1
+    # What a stage hands to the next one where both lie on this rank: nothing is sent.
     local_output: tuple[torch.Tensor, ...] = ()
     for stage in stages:
         stage_index = stage.stage
@@ -281,6 +284,7 @@ def _send(pipeline_group: PipelineGroup, tensors: tuple[torch.Tensor, ...], inde
 
 def _receive(pipeline_group: PipelineGroup, index: int) -> tuple[torch.Tensor, ...]:
     peer = dist.get_global_rank(pipeline_group.axis_group.group, index)
+    # Its length is fixed, so it can be received before any shape is known.
     header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=pipeline_group.device)
     with pipeline_group.axis_group.log.waiting(
         f"receive over {pipeline_group.axis_group.axis}", pipeline_group.axis_group.log.begin()
@@ -289,6 +293,7 @@ def _receive(pipeline_group: PipelineGroup, index: int) -> tuple[torch.Tensor, .
     count, *fields = header.tolist()
     tensors = []
     for start in range(0, count * (_DIMS + 2), _DIMS + 2):
+        # A record is (dtype, number of dims, sizes padded to _DIMS).
         dtype_index, dims, *sizes = fields[start : start + _DIMS + 2]
         tensor = torch.empty(sizes[:dims], dtype=_DTYPES[dtype_index], device=pipeline_group.device)
         dist.recv(tensor, peer, group=pipeline_group.axis_group.group)

@@ -52,6 +52,7 @@ class Stage:
         self._received: tuple[torch.Tensor, ...] = ()
         self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         self._drop_other_stages(kept_names)
+        # Layers before the stage pass their arguments on; the one behind it ends the forward, so later ones never run.
         for number, name in enumerate(layer_graph.layers):
             if number < first:
                 self._install_stub(name, functools.partial(_skip_layer, layer_graph, number))
@@ -75,13 +76,14 @@ class Stage:
 
         Args:
             dtype: of compute; what stands for the weights of other stages gets it.
-            device: likewise.
+            device: of compute, for the same tensors.
         """
         zero_by_dtype: dict[torch.dtype, torch.Tensor] = {}
         for owner, key, shape, fill_dtype in self._dropped:
             fill_dtype = dtype if fill_dtype.is_floating_point else fill_dtype
             if fill_dtype not in zero_by_dtype:
                 zero_by_dtype[fill_dtype] = torch.zeros((), dtype=fill_dtype, device=device)
+            # Code that reads a dropped weight (its shape, its type) gets zeros that share one element.
             owner.__dict__[key] = zero_by_dtype[fill_dtype].expand(shape)
         if not self.is_first:
             # Before the hooks of the data axes, which look for the tensors that gradients will flow back through.
@@ -97,6 +99,7 @@ class Stage:
         """
         self._received = received
         try:
+            # A checkpoint inside is computed again in backward, when `_received` may be another micro-batch's.
             with repeated(self._snapshot, fed=not self.is_first):
                 return call()
         except _Boundary as boundary:
@@ -121,6 +124,7 @@ class Stage:
     def _receive(self, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
         call = (args, kwargs)
         for path, tensor in zip(self.layer_graph.boundary_tensors[self.first], self._received, strict=True):
+            # The runtime keeps a received tensor for backward: layers that write into their input get a copy.
             call = _replace_at_path(call, path, tensor.clone() if self.layer_graph.writes else tensor)
         return call
 
@@ -130,6 +134,7 @@ class Stage:
 
     def _drop_other_stages(self, kept_names: Collection[str]) -> None:
         """Takes away the weights that other stages hold, and the buffers of their layers."""
+        # By (module, attribute): a shared module has several names, and keeps its weight where one of them is kept.
         owners: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         kept_keys: set[tuple[int, str]] = set()
         own_modules = {id(submodule) for layer in self.layers for submodule in layer.modules()}
@@ -150,6 +155,7 @@ class Stage:
             if owner_key not in kept_keys:
                 self._dropped.append((submodule, key, *_shape_and_dtype(submodule._parameters.pop(key))))
         for submodule in other_modules.values():
+            # Some models keep tables as plain attributes, without registering a buffer.
             plain_tensors = {key: tensor for key, tensor in vars(submodule).items() if isinstance(tensor, torch.Tensor)}
             for key, tensor in [*submodule._buffers.items(), *plain_tensors.items()]:
                 if tensor is not None:

@@ -1,4 +1,4 @@
-"""A rank's stages of the model as a layout's transforms build them, and what the loss and the step know of them."""
+"""A rank's stages of the model, built by a layout's transforms, and the interfaces to the loss and the step."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ class StageModule:
 
 @dataclass(slots=True)
 class Stamp:
-    """Tells a watcher where this rank is: phase and micro-batch."""
+    """Reports this rank's phase and micro-batch to a watcher."""
 
     phase: Callable[[str, int], None]

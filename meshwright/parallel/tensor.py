@@ -45,7 +45,7 @@ class PartialGrad:
 
 @dataclass(slots=True)
 class ShardedLayer:
-    """What the wraps of this file did to a module."""
+    """The shards and the owed gradient sums of a module that this file has wrapped."""
 
     places: dict[str, LocalShard] = field(default_factory=dict)
     """Which part of the whole weight a parameter now stands for, by name."""
@@ -56,7 +56,7 @@ class ShardedLayer:
 def wrap_layer(
     layer: nn.Module, prefix: str, rows: LayerRows, axis_group: AxisGroup, copies: int, sequence: bool = False
 ) -> ShardedLayer:
-    """Splits a layer over the ranks of a wire.
+    """Splits a layer over the ranks of the axis.
 
     Args:
         layer: on meta or with values; its parameters are replaced by this rank's parts.
@@ -67,7 +67,7 @@ def wrap_layer(
         sequence: between the groups a rank has (B, S / size, D), its run of the tokens.
 
     Returns:
-        What became of its parameters, by their names in the model.
+        The shards of its parameters and the gradients to sum, by their names in the model.
     """
     sharded = ShardedLayer()
     unsplit = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
@@ -80,8 +80,10 @@ def wrap_layer(
         partial_names = _attach_group_collectives(layer, group, axis_group, sequence)
         unit_slices.attach(layer, group, shares, axis_group, sequence)
         if not sequence:
+            # Each rank uses these on its own units alone, so its gradient is one summand.
             sharded.owed += [PartialGrad(f"{prefix}.{name}") for name in (*group.shared, *partial_names)]
     if sequence:
+        # Under sequence parallelism unsplit weights (norms, say) see a run of the tokens on each rank: summands too.
         sharded.owed += [PartialGrad(f"{prefix}.{name}") for name in sorted(unsplit)]
     return sharded
 
@@ -103,6 +105,7 @@ def _slice_group_parameters(
         replicated_runs = parameter_slices.copied_runs(split, units, group, axis_group.size)
         name = f"{prefix}.{split.name}"
         shard = parameter_slices.place_of(name, full_weight.shape, split, spans, copies // axis_group.size, "tp")
+        # Fewer key heads than ranks: neighbouring ranks hold some runs equal, and sum these runs' gradients.
         if replicated_runs:
             copied_runs = tuple((start, stop, shard.copies * ranks) for start, stop, ranks in replicated_runs)
             shard = dataclasses.replace(shard, copied=copied_runs, copied_dim=split.dim)
@@ -116,13 +119,14 @@ def _slice_group_parameters(
 def _attach_group_collectives(
     layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup, sequence: bool
 ) -> list[str]:
-    """Attaches a group's movements; returns parameters of the row that this rank's sum owes (not under sequence)."""
+    """Attaches a group's collectives; returns the row linear's parameters whose gradients are summands."""
     split_names = {split.name for split in group.splits}
     row_linear = layer.get_submodule(group.row_linear)
     prefix = f"{group.row_linear}." if group.row_linear else ""
     unsplit_names = tuple(name for name, _ in row_linear.named_parameters() if f"{prefix}{name}" not in split_names)
     entering = GATHER if sequence else COPY
     if not sequence:
+        # Once, since q, k and v read one tensor: their gradients meet before a single all-reduce.
         enter_group = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
         for name in group.replicated_inputs:
             tensor_hooks.on_output(layer.get_submodule(name), enter_group, purpose=entering)
@@ -144,6 +148,7 @@ def _attach_group_collectives(
         for name in group.column_inputs:
             tensor_hooks.on_input(layer.get_submodule(name), enter_group, purpose=entering)
 
+    # Megatron's g (all-reduce), or its sequence-parallel form (reduce-scatter over tokens).
     def leave_group(y: torch.Tensor) -> torch.Tensor:
         return (
             collectives.reduce_scatter_tokens(y, axis_group, token_dim(y.dim()), True)
@@ -152,15 +157,19 @@ def _attach_group_collectives(
         )
 
     tensor_hooks.sum_output(row_linear, leave_group, axis_group.index == 0, unsplit_names)
+    # A plain product adds its bias behind the sum, so the gradient is equal on all ranks. In any other module unsplit
+    # weights count on the first rank alone (`sum_output`): the others' gradients are zero summands.
     partial_names = [] if tensor_hooks.is_plain_product(row_linear) else [f"{prefix}{name}" for name in unsplit_names]
     for name in group.inner_row_linears:
         inner_linear = layer.get_submodule(name)
         tensor_hooks.sum_output(
             inner_linear,
+            # g, then f: the sum feeds split work again, so backward sums as well.
             lambda y: collectives.copy_to_group(collectives.reduce_from_group(y, axis_group), axis_group),
             axis_group.index == 0,
             (),
         )
+        # Added behind f's backward sum, so each rank's gradient is a summand.
         partial_names += [f"{name}.bias"] if getattr(inner_linear, "bias", None) is not None else []
     return partial_names
 
@@ -214,6 +223,7 @@ def wrap_vocabulary(
                 copies=copies // axis_group.size,
                 axes=(AXIS.name,),
             )
+    # Every owner of a tied weight gets the same slice, so ties stay ties.
     for owner in module.modules():
         for attribute, parameter in list(owner._parameters.items()):
             if parameter in sliced_parameters:
@@ -228,12 +238,14 @@ def _attach_vocabulary_lookup(module: Any, start: int, stop: int, axis_group: Ax
     """Lets a split embedding look up its rows alone."""
     if isinstance(module, nn.Linear):
         module.out_features = stop - start
+        # The head: its logits stay split over the vocabulary.
         tensor_hooks.on_input(module, lambda x: collectives.copy_to_group(x, axis_group), purpose=COPY)
         return
     out_of_range_masks: list[torch.Tensor] = []
 
     def look_up_local_ids(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ids = args[0] if args else kwargs.pop("input_ids" if "input_ids" in kwargs else "input")
+        # Ids of other ranks' rows look up row 0 and are zeroed behind: in the sum each id has its row once.
         out_of_range = (ids < start) | (ids >= stop)
         out_of_range_masks.append(out_of_range)
         return (torch.where(out_of_range, 0, ids - start), *args[1:]), kwargs
@@ -274,6 +286,7 @@ def wrap_model(
     if table.vocabulary:
         sharded.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).places
     if sequence:
+        # Embedding and head see all tokens: split in front of the first layer, gathered behind the last.
         names = list(table.layers)
         first_layer, last_layer = (held_layer(module, name) for name in (names[0], names[-1]))
         if first_layer is not None:

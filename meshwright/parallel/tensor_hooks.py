@@ -1,4 +1,4 @@
-"""Hooks that let activations into split work and bring its results together, on the model's own modules."""
+"""Hooks on the model's own modules that run a group's collectives on its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Once:
         if moved is None:
             moved, self._pending_readers = self._move(x), self.readers
         self._pending_readers -= 1
+        # The last reader releases both tensors.
         self._latest_input, self._latest_output = (x, moved) if self._pending_readers > 0 else (None, None)
         return moved
 
@@ -124,12 +125,14 @@ def sum_output(module: Any, move: Move, is_first_rank: bool, unsplit_names: tupl
 
         def product(x: torch.Tensor) -> torch.Tensor:
             weight = module.weight
+            # y = sum over ranks of x W, plus b once: inside the sum every rank would add b.
             y = move(nn.functional.linear(x, weight) if linear else x @ weight)
             return y if module.bias is None else y + module.bias
 
         wrap_forward(
             module, ForwardLayer.TENSOR, "its product is summed over ranks, then the bias added", lambda _: product
         )
+    # No unsplit weight is added, or this is the rank that adds it.
     elif is_first_rank or not unsplit_names:
         wrap_forward(module, ForwardLayer.TENSOR, "its output is summed over ranks", partial(_apply_after, move))
     else:
@@ -154,6 +157,7 @@ def _zero_unsplit_weights(module: nn.Module, unsplit_names: tuple[str, ...], mov
                 path, _, key = name.rpartition(".")
                 parameters: Any = module.get_submodule(path)._parameters
                 zeroed.append((parameters, key, parameters[key]))
+                # A product, so that the weight stays in the graph and gets a zero gradient.
                 parameters[key] = parameters[key] * 0.0
             return move(plain(*args, **kwargs))
         finally:

@@ -1,4 +1,4 @@
-"""Puts the tensor axis on the stages of a rank: places, movements, and the sums of gradients that are owed."""
+"""Applies the tensor axis to a rank's stages: shards, collectives, and the gradient sums that follow backward."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ def split(
         table = without_experts(table)
     expert_prefixes = tuple(f"{name}." for name in expert_modules)
     copies = mesh.world.size // layout.degree("pp")
+    # Of the whole model's table: all ranks must make the same groups, whatever stage they have.
     neighbours = {number: mesh.neighbours("tp", number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:
         sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence)
         for name, shard in sharded.places.items():
             stage.places[name] = _with_tied_copies(shard, stage.places.get(name), copies)
+        # Experts that another axis spreads aren't split here, so their gradients are no summands.
         owed = [item for item in sharded.owed if not item.name.startswith(expert_prefixes)]
         stage.sync.append(PartialGradReducer(stage.module, owed, axis_group, neighbours))
     if not table.vocabulary or table.headless:
@@ -52,7 +54,7 @@ def split(
 
 
 def _with_tied_copies(shard: LocalShard, tied_shard: LocalShard | None, copies: int) -> LocalShard:
-    """Returns a place with the name and the copies that a tie between stages gave the weight before."""
+    """Returns a shard with the name and the copies that a tie between stages gave the weight before."""
     if tied_shard is None:
         return shard
     tie_factor = tied_shard.copies // copies

@@ -122,12 +122,14 @@ class Dispatch:
         weights = weights.reshape(index.shape)
         if self._replicas is None:
             return _as_fresh_tensor(self._route(tokens, index, weights), hidden.shape)
+        # Each replica sends an equal share of the tokens; padded ones have expert X, which is skipped.
         padding = -len(tokens) % self._replicas.size
         if padding:
             tokens = torch.cat([tokens, tokens.new_zeros(padding, tokens.shape[1])])
             weights = torch.cat([weights, weights.new_zeros(padding, weights.shape[1])])
             index = torch.cat([index, index.new_full((padding, index.shape[1]), self._rows.experts)])
         shard = [reduce_scatter_tokens(tensor, self._replicas, 0, False) for tensor in (tokens, index, weights)]
+        # Replicas hold equal tokens (tp without sequence), so the outputs are gathered, not summed.
         gathered = all_gather_tokens(self._route(*shard), self._replicas, 0, False)
         return _as_fresh_tensor(gathered[: len(gathered) - padding], hidden.shape)
 

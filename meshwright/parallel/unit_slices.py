@@ -1,4 +1,4 @@
-"""Cuts what passes between a group's matrices down to a rank's units: outputs, arguments and buffers that are whole."""
+"""Slices full-size outputs, arguments and buffers between a group's matrices down to a rank's units."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ def attach(
         module = layer.get_submodule(cutting.module)
         slice_tensor = cut_to(cutting, local_units, group.units)
         if cutting.kind == "meeting":
+            # The module (a norm over all heads, say) runs on all units, gathered; its output is cut to this rank's.
             _gather_inputs(module, _feature_order(cutting, shares, group.units), axis_group)
             tensor_hooks.on_output(module, slice_tensor, purpose="a rank's units")
         elif cutting.kind == "output":
+            # Where another collective sums the gradients already, copying to the group would sum them twice.
             grad_reduced_inside = sequence or cutting.module in group.inner_row_linears
             tensor_hooks.on_output(
                 module,
@@ -50,7 +52,7 @@ def attach(
 
 
 def cut_to(cutting: Cutting, units: Span, total_units: int) -> Cut:
-    """Returns what takes the part that units [first, last) use of a tensor."""
+    """Returns the function that slices a tensor to the indices of the units (start, stop)."""
     total = sum(block.size * block.count for block in cutting.blocks)
     spans = [block.span(*units, total_units) for block in cutting.blocks]
 
@@ -58,6 +60,7 @@ def cut_to(cutting: Cutting, units: Span, total_units: int) -> Cut:
         dim = cutting.dim % x.dim()
         if x.shape[dim] % total:
             raise ValueError(f"{x.shape[dim]} indices of {cutting.module} aren't {total} for each of some rows")
+        # The dim may hold the blocks several times over: cut each repetition alike.
         rows = x.unflatten(dim, (-1, total))
         slices = [rows.narrow(dim + 1, start, stop - start) for start, stop in spans]
         local_rows = slices[0] if len(slices) == 1 else torch.cat(slices, dim + 1)
@@ -72,7 +75,7 @@ def _slice_replicated(slice_tensor: Cut, axis_group: AxisGroup) -> Cut:
 
 
 def _gather_inputs(module: nn.Module, order: list[int], axis_group: AxisGroup) -> None:
-    """Puts the ranks' features of a module's inputs together, with and without a gradient."""
+    """All-gathers the features of a module's inputs, whether they need a gradient or not."""
     local_features = len(order) // axis_group.size
 
     def is_local_slice(x: torch.Tensor) -> bool:
@@ -84,7 +87,8 @@ def _gather_inputs(module: nn.Module, order: list[int], axis_group: AxisGroup) -
 
 
 def _feature_order(cutting: Cutting, shares: Sequence[Span], total_units: int) -> list[int]:
-    """Where each feature of the whole lies among the ranks' parts, one after the other."""
+    """Returns, for each feature of the full dim, its position in the rank-by-rank gathered features."""
+    # The all-gather gives features rank by rank; the module expects the model's order.
     gathered_indices = [
         index for units in shares for block in cutting.blocks for index in range(*block.span(*units, total_units))
     ]

@@ -62,6 +62,7 @@ class Weight:
         if not isinstance(self.parameter, DTensor):
             return self.place.axes
         names = self.parameter.device_mesh.mesh_dim_names or ()
+        # A mesh dim may stand for several axes ("shard+cp"), over whose product the state is sharded.
         sharding_dims = [
             name for name, placement in zip(names, self.parameter.placements) if isinstance(placement, Shard)
         ]
@@ -82,6 +83,7 @@ class Weight:
         """Boxes that the local part is made of; ``copies`` counts the ranks of the world that hold each."""
         row_range = None
         if isinstance(self.parameter, DTensor):
+            # FSDP2 shards dim 0 of the local part once more.
             row_range = local_box(self.parameter)[0]
         shards = self.shards
         if row_range is not None and not self.shape:  # a number, which one of the shards holds as its row
@@ -110,6 +112,7 @@ class Weight:
             return self.like(local)
         boxes = [(shard_box.whole, cut(local, shard_box.local)) for shard_box in self.pieces]
         if as_row:
+            # FSDP2 holds a number as one row (`scalar_parameters`); a checkpoint has it with no dims.
             boxes = [(box, view.reshape(())) for box, view in boxes]
         return LocalBoxes(self.shape, boxes, local.dtype)
 
@@ -150,6 +153,7 @@ def named_weights(
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
     """Yields (first name, parameter, every (module, attribute) that holds it), so that ties stay ties."""
+    # By the parameter's identity: a tied weight comes once, with all its holders.
     holders_of: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for prefix, submodule in module.named_modules(remove_duplicate=True):

@@ -56,7 +56,7 @@ class Mechanics(Enum):
 class Axis:
     """Facts of one mesh axis.
 
-    ``order`` is the axis's place on the wire, outermost first: the nearest ranks are neighbours along the last axis.
+    ``order`` is the axis's position in the mesh, outermost first: the nearest ranks are neighbours along the last axis.
     ``carves`` names the axes whose ranks this one factorises a second time (expert over shard, context and tensor); an
     axis that carves multiplies nothing into the world size. Two axes of the same mechanics, such as a copy of one
     under another name, can't be used in one layout.

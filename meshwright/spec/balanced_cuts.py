@@ -11,7 +11,7 @@ import numpy as np
 class Cuts:
     """Dynamic programming over (stage, layers dealt), for N sets of costs at once; exact.
 
-    Of equal cuts the last stage takes as many layers as it may; those before it are cut likewise, as well as can be.
+    Of equal cuts the last stage gets the most layers; the stages before it are cut by the same rule.
 
     Args:
         layers: cost of each layer for each kind of stage, (N, kinds, L); what comes after the last layer, such as a

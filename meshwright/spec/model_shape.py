@@ -208,13 +208,13 @@ class ModuleWork:
     fused_forward: list[Operator] = field(default_factory=list)
     """Forward with the element-wise operators between two products as one, `models.fused`."""
     fused_backward: list[Operator] = field(default_factory=list)
-    """Likewise backward."""
+    """Backward with the element-wise operators between two products as one, `models.fused`."""
     saved_bytes: int = 0
     """Kept between forward and backward: distinct memory that is no parameter, the module's input included."""
     input_bytes: int = 0
     """Of the inputs that gradients flow to: what full recompute keeps."""
     sent: list[tuple[str, int, int]] = field(default_factory=list)
-    """Collectives over the wires that the module was wrapped with: (operation, bytes of the whole tensor, degree)."""
+    """Collectives of the axes that split the module: (operation, bytes of the full tensor, degree)."""
 
     @property
     def selective_bytes(self) -> int:
