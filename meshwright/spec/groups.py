@@ -72,6 +72,7 @@ def reader(rank: int, degrees: Mapping[str, int], axes: Mapping[str, Axis] | Non
     shape, coordinate = mesh_shape(degrees, axes), coordinates(rank, degrees, axes)
     index, count = 0, 1
     for name in (name for name in shape if axes[name].reads is Reads.ROWS):
+        # Row-major over the axes that read rows.
         index, count = index * shape[name] + coordinate[name], count * shape[name]
     return index, count
 
@@ -176,6 +177,7 @@ def carved_shards(name: str, degrees: Mapping[str, Any], zero: int, axes: Mappin
         axes: the known axes.
     """
     axes = known_axes() if axes is None else axes
+    # The ranks of a block that hold the same part share its state.
     block = math.prod(degrees.get(carved, 1) for carved in axes[name].carves)
     return block // degrees.get(name, 1) if zero else 1
 

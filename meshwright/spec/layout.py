@@ -89,6 +89,7 @@ class Layout:
         """Refuses values that no run could have; choices with a grammar may be given as text."""
         for name, kind in _GRAMMARS.items():
             if isinstance(value := getattr(self, name), str):
+                # The dataclass is frozen; parsing is part of building it.
                 object.__setattr__(self, name, kind.parse(value))
         axes = known_axes()
         for name, degree in self.degrees.items():
@@ -96,6 +97,7 @@ class Layout:
                 raise PlanError(f"unknown axis '{name}'{nearest(name, axes)}")
             if not isinstance(degree, int) or degree < 1:
                 raise PlanError(f"{name}={degree}: a degree is a whole number of at least 1")
+        # In the axes' order and without degree 1, so that equal layouts compare and print alike.
         used_degrees = {name: self.degrees[name] for name in axes if self.degrees.get(name, 1) > 1}
         object.__setattr__(self, "degrees", used_degrees)
         self._check_choices()
@@ -144,6 +146,7 @@ class Layout:
                     f"({axis_facts.mechanics.name.lower()}), which one axis does; write {other_axis}="
                     f"{self.degree(other_axis) * self.degree(name)}"
                 )
+            # An axis that carves (ep) factorises other axes' ranks a second time.
             carved_ranks = math.prod(self.degree(other_axis) for other_axis in axis_facts.carves)
             if axis_facts.carves and carved_ranks % self.degree(name):
                 carved_names = " x ".join(axis_facts.carves)
@@ -185,6 +188,7 @@ class Layout:
                 values[key] = _parse_choice(key, value, str(choices[key].type))
             else:
                 raise PlanError(f"layout: unknown key '{key}'{nearest(key, [*known_axes(), *choices])}")
+        # A shard axis without a level means ZeRO 3.
         if "zero" not in values and _shards_rows(degrees):
             values["zero"] = 3
         return cls(degrees=degrees, **values)
@@ -278,6 +282,7 @@ class Layout:
     def span(self, rank: int, rows: int) -> tuple[int, int]:
         """Returns (first row, row after the last) of a global batch of ``rows`` that a rank reads."""
         index, shares = self.reader(rank)[0], self.shares()
+        # Rows of one share; the batch divides by `batch_unit`.
         unit = rows // sum(shares)
         return unit * sum(shares[:index]), unit * sum(shares[: index + 1])
 
@@ -326,6 +331,7 @@ class Layout:
     def _with_ranks(self, ranks: int) -> Layout:
         """Returns the layout with the fewest changed degrees that has this many ranks."""
         copies, shards = row_axes(Holds.COPY)[0], row_axes(Holds.SHARD)[0]
+        # One degree changes, that of the innermost axis where it can.
         for name in reversed([name for name in mesh_shape({}) if self.degree(name) > 1] or [copies]):
             other_ranks = math.prod(degree for other_axis, degree in self.degrees.items() if other_axis != name)
             if ranks % other_ranks == 0:
@@ -335,9 +341,11 @@ class Layout:
     def with_degrees(self, degrees: Mapping[str, int]) -> Layout:
         """Returns the same choices over other degrees; the ZeRO level drops to 0 when nothing is left to shard over."""
         changes: dict[str, Any] = {"zero": (self.zero or 3) if _shards_rows(degrees) else 0}
+        # Shares belong to a number of readers; another number has equal ones.
         changes |= {} if reader(0, degrees)[1] == reader(0, self.degrees)[1] else {"rows": BatchShares()}
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
         for name, mechanics in _CHOICES_OF.items():
+            # A choice without its axis would be refused.
             if degrees.get(axis_with(mechanics, degrees), 1) == 1:
                 changes[name] = defaults[name]
         return dataclasses.replace(self, degrees=dict(degrees), **changes)

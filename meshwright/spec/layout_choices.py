@@ -58,6 +58,7 @@ class Recompute:
         count = self.count or layers
         if not layers or count > layers:
             raise PlanError(f"recompute={self}: the model has {layers} repeated layers; K is at most that")
+        # Evenly spaced: layers floor(i L / K).
         return frozenset(number * layers // count for number in range(count))
 
     def share(self, layers: int) -> float:

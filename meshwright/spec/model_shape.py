@@ -94,7 +94,9 @@ class LayerShape:
     def attended(self, sequence: int) -> float:
         """Returns the keys that a query sees on average under the causal mask."""
         if not self.window or self.window >= sequence:
+            # Query i sees i keys.
             return sequence / 2
+        # Query i sees min(i, W) keys: W - W^2 / (2 S) on average over S.
         return self.window - self.window * self.window / (2 * sequence)
 
     def forward_flops_per_token(self) -> Flops:

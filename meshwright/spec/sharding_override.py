@@ -51,6 +51,7 @@ def _rows_by_weight(rows: Mapping[str, str], names: list[str]) -> dict[str, tupl
     for glob, kind in rows.items():
         if kind not in KINDS:
             raise ConfigError(f"sharding: '{glob}' = '{kind}' is no kind of row{nearest(kind, KINDS)}")
+        # A module's name stands for its weight.
         matched = [name for name in names if fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.weight")]
         if not matched:
             raise ConfigError(f"sharding: '{glob}' matches no weight of the model{nearest(glob, names)}")
@@ -75,10 +76,12 @@ def _overridden_layer(layer: str, rows: LayerRows, row_of_weight: Mapping[str, t
         split |= roles.keys()
         for name, (kind, glob) in group_rows.items():
             if kind not in ("whole", *roles[name]):
+                # Experts have both roles and allow every kind, so a refused weight has one.
                 (role,) = roles[name]
                 reason = f"the table splits it by {role}"
                 raise ConfigError(_refusal(glob, kind, f"{layer}.{name}", reason, f"'{role}' or 'whole'"))
         kinds = {kind for kind, _ in group_rows.values()}
+        # A group is split together or not at all: one row keeps all of it whole.
         if "whole" not in kinds:
             groups.append(group)
             continue
@@ -92,6 +95,7 @@ def _overridden_layer(layer: str, rows: LayerRows, row_of_weight: Mapping[str, t
             )
         refused |= dict.fromkeys((*group.column_linears, group.row_linear), REASON)
         if group.heads:
+            # Whole attention needs all tokens of a row on every rank.
             sequence_refusal = f"{group.row_linear} isn't split and needs all tokens: {REASON}"
     for name, (kind, glob) in rows_here.items():
         if kind != "whole" and name not in split:

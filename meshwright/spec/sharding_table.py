@@ -197,6 +197,7 @@ def _layer(rows: Mapping[str, Any]) -> LayerRows:
             for cutting in group["cuttings"]
         )
         names = ("column_linears", "column_inputs", "replicated_inputs", "shared", "inner_row_linears")
+        # JSON has lists where the dataclass has tuples.
         lists: dict[str, Any] = {key: tuple(group[key]) for key in names}
         lists |= {"splits": splits, "numbers": numbers, "cuttings": cuttings}
         groups.append(ShardingGroup(**{**group, **lists}))
