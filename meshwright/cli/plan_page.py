@@ -49,6 +49,7 @@ def write_page(path: Path, question: Question, choice: Choice, compared: dict[st
         "<h2>Parts of a step</h2>" + stacked_bars(_drop_invisible_parts(rows), "seconds of a step", format_seconds)
     )
     stages = best.price.stages
+    # Of more stages than fit, every so many has a bar.
     stage_stride = max(1, math.ceil(len(stages) / MOST_BARS))
     bars = [
         (f"stage {stage_index}", dict(stages[stage_index].memory))
@@ -105,6 +106,7 @@ def _front_figure(question: Question, choice: Choice) -> str:
     """Draws the Pareto front of the layouts: seconds of a step against bytes of the fullest rank."""
     points = choice.front
     memory_bytes = question.cluster.memory_bytes
+    # A margin on either side, so that no point lies on the edge.
     slow = max(step for step, _, _ in points) * 1.05
     fast = min(step for step, _, _ in points) * 0.97
     left_px, right_px, top_px, bottom_px = 70.0, 1030.0, 12.0, 240.0

@@ -81,6 +81,7 @@ def calibrate(
     calibration = launcher.run(measure_rank, machine, sizes, progress, config.timeout_s, timeout_s=config.timeout_s)[0]
     if context is not None and context.rank:
         return None
+    # Forks ranks of its own, which a rank of torchrun can't.
     if context is None and devices.kind == "cpu" and not config.quick:
         progress("the runtime itself, with a model of next to nothing")
         calibration = calibration.merged(_add_host_times(calibration, devices))
@@ -140,6 +141,7 @@ def _write_calibration(calibration: Calibration, config: CalibrateConfig) -> Pat
     else:
         path = calibration_folder() / f"{calibration.key}.json"
         if config.quick and path.is_file():
+            # A few seconds' figures don't replace a full calibration.
             path = path.with_name(f"{calibration.key}-quick.json")
     calibration.write(path)
     return path

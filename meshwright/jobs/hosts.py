@@ -31,6 +31,7 @@ def run_on_hosts(args: Sequence[str], config: RunConfig, hostfile: str) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
         interrupts += 1
+        # The first Ctrl-C lets the ranks end with a checkpoint; a second one waits for nothing.
         if interrupts > 1:
             raise KeyboardInterrupt
         launcher.interrupt()

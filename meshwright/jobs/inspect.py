@@ -109,6 +109,7 @@ def _describe_sharding(built: BuiltModel) -> tuple[ShardingTable | None, dict[st
         table = sharding_table(built)
     except MeshwrightError as error:
         return None, {"refused": str(error)}
+    # Layers are of one kind when their rows of the table are equal.
     kinds: dict[str, dict[str, Any]] = {}
     for name, rows in table.layers.items():
         layer_sharding = _layer_rows_json(rows)

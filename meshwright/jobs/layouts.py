@@ -42,6 +42,7 @@ def make_plans(
         PlanError: for a layout that can't run.
         ClusterError: for a network that the catalogue doesn't have.
     """
+    # Refuses an unknown network by name, whatever the layout.
     with_network(standard_node("cpu"), machines.network)
     if config.layout == "auto":
         return _planner_plans(config, model, machines, count, say=say)
@@ -85,6 +86,7 @@ def plan_for_fewer_ranks(
     for layout in named:
         if layout.world == ranks:
             return make_plans(dataclasses.replace(config, layout=str(layout)), model, machines, say=say)[0]
+    # The user named layouts to fall back to: none other is chosen silently.
     if any(layout.world < ranks for layout in named):
         raise PlanError(f"recovery.layouts names none for {ranks} ranks, but one for fewer")
     if full_layout.precision != "float64":
@@ -171,6 +173,7 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
     layouts = []
     for names in (names for count in range(len(named), -1, -1) for names in combinations(named, count)):
         model_axes = {name: full_layout.degree(name) for name in names}
+        # What the model's axes leave goes to readers of other rows; each needs a row at least.
         readers, remainder = divmod(ranks, math.prod(model_axes.values()))
         if remainder or readers > rows:
             continue

@@ -171,6 +171,7 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
         measure = model.measure(config.sequence, question.job.precision)
         question = informed(question, measure)
     if question.cluster.uniform:
+        # The search prices by formulas; the best are priced again by the measured work of the model's modules.
         choice = recosted(question, choose(question, config.show), measure)
     else:
         choice = choose_unequal(question, config.show)
@@ -209,6 +210,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
     if config.devices.isdigit():
         cluster = cluster.restricted(int(config.devices))
     precision = config.precision
+    # bf16 is the request's default; layouts of CPU cores are planned in float32.
     if cluster.device.name.startswith("cpu") and precision == "bf16":
         precision = "float32"
     question = Question(

@@ -45,6 +45,7 @@ def _differing_settings(old: dict[str, Any], new: dict[str, Any], section: str =
     messages: list[str] = []
     for key in sorted(old.keys() | new.keys()):
         path = f"{section}.{key}" if section else key
+        # A prefix frees its whole section, since recursion stops here.
         if path in FREE_TO_CHANGE or path == "train.steps":
             continue
         old_value, new_value = old.get(key), new.get(key)

@@ -80,6 +80,7 @@ def _write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     handle, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(handle, "wb") as file:
+        # mkstemp makes files that nobody else can read.
         os.fchmod(file.fileno(), 0o644)
         file.write(content)
     os.replace(temporary_path, path)

@@ -36,6 +36,7 @@ def claim_directory(config: RunConfig) -> RunConfig:
             raise ConfigError(
                 f"run = {folder}: {folder_or_parent} is a file, and a run is a directory; give another --run"
             )
+    # An existing run is resumed only by a config of the same curve.
     if (folder / CONFIG).exists():
         differing = differences(run_config(folder), config)
         if differing:

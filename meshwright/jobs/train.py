@@ -84,8 +84,10 @@ def train(
         with RunLock(Path(config.run), config.launch.owner_s, nodes.node):
             return _train(config, node_place, tuple(hooks), say)
     config, launcher = claim_directory(config), choose_launcher(config.devices, config=config.launch)
+    # Under torchrun rank 0 holds the lock for all ranks.
     if not isinstance(launcher, ForkLauncher) and launcher.context.rank:
         return _train(config, launcher, tuple(hooks), say)
+    # One command at a time owns a run directory.
     with RunLock(Path(config.run), config.launch.owner_s):
         return _train(config, launcher, tuple(hooks), say)
 
@@ -153,6 +155,7 @@ def _make_job(
 def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: Say) -> TrainResult | None:
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     leads = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
+    # A layout for another number of ranks is refused before text is prepared.
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
     token_set, model = _text_and_model(config, say if leads else None)
@@ -170,6 +173,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
         plan = dataclasses.replace(plan, reason=f"fastest of {len(trial_results)} that were tried; {plan.reason}")
         job = _make_job(config, model, token_set, (plan, analysis), hooks)
         write_trials(run_dir, trial_results)
+    # Config and plan are on disk before the proof, so the other nodes go on meanwhile.
     _prepare_run_directory(job, leads, isinstance(launcher, Nodes), token_set, say)
     if leads and config.train.prove:
         prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, Nodes), say=say)
@@ -240,6 +244,7 @@ def _run_ranks(
     except RankError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
+        # An out-of-memory error ends with the nearest layout that needs less.
         raise RankError(f"{error}\n{name_leaner_layout(config, model, machines, job.plan)}") from error
     return result | {"terminated": supervisor.terminated}
 

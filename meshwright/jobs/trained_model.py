@@ -52,6 +52,7 @@ class TrainedModel:
             stop=self.eos,
             vocab=self.vocab,
         )
+        # Decoded together, since a token's text may depend on the one before it; then the prompt is cut off.
         return str(self.tokenizer.decode(ids + new_ids))[len(self.tokenizer.decode(ids)) :]
 
 
@@ -114,6 +115,7 @@ def run_model(run_dir: Path, trust: bool = False) -> BuiltModel:
         refuse_code(run_dir, config, trust)
         return build_meta(config.model, vocab=text.vocab_size, context=config.data.sequence)
     trained_config = config.model
+    # The run directory's own copy of the config: the original may have moved or changed.
     kept_config = ModelConfig(
         name=str(folder), dropout=trained_config.dropout, attention=trained_config.attention, seed=trained_config.seed
     )
@@ -170,6 +172,7 @@ def _materialise(built: BuiltModel, values: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(values[name])
+        # Buffers that the checkpoint has; all others were computed by `fill_buffers`.
         for name in values.keys() & buffers.keys():
             buffers[name].copy_(values[name])
     module.eval()

@@ -66,6 +66,7 @@ def run_trials(job: TrainJob, offers: Sequence[tuple[Plan, ModelAnalysis]], say:
         run_dir.mkdir(parents=True, exist_ok=True)
         trial = Trial(layout=str(plan.layout), planned_s=plan.prediction.step_s)
         try:
+            # Ranks of its own: a layout that runs out of memory ends them, and not the next trial.
             launcher = choose_launcher(config.devices, config=config.launch)
             launcher.run(
                 run_rank, dataclasses.replace(job, config=config, plan=plan, analysis=analysis, run_dir=run_dir)
@@ -75,6 +76,7 @@ def run_trials(job: TrainJob, offers: Sequence[tuple[Plan, ModelAnalysis]], say:
             trial = dataclasses.replace(trial, why=str(error).splitlines()[0])
         trials.append(trial)
         say(f"trial {number + 1} of {len(offers)}: {trial.layout}: {trial}")
+        # Only the metrics are of use afterwards.
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     return trials
 

@@ -170,10 +170,12 @@ def _make_batches(
     config: VerifyConfig, layouts: Sequence[Layout], model: ModelConfig, say: Say
 ) -> tuple[Sequence[MicroBatch], int]:
     """Returns global batches and their vocabulary: from the user's text, or made up."""
+    # Every layout's readers and micro-batches must divide the batch.
     row_multiple = math.lcm(*(layout.batch_unit for layout in layouts))
     rows = config.rows or row_multiple * max(1, -(-8 // row_multiple))
     if not config.data.paths:
         built = _build_for_proof(model, config.sequence)
+        # Ids must exist in a model whose vocabulary is smaller.
         vocab = min(built.vocab or VOCABULARY, VOCABULARY)
         return made_up_batches(config.steps, rows, _row_lengths(config), vocab, _masks_documents(built)), vocab
     token_set = prepare(text_config(config.model, config.data), say=say)
