@@ -127,7 +127,7 @@ def _tells(cases: Sequence[Case], receive: int, send: int) -> Callable[[], None]
 
     def plant() -> None:
         os.close(receive)
-        train = command._ranks_result
+        train = command._run_ranks
 
         def ranks_result(config: Any, model: Any, job: Any, launcher: Any, machines: Any, say: Any) -> dict[str, Any]:
             def run(name: str, faults: str) -> tuple[str, dict[str, Any]]:
@@ -156,7 +156,7 @@ def _tells(cases: Sequence[Case], receive: int, send: int) -> Callable[[], None]
                 _forked(lambda case=case: judged(case))
             os._exit(0)
 
-        command._ranks_result = ranks_result
+        command._run_ranks = ranks_result
 
     return plant
 
