@@ -117,7 +117,7 @@ def _row_dims(shape: Sequence[int], rows: int, tokens: Mapping[int, Places]) -> 
 
 
 def _token_dim(dims: Sequence[int], tokens: Mapping[int, Places], required: bool) -> int:
-    """Which of a row's dims counts tokens: of (S, D) the first, of (H, S, S) the second."""
+    """Returns the dim of a row that counts tokens: of (S, D) the first, of (H, S, S) the second."""
     if len(dims) == 3 and dims[1] in tokens and dims[2] == max(tokens):
         return 1
     if len(dims) == 3 and (dims[0] in tokens) != (dims[1] in tokens):

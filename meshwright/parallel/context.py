@@ -112,7 +112,7 @@ def refusal(rows: LayerRows, size: int, degree: int) -> str:
 
 
 def _unexchangeable_reason(group: ShardingGroup) -> str:
-    """Why what lies between a group's matrices can't be exchanged: `wrap_group` moves their outputs alone."""
+    """Returns why a group's inner code prevents the exchange, which moves the matrices' outputs alone; "" if none."""
     if group.inner_row_linears:
         return (
             f"only what enters and leaves attention is exchanged, but between the matrices around it "

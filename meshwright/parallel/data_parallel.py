@@ -23,7 +23,7 @@ from meshwright.spec.groups import gradient_axes
 
 
 def _apply(work: TransformContext) -> None:
-    """Data axes: sharded state where the layout shards, or computes in another type than it keeps, else copies."""
+    """Applies the data axes: FSDP2 where the layout shards, offloads or computes in a lower precision, else copies."""
     layout, mesh = work.layout, work.mesh
     for stage in work.stages:
         if layout.zero or layout.mixed or layout.offload == "parameters":
@@ -54,12 +54,12 @@ def _apply(work: TransformContext) -> None:
 
 
 def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
-    """The groups of a unit: over the ranks that share its state and, where these have copies, over the copies."""
+    """Returns a unit's groups: of the ranks that share its state and, where the shards have copies, of the copies."""
     return [shards, copies] if copies.size > 1 else [shards]
 
 
 def _expert_fsdp_group(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
-    """The experts modules of a part, whose shards lie on the ranks that hold the same experts."""
+    """Returns a stage's experts modules, whose shards lie on the ranks that hold the same experts; None without any."""
     expert_modules = {
         name.rpartition(".")[0]: None for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes
     }

@@ -71,7 +71,7 @@ class DropoutRng:
         self._boxes: dict[Any, Box] = {}
 
     def begin(self, key: tuple[int, int], first: int, shape: Sequence[int]) -> None:
-        """Called before a forward that trains.
+        """Starts the numbering of a training forward; called before it.
 
         Args:
             key: (seed, step).
@@ -83,7 +83,7 @@ class DropoutRng:
         self.moment = RngContext(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
 
     def end(self) -> None:
-        """Called after it: what follows, such as an evaluation, draws from torch."""
+        """Ends the numbering; called after the forward, so that an evaluation draws from torch."""
         self.moment = None
 
     def run(
@@ -161,7 +161,7 @@ class DropoutRng:
         wrap_forward(module, ForwardLayer.DROPOUT, "random numbers are refused", forbidding)
 
     def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns what brings back the present place in the forward, for what is computed again."""
+        """Returns a context manager that restores the present position in the forward, for recompute."""
         context, mode_is_on = self.moment, self._mode_is_on
         if context is None:
             return contextlib.nullcontext

@@ -41,7 +41,7 @@ class Float64Ops(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Called by torch for each function; widens the dtype that a call on a float64 tensor asks for."""
+        """Widens the dtype that a call on a float64 tensor asks for; torch calls this for each function."""
         named = dict(kwargs or {})
         if not (args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64):
             return func(*args, **named)

@@ -48,7 +48,7 @@ class GatheredAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Called by torch for each function; only attention is another."""
+        """Replaces attention and calls any other function as it is; torch calls this for each function."""
         named = dict(kwargs or {})
         if func is not _ATTENTION:
             return func(*args, **named)

@@ -27,7 +27,7 @@ def _width(spans: Spans) -> int:
 
 
 def _covers_in_order(spans: Sequence[Spans], features: int) -> bool:
-    """Whether the ranks' runs, one after the other, are all features once."""
+    """Returns whether the ranks' runs, one after the other, cover all features once."""
     offset = 0
     for start, stop in (run for rank_spans in spans for run in rank_spans):
         if start != offset:
@@ -37,7 +37,7 @@ def _covers_in_order(spans: Sequence[Spans], features: int) -> bool:
 
 
 def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
-    """(B, S/c, F) to (B, S, F'): F' features of this rank's units."""
+    """Exchanges (B, S/c, F) for (B, S, F'), the F' features of this rank's units."""
     local_features = _width(spans[axis_group.index])
     # Chunk p: this rank's tokens of rank p's features.
     chunks = [_select_runs(x, rank_spans) for rank_spans in spans]
@@ -47,7 +47,7 @@ def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) ->
 
 
 def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
-    """(B, S, F') to (B, S/c, F): what several ranks hold is summed."""
+    """Exchanges (B, S, F') for (B, S/c, F); features that several ranks hold are summed."""
     # Chunk p: rank p's tokens of this rank's features.
     chunks = [features_of_rank.contiguous() for features_of_rank in x.chunk(axis_group.size, dim=1)]
     outputs = [x.new_empty(*chunks[0].shape[:2], _width(rank_spans)) for rank_spans in spans]

@@ -135,7 +135,7 @@ def _hash(keys: Words, box: Box, consume: Callable[[slice, Words], Any]) -> None
 
 
 def _bits_on(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
-    """(B, L, J) int32 on a device: the same bits, read as signed numbers 2^31 lower."""
+    """Returns (B, L, J) int32 on a device: the same bits, read as signed numbers 2^31 lower."""
 
     # int32 sums and products wrap as those of uint32 do; a right shift copies the sign bit, which `fold` clears.
     def signed(factor: int) -> int:

@@ -55,12 +55,12 @@ def _under_policy(policy: _Policy) -> Iterator[None]:
 
 
 def inlined() -> AbstractContextManager[None]:
-    """Inside it, checkpoints keep what they compute; nothing is computed again in backward."""
+    """Returns a context inside of which checkpoints keep everything; nothing is computed again in backward."""
     return _under_policy(_Policy(inline=True))
 
 
 def repeated(*snapshots: Snapshot, fed: bool = False) -> AbstractContextManager[None]:
-    """Inside it, what a checkpoint computes again sees the state of its first time.
+    """Returns a context inside of which a checkpoint's recompute sees the state of its first run.
 
     Args:
         snapshots: of states beyond torch's function modes, added to those of an enclosing `repeated`.

@@ -33,7 +33,7 @@ class MovingBuffers:
                 self._owners += [(name, submodule, key) for name, key in keys if name in self.names]
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Returns whether the modules have such buffers."""
         return bool(self._owners)
 
     def copy(self) -> Values:

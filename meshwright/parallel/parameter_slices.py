@@ -139,7 +139,7 @@ def scaled(
 
 
 def _block_ratio(splits: Mapping[str, ParameterSplit], name: str, group: ShardingGroup, units: Span) -> tuple[int, int]:
-    """(local, whole) number of runs of one block, ``name`` being ``<split>`` or ``<split>#<block>``."""
+    """Returns a block's (local, full) number of runs; ``name`` is ``<split>`` or ``<split>#<block>``."""
     split, _, block_index = name.partition("#")
     block = splits[split].blocks[int(block_index or 0)]
     start, stop = block.span(*units, group.units)

@@ -31,7 +31,7 @@ class PartialGradReducer:
         self._axis_group, self._neighbours = axis_group, neighbours
 
     def begin(self, last: bool, fresh: bool = False) -> None:
-        """Nothing is summed before the last backward."""
+        """Does nothing: gradients are summed after the last backward."""
 
     def finish(self) -> None:
         """Sums what is owed, packed by group and type."""

@@ -163,7 +163,7 @@ class PipelineProgram(Program):
         return torch.zeros(3 + 2 * len(self.terms), dtype=torch.float64, device=self._pipeline_group.device)
 
     def _schedule_run(self) -> ScheduleRun:
-        """The schedule for micro-batches of the present shape; a new shape is tried out by one forward."""
+        """Returns the schedule for micro-batches of the present shape; a new shape takes one trial forward."""
         shape = tuple(self._batches[0].tokens.shape)
         if self._current_run is None or self._current_run[0] != shape:
             with torch.no_grad():

@@ -40,7 +40,7 @@ class RandomOpsMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Called by torch for each function."""
+        """Replaces the functions that draw random numbers; torch calls this for each function."""
         replacement = _REPLACEMENTS.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
@@ -80,7 +80,7 @@ def _dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.
 
 
 def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Whole channels (B, C) at once."""
+    """Drops full channels: one draw for each (B, C)."""
     x, p, training, inplace = _arguments(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
     training = kwargs.get("train", training)
     if not training or not p or x.is_meta:
@@ -146,7 +146,7 @@ def _uniform(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.
 
 
 def _bernoulli(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    """Of `torch.bernoulli`: the tensor holds the probabilities, unless one is given beside it."""
+    """Draws `torch.bernoulli`: the tensor holds the probabilities, unless ``p`` is given."""
     probability = kwargs.get("p", args[1] if len(args) > 1 else args[0])
     return (u < probability).to(u.dtype)
 

@@ -229,7 +229,7 @@ def _receives_first(actions: Sequence[Any]) -> list[Any]:
 
 
 def _loss_as_is(output: torch.Tensor, _target: None) -> torch.Tensor:
-    """The last stage's forward gives the loss itself."""
+    """Returns the last stage's output, which is the loss itself."""
     return output
 
 
@@ -302,7 +302,7 @@ def _receive(pipeline_group: PipelineGroup, index: int) -> tuple[torch.Tensor, .
 
 
 def _header(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Number of tensors, then type, number of dims and dims of each, in a fixed number of integers."""
+    """Returns int64 integers of fixed number: the number of tensors, then dtype, number of dims and sizes of each."""
     values = [len(tensors)]
     for tensor in tensors:
         if len(tensors) > _TENSORS or tensor.dim() > _DIMS or tensor.dtype not in _DTYPES:

@@ -229,7 +229,7 @@ def _leave_stage(paths: tuple[Path, ...], *args: Any, **kwargs: Any) -> Any:
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that can be sent, and detached in place by a backward in two halves, which a view can't."""
+    """Returns a contiguous tensor that is no view, since a backward in two halves detaches it in place."""
     if is_view(tensor) or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
@@ -249,5 +249,5 @@ def _catch_boundary(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_with_output(_module: nn.Module, _args: Any, output: Any) -> None:
-    """After all other hooks: leaves whatever called the module, which waits for the model's own output."""
+    """Leaves the module's caller by an exception, after all other hooks: it waits for the model's own output."""
     raise _Boundary(output)

@@ -101,12 +101,12 @@ def on_hidden(module: nn.Module, move: Move, before: bool = False, *, purpose: s
 
 
 def is_hidden(value: Any) -> bool:
-    """Whether a value can be a hidden state (B, S, D)."""
+    """Returns whether a value can be a hidden state (B, S, D)."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3
 
 
 def is_plain_product(module: Any) -> bool:
-    """Whether a module is x W + b and nothing else, so that b can be added after a sum."""
+    """Returns whether a module is x W + b and nothing else, so that b can be added after a sum."""
     conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     return conv or type(module).forward is nn.Linear.forward
 
@@ -168,10 +168,10 @@ def _zero_unsplit_weights(module: nn.Module, unsplit_names: tuple[str, ...], mov
 
 
 def differentiable(value: torch.Tensor) -> bool:
-    """Whether a gradient flows back through a tensor."""
+    """Returns whether a gradient flows back through a tensor."""
     return value.requires_grad and value.is_floating_point()
 
 
 def anything(_: torch.Tensor) -> bool:
-    """Whatever tensor it is."""
+    """Accepts every tensor."""
     return True

@@ -61,7 +61,7 @@ class TransformContext:
 
 
 def no_rule(layout: Layout, layers: int) -> None:
-    """The rule of a transform that runs under every layout."""
+    """Refuses nothing: the check of a transform that runs under every layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,7 +107,7 @@ class Verdict:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns what went wrong in one line that is never empty: where a traceback's error begins, with its type."""
+    """Returns an error in one line, never empty: its type and the line where a traceback's error begins."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("then [", "all "))] or lines
     # An error's message may have many lines, whose last says nothing; its first has the error's name in front.

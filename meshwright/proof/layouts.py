@@ -115,7 +115,7 @@ def _schedules(ranks: int, base: Layout) -> Iterator[Layout]:
 
 
 def _same_work(degrees: Mapping[str, int]) -> bool:
-    """Whether two axes are used that no layout has together, since they have the same mechanics."""
+    """Returns whether two axes of the same mechanics are used, which no layout may combine."""
     used = [known_axes()[name].mechanics for name, degree in degrees.items() if degree > 1]
     split = [mechanics for mechanics in used if mechanics is not Mechanics.NONE]
     return len(set(split)) < len(split)

@@ -55,7 +55,7 @@ class Masks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Called by torch for each function."""
+        """Replaces the functions that draw; torch calls this for each function."""
         keywords = dict(kwargs or {})
         if func is functional.scaled_dot_product_attention:
             return self._attention(func, args, keywords)
@@ -108,7 +108,7 @@ class Masks(TorchFunctionMode):
         return keep / (1 - p) if p < 1 else keep
 
     def _numbers(self, shape: Sequence[int]) -> torch.Tensor:
-        """The numbers of the next draw, float64: a half more than whole numbers below 2^32."""
+        """Returns the numbers of the next draw, float64: a half more than whole numbers below 2^32."""
         path, call, number = self._stack[-1]
         self._stack[-1][2] += 1
         base = hashlib.blake2b(f"{self._name},{path}:{call},{number}".encode(), digest_size=8).digest()

@@ -112,7 +112,7 @@ def _hash_key(*fields: Any) -> int:
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's output function. Source: Steele, Lea and Flood (2014), the 64-bit variant."""
+    """Returns SplitMix64's output for a state. Source: Steele, Lea and Flood (2014), the 64-bit variant."""
     value = (value + 0x9E3779B97F4A7C15) % _WORD
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % _WORD

@@ -267,7 +267,7 @@ class Rounding:
         )
 
     def _errors(self, measured: torch.Tensor, expected: torch.Tensor, deviation: PlainDeviation) -> torch.Tensor | None:
-        """Relative errors, None where something isn't finite or of another shape."""
+        """Returns relative errors; None where something isn't finite or of another shape."""
         if not math.isfinite(part_error(measured, expected, 1.0)):
             return None
         return (measured.to(torch.float64) - expected) / deviation.size.rms

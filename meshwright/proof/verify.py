@@ -62,7 +62,7 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
         trial, analysis_error = ForwardTrial(), ""
         try:
             # Imports the model's code, which every rank then finds in memory. Random numbers that can't be placed don't
-            # end it: `_draws` says in which part they are drawn, and in evaluation mode there may be none.
+            # end it: `one_device` says in which part they are drawn, and in evaluation mode there may be none.
             try:
                 trial = try_forward(case.build())
             except PlanError:

@@ -86,7 +86,7 @@ def axes_with(mechanics: Mechanics, axes: Mapping[str, Axis] | None = None) -> t
 
 @cache
 def _known_with(mechanics: Mechanics) -> tuple[str, ...]:
-    """As `axes_with`, which thousands of layouts ask for."""
+    """Caches `axes_with` over the known axes: thousands of layouts ask for it."""
     return axes_with(mechanics, known_axes())
 
 
@@ -111,7 +111,7 @@ def row_axes(holds: Holds, axes: Mapping[str, Axis] | None = None) -> tuple[str,
 
 @cache
 def _known_rows(holds: Holds) -> tuple[str, ...]:
-    """As `row_axes`, which thousands of layouts ask for."""
+    """Caches `row_axes` over the known axes: thousands of layouts ask for it."""
     return row_axes(holds, known_axes())
 
 
@@ -168,7 +168,7 @@ def state_index(rank: int, degrees: Mapping[str, int], zero: int) -> int:
 
 
 def carved_shards(name: str, degrees: Mapping[str, Any], zero: int, axes: Mapping[str, Axis] | None = None) -> Any:
-    """Returns the number of ranks that share the state of what an axis splits which carves others.
+    """Returns the number of ranks that share the state of weights split by a carving axis (experts).
 
     Args:
         name: the axis; its degree divides the ranks of those that it carves.
@@ -211,7 +211,7 @@ def carved_index(name: str, rank: int, degrees: Mapping[str, int]) -> int:
 def carved_groups(
     name: str, degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Returns who does what with whom along an axis that factorises the ranks of others a second time.
+    """Returns the process groups of an axis that factorises the ranks of other axes a second time (``ep``).
 
     The ranks that differ along the carved axes alone form a block, in row-major order; the axis is its fastest part.
 

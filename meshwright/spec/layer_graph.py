@@ -129,7 +129,7 @@ def _costs(layer_graph: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Seq
 
 
 def _layer_of_weight(layer_graph: LayerGraph, names: Iterable[str]) -> dict[str, int]:
-    """For each weight the number of its layer; -1 outside of the layers."""
+    """Returns for each weight the number of its layer; -1 outside of the layers."""
     layer_numbers = {layer: number for number, layer in enumerate(layer_graph.layers)}
     owners = {}
     for name in names:

@@ -363,7 +363,7 @@ class Layout:
 
 
 def _shards_rows(degrees: Mapping[str, int]) -> bool:
-    """Whether an axis is used that shards the state over ranks that read other rows."""
+    """Returns whether the degrees use an axis that shards state over ranks with other rows."""
     return any(degrees.get(name, 1) > 1 for name in row_axes(Holds.SHARD))
 
 

@@ -44,7 +44,7 @@ class Recompute:
         return f"{self.mode}:{self.count}" if self.count else self.mode
 
     def __bool__(self) -> bool:
-        """Whether any layer recomputes."""
+        """Returns whether any layer recomputes."""
         return self.mode != "none"
 
     def layers(self, layers: int) -> frozenset[int]:
@@ -89,7 +89,7 @@ class StageSplit:
         return "-".join(map(str, self.layers))
 
     def __bool__(self) -> bool:
-        """Whether the stages are given."""
+        """Returns whether the stages are given."""
         return bool(self.layers)
 
     @property
@@ -133,5 +133,5 @@ class BatchShares:
         return "-".join(f"{share}x{count}" if count > 1 else str(share) for share, count in runs)
 
     def __bool__(self) -> bool:
-        """Whether the shares differ."""
+        """Returns whether the shares differ."""
         return bool(self.shares)

@@ -81,7 +81,7 @@ class LocalShard:
         return tuple(boxes)
 
     def _runs(self, dim: int, rows: Span | None) -> list[tuple[Span, Span, int]]:
-        """(span in the local dim, span in the whole dim, copies) of each run, cut where the copies change."""
+        """Returns (local span, full span, copies) of each run of a dim, cut where the copies change."""
         first_row, stop_row = rows if rows is not None else (0, self.local_shape[dim])
         # A box has one number of copies and lies on one side of the data axis's cut, so both cut the runs.
         cuts = {first_row, stop_row}

@@ -46,7 +46,7 @@ def overridden(table: ShardingTable, rows: Mapping[str, str], names: Iterable[st
 
 
 def _rows_by_weight(rows: Mapping[str, str], names: list[str]) -> dict[str, tuple[str, str]]:
-    """(kind, glob) by weight."""
+    """Returns (kind, glob) by weight."""
     row_of_weight: dict[str, tuple[str, str]] = {}
     for glob, kind in rows.items():
         if kind not in KINDS:
@@ -111,7 +111,7 @@ def _overridden_layer(layer: str, rows: LayerRows, row_of_weight: Mapping[str, t
 
 
 def _roles(group: ShardingGroup) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, kinds that are true of it) of every parameter that a group splits."""
+    """Yields (name, allowed kinds) of every parameter that a group splits."""
     for split in group.splits:
         path = split.name.rpartition(".")[0]
         if not group.column_linears:  # experts: one module, both ways
@@ -121,7 +121,7 @@ def _roles(group: ShardingGroup) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _overridden_vocabulary(table: ShardingTable, row_of_weight: Mapping[str, tuple[str, str]]) -> ShardingTable:
-    """Embedding and head are split together or not at all, since they may be one weight."""
+    """Applies the rows to the vocabulary; embedding and head are split together or not at all: they may be tied."""
     names = {f"{module}.{attribute}": module for module in table.vocabulary for attribute in ("weight", "bias")}
     row_of_module = {module: row_of_weight[name] for name, module in names.items() if name in row_of_weight}
     for module, (kind, glob) in row_of_module.items():
