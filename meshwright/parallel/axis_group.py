@@ -259,7 +259,7 @@ class AxisGroup(DifferentiableCollectives):
         return PendingCollective(works, add_up, self, "reduce_scatter", sent, of)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor]) -> PendingCollective:
-        """Starts sending ``parts[p]`` to rank p of the group and receiving ``outputs[p]`` from it; all contiguous."""
+        """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it; any shapes, contiguous."""
         sent = sum(chunk.nbytes for peer, chunk in enumerate(chunks) if peer != self.index)
         if not self._direct:
             output_list, inputs = list(outputs), list(chunks)

@@ -73,17 +73,17 @@ class _ReduceScatterTokens(torch.autograd.Function):
 
 
 def copy_to_group(x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
-    """Returns ``x``, equal on all ranks, for work that is split; its gradient is summed over the ranks."""
+    """Megatron's f: returns ``x`` (any shape, equal on all ranks) for split work; its gradient is all-reduced."""
     return axis_group.apply(_CopyToGroup, x, axis_group)
 
 
 def reduce_from_group(x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
-    """Returns the sum of all ranks' ``x``, in its memory where that can be; the gradient, equal on all, passes."""
+    """Megatron's g: all-reduces ``x`` (any shape, partial over the group), in place if it can; its gradient passes."""
     return axis_group.apply(_ReduceFromGroup, x, axis_group)
 
 
 def all_gather_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
-    """Returns the ranks' parts of ``dim`` put together.
+    """All-gathers a split ``dim``: (..., n, ...) on each rank becomes (..., size * n, ...) on all.
 
     Args:
         x: this rank's part, as large as every other's.
@@ -95,12 +95,12 @@ def all_gather_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial:
 
 
 def reduce_scatter_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
-    """Returns this rank's part of ``dim``: of the sum over the ranks where ``x`` is ``partial``, else of ``x``."""
+    """Returns this rank's 1/size of ``dim``: of the sum over the ranks where ``x`` is ``partial``, else of ``x``."""
     return axis_group.apply(_ReduceScatterTokens, x, axis_group, dim, partial)
 
 
 def gather(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
-    """Returns the ranks' parts of ``dim`` put together, without a gradient."""
+    """All-gathers ``dim``: (..., n, ...) becomes (..., size * n, ...), in rank order, without a gradient."""
     shard = x.contiguous()
     out = shard.new_empty(axis_group.size * shard.numel())
     axis_group.all_gather(out, shard.view(-1)).wait()
@@ -109,7 +109,7 @@ def gather(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
 
 
 def scatter_sum(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
-    """Returns this rank's part of ``dim`` of the sum over the ranks, without a gradient."""
+    """Reduce-scatters ``dim``: (..., size * n, ...), partial over the group, becomes (..., n, ...); no gradient."""
     # The collective takes (ranks, ...) in memory order; a split of dim 0 is that already.
     shards = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()
     shape = list(x.shape)
@@ -120,5 +120,5 @@ def scatter_sum(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tenso
 
 
 def own_part(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
-    """Returns this rank's part of ``dim``, a view."""
+    """Returns this rank's 1/size of ``dim``, a view."""
     return x.chunk(axis_group.size, dim=dim)[axis_group.index]

@@ -33,13 +33,13 @@ def balanced_spans(tokens: int, index: int, ranks: int) -> tuple[Span, Span]:
 
 
 def in_order(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    """Puts runs gathered rank by rank, (early, late) of each, into the order of the row."""
+    """Reorders ``x`` (..., S, ...), gathered as (early, late) runs rank by rank, into the order of the row."""
     runs = x.chunk(2 * ranks, dim=dim)
     return torch.cat([*runs[0::2], *reversed(runs[1::2])], dim=dim)
 
 
 class GatheredAttention(TorchFunctionMode):
-    """Inside it, attention asks with this rank's tokens and sees the keys and values of all."""
+    """Makes attention inside of it use this rank's queries and the keys and values of all ranks."""
 
     def __init__(self, axis_group: AxisGroup) -> None:
         super().__init__()

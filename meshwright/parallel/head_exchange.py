@@ -17,7 +17,7 @@ Spans = tuple[Span, ...]
 
 
 def _select_runs(x: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """Returns runs of the last dim, contiguous."""
+    """Returns (..., F'), the runs of the last dim of ``x: (..., F)``, contiguous."""
     runs = [x[..., start:stop] for start, stop in spans]
     return (runs[0] if len(runs) == 1 else torch.cat(runs, dim=-1)).contiguous()
 

@@ -57,7 +57,7 @@ def place_of(
 
 
 def select(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> torch.Tensor:
-    """Returns the runs of a dim, one after the other; a view when they are one."""
+    """Returns a tensor of any shape with the runs of one dim, one after the other; a view for a single run."""
     slices = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=dim)
 

@@ -99,7 +99,7 @@ def _feature_order(cutting: Cutting, shares: Sequence[Span], total_units: int) -
 
 
 def _gather_features(x: torch.Tensor, axis_group: AxisGroup, order: list[int]) -> torch.Tensor:
-    """Puts the ranks' features together; their gradients are summands."""
+    """All-gathers (..., F / size) to (..., F) in the model's order of features; their gradients are summands."""
     gathered = collectives.all_gather_tokens(x, axis_group, x.dim() - 1, True)
     if order == list(range(len(order))):
         return gathered

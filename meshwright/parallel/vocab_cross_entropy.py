@@ -21,11 +21,11 @@ class VocabShard:
     stop: int
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the largest of each element over the ranks, in place."""
+        """Replaces ``values`` (any shape) by their element-wise maximum over the ranks, in place, and returns them."""
         self.axis_group.all_reduce_max(values).wait()
         return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns each element's sum over the ranks, in place."""
+        """Replaces ``values`` (any shape) by their element-wise sum over the ranks, in place, and returns them."""
         self.axis_group.all_reduce(values).wait()
         return values

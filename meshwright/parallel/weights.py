@@ -102,7 +102,7 @@ class Weight:
         return out
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor that stands to ``local`` (this rank's part of some state) as the parameter to its part."""
+        """Returns ``local`` (this rank's shard of some state) as a DTensor where the parameter is one, else as it is."""
         return placed_like(self.parameter, local)
 
     def saved(self, local: torch.Tensor) -> Any:
@@ -118,7 +118,7 @@ class Weight:
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Returns a box of a tensor as a view."""
+    """Returns a box of a tensor of any shape, as a view."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 

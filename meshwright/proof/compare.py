@@ -129,7 +129,7 @@ def relative(measured: float, expected: float) -> float:
 
 
 def largest(tensors: Iterable[torch.Tensor]) -> float:
-    """Returns the largest absolute entry of all tensors."""
+    """Returns the largest absolute entry of tensors of any shape; 0 for none."""
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
@@ -150,7 +150,7 @@ def part_error(measured: torch.Tensor, expected: torch.Tensor, scale: float) -> 
 
 
 def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Returns for each weight what its errors are relative to; see `TINY_SHARE`."""
+    """Returns for each weight (any shape) the scale of its relative errors; see `TINY_SHARE`."""
     floor = TINY_SHARE * largest(reference.values())
     return {name: max(largest([tensor]), floor) for name, tensor in reference.items()}
 

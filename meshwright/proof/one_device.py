@@ -179,7 +179,7 @@ class _OneDevice:
         )
 
     def call(self, model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns logits and loss, as `reference.AuthorCall`."""
+        """Returns (logits (B, S, V) or None, loss () or None), as the model's own code gives them."""
         structure = self._built.structure
         with contextlib.ExitStack() as stack:
             stack.enter_context(inlined())  # a checkpoint changes no number, and none is drawn again in backward
@@ -196,7 +196,7 @@ class _OneDevice:
             return output.logits, output.loss
 
     def forward(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
-        """Returns logits, or the loss of a model that gives nothing else."""
+        """Returns logits (B, S, V), or the loss () of a model that gives nothing else."""
         logits, loss = self.call(model, batch)
         output = logits if logits is not None else loss
         assert output is not None

@@ -115,7 +115,7 @@ def _adamw(masters: Mapping[str, torch.Tensor], recipe: OptimizerRecipe) -> torc
 def _round_weights(
     trained: Named, masters: Mapping[str, torch.Tensor], share: float, generator: torch.Generator
 ) -> None:
-    """Gives the module the weights that are kept, each moved at random by at most a share of itself, and rounded."""
+    """Copies master weights to the module's type, each entry first moved at random by at most a share of itself."""
     with torch.no_grad():
         for name, parameter in trained:
             shaken = masters[name]
@@ -134,7 +134,7 @@ def _accumulate_gradients(
     masters: Mapping[str, torch.Tensor],
     scale: float,
 ) -> float:
-    """Gives the weights that are kept the gradients of a global batch, and returns its loss."""
+    """Sets the master weights' gradients to the sums over a global batch, and returns its loss."""
     sums = {name: torch.zeros_like(parameter) for name, parameter in masters.items()}
     total = 0.0
     for loss in own_losses(module, call, micro_batches):

@@ -73,7 +73,7 @@ def rms(tensor: torch.Tensor) -> float:
 
 
 def tensor_scales(reference: Mapping[str, torch.Tensor]) -> dict[str, TensorScale]:
-    """Returns each tensor's sizes, none under `TINY_SHARE` of the model's largest."""
+    """Returns the scale of each tensor (any shape), no less than `TINY_SHARE` of the model's largest."""
     scales = {name: TensorScale(rms=rms(tensor), largest=largest([tensor])) for name, tensor in reference.items()}
     rms_floor, largest_floor = (
         max((getattr(scale, key) for scale in scales.values()), default=0.0) for key in ("rms", "largest")
@@ -160,7 +160,7 @@ class PlainDeviation:
 def plain_deviations(
     errors: Mapping[str, tuple[torch.Tensor, float]], relative_to: Mapping[str, TensorScale]
 ) -> dict[str, PlainDeviation]:
-    """Returns what the plain device shows of each tensor.
+    """Returns each tensor's errors on the plain device, relative to its scale and moderated over all tensors.
 
     Args:
         errors: of each tensor, as in `ErrorStatistics.found`.
