@@ -102,7 +102,7 @@ class Weight:
         return out
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns ``local`` (this rank's shard of some state) as a DTensor where the parameter is one, else as it is."""
+        """Returns ``local`` (this rank's shard of a state) as a DTensor where the parameter is one, else as it is."""
         return placed_like(self.parameter, local)
 
     def saved(self, local: torch.Tensor) -> Any:
