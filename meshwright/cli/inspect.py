@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import meshwright
 from meshwright.cli.arguments import answer, read_config, take_flag
-from meshwright.cli.inspect_output import inspection_lines
+from meshwright.cli.inspect_output import inspection_lines, stack_lines
 from meshwright.errors import ConfigError
 from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.requests import InspectConfig
@@ -27,5 +27,5 @@ def run(argv: Sequence[str]) -> int:
     if as_json:
         answer(json.dumps(result, indent=2))
     else:
-        to_stderr("\n".join(inspection_lines(result)))
+        to_stderr("\n".join(stack_lines(result) if config.stack else inspection_lines(result)))
     return 0

@@ -10,6 +10,17 @@ from typing import Any
 from meshwright.units import format_bytes, format_count
 
 
+def stack_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines that show what a call of a module goes through under each layout, outermost first."""
+    for stack in result["stacks"]:
+        yield f"rank {stack['rank']} of {stack['layout']}, outermost first"
+        for module in stack["modules"]:
+            yield ""
+            yield f"{module['module'] or 'the model'} ({module['type']})"
+            yield from (f"  {line}" for line in module["lines"])
+        yield ""
+
+
 def inspection_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
     """Yields the printed lines of an `InspectResult` in its JSON form."""
     shape = inspected["shape"]

@@ -272,24 +272,6 @@ def _map_array(path: Path, dtype: str, count: int) -> NDArray[Any]:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
 
 
-def check_vocabulary(token_set: TokenSet, model_vocab: int) -> None:
-    """Refuses a token set with ids beyond the rows of a model's embedding.
-
-    Args:
-        token_set: the prepared text.
-        model_vocab: rows of the model's embedding (V).
-
-    Raises:
-        DataError: when the set's vocabulary is the larger one.
-    """
-    if token_set.vocab_size > model_vocab:
-        raise DataError(
-            f"the text's vocabulary has {token_set.vocab_size} tokens, the model's {model_vocab}: token ids must be "
-            f"below the model's; set data.vocab_size to {model_vocab} or less, take the model's own tokenizer "
-            f"(data.tokenizer), or give the model a vocabulary of {token_set.vocab_size}"
-        )
-
-
 def compression_baselines(token_set: TokenSet, limit_bytes: int = _BASELINE_BYTES) -> dict[str, float]:
     """Compresses the held-out text with gzip -9 and xz -9e.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.jobs.model_reading import model_parts
+from meshwright.jobs.module_stack import module_stacks
 from meshwright.jobs.requests import InspectConfig, Layouts, with_fields
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
@@ -44,11 +45,13 @@ class InspectResult:
     """Where the layers can be cut into stages; ``refused`` where they can't."""
     layouts: tuple[Mapping[str, Any], ...]
     """Bytes of state by place for each layout that was named."""
+    stacks: tuple[Mapping[str, Any], ...] = ()
+    """For each layout ``layout``, ``rank`` and ``modules``: what a call of the module that was named goes through."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values under the names of the fields."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return values | {"experts": list(self.experts), "layouts": list(self.layouts)}
+        return values | {name: list(values[name]) for name in ("experts", "layouts", "stacks")}
 
 
 def inspect(
@@ -83,7 +86,15 @@ def inspect(
         sharding=sharding,
         pipeline=pipeline,
         layouts=tuple(_price_layout(built, layout, analysis) for layout in layouts),
+        stacks=tuple(_read_stacks(config, layout) for layout in layouts) if config.stack else (),
     )
+
+
+def _read_stacks(config: InspectConfig, layout: Layout) -> dict[str, Any]:
+    """Returns the hooks and wrappers of the named module and its submodules under a layout, on a model of its own."""
+    name = "" if config.stack == "." else config.stack
+    stacks = module_stacks(build_meta(config.model), layout, name, config.rank)
+    return {"layout": str(layout), "rank": config.rank, "modules": [stack.to_json() for stack in stacks]}
 
 
 def _describe_structure(built: BuiltModel) -> dict[str, Any]:

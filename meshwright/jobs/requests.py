@@ -204,3 +204,17 @@ class InspectConfig(Config):
     """The model; its name may stand first, without a flag."""
     layout: tuple[str, ...] = ()
     """Layouts by text form, whose bytes of state are listed; several may follow one ``--layout``."""
+    stack: str = ""
+    """A module, such as ``model.layers.0``, or ``.`` for the model: what lies under each layout between a call of it
+    and its own code (hooks, and wrappers of its forward, in the order in which they run), and so for all in it."""
+    rank: int = 0
+    """The rank of each layout whose stack is shown."""
+
+    def check(self) -> None:
+        """Refuses a stack of no layout, and a rank without a stack."""
+        if self.stack and not self.layout:
+            raise ConfigError(f"stack = {self.stack}: modules are wrapped by a layout; name one, as --layout tp=2")
+        if self.rank and not self.stack:
+            raise ConfigError(
+                f"rank = {self.rank} has no effect without stack; name a module, as --stack model.layers.0"
+            )

@@ -45,10 +45,6 @@ class InitRecipe:
         """Returns the sizes of a recorded tensor."""
         return tuple(self.constants[name].shape) if name in self.constants else self.refs[name].shape
 
-    def whole_names(self) -> list[str]:
-        """Returns the names that can only be computed in full and are then cut: these cost a rank more memory."""
-        return sorted(name for name, ref in self.refs.items() if not self.replay.by_runs(ref))
-
 
 def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
     """Reads a module built under `record`, and moves its real tensors to the meta device.

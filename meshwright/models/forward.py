@@ -230,25 +230,6 @@ def _read_output(result: Any, tokens: torch.Tensor, token_parts: int) -> ModelOu
     )
 
 
-def document_positions(starts: torch.Tensor) -> torch.Tensor | None:
-    """Turns document boundaries into positions.
-
-    Args:
-        starts: (B, S) bool, True where a document starts; on the CPU, since the answer decides what is computed.
-
-    Returns:
-        (B, S) int64 positions, 0 at the start of each row and of each document; None when no document starts inside a
-        row.
-    """
-    if not bool(starts[:, 1:].any()):
-        return None
-    index = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
-    document_starts = torch.where(starts, index, 0)
-    document_starts[:, 0] = 0
-    # cummax spreads each start over the tokens of its document
-    return index - document_starts.cummax(dim=1).values
-
-
 def _no_documents(reason: str) -> str:
     """Words the refusal of document masks."""
     return f"the model can't keep documents of a row apart: {reason}; set data.mask_documents = false"

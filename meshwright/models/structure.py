@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -249,13 +248,3 @@ def _tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
-
-
-def stack_parameters(module: nn.Module, structure: ModelStructure) -> dict[str, int]:
-    """Returns the number of parameters of each block, by name."""
-    return {name: sum(p.numel() for p in module.get_submodule(name).parameters()) for name in structure.layers}
-
-
-def dtype_of(module: nn.Module) -> torch.dtype:
-    """Returns the type of the module's first floating parameter, float32 when it has none."""
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)

@@ -182,14 +182,6 @@ def carved_shards(name: str, degrees: Mapping[str, Any], zero: int, axes: Mappin
     return block // degrees.get(name, 1) if zero else 1
 
 
-def norm_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
-    """Returns the axes over which a weight's squared norm is summed: those that split it or hold stages."""
-    axes = known_axes() if axes is None else axes
-    stages = tuple(name for name, axis in axes.items() if axis.holds is Holds.STAGE)
-    # Ranks that hold the same part would count it twice; stages hold other weights of the global norm.
-    return tuple(name for name in axes if name in sharded_on or name in stages)
-
-
 def writes(rank: int, sharded_on: Sequence[str], degrees: Mapping[str, int]) -> bool:
     """Returns whether this rank writes its part of a weight: the first among those that hold the same part."""
     axes = known_axes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,9 +48,3 @@ def dtensor_like(full: DTensor, local: torch.Tensor) -> DTensor:
     meta = TensorMeta(full.shape, full.stride(), local.dtype)
     spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
-
-
-def shape_and_offset(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns (shape, offset) of this rank's shard of a tensor of ``shape``, one integer for each dim."""
-    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return local_shape, offset

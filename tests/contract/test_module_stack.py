@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.errors import ConfigError
 from meshwright.jobs.module_stack import module_stacks
 from meshwright.models.build import BuiltModel, build_meta
@@ -52,3 +55,29 @@ def test_a_stage_shows_stubs_of_the_layers_that_others_compute() -> None:
 def test_an_unknown_module_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no module 'transformer\.h\.00'.*transformer\.h\.0"):
         module_stacks(model(), Layout.parse("tp=2"), "transformer.h.00")
+
+
+def test_the_command_shows_a_layer_under_each_layout(capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--model.layers", "2", "--model.width", "32", "--model.heads", "4", "--model.vocab", "61"]
+    words = ["inspect", "llama", *sizes, "--stack", "model.layers.0", "--layout", "tp=2,sequence=true", "cp=2"]
+    assert main([*words]) == 0
+    told = capfd.readouterr().err
+    assert "rank 0 of tp=2,sequence=true, outermost first" in told and "rank 0 of cp=2" in told
+    assert "model.layers.0.self_attn (LlamaAttention)" in told
+    assert "hidden state: all-gather of tokens forward, reduce-scatter backward" in told
+    assert main([*words, "--json"]) == 0
+    stacks = json.loads(capfd.readouterr().out)["stacks"]
+    assert [stack["layout"] for stack in stacks] == ["tp=2,sequence=true", "cp=2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--stack", "model.layers.0"], "name one, as --layout tp=2"),
+        (["--rank", "1", "--layout", "tp=2"], "no effect without stack"),
+        (["--stack", "model.layers.0", "--rank", "2", "--layout", "tp=2"], "has the ranks 0 to 1"),
+    ],
+)
+def test_what_shows_nothing_is_refused(words: list[str], rule: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "llama", "--model.layers", "2", "--model.width", "32", *words]) == 2
+    assert rule in capfd.readouterr().err

@@ -38,7 +38,7 @@ from meshwright.proof.verify import made_up_batches, verify
 from meshwright.spec import axes
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.groups import gradient_axes, loss_axes, mesh_shape, norm_axes, reader, state_axes
+from meshwright.spec.groups import gradient_axes, loss_axes, mesh_shape, reader, state_axes
 from meshwright.spec.layout import Layout
 from meshwright.strategy.mesh import layout_of_dims
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
@@ -81,7 +81,6 @@ def test_groups_follow_from_its_facts() -> None:
     assert tuple(mesh_shape({})) == ("pp", "replicate", "twin", "shard", "cp", "ring", "tp")
     assert loss_axes() == ("replicate", "twin", "shard", "cp", "ring")
     assert state_axes(2) == ("shard", "cp", "ring") and gradient_axes(state_axes(2)) == ("replicate", "twin")
-    assert norm_axes(("shard",)) == ("pp", "shard")
     assert [reader(rank, layout.degrees) for rank in range(4)] == [(rank, 4) for rank in range(4)]
     assert layout.describe_rank(3) == "rank 3: twin 1, shard 1"
     with pytest.raises(PlanError, match=r"cp=2 and ring=2 both split the same work.*write cp=4"):

@@ -14,7 +14,7 @@ from meshwright.data import digests, files
 from meshwright.data import prepare as module
 from meshwright.data.config import DataConfig
 from meshwright.data.prepare import prepare, prepared_path
-from meshwright.data.tokens import TokenSet, check_vocabulary, compression_baselines
+from meshwright.data.tokens import TokenSet, compression_baselines
 from meshwright.errors import ConfigError, DataError
 
 
@@ -219,13 +219,6 @@ def test_a_full_disk_is_said_and_nothing_half_done_is_taken_for_whole(
     monkeypatch.setattr(files.os, "fsync", real)
     assert prepare(config, tmp_path / "set").fingerprint == prepare(config, tmp_path / "clean").fingerprint
     assert not (tmp_path / "set.partial").exists()
-
-
-def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path) -> None:
-    made = prepare(corpus(tmp_path), tmp_path / "set")
-    check_vocabulary(made, made.vocab_size)
-    with pytest.raises(DataError, match=f"vocabulary has {made.vocab_size} tokens, the model's {made.vocab_size - 1}"):
-        check_vocabulary(made, made.vocab_size - 1)
 
 
 def test_bits_per_byte_stand_beside_the_compressors(tmp_path: Path) -> None:

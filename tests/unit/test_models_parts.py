@@ -14,7 +14,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.export import export_hf
-from meshwright.models.forward import IGNORED, document_positions, model_forward, model_output
+from meshwright.models.forward import IGNORED, model_forward, model_output
 from meshwright.models.generate import generate_tokens
 from meshwright.models.measure import measure_shape
 from meshwright.models.structure import read_structure
@@ -114,14 +114,6 @@ def test_an_output_without_logits_is_refused():
     module = Wrong(2, 2)
     with pytest.raises(ConfigError, match="must give logits"):
         model_forward(module, read_structure(module), torch.zeros(2, 3, dtype=torch.long))
-
-
-def test_positions_start_anew_only_where_documents_do():
-    starts = torch.zeros(2, 6, dtype=torch.bool)
-    starts[:, 0] = True
-    assert document_positions(starts) is None
-    starts[1, 4] = True
-    assert document_positions(starts).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1]]
 
 
 def test_sampling_is_repeatable(own):
