@@ -64,10 +64,8 @@ class GatheredAttention(TorchFunctionMode):
         # One call for each run: under a causal mask each gets only the keys up to its end, so ranks do equal work.
         for (start, stop), local_queries in zip(spans, query.chunk(2, dim=-2)):
             marked_query: Any = local_queries
-            marked_query.query_run = (
-                start,
-                not outputs,
-            )  # which queries of the row dropout's numbers are of; the draw is one
+            # (first query of the run, whether it is the first run): dropout draws once for both, by the row's queries.
+            marked_query.query_run = (start, not outputs)
             visible_keys = stop if causal else keys.shape[-2]
             # A mask counts whole rows (the model made it before the tokens were split): take this run's queries.
             mask_rows = None if mask is None else mask[..., start:stop, :visible_keys]
