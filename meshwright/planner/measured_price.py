@@ -73,8 +73,8 @@ def informed(question: Question, measure: Measure) -> Question:
     work = measure(Layout(), 1)
     if work is None:
         return question
-    kept = read_kept(question.job, question.machine, question.runtime, work)
-    return dataclasses.replace(question, kept=kept)
+    activations = read_kept(question.job, question.machine, question.runtime, work)
+    return dataclasses.replace(question, activations=activations)
 
 
 def repriced(question: Question, one: Candidate, price: Price) -> Candidate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.planner.choose import AFTER, Candidate, Choice, Question
+from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, priced
 from meshwright.planner.memory import ModelParts, StateSizes
@@ -30,7 +30,7 @@ def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelPart
     if one.layout.offload == "optimizer":  # its copies are part of the update, as it is measured
         parts["optimizer"] += price.parts["offload"]
     if one.layout.degree(Mechanics.STAGES) > 1:
-        after = sum(price.parts[name] for name in AFTER)
+        after = sum(price.parts[name] for name in AFTER_PIPELINE)
         parts["pipeline"] = price.step_s - after
     else:
         (stage,) = price.stages
