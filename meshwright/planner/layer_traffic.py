@@ -1,4 +1,4 @@
-"""Lists what one rank sends inside forward and backward: activations over ``tp``, ``cp``, ``ep`` and ``pp``."""
+"""Lists the collectives of one rank inside forward and backward: activations over ``tp``, ``cp``, ``ep``, ``pp``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import LayerRows, ParameterSplit, ShardingGroup, local_group
 
 INDEX = 8
-"""Bytes of an expert's number and of a count of tokens: int64."""
+"""Bytes of an expert's index and of a token count: int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class LayerCollective:
     size: float
     """Bytes, as `Collectives` counts them."""
     back: bool = False
-    """Whether backward sends it, not forward."""
+    """Whether it belongs to backward, not forward."""
     tail: bool = False
-    """Whether nothing that backward reads follows: recompute ends before it."""
+    """Whether no tensor that backward reads follows it, so that recompute stops before it."""
 
 
 class LayerTraffic:
@@ -62,13 +62,13 @@ class LayerTraffic:
         return self._axis_indices[self._layout.axis(mechanics)]
 
     def add_to(self, collectives: Collectives) -> None:
-        """Adds all of them."""
+        """Adds the collectives of all micro-batches of a step."""
         for start, stop, stage, stages in self._rank_stages():
             for sent in self._stage_collectives(start, stop, stage, stages):
                 collectives.add(sent.group, sent.kind, sent.size * self._layout.microbatches)
 
     def _rank_stages(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (first layer, layer after the last, number, number of stages) of this rank's stages."""
+        """Yields (start layer, stop layer, stage, number of stages) of each stage of this rank."""
         if self._layout.degree(Mechanics.STAGES) == 1:
             yield 0, len(self._model.layers), 0, 1
             return
@@ -91,7 +91,7 @@ class LayerTraffic:
         return self._layout.recompute.layers(len(self._model.layers))
 
     def _stage_sends(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
-        """Activations to the next stage and gradients to the one before, where these are on other ranks."""
+        """Yields the sends of activations to the next stage and gradients to the previous, on other ranks."""
         layer_graph, schedule, stage_ranks = self._model.layer_graph, self._layout.pipeline(), self._pp.ranks
         assert layer_graph is not None
         split = self._layout.degree(Mechanics.MATRICES) if self._layout.sequence else 1
@@ -107,12 +107,12 @@ class LayerTraffic:
     # -------------------------------------------------------- the ends
 
     def _end_collectives(self, is_first: bool, is_last: bool) -> Iterator[LayerCollective]:
-        """The split vocabulary: rows of the embedding summed, the head's input, and two vectors of the loss."""
+        """Yields the collectives of a vocabulary that ``tp`` splits: embedding output, head input, loss."""
         table, loss_bytes = self._model.table, 8 if self._layout.precision == "float64" else 4
         if self._layout.degree(Mechanics.MATRICES) == 1 or table is None:
             return
         size = self._tokens * self._width * self._bytes.compute
-        if table.vocabulary and is_first:  # of whole rows: the first layer takes this rank's tokens of them
+        if table.vocabulary and is_first:  # before cp splits the sequence: of all tokens of the rows
             yield LayerCollective(self._tp, "all_reduce", size * self._layout.degree(Mechanics.TOKENS))
         if table.vocabulary and is_last and not table.headless:
             yield LayerCollective(self._tp, "all_reduce", size, back=True)
@@ -126,7 +126,7 @@ class LayerTraffic:
     # -------------------------------------------------------- layers
 
     def _layer_collectives(self, layer: int) -> Iterator[LayerCollective]:
-        """What a layer sends on a micro-batch, in the order of its forward."""
+        """Yields a layer's collectives on a micro-batch, in the order of its forward."""
         name, table, has_ep = self._model.layers[layer], self._model.table, self._layout.degree(Mechanics.EXPERTS) > 1
         rows = table.layers.get(name, LayerRows(groups=())) if table is not None else LayerRows(groups=())
         degree = self._layout.degree(Mechanics.MATRICES)
@@ -136,7 +136,7 @@ class LayerTraffic:
             if self._layout.degree(Mechanics.TOKENS) > 1 and group.heads and self._attention == "heads":
                 yield from self._head_exchange(name, local_group(group, self._index(Mechanics.MATRICES), degree))
             if degree > 1 and group in splits:
-                # Routed experts follow attention, so that its sum isn't the layer's last.
+                # Routed experts follow attention, so attention's all-reduce isn't the layer's last collective.
                 is_last = group is splits[-1] and not (dispatched_experts and group.heads)
                 yield from self._tensor_parallel(name, group, layer, is_last)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
@@ -151,7 +151,7 @@ class LayerTraffic:
     def _tensor_parallel(
         self, layer: str, group: ShardingGroup, layer_index: int, is_last: bool
     ) -> Iterator[LayerCollective]:
-        """A group of matrices over ``tp``: what enters it and what leaves it. Source: Shoeybi et al. (2019)."""
+        """Yields the ``tp`` collectives of a sharding group, at its input and output. Source: Shoeybi et al. (2019)."""
         size, split, tp = self._tokens * self._bytes.compute, self._layout.degree(Mechanics.MATRICES), self._tp
         input_features = list(self._input_features(layer, group, layer_index))
         output_features = self._row_features(layer, group, group.row_linear)
@@ -163,7 +163,7 @@ class LayerTraffic:
                 for back in (False, True):
                     yield LayerCollective(tp, "all_reduce", size * self._row_features(layer, group, name), back)
             return
-        if group.column_inputs == (group.row_linear,):  # experts: the numbers of their choices travel too
+        if group.column_inputs == (group.row_linear,):  # experts: the indices of chosen experts travel too
             yield LayerCollective(tp, "all_gather", self._tokens / split * INDEX * self._active_experts(layer_index))
         for features in input_features:
             yield LayerCollective(tp, "all_gather", size / split * features)
@@ -172,7 +172,7 @@ class LayerTraffic:
         yield LayerCollective(tp, "all_gather", size / split * output_features, back=True)
 
     def _input_features(self, layer: str, group: ShardingGroup, layer_index: int) -> Iterator[int]:
-        """Features of each tensor that enters a group."""
+        """Yields the features of each tensor that enters a sharding group."""
         if self._layout.sequence and group.heads:
             yield self._width
             return
@@ -180,7 +180,7 @@ class LayerTraffic:
             yield self._width
             yield self._routing_elements(layer_index)
             return
-        # Columns that read the hidden state read the same tensor; one that reads a latent has its own.
+        # Column linears that read the hidden state share one tensor; one that reads a latent has its own.
         inputs = [self._column_inputs(layer, group, name) for name in group.column_inputs]
         if self._width in inputs:
             yield self._width
@@ -189,55 +189,49 @@ class LayerTraffic:
             yield from (self._replicated_outputs(layer, name) for name in group.replicated_inputs)
 
     def _head_exchange(self, layer: str, group: ShardingGroup) -> Iterator[LayerCollective]:
-        """Tokens for heads and back. Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3."""
+        """Yields the all-to-alls of tokens for heads and back. Source: Jacobs et al., DeepSpeed Ulysses (2023), 3."""
         shares = group.shares(len(self._cp.ranks))
         if shares is None:
             return
-        size, own_index = self._tokens * self._bytes.compute, self._index(Mechanics.TOKENS)
+        size, index = self._tokens * self._bytes.compute, self._index(Mechanics.TOKENS)
         by_name = {split.name: split for split in group.splits}
 
         def widths(split: ParameterSplit) -> list[int]:
             return [sum(stop - start for start, stop in split.spans(*units, group.units)) for units in shares]
 
         for name in group.column_inputs:
-            head_widths = widths(by_name[f"{name}.weight"])
-            sent_features, received_features = (
-                sum(head_widths) - head_widths[own_index],
-                head_widths[own_index] * (len(head_widths) - 1),
-            )
-            yield LayerCollective(self._cp, "all_to_all", size * sent_features)
-            yield LayerCollective(self._cp, "all_to_all", size * received_features, back=True)
+            width_by_rank = widths(by_name[f"{name}.weight"])
+            sent, received = sum(width_by_rank) - width_by_rank[index], width_by_rank[index] * (len(width_by_rank) - 1)
+            yield LayerCollective(self._cp, "all_to_all", size * sent)
+            yield LayerCollective(self._cp, "all_to_all", size * received, back=True)
         for name in group.replicated_inputs:
             features = self._replicated_outputs(layer, name)
             yield LayerCollective(self._cp, "all_gather", size * features)
             yield LayerCollective(self._cp, "reduce_scatter", size * features, back=True)
-        head_widths = widths(by_name[f"{group.row_linear}.weight"])
-        sent_features, received_features = (
-            sum(head_widths) - head_widths[own_index],
-            head_widths[own_index] * (len(head_widths) - 1),
-        )
-        yield LayerCollective(self._cp, "all_to_all", size * received_features)
-        yield LayerCollective(self._cp, "all_to_all", size * sent_features, back=True)
+        width_by_rank = widths(by_name[f"{group.row_linear}.weight"])
+        sent, received = sum(width_by_rank) - width_by_rank[index], width_by_rank[index] * (len(width_by_rank) - 1)
+        yield LayerCollective(self._cp, "all_to_all", size * received)
+        yield LayerCollective(self._cp, "all_to_all", size * sent, back=True)
 
     def _key_value_gather(self, layer: int) -> Iterator[LayerCollective]:
-        """Keys and values of all tokens; under a mask key heads come repeated, as many as query heads."""
+        """Yields the all-gather of keys and values; a window repeats key heads to as many as query heads."""
         block = self._job.shape.blocks[layer]
         if not block.heads:
             return
         heads = block.heads if block.window else block.kv_heads
-        # Where there are fewer key heads than ranks of tp, each rank has a whole one.
+        # With fewer key heads than ranks of tp, each rank has a full head.
         features = -(-heads // self._layout.degree(Mechanics.MATRICES)) * (block.head_size + block.value_size)
         size = self._tokens * features * self._bytes.compute
         yield LayerCollective(self._cp, "all_gather", size)
         yield LayerCollective(self._cp, "reduce_scatter", size, back=True)
 
     def _expert_dispatch(self, rows: ExpertRows, layer: int, is_last: bool) -> Iterator[LayerCollective]:
-        """Tokens to their experts and back, where each expert is chosen as often. Source: GShard (2021), 3.2."""
-        degree, split = self._layout.degree(Mechanics.EXPERTS), self._layout.degree(Mechanics.MATRICES)
+        """Yields the dispatch of tokens to experts and back, for balanced routing. Source: GShard (2021), 3.2."""
+        degree, tp_degree = self._layout.degree(Mechanics.EXPERTS), self._layout.degree(Mechanics.MATRICES)
         active = self._active_experts(layer)
         tokens, compute = self._tokens, self._bytes.compute
-        if split > 1:
-            tokens = -(-tokens // split)
+        if tp_degree > 1:
+            tokens = -(-tokens // tp_degree)
             if not self._layout.sequence:  # each rank of tp sends its share of equal tokens
                 yield LayerCollective(self._tp, "all_gather", tokens * self._width * compute, tail=is_last)
                 for features in (self._width, self._routing_elements(layer)):
@@ -261,11 +255,11 @@ class LayerTraffic:
     # -------------------------------------------------------- sizes
 
     def _active_experts(self, layer: int) -> int:
-        """Experts that a token visits in a layer."""
+        """Returns the experts that a token visits in a layer."""
         return self._job.shape.blocks[layer].active_experts
 
     def _routing_elements(self, layer: int) -> int:
-        """Elements of compute that the weights of a token's experts take in a layer."""
+        """Returns the size of a token's routing weights in a layer, in elements of the compute type."""
         routing_bytes = 4 if self._model.wide_routing else 0
         return self._active_experts(layer) * max(routing_bytes, self._bytes.compute) // self._bytes.compute
 
@@ -273,17 +267,17 @@ class LayerTraffic:
         return next((split.dim for split in group.splits if split.name == f"{name}.weight"), 0)
 
     def _row_features(self, layer: str, group: ShardingGroup, name: str) -> int:
-        """Features that a module gives whose input is split."""
+        """Returns the output features of a row-parallel linear."""
         if group.column_inputs == (group.row_linear,) and name == group.row_linear:
             return self._width
         shape = self._model.shapes[f"{layer}.{name}.weight"]
         return shape[1 - self._split_dim(group, name)]
 
     def _column_inputs(self, layer: str, group: ShardingGroup, name: str) -> int:
-        """Features that a module reads whose output is split."""
+        """Returns the input features of a column-parallel linear."""
         shape = self._model.shapes[f"{layer}.{name}.weight"]
         return shape[1 - self._split_dim(group, name)] if len(shape) > 1 else self._width
 
     def _replicated_outputs(self, layer: str, name: str) -> int:
-        """Features that a module gives which is held whole."""
+        """Returns the output features of a replicated linear."""
         return self._model.shapes[f"{layer}.{name}.weight"][0]

@@ -1,4 +1,4 @@
-"""Bytes of model state per rank, by layout: what the runtime's own tensors add up to, beside the ZeRO paper's."""
+"""Bytes of model state per rank and layout: exactly as the runtime allocates them, and by the ZeRO paper's formula."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ACTIVE_STAGES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """The state of the ranks at one place of the axes that split the model."""
+    """The model state of the ranks with the same indices along ``pp`` and ``tp``."""
 
     place: Mapping[str, int] = field(default_factory=dict)
     """Index along ``pp`` and ``tp``, where they are used."""
     held: RankWeights
-    """What it holds before the data axes shard it."""
+    """Weights of such a rank before the data axes shard them."""
     memory: Mapping[str, int]
     """Bytes of parameters, gradients and optimizer of the fullest of these ranks."""
     formula: Mapping[str, str]
-    """For each of these the formula that gave it."""
+    """The formula behind each of these."""
 
     @property
     def total_bytes(self) -> int:
@@ -37,14 +37,14 @@ class Position:
 
 
 def position_memory(layout: Layout, sizes: StateSizes | ModelParts) -> list[Position]:
-    """Returns the state of every place along ``pp`` and ``tp``.
+    """Returns the state of the ranks at every pair of indices along ``pp`` and ``tp``.
 
     Args:
-        layout: of data axes alone where ``sizes`` are numbers.
+        layout: of data axes alone where ``sizes`` is a `StateSizes`.
         sizes: the model.
 
     Raises:
-        PlanError: when the layout doesn't fit the model, or what it needs to know of it wasn't given.
+        PlanError: when the layout doesn't fit the model, or needs facts of it that weren't given.
     """
     positions = []
     for place, weights in sizes.positions(layout):
@@ -77,7 +77,7 @@ def state_memory(layout: Layout, sizes: StateSizes | ModelParts) -> tuple[dict[s
 
 
 def rest_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
-    """Returns the bytes of master weights that one rank of the world keeps, exactly; a tied weight counts once."""
+    """Returns the exact bytes of master weights that one rank keeps between steps; a tied weight counts once."""
     weights, shard, expert_shard = model.held_by(layout, rank)
     if not _has_sharded_masters(layout):
         return _master_bytes(layout) * (weights.elements - elements(weights.twins))
@@ -88,16 +88,17 @@ def rest_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
 
 
 def _master_bytes(layout: Layout) -> int:
+    """Returns bytes of an element of a master weight or a reduced gradient."""
     return 8 if layout.precision == "float64" else 4
 
 
 def _has_sharded_masters(layout: Layout) -> bool:
-    """Whether masters are apart from what computes."""
+    """Whether FSDP2 holds sharded master weights, separate from the weights that compute."""
     return bool(layout.zero) or layout.mixed or layout.offload == "parameters"
 
 
 def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dict[str, int], dict[str, str]]:
-    """Bytes and formulas of one place."""
+    """Returns bytes of parameters, gradients and optimizer of a rank with these weights, and their formulas."""
     master_bytes = _master_bytes(layout)
     compute_bytes = 2 if layout.mixed else master_bytes
     count = weights.elements
@@ -112,7 +113,7 @@ def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dic
     parameters, parameter_formula = _peak_gathered_elements(layout, weights)
     shard_count = shard_elements(weights.own, weights.shards) + shard_elements(weights.experts, weights.expert_shards)
     twin_count = shard_elements(weights.twins, weights.shards)
-    # A pipeline scatters once a step, after its last backward, whatever the level.
+    # A pipeline reduce-scatters once a step, after its last backward, at every ZeRO level.
     keeps_full_gradients = layout.degree(Mechanics.STAGES) > 1 or (layout.zero <= 1 and layout.microbatches > 1)
     shard_formula = "((n - x) / d + x / e)" if weights.experts else "n / d"
     memory = {
@@ -128,7 +129,7 @@ def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dic
 
 
 def _peak_gathered_elements(layout: Layout, weights: RankWeights) -> tuple[int, str]:
-    """Elements that are gathered at most, and the formula."""
+    """Returns the most elements that are gathered at once, and the formula."""
     if layout.degree(Mechanics.STAGES) > 1:
         stages = sorted((_gathered_stage_elements(stage, weights) for stage in weights.stages), reverse=True)
         return sum(stages[:ACTIVE_STAGES]), "c n" if len(stages) <= ACTIVE_STAGES else f"c ({ACTIVE_STAGES} stages)"
@@ -136,6 +137,7 @@ def _peak_gathered_elements(layout: Layout, weights: RankWeights) -> tuple[int, 
     if layout.zero < 3:
         return _gathered_stage_elements(stage, weights), "c n"
     layer_sizes = [_gathered_layer_elements(layer, weights) for layer in stage.layers]
+    # ZeRO-3 gathers a layer and prefetches its neighbour: the next one in forward, the previous one in backward.
     next_layers = [layer.own for layer in stage.layers[1:]]
     previous_layers = [layer.own for layer in stage.layers[:-1]]
     layer_pairs = [
@@ -158,12 +160,12 @@ def _gathered_layer_elements(layer: LayerWeights, weights: RankWeights) -> int:
 
 
 def _gathered_elements(tensors: tuple[tuple[int, int], ...], shards: int) -> int:
-    """Elements of gathered weights: shards are all as long as the longest."""
+    """Returns elements of gathered weights, padded: every shard is as long as the longest."""
     return shards * shard_elements(tensors, shards)
 
 
 def paper_memory(layout: Layout, count: int) -> int:
-    """Returns the ZeRO paper's bytes of model state per rank: c + g + K per parameter, divided as the level says.
+    """Returns the ZeRO paper's bytes of model state per rank: c + g + K a parameter, divided by the level's rule.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), figure 1, with compute elements and gradients of c bytes and K = 3w.
     """

@@ -1,4 +1,4 @@
-"""The model as names and sizes, and what each place of a layout holds of it."""
+"""The model as names and shapes, and the weights of it that each rank of a layout holds."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSizes:
-    """The model as numbers of trainable parameters: enough for the data axes."""
+    """The model as counts of trainable parameters: enough for layouts of data axes alone."""
 
     total: int
-    """All of them, tied ones once."""
+    """All trainable parameters, tied ones once."""
     layers: tuple[int, ...]
-    """Those of each repeated layer, in order."""
+    """Parameters of each repeated layer, in order."""
 
     @property
     def rest(self) -> int:
-        """Those outside the layers: embedding, head, last norm."""
+        """Parameters outside the layers: embedding, head, last norm."""
         return self.total - sum(self.layers)
 
     def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], RankWeights]]:
-        """Yields the one place that there is, as `ModelParts.positions` does."""
+        """Yields ({}, the weights of every rank): data axes don't split the model."""
         layers = tuple(LayerWeights(own=((elements, 1),)) for elements in self.layers)
         stage = StageWeights(rest=((self.rest, 1),), layers=layers)
         yield {}, RankWeights(stages=(stage,), shards=layout.state_shards)
@@ -43,16 +43,16 @@ class StateSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """The model as names and shapes, and what the axes do to each: enough for every layout."""
+    """The model as names and shapes, with the tables of how each axis splits it: enough for every layout."""
 
     shapes: Mapping[str, Shape]
-    """Of every parameter in the order of definition, a tied one under each of its names."""
+    """Shape of every parameter in the order of definition, a tied one under each of its names."""
     layers: tuple[str, ...]
     """Names of its repeated layers, in order."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Groups of names that are one parameter."""
     frozen: frozenset[str] = frozenset()
-    """Names of what isn't trained, and so isn't priced."""
+    """Names of parameters that aren't trained, and so have no gradient and no optimizer state."""
     table: ShardingTable | None = None
     """Needed by layouts with ``tp``."""
     layer_graph: LayerGraph | None = None
@@ -79,14 +79,14 @@ class ModelParts:
         """Reads names and shapes off a module.
 
         Args:
-            parameters: its ``named_parameters(remove_duplicate=False)``; only their shapes are looked at.
-            layers: as in the class.
-            ties: likewise.
-            table: likewise.
-            layer_graph: likewise.
-            experts: likewise.
-            attention: likewise.
-            wide_routing: likewise.
+            parameters: its ``named_parameters(remove_duplicate=False)``; only shapes and ``requires_grad`` are read.
+            layers: names of its repeated layers, in order.
+            ties: groups of names that are one parameter.
+            table: the sharding table, for ``tp``.
+            layer_graph: the layer graph, for ``pp``.
+            experts: the rows of routed experts, for ``ep``.
+            attention: how ``cp`` computes attention by default; empty for by heads.
+            wide_routing: whether the routing weights stay in float32.
         """
         parameters_by_name = dict(parameters)
         return cls(
@@ -107,23 +107,23 @@ class ModelParts:
         return sum(math.prod(self.shapes[name]) for name in self.trained(self.shapes))
 
     def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], RankWeights]]:
-        """Yields what ranks hold, by place along ``pp`` and ``tp``; of those that hold other experts, the most.
+        """Yields the weights of a rank by its indices along ``pp`` and ``tp``; along ``ep`` of the fullest rank.
 
         Raises:
-            PlanError: when what the layout needs to know of the model wasn't given.
+            PlanError: when the layout needs a table of the model that wasn't given.
         """
         return Places(self, layout).positions()
 
     def held_by(self, layout: Layout, rank: int) -> tuple[RankWeights, int, int]:
-        """Returns what a rank holds, its index among the ranks of its shards, and among those of its experts'."""
+        """Returns (weights of a rank, its index among the ranks of its shards, the same for its experts' shards)."""
         return Places(self, layout).held_by(rank)
 
     def first_names(self) -> dict[str, str]:
-        """Returns the first of its names, for each name of a tied weight."""
+        """Returns the canonical (first) name of each name of a tied weight."""
         return {name: names[0] for names in self.ties for name in names}
 
     def trained(self, names: Iterable[str]) -> list[str]:
-        """Returns, of names, those that are trained, and of tied ones the first that is there."""
+        """Returns the names that are trained, without further names of a tied weight."""
         canonical_names, names_by_canonical = self.first_names(), dict[str, str]()
         for name in names:
             if name not in self.frozen:
@@ -132,11 +132,11 @@ class ModelParts:
 
 
 class Places:
-    """What each place of a layout holds of a model.
+    """The weights of a model that each rank of a layout holds, by indices along ``pp``, ``tp`` and ``ep``.
 
     Args:
-        model: its parts.
-        layout: which sizes are asked for.
+        model: names, shapes and tables.
+        layout: the degrees.
     """
 
     def __init__(self, model: ModelParts, layout: Layout) -> None:
@@ -148,7 +148,7 @@ class Places:
         self._local: dict[tuple[int, int], dict[str, Shape]] = {}
 
     def positions(self) -> Iterator[tuple[dict[str, int], RankWeights]]:
-        """See `ModelParts.positions`."""
+        """Yields (indices along ``pp`` and ``tp``, weights of the fullest such rank along ``ep``)."""
         layout = self._layout
         for stage in range(layout.degree(Mechanics.STAGES)):
             for tp_index in range(layout.degree(Mechanics.MATRICES)):
@@ -160,7 +160,7 @@ class Places:
                 )
 
     def held_by(self, rank: int) -> tuple[RankWeights, int, int]:
-        """See `ModelParts.held_by`."""
+        """Returns (weights of a rank, its index among the ranks of its shards, the same for its experts' shards)."""
         layout = self._layout
         axis_indices = coordinates(rank, layout.degrees)
         carved_position = carved_index(layout.axis(Mechanics.EXPERTS), rank, layout.degrees)
@@ -170,12 +170,13 @@ class Places:
         return self.held(stage, tp_index, expert_index), shard, expert_shard_index if layout.zero else 0
 
     def held(self, pp: int, tp: int, ep: int) -> RankWeights:
-        """Returns what the ranks of one place along three axes hold."""
+        """Returns the weights of the ranks with these indices along ``pp``, ``tp`` and ``ep``."""
         layout, local_shapes, canonical_names = self._layout, self._local_shapes(tp, ep), self._model.first_names()
         seen_names: set[str] = set()
         twins: list[tuple[int, int]] = []
         stages = []
         for names in self._by_stage[pp]:
+            # A second stage of this rank may hold a tied weight again: its masters count once (`twins`).
             canonical_of = {name: canonical_names.get(name, name) for name in names}
             twins += [_rows_and_columns(local_shapes[name]) for name in names if canonical_of[name] in seen_names]
             seen_names |= set(canonical_of.values())
@@ -188,19 +189,19 @@ class Places:
         )
 
     def stages(self, pp: int) -> list[list[str]]:
-        """Returns the names that each stage trains of those at one place along ``pp``."""
+        """Returns the trained names of each stage at an index along ``pp``."""
         return self._by_stage[pp]
 
     def shapes(self, tp: int, ep: int) -> Mapping[str, Shape]:
-        """Returns the shapes of what one place along ``tp`` and ``ep`` holds of each weight."""
+        """Returns the shape of each weight on the ranks with these indices along ``tp`` and ``ep``."""
         return self._local_shapes(tp, ep)
 
     def held_stage(self, names: Sequence[str], tp: int, ep: int) -> StageWeights:
-        """Returns some weights of one stage as what a rank holds of them."""
+        """Returns the local sizes of a stage's weights on the ranks with these indices along ``tp`` and ``ep``."""
         return self._stage_weights(names, self._local_shapes(tp, ep))
 
     def _names_by_stage(self) -> list[list[list[str]]]:
-        """For each place along ``pp``, for each stage that it runs, the names that the stage trains."""
+        """Returns the trained names of each stage, by index along ``pp``."""
         model, layout = self._model, self._layout
         if layout.degree(Mechanics.STAGES) == 1:
             return [[model.trained(model.shapes)]]
@@ -232,7 +233,7 @@ class Places:
         )
 
     def _local_shapes(self, tp: int, ep: int) -> dict[str, Shape]:
-        """Shapes of what one place along ``tp`` and ``ep`` holds of each weight."""
+        """Returns the shape of each weight on the ranks with these indices, cached."""
         if (tp, ep) not in self._local:
             local_shapes = dict(self._model.shapes)
             if self._layout.degree(Mechanics.MATRICES) > 1:
@@ -245,6 +246,7 @@ class Places:
         return self._local[tp, ep]
 
     def _split_over_tp(self, local_shapes: dict[str, Shape], tp: int) -> None:
+        """Narrows ``local_shapes`` in place to the rows or columns of an index along ``tp``."""
         table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
         if table is None:
             raise PlanError(f"tp={degree}: its bytes follow from the model's sharding table, which wasn't read")
@@ -264,7 +266,7 @@ class Places:
             local_shapes[name] = _resized(local_shapes[name], 0, stop - start)
 
     def _expert_indices(self, tp: int) -> set[int]:
-        """Indices along ``ep`` that ranks of one place along ``tp`` have."""
+        """Returns the indices along ``ep`` of the ranks with an index along ``tp``."""
         layout = self._layout
         carved_axes = known_axes()[layout.axis(Mechanics.EXPERTS)].carves
         tp_degree, ep_degree = layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.EXPERTS)
@@ -295,7 +297,7 @@ def _require_layer_graph(model: ModelParts, layout: Layout) -> LayerGraph:
 
 
 def _layer_of(name: str, layers: Mapping[str, object]) -> str | None:
-    """The layer that a weight lies in, None for none."""
+    """Returns the layer of a weight; None outside of all layers."""
     path = name.rpartition(".")[0]
     while path and path not in layers:
         path = path.rpartition(".")[0]
