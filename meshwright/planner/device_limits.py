@@ -47,9 +47,9 @@ def host_shortage(job: PricedJob, layout: Layout, cluster: Cluster, engine: Fram
     if needed_bytes <= usable_bytes:
         return ""
     return (
-        f"offload={layout.offload}: a rank's state takes {format_bytes(needed_bytes)} of host memory, of {format_bytes(usable_bytes)} "
-        f"that its part of the node may fill ({HOST_USABLE:.0%} of {format_bytes(machine.host.memory_bytes)}); "
-        "shard it over more ranks, or leave offload out"
+        f"offload={layout.offload}: a rank's state takes {format_bytes(needed_bytes)} of host memory, of "
+        f"{format_bytes(usable_bytes)} that its part of the node may fill ({HOST_USABLE:.0%} of "
+        f"{format_bytes(machine.host.memory_bytes)}); shard it over more ranks, or leave offload out"
     )
 
 
@@ -68,7 +68,8 @@ def check_host(job: PricedJob, layout: Layout, cluster: Cluster, engine: Framewo
         )
     if cluster.host is None:
         raise PlanError(
-            f"offload={layout.offload}: {_missing_host_fact(cluster)}; give it in the cluster's file, or leave offload out"
+            f"offload={layout.offload}: {_missing_host_fact(cluster)}; give it in the cluster's file, or leave offload "
+            "out"
         )
     if shortage := host_shortage(job, layout, cluster, engine):
         raise PlanError(shortage)
@@ -109,5 +110,7 @@ def with_host_memory(
     if cluster.host is None:
         return [f"{remedy} once the hosts are described: {_missing_host_fact(cluster)}"]
     available_bytes = cluster.host.memory_bytes * cluster.node_devices
-    return [remedy if node_host_bytes <= available_bytes else f"{remedy} with {format_bytes(node_host_bytes)} of host memory a node, of which it has "
-            f"{format_bytes(available_bytes)}"]  # fmt: skip
+    if node_host_bytes <= available_bytes:
+        return [remedy]
+    needed, available = format_bytes(node_host_bytes), format_bytes(available_bytes)
+    return [f"{remedy} with {needed} of host memory a node, of which it has {available}"]

@@ -59,7 +59,8 @@ def choose(ranks: int, rows: int, sizes: StateSizes, memory_bytes: int, precisio
         needed_bytes, allowed_bytes = sum(prediction.memory.values()), int(memory_bytes * STATE_SHARE)
         if needed_bytes <= allowed_bytes:
             advantage = "copies need the least communication" if not layout.zero else "the lowest ZeRO level that fits"
-            reason = f"{advantage}: state takes {format_bytes(needed_bytes)} of the {format_bytes(allowed_bytes)} allowed on each rank"
+            needed, allowed = format_bytes(needed_bytes), format_bytes(allowed_bytes)
+            reason = f"{advantage}: state takes {needed} of the {allowed} allowed on each rank"
             return Plan(layout=layout, prediction=prediction, ranks=ranks, reason=reason, rejected=rejected)
         rejected[str(layout)] = (
             f"state takes {format_bytes(needed_bytes)}, more than the {format_bytes(allowed_bytes)} allowed"

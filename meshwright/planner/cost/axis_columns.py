@@ -29,14 +29,14 @@ def priced_columns() -> Mapping[str, str]:
 
     Axes of the same mechanics have one column; so have all that change no module, read other rows and hold copies.
     """
-    found = {}
+    columns = {}
     for name, axis in known_axes().items():
         column = axis.mechanics.value
         if axis.mechanics is Mechanics.NONE and axis.reads is Reads.ROWS:
             column = {Holds.COPY: COPIES, Holds.SHARD: SHARDS}.get(axis.holds, column)
         if column in (*WIRE_ORDER, Mechanics.EXPERTS.value):
-            found[name] = column
-    return found
+            columns[name] = column
+    return columns
 
 
 def column_of(name: str) -> str:
@@ -51,7 +51,7 @@ def column_of(name: str) -> str:
         raise PlanError(
             f"axis {name} reads {axis.reads.value}, holds {axis.holds.value} and has the mechanics "
             f"'{axis.mechanics.name.lower()}', for which the planner has no formula, so no layout with {name} above 1 "
-            f"has a price; give its AXIS the mechanics that it has ({', '.join(one.name for one in Mechanics)}), add "
+            f"has a price; give its AXIS the mechanics that it has ({', '.join(item.name for item in Mechanics)}), add "
             f"formulas to planner/cost, or leave {name} out"
         )
     return column
@@ -63,11 +63,11 @@ def column_degrees(layout: Layout) -> dict[str, int]:
     Raises:
         PlanError: for an axis without a price, or one that lies elsewhere among the ranks than its formulas assume.
     """
-    row: dict[str, int] = dict.fromkeys((*WIRE_ORDER, *priced_columns().values()), 1)
+    degrees: dict[str, int] = dict.fromkeys((*WIRE_ORDER, *priced_columns().values()), 1)
     outer = ""
     for name, degree in layout.degrees.items():  # outermost first
         column = column_of(name)
-        row[column] *= degree
+        degrees[column] *= degree
         if carves := known_axes()[name].carves:
             _check_carved(name, carves, layout)
             continue
@@ -78,7 +78,7 @@ def column_degrees(layout: Layout) -> dict[str, int]:
                 "them"
             )
         outer = name
-    return row
+    return degrees
 
 
 def _check_carved(name: str, carves: Sequence[str], layout: Layout) -> None:
@@ -92,18 +92,18 @@ def _check_carved(name: str, carves: Sequence[str], layout: Layout) -> None:
             )
 
 
-def named_degrees(given: Mapping[str, int] = MappingProxyType({}), **columns: int) -> dict[str, int]:
+def named_degrees(fixed: Mapping[str, int] = MappingProxyType({}), **columns: int) -> dict[str, int]:
     """Returns degrees by axis, of degrees by column: the first axis of a column has what no other was given.
 
     Args:
-        given: degrees that are asked for, by axis.
+        fixed: degrees that are asked for, by axis.
         columns: degree of each column, a multiple of the given ones.
     """
-    found: dict[str, int] = {}
+    degrees: dict[str, int] = {}
     for column, size in columns.items():
-        names = [name for name, other in priced_columns().items() if other == column]
+        names = [name for name, priced_column in priced_columns().items() if priced_column == column]
         for name in names[1:]:
-            found[name] = given.get(name, 1)
-            size //= found[name]
-        found[names[0]] = size
-    return found
+            degrees[name] = fixed.get(name, 1)
+            size //= degrees[name]
+        degrees[names[0]] = size
+    return degrees

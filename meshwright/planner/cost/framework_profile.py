@@ -231,13 +231,13 @@ class FrameworkProfile:
 
         What autograd keeps stays priced as eager: which tensors a compiled layer recomputes instead isn't known before.
         """
-        made = self.runtime
-        if not layout.compile or not made.fused_width:
+        runtime = self.runtime
+        if not layout.compile or not runtime.fused_width:
             return self
-        fused = dataclasses.replace(
-            made, pass_width=made.fused_width, pass_ffn=made.fused_ffn, host_layer_s=made.fused_layer_s
+        compiled_runtime = dataclasses.replace(
+            runtime, pass_width=runtime.fused_width, pass_ffn=runtime.fused_ffn, host_layer_s=runtime.fused_layer_s
         )
-        return dataclasses.replace(self, runtime=fused)
+        return dataclasses.replace(self, runtime=compiled_runtime)
 
     def with_options(self, **options: Any) -> FrameworkProfile:
         """Returns the engine with options changed, each named as ``part.field`` with a double underscore.
@@ -247,7 +247,7 @@ class FrameworkProfile:
         """
         changes: dict[str, Any] = {}
         for key, value in options.items():
-            part, _, name = key.partition("__")
-            held = changes.get(part, getattr(self, part))
-            changes[part] = dataclasses.replace(held, **{name: value}) if name else value
+            group, _, name = key.partition("__")
+            current = changes.get(group, getattr(self, group))
+            changes[group] = dataclasses.replace(current, **{name: value}) if name else value
         return dataclasses.replace(self, **changes)

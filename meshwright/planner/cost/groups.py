@@ -60,36 +60,39 @@ class CollectiveTimes:
     """Collectives of every axis of N layouts: tp inside cp inside shard inside replicate inside pp.
 
     Args:
-        degrees: the layouts.
+        layouts: N layouts.
         machine: what they run on.
     """
 
-    def __init__(self, degrees: LayoutBatch, machine: Machine) -> None:
-        self._degrees, self._machine = degrees, machine
-        devices, world = machine.fabric.devices, degrees.world
-        block = degrees.tp * degrees.cp
-        self.tp = span(1, degrees.tp, devices, world)
-        self.cp = span(degrees.tp, degrees.cp, devices, world)
-        self.ep = span(1, degrees.ep, devices, world)
-        self.shard = span(block, degrees.shard, devices, world)
-        self.shard_cp = span(degrees.tp, degrees.shard * degrees.cp, devices, world)
-        self.replicate = span(block * degrees.shard, degrees.replicate, devices, world)
-        self.readers = span(degrees.tp, degrees.readers, devices, world)
+    def __init__(self, layouts: LayoutBatch, machine: Machine) -> None:
+        self._layouts, self._machine = layouts, machine
+        devices, world = machine.fabric.devices, layouts.world
+        tp_cp = layouts.tp * layouts.cp
+        self.tp = span(1, layouts.tp, devices, world)
+        self.cp = span(layouts.tp, layouts.cp, devices, world)
+        self.ep = span(1, layouts.ep, devices, world)
+        self.shard = span(tp_cp, layouts.shard, devices, world)
+        self.shard_cp = span(layouts.tp, layouts.shard * layouts.cp, devices, world)
+        self.replicate = span(tp_cp * layouts.shard, layouts.replicate, devices, world)
+        self.readers = span(layouts.tp, layouts.readers, devices, world)
         # Experts that ``ep`` spreads lie on every ep-th rank of shard x cp x tp; others like any weight.
-        spread, carved = degrees.ep > 1, degrees.shard * degrees.cp * degrees.tp / degrees.ep
-        apart, holders = np.where(spread, degrees.ep, degrees.tp), np.where(spread, carved, degrees.shard * degrees.cp)
-        self.expert_shard = span(apart, holders, devices, world)
-        self.expert_readers = span(apart, holders * degrees.replicate, devices, world)
-        self.pp = span(block * degrees.data, degrees.pp, devices, world)
+        has_ep, carved_degree = layouts.ep > 1, layouts.shard * layouts.cp * layouts.tp / layouts.ep
+        expert_stride, expert_ranks = (
+            np.where(has_ep, layouts.ep, layouts.tp),
+            np.where(has_ep, carved_degree, layouts.shard * layouts.cp),
+        )
+        self.expert_shard = span(expert_stride, expert_ranks, devices, world)
+        self.expert_readers = span(expert_stride, expert_ranks * layouts.replicate, devices, world)
+        self.pp = span(tp_cp * layouts.data, layouts.pp, devices, world)
 
-    def take(self, index: Any, degrees: LayoutBatch) -> CollectiveTimes:
-        """Returns the groups of the layouts at an index, slice or mask, which are ``degrees``."""
-        part = copy.copy(self)
+    def take(self, index: Any, layouts: LayoutBatch) -> CollectiveTimes:
+        """Returns the groups of the layouts at an index, slice or mask, which are ``layouts``."""
+        taken = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, GroupSpan):
-                setattr(part, name, GroupSpan(value.inside[index], value.nodes[index], value.sharing[index]))
-        part._degrees = degrees
-        return part
+                setattr(taken, name, GroupSpan(value.inside[index], value.nodes[index], value.sharing[index]))
+        taken._layouts = layouts
+        return taken
 
     def seconds(self, kind: Callable[..., Any], size: Any, group: GroupSpan) -> Array:
         """Returns seconds of a collective on every layout.
@@ -100,11 +103,11 @@ class CollectiveTimes:
             group: along which axis.
         """
         size = np.asarray(size, float)
-        crossed = group.ranks > 1
-        if not crossed.any():
-            return np.zeros(np.broadcast_shapes(size.shape, crossed.shape[:1] + (1,) * (size.ndim - 1)))
-        far = self._degrees.outside_scale * self._machine.network_share
-        scale = np.where(group.nodes > 1, far, self._degrees.inside_scale)
+        has_peers = group.ranks > 1
+        if not has_peers.any():
+            return np.zeros(np.broadcast_shapes(size.shape, has_peers.shape[:1] + (1,) * (size.ndim - 1)))
+        between_nodes_scale = self._layouts.outside_scale * self._machine.network_share
+        scale = np.where(group.nodes > 1, between_nodes_scale, self._layouts.inside_scale)
         arrays = [scale, group.inside, group.nodes, group.sharing]
         if size.ndim == 2:
             arrays = [values[:, None] for values in arrays]
@@ -113,8 +116,8 @@ class CollectiveTimes:
 
     def send(self, size: Any) -> Array:
         """Returns seconds of a send to the next stage; stages of one node send over its links."""
-        degrees, devices = self._degrees, self._machine.fabric.devices
-        near = degrees.world / degrees.pp * 2 <= devices
-        group = GroupSpan(np.where(near, 2.0, 1.0), np.where(near, 1.0, 2.0), self.pp.sharing)
-        sharing = np.minimum(devices, degrees.world / degrees.pp)
+        layouts, devices = self._layouts, self._machine.fabric.devices
+        inside_node = layouts.world / layouts.pp * 2 <= devices
+        group = GroupSpan(np.where(inside_node, 2.0, 1.0), np.where(inside_node, 1.0, 2.0), self.pp.sharing)
+        sharing = np.minimum(devices, layouts.world / layouts.pp)
         return self.seconds(traffic.send_s, size, GroupSpan(group.inside, group.nodes, np.maximum(1, sharing)))

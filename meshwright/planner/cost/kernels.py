@@ -33,10 +33,10 @@ TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.08), (128.0,
 """Rows and columns of the result that one block of a product computes, and its time over that of the largest for the
 same work. The library takes what is fastest. Source: tile shapes by the names of cuBLAS's kernels; times, CUTLASS's
 profiler as published."""
-MISALIGNED = 8.0
+MISALIGNED_FACTOR = 8.0
 """Time of batched products over an aligned one's where the head size is no multiple of 8, which tensor cores need.
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on BLOOM's runs of 128 heads at 13824."""
-FOUR_BITS = 0.8
+FP4_RATE = 0.8
 """Rate of products in 4 bits over the share that wider ones reach of their peak. Calibrated: NVFP4 rows on GB200."""
 RATES = {
     "volta": Rates(sustained=1.0, ramp=0.8, quantum=0.46, flash_forward=0.4, flash_backward=0.35, batched=0.4),
@@ -70,26 +70,26 @@ def matmul_s(m: Any, n: Any, k: Any, device: Device, dtype: str, share: float = 
         dtype: of the products.
         share: of the device's rate that the kernels reach.
     """
-    kind = rates(device)
+    rate = rates(device)
     peak = device.peak(dtype)
     flops = 2.0 * m * n * k
-    reached = device.share(dtype) * kind.sustained * share * (FOUR_BITS if dtype == "fp4" else 1.0)
-    best = flops / (peak * reached)
-    best = best * (1.0 + kind.quantum * (_waste(m, n, max(1, device.units)) - 1.0))
-    best = best * (1.0 + kind.ramp * 1e9 * (peak / 1e14) / np.maximum(m * n * k, 1.0))
-    width = {"fp8": 1.0, "fp4": 0.5, "float32": 4.0, "tf32": 4.0, "float64": 8.0}.get(dtype, 2.0)
-    moved = width * (m * k + k * n) + 2.0 * m * n
-    return np.maximum(best, move_s(moved, device))
+    reached_share = device.share(dtype) * rate.sustained * share * (FP4_RATE if dtype == "fp4" else 1.0)
+    seconds = flops / (peak * reached_share)
+    seconds = seconds * (1.0 + rate.quantum * (_tile_overhead(m, n, max(1, device.units)) - 1.0))
+    seconds = seconds * (1.0 + rate.ramp * 1e9 * (peak / 1e14) / np.maximum(m * n * k, 1.0))
+    input_bytes = {"fp8": 1.0, "fp4": 0.5, "float32": 4.0, "tf32": 4.0, "float64": 8.0}.get(dtype, 2.0)
+    moved_bytes = input_bytes * (m * k + k * n) + 2.0 * m * n
+    return np.maximum(seconds, move_s(moved_bytes, device))
 
 
-def _waste(m: Any, n: Any, units: int) -> Array:
+def _tile_overhead(m: Any, n: Any, units: int) -> Array:
     """Returns the time of the tiles over that of an endless product: idle units of the last wave, cut tiles."""
-    least: Any = np.inf
-    for rows, columns, slower in TILES:
+    lowest: Any = np.inf
+    for rows, columns, tile_time in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns)
         computed = np.ceil(tiles / units) * units * rows * columns
-        least = np.minimum(least, slower * computed / np.maximum(m * n, 1.0))
-    return np.asarray(least)
+        lowest = np.minimum(lowest, tile_time * computed / np.maximum(m * n, 1.0))
+    return np.asarray(lowest)
 
 
 def move_s(size: Any, device: Device) -> Array:
@@ -110,15 +110,15 @@ def attention_s(scores: Any, head_size: float, value_size: float, device: Device
 
     Source: Dao, FlashAttention-2 (2023), section 4.1 (backward counted as 2.5 forwards).
     """
-    kind = rates(device)
+    rate = rates(device)
     flops = 2.0 * scores * (head_size + value_size) * (2.5 if back else 1.0)
-    share = kind.flash_backward if back else kind.flash_forward
+    share = rate.flash_backward if back else rate.flash_forward
     return np.asarray(flops / (device.peak(dtype) * share))
 
 
 def plain_attention_s(scores: Any, head_size: float, device: Device, dtype: str, passes: float, back: bool) -> Array:
     """Returns seconds of attention as two batched products and passes over the scores between them."""
-    kind = rates(device)
-    work = 4.0 * scores * head_size * (2.0 if back else 1.0) / (device.peak(dtype) * kind.batched)
-    work = work * (MISALIGNED if head_size % 8 else 1.0)
-    return work + move_s(scores * passes * (1.3 if back else 1.0), device)
+    rate = rates(device)
+    product_s = 4.0 * scores * head_size * (2.0 if back else 1.0) / (device.peak(dtype) * rate.batched)
+    product_s = product_s * (MISALIGNED_FACTOR if head_size % 8 else 1.0)
+    return product_s + move_s(scores * passes * (1.3 if back else 1.0), device)

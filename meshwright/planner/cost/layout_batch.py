@@ -137,8 +137,8 @@ class LayoutBatch:
     def expert_shards(self) -> Array:
         """The same of experts, of which ``ep`` gives a rank some, (N,); of others where it doesn't."""
         axis = axes_with(Mechanics.EXPERTS)[0]
-        spread = np.where(self.zero > 0, carved_shards(axis, self._by_axis(), 1), 1.0)
-        return np.where(self.ep > 1, spread, self.state_shards)
+        carved = np.where(self.zero > 0, carved_shards(axis, self._by_axis(), 1), 1.0)
+        return np.where(self.ep > 1, carved, self.state_shards)
 
     def expert_parts(self, experts: int) -> Array:
         """Returns `expert_shards` where a shard is whole experts: those of a rank over the most of a shard, (N,).
@@ -151,10 +151,10 @@ class LayoutBatch:
 
     def _by_axis(self) -> dict[str, Array]:
         """The degrees as if the first axis of each column had them all."""
-        firsts: dict[str, str] = {}
+        axis_of_column: dict[str, str] = {}
         for name, column in priced_columns().items():
-            firsts.setdefault(column, name)
-        return {name: getattr(self, column) for column, name in firsts.items()}
+            axis_of_column.setdefault(column, name)
+        return {name: getattr(self, column) for column, name in axis_of_column.items()}
 
     @property
     def world(self) -> Array:
@@ -164,8 +164,8 @@ class LayoutBatch:
     def take(self, index: Any) -> LayoutBatch:
         """Returns the layouts at an index or mask."""
         names = array_fields()
-        chosen = np.arange(self.count)[index]
-        splits = tuple(self.splits[at] for at in chosen) if self.splits else ()
+        indices = np.arange(self.count)[index]
+        splits = tuple(self.splits[index] for index in indices) if self.splits else ()
         return LayoutBatch(**{name: getattr(self, name)[index] for name in names}, splits=splits, files=self.files)
 
     @classmethod
@@ -184,10 +184,12 @@ class LayoutBatch:
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload"}
         names = array_fields()
-        given = {name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names}
-        arrays = np.broadcast_arrays(*given.values())
-        kept = tuple(splits) if any(split is not None for split in splits) else ()
-        return cls(**dict(zip(names, arrays)), splits=kept, files=files)
+        values = {
+            name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
+        }
+        arrays = np.broadcast_arrays(*values.values())
+        kept_splits = tuple(splits) if any(split is not None for split in splits) else ()
+        return cls(**dict(zip(names, arrays)), splits=kept_splits, files=files)
 
     @classmethod
     def from_layouts(

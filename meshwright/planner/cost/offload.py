@@ -43,31 +43,30 @@ def wide_bytes(precision: str) -> float:
 
 
 def without(
-    found: dict[str, Array], degrees: LayoutBatch, trained: Array, total: Array, units: Array, size: float
+    memory: dict[str, Array], layouts: LayoutBatch, trained: Array, total: Array, units: Array, size: float
 ) -> None:
     """Takes off a rank's state what lies in host memory, and adds ``host``, the bytes that it takes there.
 
     Args:
-        found: `states.state_bytes` as if all stayed on the device; it is changed.
-        degrees: the layouts.
+        memory: `states.state_bytes` as if all stayed on the device; it is changed.
+        layouts: N layouts.
         trained: parameters that each rank updates, (N, P).
         total: parameters of each rank before the data axes shard them, (N, P).
         units: parameters that ZeRO-3 has gathered at once, (N, P).
         size: bytes of a master weight.
     """
-    d = degrees
-    mode, moving = d.offload[:, None], np.minimum(units, total)
-    some, most = mode == OPTIMIZER, mode == PARAMETERS
-    whole = (((d.zero < 2) & (d.microbatches > 1)) | (d.pp > 1))[:, None]
-    shards = d.state_shards[:, None]
-    arriving = size * moving * np.where(shards > 1, 1.0 / shards, ONE_WEIGHT)
+    mode, gathered = layouts.offload[:, None], np.minimum(units, total)
+    is_optimizer, is_parameters = mode == OPTIMIZER, mode == PARAMETERS
+    full_gradients = (((layouts.zero < 2) & (layouts.microbatches > 1)) | (layouts.pp > 1))[:, None]
+    shards = layouts.state_shards[:, None]
+    arriving = size * gathered * np.where(shards > 1, 1.0 / shards, ONE_WEIGHT)
     # A scatter's input stands until the next one's is made, so that two units' gradients are on their way.
-    leaving = np.where(whole, size * total, size * moving)
-    found["parameters"] = found["parameters"] + np.where(most, arriving, 0.0)
-    found["gradients"] = np.where(most, leaving, found["gradients"])
-    kept = found["optimizer"] - np.where(some, 2.0 * size * trained, 0.0)
-    found["optimizer"] = np.where(most, 0.0, kept)
-    found["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
+    leaving = np.where(full_gradients, size * total, size * gathered)
+    memory["parameters"] = memory["parameters"] + np.where(is_parameters, arriving, 0.0)
+    memory["gradients"] = np.where(is_parameters, leaving, memory["gradients"])
+    optimizer = memory["optimizer"] - np.where(is_optimizer, 2.0 * size * trained, 0.0)
+    memory["optimizer"] = np.where(is_parameters, 0.0, optimizer)
+    memory["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
 
 
 def least_seconds(parameters: float, sharing: Any, host: HostShare, size: float) -> Any:
@@ -91,24 +90,27 @@ def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Arr
         host: a rank's part of it.
         size: bytes of a master weight.
     """
-    d, runtime = ranks.degrees, ranks.engine.runtime
-    mode, zero, micro = d.offload[:, None], d.zero[:, None], d.microbatches[:, None]
+    layouts, runtime = ranks.layouts, ranks.engine.runtime
+    mode, zero, microbatches = layouts.offload[:, None], layouts.zero[:, None], layouts.microbatches[:, None]
     pass_s, copy_s = size * trained / host.kernel_bytes_per_s, size * trained / host.copy_bytes_per_s
-    piped = d.pp[:, None] > 1
-    adding = added(d)[:, None]
+    is_pipelined = layouts.pp[:, None] > 1
+    accumulates = added(layouts)[:, None]
     update = (ADAM_PASSES + np.where(mode == PARAMETERS, NORM_PASSES, 0.0)) * pass_s
-    late = np.where(piped, 0.0, runtime.dp_overlap) * ranks.backward_busy
-    down = np.maximum(copy_s - late, 0.0) + np.where(adding, (micro - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0)
-    hidden = np.where(piped | (d.shard[:, None] == 1), 0.0, runtime.gather_overlap)
-    ahead = np.maximum(copy_s - hidden * ranks.forward_busy, (1.0 - hidden) * copy_s)
-    back = np.maximum(copy_s - hidden * ranks.backward_busy, (1.0 - hidden) * copy_s)
-    up = np.where((zero == 3) & ~piped, micro * (ahead + back), ahead)
+    hidden_s = np.where(is_pipelined, 0.0, runtime.dp_overlap) * ranks.backward_busy
+    down = np.maximum(copy_s - hidden_s, 0.0) + np.where(
+        accumulates, (microbatches - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0
+    )
+    overlap = np.where(is_pipelined | (layouts.shard[:, None] == 1), 0.0, runtime.gather_overlap)
+    forward_s = np.maximum(copy_s - overlap * ranks.forward_busy, (1.0 - overlap) * copy_s)
+    backward_s = np.maximum(copy_s - overlap * ranks.backward_busy, (1.0 - overlap) * copy_s)
+    up = np.where((zero == 3) & ~is_pipelined, microbatches * (forward_s + backward_s), forward_s)
     copies = np.where(mode == PARAMETERS, down + up, 2.0 * copy_s)
     offloads = mode > 0
     return np.where(offloads, update, 0.0), np.where(offloads, copies, 0.0)
 
 
-def added(degrees: LayoutBatch) -> Array:
+def added(layouts: LayoutBatch) -> Array:
     """Returns in which layouts parts of gradients are added up in host memory, for which the host waits, (N,) bool."""
-    d = degrees
-    return np.asarray((d.offload == PARAMETERS) & (d.zero >= 2) & (d.microbatches > 1) & (d.pp == 1))
+    return np.asarray(
+        (layouts.offload == PARAMETERS) & (layouts.zero >= 2) & (layouts.microbatches > 1) & (layouts.pp == 1)
+    )

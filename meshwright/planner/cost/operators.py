@@ -26,8 +26,8 @@ MEASURED = {
 }  # fmt: skip
 """Operators of torch, the measured operation whose time they take, and how many tensors of its size that reads and
 writes; others move their bytes as a product of two tensors element by element does."""
-PLAIN = ("mul", 3)
-BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "float64": 8}
+DEFAULT_OPERATION = ("mul", 3)
+ELEMENT_BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "float64": 8}
 """Of an element."""
 
 
@@ -44,11 +44,13 @@ class WorkSeconds:
 
     def plus(self, other: WorkSeconds, times: float = 1.0) -> WorkSeconds:
         """Returns the sum of this and so many times another."""
-        ahead, back = (
-            {name: mine[name] + times * theirs[name] for name in mine}
-            for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward))
+        forward, backward = (
+            {name: base[name] + times * added[name] for name in base}
+            for base, added in ((self.forward, other.forward), (self.backward, other.backward))
         )
-        return WorkSeconds(forward=ahead, backward=back, operators=self.operators + round(times * other.operators))
+        return WorkSeconds(
+            forward=forward, backward=backward, operators=self.operators + round(times * other.operators)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,32 +79,35 @@ def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, lo
         busy: whether other ranks of the machine compute meanwhile.
         logits: number of logits, of which the loss and its gradient are made; that is no part of the model.
     """
-    known: dict[tuple[Operator, bool], float] = {}
+    seconds_by_operator: dict[tuple[Operator, bool], float] = {}
 
-    def priced(ahead: Sequence[Operator], back: Sequence[Operator]) -> WorkSeconds:
+    def price(forward: Sequence[Operator], backward: Sequence[Operator]) -> WorkSeconds:
         return WorkSeconds(
-            forward=_seconds(ahead, calibration, dtype, busy, False, known),
-            backward=_seconds(back, calibration, dtype, busy, True, known),
-            operators=len(ahead),
-            last_s=next((known[item, False] for item in reversed(ahead) if item.kind == "product"), 0.0),
+            forward=_pass_seconds(forward, calibration, dtype, busy, False, seconds_by_operator),
+            backward=_pass_seconds(backward, calibration, dtype, busy, True, seconds_by_operator),
+            operators=len(forward),
+            last_s=next(
+                (seconds_by_operator[operator, False] for operator in reversed(forward) if operator.kind == "product"),
+                0.0,
+            ),
         )
 
-    layer = priced((), ())
+    layer = price((), ())
     for count, kind in zip(work.counts, work.layers):
-        one = priced(kind.forward, kind.backward)
-        layer = dataclasses.replace(layer.plus(one, count / sum(work.counts)), last_s=one.last_s)
-    ends = [
-        priced(
-            [item for item in work.rest.forward if item.name.startswith("embedding") is first],
-            [item for item in work.rest.backward if item.name.startswith("embedding") is first],
+        layer_work = price(kind.forward, kind.backward)
+        layer = dataclasses.replace(layer.plus(layer_work, count / sum(work.counts)), last_s=layer_work.last_s)
+    end_seconds = [
+        price(
+            [operator for operator in work.rest.forward if operator.name.startswith("embedding") is is_embedding],
+            [operator for operator in work.rest.backward if operator.name.startswith("embedding") is is_embedding],
         )
-        for first in (True, False)
+        for is_embedding in (True, False)
     ]
     for name in ("loss", "cross_entropy"):
         if logits and calibration.has_operation(name, "float32"):
-            ends[1].forward["elementwise"] += float(calibration.operation_s(name, logits, "float32", busy))
+            end_seconds[1].forward["elementwise"] += float(calibration.operation_s(name, logits, "float32", busy))
             break
-    return PipelineSeconds(first=ends[0], layer=layer, last=ends[1])
+    return PipelineSeconds(first=end_seconds[0], layer=layer, last=end_seconds[1])
 
 
 def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> WorkSeconds:
@@ -110,50 +115,50 @@ def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bo
     return pieces(work, calibration, dtype, busy, logits).whole(sum(work.counts))
 
 
-def _seconds(
+def _pass_seconds(
     operators: Sequence[Operator],
     calibration: Calibration,
     dtype: str,
     busy: bool,
-    back: bool,
-    known: dict[tuple[Operator, bool], float],
+    is_backward: bool,
+    seconds_by_operator: dict[tuple[Operator, bool], float],
 ) -> dict[str, float]:
-    found = dict.fromkeys((*KINDS.values(), "host"), 0.0)
-    for item in operators:
-        if (item, back) not in known:
-            known[item, back] = operator_s(item, calibration, dtype, busy, back)
-        found[KINDS[item.kind]] += known[item, back]
-    found["host"] = len(operators) * calibration.host_s("operator_backward" if back else "operator_forward")
-    return found
+    seconds = dict.fromkeys((*KINDS.values(), "host"), 0.0)
+    for operator in operators:
+        if (operator, is_backward) not in seconds_by_operator:
+            seconds_by_operator[operator, is_backward] = operator_s(operator, calibration, dtype, busy, is_backward)
+        seconds[KINDS[operator.kind]] += seconds_by_operator[operator, is_backward]
+    seconds["host"] = len(operators) * calibration.host_s("operator_backward" if is_backward else "operator_forward")
+    return seconds
 
 
-def operator_s(item: Operator, calibration: Calibration, dtype: str, busy: bool, back: bool) -> float:
+def operator_s(operator: Operator, calibration: Calibration, dtype: str, busy: bool, is_backward: bool) -> float:
     """Returns the seconds of one operator, at least those of a small one.
 
     Args:
-        item: which.
+        operator: which.
         calibration: what was measured.
         dtype: of compute.
         busy: whether other ranks compute meanwhile.
-        back: whether it runs in backward: of its products one sums over the weights' rows, the other over the tokens.
+        is_backward: whether it runs in backward: of its products one sums over the weights' rows, the other over the tokens.
     """
-    if item.kind == "product":
-        batch, m, n, k = item.sizes
-        form = "nt" if not back else ("tn" if item.summed else "nn")
+    if operator.kind == "product":
+        batch, m, n, k = operator.sizes
+        form = "nt" if not is_backward else ("tn" if operator.summed else "nn")
         return batch * float(calibration.matmul_s(m, n, k, dtype, form, busy))
-    if item.kind == "attention" and calibration.has_attention(dtype):
-        rows, heads, queries, _, size = item.sizes
-        return float(calibration.attention_s(rows * heads, queries, size, dtype, back, busy))
-    return _element_s(item, calibration, dtype, busy)
+    if operator.kind == "attention" and calibration.has_attention(dtype):
+        rows, heads, queries, _, size = operator.sizes
+        return float(calibration.attention_s(rows * heads, queries, size, dtype, is_backward, busy))
+    return _elementwise_s(operator, calibration, dtype, busy)
 
 
-def _element_s(item: Operator, calibration: Calibration, dtype: str, busy: bool) -> float:
+def _elementwise_s(operator: Operator, calibration: Calibration, dtype: str, busy: bool) -> float:
     """Returns the seconds of an operator that is no product: those of the measured one that moves as many bytes."""
-    name, tensors = MEASURED.get(item.name, PLAIN)
+    name, tensors = MEASURED.get(operator.name, DEFAULT_OPERATION)
     if not calibration.has_operation(name, dtype):
         name, tensors = "copy", 2
-    elements = max(1.0, item.bytes / (tensors * BYTES[dtype]))
-    drawn = item.name == "draw" and calibration.machine.get("kind") == "cpu"
-    if drawn and calibration.has_operation("exp", dtype):
-        name, elements = "exp", max(1.0, item.bytes / DRAW_BYTES * CORE_DRAW_EXPS)
+    elements = max(1.0, operator.bytes / (tensors * ELEMENT_BYTES[dtype]))
+    is_core_draw = operator.name == "draw" and calibration.machine.get("kind") == "cpu"
+    if is_core_draw and calibration.has_operation("exp", dtype):
+        name, elements = "exp", max(1.0, operator.bytes / DRAW_BYTES * CORE_DRAW_EXPS)
     return float(calibration.operation_s(name, elements, dtype, busy))

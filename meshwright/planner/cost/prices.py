@@ -55,8 +55,10 @@ class Prices:
         fields: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            kept = {key: one[index] for key, one in value.items()} if isinstance(value, Mapping) else value[index]
-            fields[item.name] = kept
+            selected = (
+                {key: values[index] for key, values in value.items()} if isinstance(value, Mapping) else value[index]
+            )
+            fields[item.name] = selected
         return Prices(**fields)
 
     def take(self, index: int) -> dict[str, float]:
