@@ -123,7 +123,7 @@ class CommunicationTimes:
         )
 
     def _collective_s(self, kind: Any, size: Array, span: GroupSpan, collectives: Any = None) -> Array:
-        """Returns seconds of a collective for each rank of the pipeline, (N, P), in equal ``collectives`` one by one."""
+        """Returns seconds of a collective on each pipeline rank, (N, P), sent in ``collectives`` equal pieces."""
         if not size.any():
             return np.zeros_like(size)
         count = 1.0 if collectives is None else np.broadcast_to(collectives, size.shape)

@@ -1,4 +1,4 @@
-"""The groups of a layout on a cluster: which links the ranks of each axis cross, and what their collectives take."""
+"""Times of collectives: which links the groups of each axis cross on a cluster, and the seconds over them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a layout runs on: one kind of device, and the wires between them."""
+    """The hardware of a layout: one kind of device, and the links between devices."""
 
     device: Device
-    """Each of them."""
+    """The kind of device."""
     fabric: traffic.Fabric
-    """Inside nodes and between."""
+    """Links inside nodes and between them."""
     host: HostShare | None = None
-    """A rank's part of the memory of its host; None where nothing can be offloaded."""
+    """A rank's share of host memory; None where nothing can be offloaded."""
     network_share: float = 1.0
     """Share of the network's rate that collectives of many nodes reach under load."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Machine:
-        """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest wires."""
+        """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest links."""
         return cls(device=cluster.device, fabric=cluster.fabric(), host=cluster.host)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """Groups along one axis: members on each node, nodes, and groups that share a node's cards; arrays (N,)."""
+    """Groups along one axis of N layouts: members on a node, nodes, groups that share a node's cards; (N,) each."""
 
     inside: Array
     nodes: Array
@@ -50,14 +50,14 @@ class GroupSpan:
 
 
 def span(before: Any, degree: Any, devices: int, world: Any) -> GroupSpan:
-    """Returns what groups along an axis cross, `cluster.traffic.span`, as arrays."""
+    """Returns the span of groups along an axis as arrays (N,); see `cluster.traffic.span`."""
     inside, nodes, sharing = traffic.span(before, degree, devices, world)
     shape = np.broadcast_shapes(np.shape(inside), np.shape(world))
     return GroupSpan(*(np.broadcast_to(np.asarray(item, float), shape) for item in (inside, nodes, sharing)))
 
 
 class CollectiveTimes:
-    """Collectives of every axis of N layouts: tp inside cp inside shard inside replicate inside pp.
+    """Seconds of collectives of N layouts; ranks are ordered tp inside cp inside shard inside replicate inside pp.
 
     Args:
         layouts: N layouts.
@@ -75,7 +75,7 @@ class CollectiveTimes:
         self.shard_cp = span(layouts.tp, layouts.shard * layouts.cp, devices, world)
         self.replicate = span(tp_cp * layouts.shard, layouts.replicate, devices, world)
         self.readers = span(layouts.tp, layouts.readers, devices, world)
-        # Experts that ``ep`` spreads lie on every ep-th rank of shard x cp x tp; others like any weight.
+        # With ep, the ranks that shard one expert are every ep-th of shard x cp x tp; without, as for any weight.
         has_ep, carved_degree = layouts.ep > 1, layouts.shard * layouts.cp * layouts.tp / layouts.ep
         expert_stride, expert_ranks = (
             np.where(has_ep, layouts.ep, layouts.tp),
@@ -99,7 +99,7 @@ class CollectiveTimes:
 
         Args:
             kind: of `cluster.traffic`.
-            size: bytes of the whole tensor, (N,) or (N, P).
+            size: bytes of the full tensor, (N,) or (N, P) float64.
             group: along which axis.
         """
         size = np.asarray(size, float)
@@ -115,7 +115,7 @@ class CollectiveTimes:
         return np.asarray(kind(size / scale, inside, nodes, self._machine.fabric, sharing), float)
 
     def send(self, size: Any) -> Array:
-        """Returns seconds of a send to the next stage; stages of one node send over its links."""
+        """Returns seconds of a send of ``size`` bytes, (N,), to the next stage, inside a node where two stages fit."""
         layouts, devices = self._layouts, self._machine.fabric.devices
         inside_node = layouts.world / layouts.pp * 2 <= devices
         group = GroupSpan(np.where(inside_node, 2.0, 1.0), np.where(inside_node, 1.0, 2.0), self.pp.sharing)

@@ -1,4 +1,7 @@
-"""One layer on one micro-batch: seconds by part, bytes saved, bytes sent; for every layout at once."""
+"""Prices one layer on one micro-batch of N layouts: seconds by part, saved bytes, traffic; arrays (N,).
+
+Every formula broadcasts degrees (N,) with the sizes of a layer, which are scalars.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ FULL, BLOCK, SELECTIVE = 2, 3, 1
 
 @dataclass(kw_only=True, slots=True)
 class PassTime:
-    """Seconds of a forward or a backward of one layer or end of the model, by part; arrays (N,)."""
+    """Seconds of a forward or a backward of one layer or end of the model, by part; each (N,) float64 or a scalar."""
 
     matmul: Any = 0.0
     attention: Any = 0.0
@@ -33,39 +36,39 @@ class PassTime:
     cp: Any = 0.0
     ep: Any = 0.0
     host: Any = 0.0
-    """What the host needs to issue it; not added, but a floor under the rest."""
+    """Seconds in which the host launches it; not added, but a lower bound on the pass."""
 
     @property
     def compute(self) -> Any:
-        """What the device computes."""
+        """Seconds of compute, (N,)."""
         return self.matmul + self.attention + self.elementwise + self.recompute
 
     @property
     def busy(self) -> Any:
-        """What the device takes: compute and exposed traffic."""
+        """Device seconds, (N,): compute and exposed traffic."""
         return self.compute + self.tp + self.cp + self.ep
 
 
 @dataclass(kw_only=True, slots=True)
 class LayerCost:
-    """A layer, or an end of the model, on one micro-batch."""
+    """Cost of a layer, or an end of the model, on one micro-batch; figures are (N,) float64 or scalars."""
 
     forward: PassTime = field(default_factory=PassTime)
     backward: PassTime = field(default_factory=PassTime)
     saved: Any = 0.0
-    """Bytes held from forward to backward."""
+    """Bytes saved from forward to backward."""
     kept: Any = 0.0
-    """Bytes that are held longer than needed when another micro-batch follows."""
+    """Bytes that are freed late when another micro-batch follows."""
     working: Any = 0.0
-    """Bytes held only while the layer runs or recomputes."""
+    """Bytes allocated only while the layer runs or recomputes."""
     parameters: Any = 0.0
-    """Parameters of a rank, experts left out, before the data axes shard them."""
+    """Dense parameters of a rank before the data axes shard them."""
     experts: Any = 0.0
-    """Parameters of routed experts of a rank."""
+    """Parameters of a rank's routed experts before the data axes shard them."""
 
 
 class PricedModel:
-    """What all layers of a job on N layouts have in common.
+    """Job, layouts, machine and profile that the prices of all layers share.
 
     Args:
         job: model and batch.
@@ -87,16 +90,16 @@ class PricedModel:
 
     @cached_property
     def tokens(self) -> Array:
-        """Tokens of a micro-batch that a rank of cp has; tp divides them further where ``sequence``."""
+        """Tokens of a micro-batch on a rank of cp, (N,); with ``sequence`` tp divides them further."""
         return self.rows * self.job.sequence / self.layouts.cp
 
     @cached_property
     def token_shards(self) -> Array:
-        """By what tp divides what lies between the sharded parts."""
+        """Shards of the tokens outside tp's linears, (N,): tp with sequence parallelism, else 1."""
         return np.where(self.layouts.sequence > 0, self.layouts.tp, 1.0)
 
     def product_s(self, product: Product, layer: LayerShape | None = None, products: int = 1) -> Array:
-        """Returns seconds of a product: ``products`` 1 for forward, 2 for both products of backward."""
+        """Returns seconds of a matrix product, (N,): ``products`` is 1 for forward, 2 for both of backward."""
         layouts, tp = self.layouts, self.layouts.tp
         m: Any = self.tokens
         n: Any = float(product.outer)
@@ -108,6 +111,7 @@ class PricedModel:
             m = np.where(is_dispatched, routed / tp, routed) / local_experts
             n = n / np.where(is_dispatched | (product.split != "columns"), 1.0, tp)
             k = k / np.where(is_dispatched | (product.split != "rows"), 1.0, tp)
+            # With ep a rank has experts / ep full experts; without, a slice of every expert.
             return local_experts * self._products_s(m, n, k, products)
         n = n / tp if product.split == "columns" else n
         k = k / tp if product.split == "rows" else k
@@ -115,13 +119,14 @@ class PricedModel:
         return self._products_s(m, n, k, products)
 
     def _products_s(self, m: Any, n: Any, k: Any, products: int) -> Array:
+        """Returns seconds of (m, k) x (k, n), or of backward's two products: input and weight gradients."""
         device, dtype, share = self.machine.device, self.job.dtype, self.engine.runtime.matmul
         if products == 1:
             return matmul_s(m, n, k, device, dtype, share)
         return matmul_s(m, k, n, device, dtype, share) + matmul_s(k, n, m, device, dtype, share)
 
     def layer(self, layer: LayerShape) -> LayerCost:
-        """Returns what a layer costs."""
+        """Returns the cost of a layer: time, traffic and bytes."""
         forward, repeated = self._compute_pass(layer, False), self._compute_pass(layer, False)
         backward = self._compute_pass(layer, True)
         self._add_traffic(layer, forward, backward)
@@ -134,7 +139,7 @@ class PricedModel:
         return cost
 
     def sizes(self, layer: LayerShape) -> LayerCost:
-        """Returns what a layer holds alone; its time and traffic stand at 0."""
+        """Returns the bytes and parameters of a layer alone; its time and traffic are 0."""
         cost = LayerCost()
         tp, ep = self.layouts.tp, self.layouts.ep
         tp_split = sum(item.inner * item.outer for item in layer.products if item.split and not item.experts)
@@ -145,7 +150,7 @@ class PricedModel:
         return cost
 
     def take(self, index: Any) -> PricedModel:
-        """Returns the same of the layouts at an index, slice or mask."""
+        """Returns a copy for the layouts at an index, slice or mask."""
         taken = copy.copy(self)
         for name in [name for name, attribute in vars(type(self)).items() if isinstance(attribute, cached_property)]:
             vars(taken).pop(name, None)
@@ -154,6 +159,7 @@ class PricedModel:
         return taken
 
     def _compute_pass(self, layer: LayerShape, back: bool) -> PassTime:
+        """Returns compute and launch seconds of a layer's forward or backward, without traffic and recompute."""
         runtime, device = self.engine.runtime, self.machine.device
         products = 2 if back and not self.job.adapters else 1
         matmul: Any = sum(self.product_s(product, layer, products) for product in layer.products)
@@ -167,14 +173,13 @@ class PricedModel:
             elementwise = elementwise + move_s(self._cast_elements(layer, back) * runtime.cast_bytes * rotated, device)
         if runtime.draw_bytes and layer.drops:
             drop_bytes_per_element = drop_bytes(self.element) + (0.0 if back else runtime.draw_bytes)
-            elementwise = elementwise + move_s(
-                self.tokens * layer.width / self.token_shards * layer.drops * drop_bytes_per_element, device
-            )
+            dropped_elements = self.tokens * layer.width / self.token_shards * layer.drops
+            elementwise = elementwise + move_s(dropped_elements * drop_bytes_per_element, device)
         attention, host = self._attention(layer, back), self._launch_s(layer, back)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
 
     def _launch_s(self, layer: LayerShape, back: bool) -> Any:
-        """Seconds in which the host issues a forward or backward of a layer."""
+        """Returns seconds in which the host launches a forward or backward of a layer, (N,) or a scalar."""
         runtime, tp = self.engine.runtime, self.layouts.tp
         pipeline_launch_s = runtime.host_piped_s * tp**runtime.host_piped_power * (self.layouts.pp > 1)
         launch_s = np.maximum(runtime.host_layer_s * tp**runtime.host_tp_power, pipeline_launch_s)
@@ -185,7 +190,7 @@ class PricedModel:
         return launch_s * (runtime.host_backward if back else 1.0)
 
     def _cast_elements(self, layer: LayerShape, back: bool) -> Any:
-        """Elements that are cast for products: their inputs in forward, gradients and inputs again in backward."""
+        """Returns elements cast for low-precision products: inputs in forward, output gradients in backward."""
         elements: Any = 0.0
         for product in layer.products:
             copies = layer.active_experts if product.experts else 1
@@ -195,6 +200,7 @@ class PricedModel:
         return elements
 
     def _attention(self, layer: LayerShape, back: bool) -> Any:
+        """Returns seconds of a layer's attention without its products of weights, (N,) or 0."""
         if not layer.heads:
             return 0.0
         runtime, device = self.engine.runtime, self.machine.device
@@ -215,14 +221,14 @@ class PricedModel:
         return plain_attention_s(all_scores, mean_size, device, dtype, runtime.score_passes, back) / runtime.attention
 
     def _is_unfused(self, layer: LayerShape) -> bool:
-        """Whether our runtime computes attention without a fused kernel: dropped weights, float64 on a device."""
+        """Whether our runtime computes attention without a fused kernel: with dropout, or in float64 on a device."""
         runtime = self.engine.runtime
         if not (runtime.flash and runtime.draw_bytes and layer.heads):
             return False
         return layer.drops_scores or (self.job.precision == "float64" and self.machine.device.units > 0)
 
     def _unfused_attention_s(self, layer: LayerShape, scores: Any, size: float, back: bool) -> Any:
-        """Seconds of such attention; where the weights are too many to keep, backward makes them again."""
+        """Returns seconds of attention without a fused kernel; backward recomputes more than `MOST_SCORES` weights."""
         device, dtype, drops = self.machine.device, self.job.precision, layer.drops_scores
         mask_bytes = drop_bytes(self.element) if drops else 0.0
         draw_bytes = self.engine.runtime.draw_bytes if drops else 0.0
@@ -235,24 +241,24 @@ class PricedModel:
         return backward_s + repeated_forward_s * (drops & (scores > MOST_SCORES))
 
     def _score_bytes(self, layer: LayerShape) -> tuple[Any, Any]:
-        """Bytes a token that attention without a fused kernel keeps, and has while it runs beside these."""
+        """Returns the bytes a token of unfused attention: (saved for backward, allocated only while it runs)."""
         scores_per_token, saved = layer.heads * float(self.job.sequence), self.engine.saved
         if not self._is_unfused(layer):
             return (0.0 if saved.flash else saved.score_bytes * scores_per_token), 0.0
         saved_bytes = scores_per_token * (2.0 * self.element + 1.0 if layer.drops_scores else self.element)
         is_too_many = layer.drops_scores & (self.tokens * scores_per_token / self.layouts.tp > MOST_SCORES)
-        return np.where(is_too_many, scores_per_token, saved_bytes), np.where(
-            is_too_many, saved_bytes - scores_per_token, 0.0
-        )
+        # Beyond `MOST_SCORES` only a byte a score is saved, and the weights live while attention runs.
+        transient_bytes = np.where(is_too_many, saved_bytes - scores_per_token, 0.0)
+        return np.where(is_too_many, scores_per_token, saved_bytes), transient_bytes
 
     def wait_for_device(self, *passes: PassTime) -> None:
-        """Raises the host's time to the device's where it waits for each layer, so that their sum is one of longest."""
+        """Raises host seconds to device seconds where the host waits for each layer, so that sums add up maxima."""
         if not self.engine.runtime.host_ahead:
             for pass_time in passes:
                 pass_time.host = np.maximum(pass_time.host, pass_time.busy)
 
     def _wait_for_tp_ranks(self, *passes: PassTime) -> None:
-        """Raises the host's time where ranks of tp meet that are late by their host or by their device."""
+        """Raises host seconds where tp's ranks wait for each other, some late by their host, others by their device."""
         power = self.engine.runtime.tp_meeting
         if power:
             for pass_time in passes:
@@ -260,13 +266,15 @@ class PricedModel:
                 pass_time.host = np.where(self.layouts.tp > 1, joint_s, pass_time.host)
 
     def _add_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime) -> None:
-        """Adds exposed traffic of tp, cp and ep."""
+        """Adds the exposed seconds of tp, cp and ep to both passes."""
         layouts, runtime, groups = self.layouts, self.engine.runtime, self.groups
         size = self.tokens * layer.width * self.element
         reduce = groups.seconds(traffic.all_reduce_s, size, groups.tp)
         gather = groups.seconds(traffic.all_gather_s, size, groups.tp)
+        # One all-reduce a block and pass; with sequence parallelism an all-gather and a reduce-scatter instead.
         collective_s = np.where(layouts.sequence > 0, 2 * gather, reduce)
         is_dispatched = (layouts.ep > 1) & (layer.experts > 0)
+        # Blocks whose matrices tp splits: attention and feed-forward; experts that ep dispatches aren't split.
         block_count = np.where(is_dispatched & (layer.ffn == 0), 1.0, 2.0) if layer.heads else 1.0
         start_s = runtime.tp_start_s * (layouts.tp - 1.0)
         collective_s = collective_s + start_s * np.where(layouts.sequence > 0, 2.0, 1.0)
@@ -275,22 +283,21 @@ class PricedModel:
         regather_s = gather * block_count * (layouts.sequence > 0) if runtime.tp_regather else 0.0
         backward.tp = (block_count * collective_s + regather_s) * tp_exposed
         if layer.heads:
-            key_value_bytes = (
-                self.tokens * 2.0 * (layer.key_width + layer.value_width) / 2 * self.element * layouts.cp / layouts.tp
-            )
-            ring_s, exposed_share = (
-                groups.seconds(traffic.all_gather_s, key_value_bytes, groups.cp),
-                1.0 - runtime.cp_overlap,
-            )
+            key_values = self.tokens * 2.0 * (layer.key_width + layer.value_width) / 2
+            key_value_bytes = key_values * self.element * layouts.cp / layouts.tp
+            exposed_share = 1.0 - runtime.cp_overlap
+            ring_s = groups.seconds(traffic.all_gather_s, key_value_bytes, groups.cp)
+            # Attention hides a share of the ring at most, and no more than its own seconds; backward sends twice.
             forward.cp = np.maximum(exposed_share * ring_s, ring_s - forward.attention)
             backward.cp = np.maximum(exposed_share * 2.0 * ring_s, 2.0 * ring_s - backward.attention)
         if layer.experts:
             routed = self.tokens / layouts.tp * layer.active_experts * layer.width * self.element
             exchange = groups.seconds(traffic.all_to_all_s, routed, groups.ep) * (1.0 - runtime.ep_overlap)
+            # Tokens go to their experts and back: two all-to-alls a pass.
             forward.ep = backward.ep = 2.0 * exchange * self.engine.saved.expert_imbalance
 
     def _add_recompute(self, forward: PassTime, repeated: PassTime, backward: PassTime) -> None:
-        """Adds to backward what is computed a second time."""
+        """Adds recompute to backward; ``repeated`` is the forward that is computed again."""
         layouts = self.layouts
         full, selective, block = (layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK))
         all_s = repeated.matmul + repeated.attention + repeated.elementwise
@@ -305,7 +312,10 @@ class PricedModel:
         backward.host = backward.host + np.where(full | selective, repeated.host, 0.0) * layouts.recompute_share
 
     def _price_saved_bytes(self, layer: LayerShape, cost: LayerCost) -> None:
-        """Bytes that autograd keeps. Source: Korthikanti et al. (2022), section 4, extended to gated layers."""
+        """Sets the bytes that autograd saves.
+
+        Source: Korthikanti et al. (2022), section 4, extended to gated layers.
+        """
         layouts, saved, w = self.layouts, self.engine.saved, self.element
         norm_bytes = w * (2.0 if saved.norm_output else 1.0) + saved.norm_extra
         outside_tp = layer.width * (2 * norm_bytes + (2.0 if layer.dropout else 0.0)) + w * layer.latent
@@ -315,41 +325,33 @@ class PricedModel:
         outside_tp, inside_tp = self._with_routed_tokens(layer, outside_tp, inside_tp)
         scores, transient_scores = self._score_bytes(layer)
         all_bytes = self.tokens * (outside_tp / self.token_shards + (inside_tp + scores) / layouts.tp)
-        product_outputs = (
-            2 * layer.width / self.token_shards + (qkv + layer.ffn * (2.0 if layer.gated else 1.0)) / layouts.tp
-        )
+        # Selective recompute keeps a share of the products' outputs: attention output, feed-forward output, qkv, up.
+        inside_outputs = qkv + layer.ffn * (2.0 if layer.gated else 1.0)
+        product_outputs = 2 * layer.width / self.token_shards + inside_outputs / layouts.tp
         product_bytes = self.tokens * w * (saved.selective_share * product_outputs + layer.mixed_width / layouts.tp)
         input_bytes = self.tokens * w * layer.width / self.token_shards
         without_scores = all_bytes - self.tokens * scores / layouts.tp
         bytes_by_mode = [input_bytes, np.minimum(product_bytes + input_bytes, all_bytes), without_scores]
-        recompute_bytes = np.select(
-            [layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK)], bytes_by_mode, all_bytes
-        )
+        is_mode = [layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK)]
+        recompute_bytes = np.select(is_mode, bytes_by_mode, all_bytes)
         cost.saved = all_bytes + (recompute_bytes - all_bytes) * layouts.recompute_share
         gathers_sequence = (layouts.tp > 1) & (layouts.sequence > 0)
-        cost.kept = (
-            self.tokens
-            * layer.width
-            * gathers_sequence
-            * np.where(layouts.pp > 1, saved.kept_gather_piped, saved.kept_gather)
-        )
+        gather_bytes = np.where(layouts.pp > 1, saved.kept_gather_piped, saved.kept_gather)
+        cost.kept = self.tokens * layer.width * gathers_sequence * gather_bytes
         gathered = saved.gathered * self.tokens * layer.width * gathers_sequence
         cost.working = np.where(layouts.recompute > 0, all_bytes - recompute_bytes, 0.0) + gathered
         if self._is_unfused(layer):
             cost.working = cost.working + self.tokens * transient_scores / layouts.tp
-        largest = max(
-            (item.inner * item.outer for item in layer.products if item.split and not item.experts), default=0
-        )
+        dense = [item.inner * item.outer for item in layer.products if item.split and not item.experts]
+        largest = max(dense, default=0)
         cost.working = cost.working + saved.fresh_gradient * largest / layouts.tp
 
     def _with_routed_tokens(self, layer: LayerShape, outside_tp: Any, inside_tp: Any) -> tuple[Any, Any]:
-        """Adds what routed tokens save: float32 scores of the router, copies, and the experts' own."""
+        """Adds the bytes a token that routed experts save: float32 router scores, copies, and expert activations."""
         if not layer.experts:
             return outside_tp, inside_tp
         saved, w = self.engine.saved, self.element
         bytes_per_token = saved.expert_copies * layer.width + layer.expert_ffn * (w * (3.0 if layer.gated else 2.0))
         bytes_per_token += layer.expert_ffn * saved.gate_extra
-        return (
-            outside_tp + 4.0 * layer.experts,
-            inside_tp + layer.active_experts * saved.expert_imbalance * bytes_per_token,
-        )
+        inside_tp = inside_tp + layer.active_experts * saved.expert_imbalance * bytes_per_token
+        return outside_tp + 4.0 * layer.experts, inside_tp

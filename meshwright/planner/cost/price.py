@@ -1,4 +1,4 @@
-"""Prices layouts: the same formulas for one layout and for arrays of thousands."""
+"""Prices layouts, one or thousands at once, by the same formulas over arrays (N,)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.spec.layout import Layout
 
 FeasibilityTest = Callable[[LayoutBatch, Mapping[str, Array]], Array]
-"""(layouts, bytes of their fullest ranks by part, as `Prices` names them) to which of them may be: (N,) bool."""
+"""Maps (N layouts, bytes of their fullest ranks by part, (N,) each, as `Prices` names them) to (N,) bool."""
 
 
 def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: FrameworkProfile = MESHWRIGHT) -> Price:
-    """Returns what a layout takes.
+    """Returns the price of one layout.
 
     Args:
         job: model and batch.
@@ -48,12 +48,12 @@ def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: Fr
 
 
 def stages_of(ranks: RankTimes, layout_index: int, memory: dict[str, Array]) -> tuple[StagePrice, ...]:
-    """Returns each rank of one layout's pipeline.
+    """Returns the price of each rank of one layout's pipeline.
 
     Args:
-        ranks: of many layouts.
+        ranks: of N layouts.
         layout_index: which layout.
-        memory: `RankTimes.memory` of them.
+        memory: bytes by part, (N, P) each, as `RankTimes.memory` returns them.
     """
     bounds = ranks.cut_of(layout_index).bounds
     return tuple(
@@ -77,7 +77,7 @@ def price_many(
     engine: FrameworkProfile = MESHWRIGHT,
     is_feasible: FeasibilityTest | None = None,
 ) -> Prices:
-    """Returns what every layout takes; those with equally long pipelines are priced together.
+    """Returns the prices of N layouts; layouts with equally many pipeline ranks are priced together.
 
     Args:
         job: model and batch.
@@ -104,7 +104,9 @@ def price_many(
 
 
 def piped_many(job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT) -> Array:
-    """Returns seconds of a step, (N,), without what the ranks do that share the state: a bound on all ways to share it.
+    """Returns seconds a step, (N,) float64, without data-parallel traffic and update.
+
+    It is a lower bound on every layout that shares the state in another way.
 
     Args:
         job: model and batch.
@@ -118,7 +120,7 @@ def piped_many(job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: F
 def seconds_many(
     job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT
 ) -> Array:
-    """Returns seconds of a step, (N,), as `price_many` does; memory isn't priced.
+    """Returns the seconds a step of `price_many`, (N,) float64, without pricing memory.
 
     Args:
         job: model and batch.
@@ -136,7 +138,7 @@ def _sum_of_parts(
     engine: FrameworkProfile,
     parts: Callable[[RankTimes], Mapping[str, Array]],
 ) -> Array:
-    """Sums some parts of each layout's step, (N,)."""
+    """Returns the sum of some parts of each layout's step, (N,)."""
     order = np.argsort(layouts.pp, kind="stable")
     step_s = np.empty(layouts.count)
     for run, ranks in _by_pipeline_length(LayerCosts.of(job, layouts.take(order), machine, engine)):
@@ -145,7 +147,7 @@ def _sum_of_parts(
 
 
 def _by_pipeline_length(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
-    """Layouts with equally long pipelines, which stand together."""
+    """Yields (slice, ranks) of each run of layouts with equal pp; the layouts are sorted by pp."""
     pp = costs.model.layouts.pp
     starts = [0, *(np.flatnonzero(np.diff(pp)) + 1), len(pp)]
     if len(starts) == 2:
@@ -156,13 +158,13 @@ def _by_pipeline_length(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
 
 
 def _all_parts(ranks: RankTimes) -> dict[str, Array]:
-    """Seconds by part of `PARTS`, (N,)."""
+    """Returns seconds by part of `PARTS`, (N,) each."""
     step = np.full(ranks.count, ranks.engine.runtime.host_step_s)
     return ranks.piped() | ranks.ending() | {"step": step}
 
 
 class _PriceColumns:
-    """Prices of N layouts that come in pieces.
+    """Prices of N layouts, filled run by run.
 
     Args:
         count: N.
@@ -179,7 +181,7 @@ class _PriceColumns:
             columns[name][index] = figure
 
     def put_memory(self, index: Any, memory: dict[str, Array]) -> None:
-        """Writes the bytes of the fullest rank, and of the first."""
+        """Writes the bytes of the fullest rank and of the first; ``memory`` is (n, P) by part."""
         fullest = np.argmax(memory["peak"], axis=1)
         self.put(
             self.memory, index, {name: values[np.arange(len(fullest)), fullest] for name, values in memory.items()}
@@ -191,7 +193,7 @@ class _PriceColumns:
         self.put(self.memory, index, first | {"fullest": fullest.astype(float)})
 
     def prices(self, order: Array) -> Prices:
-        """Returns them all, in the order of an index."""
+        """Returns the prices in the order of ``order``, (N,) int64."""
         totals = {name: values[order] for name, values in self.memory.items() if name not in MEMORY}
         parts = {name: values[order] for name, values in self.parts.items()}
         step: Any = sum(parts.values())

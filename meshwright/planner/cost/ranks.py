@@ -1,4 +1,7 @@
-"""Layouts with equally many ranks along pp: time and memory of each of these ranks, for all layouts at once."""
+"""Prices the pipeline ranks of N layouts with P ranks along pp each: time and memory as arrays (N, P).
+
+A micro-batch costs a rank the sum of its layers (`LayerCost`, (N,) each) times their counts on the rank, (N, P).
+"""
 
 from __future__ import annotations
 
@@ -28,36 +31,36 @@ from meshwright.planner.cost.timing import held, makespan
 from meshwright.schedules.spec import ScheduleSpec
 
 PASS_PARTS = ("matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC)
-"""Parts of a pass that are parts of a step."""
+"""Parts of a layer's pass that are parts of a step too."""
 OFFLOADABLE = ("parameters", "gradients", "optimizer")
-"""Parts of memory that may lie in host memory."""
+"""Parts of a rank's memory that may lie in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCosts:
-    """What each kind of layer and the ends of the model cost on N layouts, wherever these cut the model."""
+    """Costs of each kind of layer and of the model's ends on N layouts, independent of the pipeline's cuts."""
 
     model: PricedModel
-    """What the layouts have in common."""
+    """Job, machine and profile that the layouts share."""
     layers: tuple[LayerCost, ...]
-    """Of each kind of layer."""
+    """Cost of each kind of layer; figures are (N,) float64 or scalars."""
     embedding: LayerCost
-    """Of the first stage."""
+    """Cost of the embedding, on the first stage."""
     head: LayerCost
-    """Of the last."""
+    """Cost of last norm, head and loss, on the last stage."""
 
     @classmethod
     def of(
         cls, job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile, timed: bool = True
     ) -> LayerCosts:
-        """Prices the layers and ends of a model.
+        """Prices the layers and ends of a model on N layouts.
 
         Args:
             job: model and batch.
             layouts: N layouts.
             machine: what they run on.
             engine: how they are run.
-            timed: time and traffic too; else they stand at 0.
+            timed: price time and traffic too; else they are 0.
         """
         model = PricedModel(job, layouts, machine, engine)
         price_layer = model.layer if timed else model.sizes
@@ -65,7 +68,7 @@ class LayerCosts:
         return cls(model=model, layers=layers, embedding=embedding(model, timed), head=head(model, timed))
 
     def take(self, index: Any) -> LayerCosts:
-        """Returns those of the layouts at an index, slice or mask."""
+        """Returns the costs of the layouts at an index, slice or mask."""
         count = self.model.layouts.count
         return LayerCosts(
             model=self.model.take(index),
@@ -76,7 +79,7 @@ class LayerCosts:
 
 
 def _take_layouts(cost: Any, index: Any, count: int) -> Any:
-    """A layer's or a pass's figures of some layouts; a figure that all share stays as it is."""
+    """Returns a cost's figures of some layouts; a scalar that all layouts share stays as it is."""
     fields: dict[str, Any] = {}
     for name in cost.__dataclass_fields__:
         value = getattr(cost, name)
@@ -90,16 +93,17 @@ def _take_layouts(cost: Any, index: Any, count: int) -> Any:
 
 
 def _stage_owners(spec: ScheduleSpec, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Returns the rank along pp of each stage."""
     return tuple(spec.rank_of(stage, ranks) for stage in range(ranks * stages_per_rank))
 
 
 def _take_values(value: Any, index: Any, count: int) -> Any:
+    """Returns the values of some of ``count`` layouts; a scalar stays as it is."""
     return value[index] if np.shape(value) == (count,) else value
 
 
 class RankTimes:
-    """The ranks of N layouts that have P ranks along pp each; they may cut the model in different ways.
+    """Times and memory of the ranks of N layouts with P ranks along pp each; their cuts may differ.
 
     Args:
         costs: of the layers on these layouts.
@@ -122,16 +126,16 @@ class RankTimes:
         self.communication = CommunicationTimes(self.model)
 
     def _distinct_cuts(self) -> tuple[list[StageCut], Array]:
-        """The different cuts, and the index of each layout's."""
+        """Returns the distinct cuts, and each layout's index among them, (N,) int64."""
         layouts, specs = self.layouts, self.layouts.schedules
-        # Schedules that put their stages on the same ranks cut the model alike.
+        # Schedules that place their stages on the same ranks cut the model in the same way, so they share a key.
         owners = [spec.owners or spec.placement for spec in specs]
         owners_code = np.array([owners.index(owner) for owner in owners])
         keys, cut_index = np.unique(
             layouts.stages * len(specs) + owners_code[layouts.schedule.astype(int)], return_inverse=True
         )
         stages_and_specs = [(int(key) // len(specs), specs[int(key) % len(specs)]) for key in keys]
-        stages_specs_splits: list[Any] = [(*owner, None) for owner in stages_and_specs]
+        stages_specs_splits: list[Any] = [(*key, None) for key in stages_and_specs]
         if layouts.splits:
             index_by_key: dict[Any, int] = {}
             split_keys = [(int(index), split) for index, split in zip(cut_index, layouts.splits)]
@@ -144,32 +148,32 @@ class RankTimes:
         ], cut_index
 
     def cut_of(self, layout_index: int) -> StageCut:
-        """Returns how one layout cuts the model."""
+        """Returns the cut of one layout."""
         return self.cuts[int(self._cut_index[layout_index])]
 
     def layered(self, figure: Callable[[LayerCost], Any]) -> Array:
-        """Returns a figure of the layers added up on each rank, (N, P)."""
+        """Returns the sum of a figure over each rank's layers, (N, P)."""
         total = np.zeros((self.count, self.ranks))
         for cost, counts in zip(self.costs.layers, self.counts):
             total += np.broadcast_to(figure(cost), self.count)[:, None] * counts
         return total
 
     def summed(self, figure: Callable[[LayerCost], Any]) -> Array:
-        """Returns a figure of layers and ends added up on each rank, (N, P)."""
+        """Returns the sum of a figure over each rank's layers and ends, (N, P)."""
         total = self.layered(figure)
         self._add_to_rank(total, self.first_rank, figure(self.costs.embedding))
         self._add_to_rank(total, self.last_rank, figure(self.costs.head))
         return total
 
     def _add_to_rank(self, total: Array, rank: Array, value: Any) -> None:
-        """Adds a value to one rank of each layout, in place."""
+        """Adds ``value``, (N,), to one rank of each layout in ``total``, (N, P), in place; ``rank`` is (N,) or (1,)."""
         if len(rank) == 1:
             total[:, rank[0]] += value
         else:
             total[np.arange(self.count), rank] += value
 
     def picked(self, figure: Callable[[LayerCost], Any], rank: Array) -> Array:
-        """Returns what `summed` does of one rank of each layout, (N,)."""
+        """Returns one rank's column of `summed` for each layout, (N,); ``rank`` is (N,) int64."""
         total = np.zeros(self.count)
         for cost, counts in zip(self.costs.layers, self.counts):
             total += figure(cost) * (counts[0, rank] if len(counts) == 1 else counts[np.arange(self.count), rank])
@@ -177,67 +181,68 @@ class RankTimes:
         return total + np.where(rank == self.last_rank, figure(self.costs.head), 0.0)
 
     def parameters(self) -> tuple[Array, Array]:
-        """Returns parameters of each rank before the data axes shard them: without experts, and theirs; (N, P)."""
+        """Returns (dense, expert) parameters of each rank before the data axes shard them, (N, P) each."""
         return self._parameters
 
     @cached_property
     def _parameters(self) -> tuple[Array, Array]:
         own = self.summed(lambda cost: cost.parameters)
         if self.job.shape.tied:
+            # A tied embedding and head on one rank are one weight.
             tied_parameters = self.job.shape.vocab * self.job.shape.width / self.layouts.tp
             self._add_to_rank(own, self.first_rank, -np.where(self.last_rank == self.first_rank, tied_parameters, 0.0))
         return own, self.summed(lambda cost: cost.experts)
 
     def trained(self) -> tuple[Array, Array]:
-        """Returns the same of those that are trained; adapters count as none."""
+        """Returns (dense, expert) trained parameters, (N, P) each; with adapters 0, as they are too few to count."""
         own, experts = self._parameters
         return (own * 0.0, experts * 0.0) if self.job.adapters else (own, experts)
 
     def owned_parameters(self, own: Array, experts: Array) -> Array:
-        """Returns what the data axes leave a rank of its parameters, (N, P)."""
+        """Returns the parameters that a rank owns after the data axes shard ``own`` and ``experts``; all (N, P)."""
         return np.asarray(owned_parameters(self.engine.states, self.layouts, own, experts, self.job.shape.experts))
 
     @cached_property
     def layers(self) -> Array:
-        """Layers of each rank, (N or 1, P)."""
+        """Number of layers of each rank, (N or 1, P)."""
         return np.asarray(sum(self.counts))
 
     @cached_property
     def sends(self) -> Array:
-        """Seconds of a send to the next stage that nothing hides, (N,)."""
+        """Exposed seconds of a send to the next stage, (N,)."""
         piped = self.ranks > 1
         exposed = self.communication.send_s() * (1.0 - self.engine.runtime.send_overlap) if piped else 0.0
         return np.broadcast_to(exposed, self.count)
 
     @cached_property
     def action(self) -> Any:
-        """Seconds that a pipeline engine spends on a forward or backward of all stages of a rank, (N,)."""
+        """Seconds of pipeline overhead on a forward or backward of all stages of a rank, (N,)."""
         return self.engine.runtime.action_s * (self.ranks > 1) * self.layouts.stages
 
     @cached_property
     def adds(self) -> Array:
-        """Seconds in which a micro-batch's gradients are added to the sum, (N, P)."""
+        """Seconds to add a micro-batch's gradients to the accumulated ones, (N, P)."""
         own, experts = self._parameters
         return move_s((own + experts) * self.engine.runtime.accumulate_bytes, self.model.machine.device)
 
     @cached_property
     def forward_busy(self) -> Array:
-        """Seconds of the device on a micro-batch's forward, (N, P)."""
+        """Device seconds of a micro-batch's forward, (N, P)."""
         return self.summed(lambda cost: cost.forward.busy)
 
     @cached_property
     def backward_busy(self) -> Array:
-        """Likewise of its backward."""
+        """Device seconds of a micro-batch's backward, (N, P)."""
         return self.summed(lambda cost: cost.backward.busy)
 
     @cached_property
     def forward_host(self) -> Array:
-        """Seconds of the host on a micro-batch's forward, (N, P)."""
+        """Host seconds of a micro-batch's forward, (N, P)."""
         return self.summed(lambda cost: cost.forward.host) + self.engine.runtime.host_microbatch_s / 2
 
     @cached_property
     def backward_host(self) -> Array:
-        """Likewise of its backward."""
+        """Host seconds of a micro-batch's backward, (N, P)."""
         return self.summed(lambda cost: cost.backward.host) + self.engine.runtime.host_microbatch_s / 2
 
     @cached_property
@@ -248,14 +253,15 @@ class RankTimes:
 
     @cached_property
     def backward(self) -> Array:
-        """Likewise of its backward."""
+        """Seconds of each rank on a micro-batch's backward, exposed traffic included, (N, P)."""
         extra = (self.sends * self.layouts.stages + self.action)[:, None]
         return np.asarray(np.maximum(self.backward_busy + self.adds, self.backward_host) + extra)
 
     def piped(self) -> dict[str, Array]:
-        """Returns seconds by part, (N,), of all micro-batches: what the dearest rank does, and its waiting."""
+        """Returns seconds by part, (N,), of all micro-batches: the slowest rank's work, and the bubble."""
         layouts = self.layouts
-        can_split = (layouts.recompute == 0)[:, None]  # `Layout.unsplit`
+        # Half of backward's products are weight gradients, which a schedule may delay; recompute keeps them together.
+        can_split = (layouts.recompute == 0)[:, None]
         weight_s = self.summed(lambda cost: cost.backward.matmul) / 2 * can_split
         makespan_s = makespan(layouts, self.forward, self.backward, weight_s)
         parts = self._busy_parts(np.argmax(self.forward + self.backward, axis=1))
@@ -263,13 +269,15 @@ class RankTimes:
         return parts
 
     def _busy_parts(self, rank: Array) -> dict[str, Array]:
-        """Parts of the work of one rank of each layout on all micro-batches."""
+        """Returns seconds by part, (N,), of all micro-batches on one rank of each layout; ``rank`` is (N,) int64."""
         microbatches, rank_column = self.layouts.microbatches, rank[:, None]
         parts = {}
         for name in PASS_PARTS:
             both_passes = attrgetter(f"forward.{name}", f"backward.{name}")
-            parts[name] = self.picked(lambda cost, both_passes=both_passes: sum(both_passes(cost)), rank) * microbatches  # type: ignore[misc]
+            both_s = self.picked(lambda cost, read=both_passes: sum(read(cost)), rank)  # type: ignore[misc]
+            parts[name] = both_s * microbatches
         parts["elementwise"] = parts["elementwise"] + np.take_along_axis(self.adds, rank_column, 1)[:, 0] * microbatches
+        # The device idles where the host takes longer to launch a pass than the device to run it.
         idle_s = np.maximum(self.forward_host - self.forward_busy, 0) + np.maximum(
             self.backward_host - self.backward_busy - self.adds, 0
         )
@@ -279,7 +287,7 @@ class RankTimes:
         return parts
 
     def ending(self) -> dict[str, Array]:
-        """Returns seconds by part, (N,), of what the ranks that share the state do: gathers, sums, the update."""
+        """Returns seconds by part, (N,), of the data axes' gathers and reductions, and of the update."""
         runtime, device = self.engine.runtime, self.model.machine.device
         own, experts = self.trained()
         reduce_s = self.communication.reduce_s(self, own, experts)
@@ -289,24 +297,24 @@ class RankTimes:
         if self.layouts.offload.any():
             host = self._host_share()
             host_update_s, copy_s = spent(self, owned, host, size)
-            parts |= {
-                "optimizer": np.where(self.layouts.offload[:, None] > 0, host_update_s, update_s),
-                "offload": copy_s,
-            }
-        last_rank = np.argmax(fold(np.add, parts.values()), axis=1)[:, None]
-        slowest_parts = {name: np.take_along_axis(seconds, last_rank, 1)[:, 0] for name, seconds in parts.items()}
+            update_s = np.where(self.layouts.offload[:, None] > 0, host_update_s, update_s)
+            parts |= {"optimizer": update_s, "offload": copy_s}
+        # All ranks must end before the next step begins, so the slowest one counts: (N, 1).
+        slowest_rank = np.argmax(fold(np.add, parts.values()), axis=1)[:, None]
+        slowest_parts = {name: np.take_along_axis(seconds, slowest_rank, 1)[:, 0] for name, seconds in parts.items()}
         return {"gather": self.communication.gather_s(self)} | slowest_parts
 
     def _host_share(self) -> HostShare:
+        """Returns a rank's share of its host; raises where none is known."""
         host = self.model.machine.host
         if host is None:
             raise PlanError("nothing can be offloaded: no host memory, its bandwidth or the link to it is known")
         return host
 
     def memory(self) -> dict[str, Array]:
-        """Returns bytes by part of `MEMORY`, (N, P), and ``allocated``, ``reserved``, ``peak``.
+        """Returns bytes by part of `MEMORY`, (N, P) each, and ``allocated``, ``reserved``, ``peak``.
 
-        Where some layout offloads also ``host``, the bytes in host memory, and ``whole``, the peak if none were there.
+        If any layout offloads, also ``host``, the bytes in host memory, and ``whole``, the peak without offload.
         """
         layouts, engine = self.layouts, self.engine
         own, experts = self._parameters
@@ -324,6 +332,7 @@ class RankTimes:
         memory["activations"] = self._activations()
         memory["logits"] = np.zeros_like(own)
         self._add_to_rank(memory["logits"], self.last_rank, self.costs.head.working)
+        # Activations and the update's temporaries are never alive together, so the larger counts.
         resident = sum(memory[name] for name in ("parameters", "gradients", "optimizer", "buffers"))
         forward = memory["activations"] + memory["logits"]
         update = memory.pop("update")
@@ -337,6 +346,7 @@ class RankTimes:
         return memory
 
     def _activations(self) -> Array:
+        """Returns bytes of activations at the peak of each rank, (N, P)."""
         layouts, max_extra = self.layouts, self.engine.saved.in_flight_extra
         in_flight = self.held + np.maximum(np.minimum(layouts.microbatches[:, None] - self.held, max_extra), 0.0)
         working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
@@ -346,7 +356,7 @@ class RankTimes:
         return np.asarray(self.summed(lambda cost: cost.saved) * in_flight + kept + working[:, None])
 
     def _gathered_parameters(self, own: Array) -> Array:
-        """Parameters that ZeRO-3 has whole at once: the ends, and the two largest layers."""
+        """Returns the parameters that ZeRO-3 has gathered at once, (N, P): the ends, and the two largest layers."""
         largest = fold(np.maximum, [cost.parameters + cost.experts for cost in self.costs.layers])
         all_layers = self.summed(lambda cost: cost.parameters + cost.experts)
         end_parameters = own - self.layered(lambda cost: cost.parameters)

@@ -1,4 +1,4 @@
-"""Which layers stand on which rank of the pipeline, by an engine's rule."""
+"""Cuts a model into pipeline stages by a framework's rule, and counts the layers of each rank."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from meshwright.spec.model_shape import LayerShape, ModelShape
 
 
 class _IdentityKey:
-    """A shape as a key: the object itself, not what it says.
+    """A model shape as a cache key by identity, because hashing all of its blocks is slow.
 
     Args:
-        shape: which.
+        shape: the model.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
 
     def __hash__(self) -> int:
-        """Of the object."""
+        """Returns the object's identity."""
         return id(self.shape)
 
     def __eq__(self, other: object) -> bool:
@@ -35,13 +35,13 @@ class _IdentityKey:
 
 
 def kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns for each block its kind, and for each kind a block that is of it."""
+    """Returns (kind of each block, index of the first block of each kind); equal blocks are one kind."""
     return _kinds(_IdentityKey(shape))
 
 
 @lru_cache(maxsize=8)
 def _kinds(key: _IdentityKey) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As `kinds`, which a search asks for hundreds of times."""
+    """Returns `kinds`, cached: a search calls it hundreds of times."""
     shape = key.shape
     kind_by_identity: dict[int, int] = {}
     kind_by_block: dict[object, int] = {}
@@ -58,7 +58,7 @@ def _kinds(key: _IdentityKey) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def divide(
     shape: ModelShape, stages: int, rule: str, split: Sequence[float] | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the first and one past the last block of each stage.
+    """Returns (start, stop) of the blocks of each stage.
 
     Args:
         shape: the model.
@@ -90,7 +90,7 @@ def divide(
 
 
 def _active_parameters(block: LayerShape) -> float:
-    """Parameters that a token multiplies, norms among them."""
+    """Returns the parameters that a token visits, norms included."""
     share = block.active_experts / block.experts if block.experts else 0.0
     return block.parameters - (1.0 - share) * block.expert_parameters
 
@@ -104,7 +104,7 @@ def _bounds_of_sizes(sizes: Sequence[int], count: int) -> tuple[tuple[int, int],
 
 
 def _cut_at_thresholds(costs: Sequence[float], tail: float, stages: int) -> tuple[tuple[int, int], ...]:
-    """Fills each stage until its share of the cost is reached; later stages may stay empty of layers.
+    """Fills each stage until it reaches its share of the cost; the last stages may have no layer.
 
     Source: nanotron, src/nanotron/models/base.py, build_model.
     """
@@ -120,7 +120,7 @@ def _cut_at_thresholds(costs: Sequence[float], tail: float, stages: int) -> tupl
 
 
 def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Makes the dearest stage as cheap as can be, the tail counted with the last layer; `divide` cuts alike."""
+    """Minimizes the most expensive stage; the last layer's cost includes the tail."""
     layers = len(costs)
     if stages > layers:
         raise PlanError(f"{stages} stages of {layers} layers: each stage needs a layer; nearest that works: {layers}")
@@ -130,18 +130,18 @@ def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int
 
 @lru_cache(maxsize=8)
 def _cached_cuts(costs: tuple[int, ...]) -> Cuts:
-    """The cuts of a model, which are found for one number of stages after the other."""
+    """Returns the cached solver of a model, which serves every number of stages."""
     return Cuts([[costs]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCut:
-    """The layers of a pipeline's ranks, of which each may run several stages."""
+    """The layers of each rank of a pipeline; a rank may run several stages."""
 
     bounds: tuple[tuple[int, int], ...]
-    """First layer of each stage, and one past its last."""
+    """(start, stop) of the layers of each stage."""
     counts: Array
-    """Layers of each kind on each rank, (kinds, P)."""
+    """Layers of each kind on each rank, (kinds, P) float64, read-only."""
     first_rank: int
     """Rank of the first stage."""
     last_rank: int
@@ -156,7 +156,7 @@ def cut(
     rule: str,
     split: Sequence[float] | None,
 ) -> StageCut:
-    """Returns which layers stand on which rank.
+    """Returns the layers of each rank.
 
     Args:
         shape: the model.
@@ -188,7 +188,7 @@ def _balanced_cut(
     ranks: int,
     owners: tuple[int, ...],
 ) -> StageCut:
-    """As `cut`; a search asks for the same cuts of a model again and again."""
+    """Returns `cut` of the balanced rule, cached: a search repeats the same cuts."""
     return _count_layers(_balanced(costs, end_parameters, len(owners)), kinds_of_blocks, kind_count, ranks, owners)
 
 
@@ -199,7 +199,7 @@ def _count_layers(
     ranks: int,
     owners: tuple[int, ...],
 ) -> StageCut:
-    """The layers of each of ``kind_count`` kinds on each rank, which nobody may change."""
+    """The layers of each of ``kind_count`` kinds on each rank; the counts are read-only, as they are cached."""
     sizes = [stop - start for start, stop in bounds]
     kind_and_rank = np.repeat(np.array(owners), sizes) + np.array(kinds_of_blocks[: sum(sizes)]) * ranks
     counts = np.bincount(kind_and_rank, minlength=kind_count * ranks).astype(float).reshape(kind_count, ranks)
