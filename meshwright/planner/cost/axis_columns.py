@@ -1,7 +1,8 @@
-"""Which axes cost alike: the column of `LayoutBatch` that has each axis's degree, and the axes that columns stand for.
+"""Maps each axis to the column of `LayoutBatch` with its degree, and columns back to axes.
 
-A column is a symbol of the formulas. Every known axis has the one of its mechanics; axes that change no module have one
-by what their ranks read and hold. An axis that fits none has no price, and layouts that use it are refused.
+A column is a symbol of the formulas: axes with the same cost share one. A known axis has the column of its mechanics;
+an axis that changes no module has one by what its ranks read and hold. An axis without a column has no price, and
+layouts that use it are refused.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from meshwright.spec.layout import Layout
 COPIES = "replicate"
 """Column of axes that change no module, read other rows and hold copies."""
 SHARDS = "shard"
-"""The same of those that share the state."""
+"""Column of axes that change no module, read other rows and share the state."""
 WIRE_ORDER = ("pp", COPIES, SHARDS, "cp", "tp")
 """Columns of axes in the order in which `cost.groups` lays out their ranks, outermost first."""
 
 
 @cache
 def priced_columns() -> Mapping[str, str]:
-    """Returns the column of `LayoutBatch` that has each axis's degree, for every known axis that formulas price.
+    """Returns the column of each known axis that the formulas price.
 
-    Axes of the same mechanics have one column; so have all that change no module, read other rows and hold copies.
+    Axes of the same mechanics share a column; so do all that change no module, read other rows and hold copies.
     """
     columns = {}
     for name, axis in known_axes().items():
@@ -40,7 +41,7 @@ def priced_columns() -> Mapping[str, str]:
 
 
 def column_of(name: str) -> str:
-    """Returns the column that has an axis's degree.
+    """Returns the column of an axis.
 
     Raises:
         PlanError: no formula prices the axis.
@@ -61,7 +62,7 @@ def column_degrees(layout: Layout) -> dict[str, int]:
     """Returns a layout's degrees by column.
 
     Raises:
-        PlanError: for an axis without a price, or one that lies elsewhere among the ranks than its formulas assume.
+        PlanError: for an axis without a price, or in another position of the mesh than its formulas assume.
     """
     degrees: dict[str, int] = dict.fromkeys((*WIRE_ORDER, *priced_columns().values()), 1)
     outer = ""
@@ -82,7 +83,7 @@ def column_degrees(layout: Layout) -> dict[str, int]:
 
 
 def _check_carved(name: str, carves: Sequence[str], layout: Layout) -> None:
-    """Refuses ranks beside those that an axis divides where its formulas take both for one degree."""
+    """Refuses a layout with a further axis in a column of those that ``name`` carves: formulas know one degree."""
     columns = {column_of(other) for other in carves}
     for other in layout.degrees:
         if other not in (name, *carves) and column_of(other) in columns:
@@ -93,11 +94,11 @@ def _check_carved(name: str, carves: Sequence[str], layout: Layout) -> None:
 
 
 def named_degrees(fixed: Mapping[str, int] = MappingProxyType({}), **columns: int) -> dict[str, int]:
-    """Returns degrees by axis, of degrees by column: the first axis of a column has what no other was given.
+    """Returns degrees by axis from degrees by column; a column's first axis has what the others don't fix.
 
     Args:
-        fixed: degrees that are asked for, by axis.
-        columns: degree of each column, a multiple of the given ones.
+        fixed: degrees that the user fixed, by axis.
+        columns: degree of each column, a multiple of the fixed ones.
     """
     degrees: dict[str, int] = {}
     for column, size in columns.items():

@@ -1,4 +1,4 @@
-"""Traffic that isn't inside a layer: sends between stages, gathered parameters, reduced gradients."""
+"""Times of traffic outside of layers: sends between stages, parameter gathers, gradient reductions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.planner.cost.offload import added
 
 
 class CommunicationTimes:
-    """Collectives of the data axes and sends of the pipeline, for N layouts.
+    """Seconds of the data axes' collectives and the pipeline's sends, for N layouts.
 
     Args:
         model: the layouts on their machine.
@@ -22,51 +22,54 @@ class CommunicationTimes:
 
     def __init__(self, model: PricedModel) -> None:
         self._model = model
-        # The engine's are of a parameter in 2 bytes; what computes in 4 is gathered so.
+        # The profile's bytes are for compute in 2 bytes an element; float32 is gathered in 4.
         self._gather_bytes = model.engine.runtime.gather_bytes * model.element / 2.0
-        # Gradients are summed in 4 bytes whatever computes, but in float64.
+        # Gradients are reduced in float32 for every precision but float64.
         self._reduce_bytes = model.engine.runtime.reduce_bytes * (2.0 if model.job.precision == "float64" else 1.0)
 
     def send_s(self) -> Array:
-        """Returns seconds of one activation from stage to stage, (N,)."""
+        """Returns seconds of one send of an activation to the next stage, (N,)."""
         return self._model.groups.send(self.send_bytes())
 
     def send_bytes(self) -> Array:
-        """Returns bytes of one activation from stage to stage, (N,)."""
+        """Returns bytes of one send of an activation to the next stage, (N,)."""
         model = self._model
         senders = model.layouts.tp if model.engine.runtime.send_divided else model.token_shards
         return np.asarray(model.tokens * model.job.shape.width * model.element / senders)
 
     def gather_s(self, ranks: Any) -> Array:
-        """Returns exposed seconds of ZeRO-3's gathers in a step, (N,): forward and backward, each micro-batch."""
+        """Returns exposed seconds of ZeRO-3's parameter gathers in a step, (N,), on the slowest rank."""
         runtime, layouts = self._model.engine.runtime, self._model.layouts
         gathers = np.where(self._gathers_once, 1.0, layouts.microbatches[:, None] if runtime.gather_each else 1.0)
         seconds = self._gathers_s(ranks)
         exposed = self._exposed_gather_s(seconds, ranks.forward_busy)
-        # A pipeline that keeps stages gathered gathers them before their first forward alone.
+        # A pipeline that keeps its stages gathered gathers them only before their first forward.
         exposed += np.where(self._gathers_once, 0.0, self._exposed_gather_s(seconds, ranks.backward_busy))
         exposed += runtime.interference * (np.where(self._gathers_once, 1.0, 2.0) * seconds - exposed)
         return np.asarray((exposed * gathers * (layouts.zero[:, None] == 3)).max(axis=1))
 
     @property
     def _gathers_once(self) -> Array:
-        """Whether a pipeline gathers parameters and scatters gradients once a step, (N, 1)."""
+        """Whether a pipeline gathers parameters and reduce-scatters gradients once a step, (N, 1) bool."""
         model = self._model
         return np.asarray((model.layouts.pp[:, None] > 1) & model.engine.states.whole_in_pipeline)
 
     def _gathers_s(self, ranks: Any, collectives: Any = None) -> Array:
-        """Returns seconds in which a rank's parameters are gathered once, (N, P)."""
+        """Returns seconds to gather all parameters of a rank once, (N, P)."""
         groups, (own, experts) = self._model.groups, ranks.parameters()
         seconds = self._collective_s(traffic.all_gather_s, own * self._gather_bytes, groups.shard_cp, collectives)
         return seconds + self._collective_s(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
 
     def _exposed_gather_s(self, seconds: Array, busy: Array) -> Array:
-        """Returns what compute doesn't hide of gathers that go ahead of it, (N, P)."""
+        """Returns the exposed seconds, (N, P), of gathers that are prefetched under ``busy`` seconds of compute."""
         overlap = self._model.engine.runtime.gather_overlap
         return np.asarray(np.maximum(seconds - overlap * busy, (1 - overlap) * seconds))
 
     def _remaining_cover_s(self, ranks: Any, cover: Array) -> Array:
-        """Returns what of a backward's cover ZeRO-3's gathers leave to the sums: the wire carries one at a time."""
+        """Returns the seconds of backward, (N, P), that can hide reductions after ZeRO-3's gathers took theirs.
+
+        The links carry one collective at a time.
+        """
         runtime, layouts = self._model.engine.runtime, self._model.layouts
         gathers_each = (
             (layouts.zero[:, None] == 3)
@@ -80,7 +83,7 @@ class CommunicationTimes:
         return np.asarray(np.where(gathers_each, np.maximum(cover - hidden_s, 0.0), cover))
 
     def reduce_s(self, ranks: Any, own: Array, experts: Array) -> Array:
-        """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's gather after it, (N, P)."""
+        """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's and 2's gather after it, (N, P)."""
         model, runtime, layouts = self._model, self._model.engine.runtime, self._model.layouts
         groups, zero = model.groups, layouts.zero[:, None]
         element_bytes = self._reduce_bytes
@@ -104,7 +107,7 @@ class CommunicationTimes:
         window = np.where(once, 0.0, self._overlap_microbatches()[:, None])
         cover_s = np.where(zero > 0, sharded_overlap, runtime.dp_overlap) * ranks.backward_busy * window
         if layouts.offload.any():
-            # Only the first micro-batch's goes on beside backward where the host waits for the others to add them.
+            # With accumulation in host memory only one micro-batch's reduction overlaps: the host waits for the others.
             cover_s = np.where(added(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
         cover_s = self._remaining_cover_s(ranks, cover_s)
         exposed = np.maximum(seconds - cover_s, 0.0) + runtime.interference * np.minimum(seconds, cover_s)
@@ -113,9 +116,9 @@ class CommunicationTimes:
         return np.asarray(exposed * reductions + np.maximum(late_gather_s - cover_s, 0.0))
 
     def _overlap_microbatches(self) -> Array:
-        """Returns micro-batches under whose backward a rank's gradients can go, (N,): the last one.
+        """Returns the number of micro-batches whose backward can hide the reduction, (N,): 1 with a stage a rank.
 
-        Of several stages on a rank the first to end go under the last round of micro-batches of the others.
+        With several stages on a rank, the stages that end first overlap the last micro-batches of the others.
         """
         layouts = self._model.layouts
         return np.asarray(

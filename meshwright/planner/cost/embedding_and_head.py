@@ -1,4 +1,4 @@
-"""The ends of the model: embedding on the first stage, norm, head and loss on the last."""
+"""Prices the ends of the model: embedding on the first stage; last norm, head and loss on the last."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from meshwright.planner.cost.meshwright_profile import drop_bytes
 from meshwright.spec.model_shape import Product
 
 UNALIGNED = 3.2
-"""Time of the head over an aligned one's where a rank has an odd number of words: tensor cores read several at once.
+"""Time of a head with an odd number of columns on a rank, over an aligned one's: tensor cores read several at once.
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on 50,257 words on A100."""
 
 
 def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
-    """Returns what the embedding costs on one micro-batch.
+    """Returns the cost of the embedding on one micro-batch; figures are (N,).
 
     Args:
-        model: the job and its layouts.
-        timed: time and traffic too; else they stand at 0.
+        model: the job and its N layouts.
+        timed: price time and traffic too; else they are 0.
     """
     shape, element = model.job.shape, model.element
     masks = 1.0 if shape.blocks[0].dropout else 0.0
@@ -50,11 +50,11 @@ def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
 
 
 def head(model: PricedModel, timed: bool = True) -> LayerCost:
-    """Returns what the last norm, the head and the loss cost on one micro-batch.
+    """Returns the cost of the last norm, the head and the loss on one micro-batch; figures are (N,).
 
     Args:
-        model: the job and its layouts.
-        timed: time and traffic too; else they stand at 0.
+        model: the job and its N layouts.
+        timed: price time and traffic too; else they are 0.
     """
     shape, element, tp = model.job.shape, model.element, model.layouts.tp
     logits = model.tokens * shape.vocab / tp
@@ -89,5 +89,5 @@ def _loss_s(model: PricedModel, logits: Array, pass_index: int) -> Array:
 
 
 def _loss_element_scale(model: PricedModel) -> float:
-    """Bytes of the loss's numbers over those of float32, in which it is computed otherwise."""
+    """Returns the loss's bytes an element over float32's: 2 in float64, else 1."""
     return 2.0 if model.job.precision == "float64" else 1.0

@@ -1,12 +1,12 @@
-"""State in host memory: what leaves the device, what the host holds, and what copies and the update there take.
+"""Prices state in host memory: bytes off the device, bytes on the host, seconds of the copies and of the update.
 
-``optimizer``: the moments lie in host memory, and a copy of the masters, which stay on the device as well, since FSDP2
-gathers from them (`train.optimizer.LocalAdamW`). After the last backward gradients go down, the processor updates, new
-masters come up: one after the other, nothing hides.
+``optimizer``: the moments lie in host memory with a copy of the masters. The masters stay on the device too, because
+FSDP2 gathers from them (`train.optimizer.LocalAdamW`). After the last backward gradients are copied to the host, the
+processor updates, new masters are copied back: in sequence, with no overlap.
 ``parameters``: FSDP2's CPUOffloadPolicy. Shards, their gradients and moments lie in host memory, and the processor
-updates them there. Each gather begins with the copy of a shard, in float32, on a stream of its own; each scatter ends
-with the copy of its part, which backward hides, unless the part is added to that of the micro-batch before: then the
-host waits for it. One rank alone gathers nothing, and copies in the stream that computes.
+updates them there. Each gather begins with the copy of a float32 shard on a separate stream. Each reduce-scatter ends
+with the copy of its shard to the host, under backward; with gradient accumulation the host waits for the copy. A single
+rank gathers nothing, and copies on the compute stream.
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard, _fsdp_param.py (all_gather_inputs), _fsdp_param_group.py
 (wait_for_unshard), _fsdp_collectives.py (foreach_reduce).
 """
@@ -26,15 +26,15 @@ PINNED = 1.44
 """Memory of a pinned block over its bytes: torch rounds each up to a power of two, and of sizes that are spread evenly
 over logarithms that is 1 / ln 2. Source: torch 2.13, ATen/core/CachingHostAllocator.h."""
 HOST_USABLE = 0.85
-"""Share of host memory that state may fill; the rest is for the system, the ranks' processes and the text."""
+"""Share of host memory that state may fill; the rest is for the system, the ranks' processes and the data."""
 ADAM_PASSES = 7.0
-"""Masters, gradients and both moments are read, all but the gradients written."""
+"""Passes over the state of an AdamW update: masters, gradients, two moments read; all but the gradients written."""
 NORM_PASSES = 1.0
-"""Gradients are read for their norm."""
+"""Passes for the gradient norm: gradients are read once."""
 ADD_PASSES = 3.0
-"""A part of a gradient is read and added to what is there."""
+"""Passes to accumulate a gradient: both terms read, the sum written."""
 ONE_WEIGHT = 0.25
-"""Of the parameters of two layers and the ends, the largest weight, which one rank alone copies at a time."""
+"""Share of the largest weight in two layers and the ends: what a single rank copies at a time."""
 
 
 def wide_bytes(precision: str) -> float:
@@ -70,24 +70,24 @@ def without(
 
 
 def least_seconds(parameters: float, sharing: Any, host: HostShare, size: float) -> Any:
-    """Returns seconds that no layout which offloads is under, beside what it computes and sends.
+    """Returns a lower bound on the seconds that offload adds to a step: the update of a rank's mean share.
 
     Args:
-        parameters: of the model: the rank that updates most updates at least their mean.
-        sharing: ranks among which they are divided, at most; a number or an array.
-        host: a rank's part of it.
+        parameters: of the model.
+        sharing: most ranks that share the parameters, scalar or (N,).
+        host: a rank's share of its host.
         size: bytes of a master weight.
     """
     return ADAM_PASSES * size * parameters / sharing / host.kernel_bytes_per_s
 
 
 def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Array, Array]:
-    """Returns seconds of the update in host memory, and of copies that nothing hides, (N, P); 0 where none offloads.
+    """Returns seconds of the update in host memory and of exposed copies, (N, P) each; 0 without offload.
 
     Args:
         ranks: `ranks.RankTimes`, whose compute hides copies.
         trained: parameters that each rank updates, (N, P).
-        host: a rank's part of it.
+        host: a rank's share of its host.
         size: bytes of a master weight.
     """
     layouts, runtime = ranks.layouts, ranks.engine.runtime
@@ -110,7 +110,7 @@ def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Arr
 
 
 def added(layouts: LayoutBatch) -> Array:
-    """Returns in which layouts parts of gradients are added up in host memory, for which the host waits, (N,) bool."""
+    """Returns the layouts that accumulate gradients in host memory, for which the host waits, (N,) bool."""
     return np.asarray(
         (layouts.offload == PARAMETERS) & (layouts.zero >= 2) & (layouts.microbatches > 1) & (layouts.pp == 1)
     )

@@ -1,4 +1,4 @@
-"""Seconds of a model's own operators on a machine that was measured: table by table, size by size."""
+"""Seconds of a model's own operators on a calibrated machine, from its tables of measured rates by size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.planner.cost.meshwright_profile import CORE_DRAW_EXPS, DRAW_BYTE
 from meshwright.spec.model_shape import ModelWork, Operator
 
 KINDS = {"product": "matmul", "attention": "attention", "element": "elementwise"}
-"""Kinds of operators, and the parts of a step that they are."""
+"""The part of a step of each kind of operator."""
 MEASURED = {
     "exp": ("exp", 2), "cos": ("exp", 2), "sin": ("exp", 2), "log": ("exp", 2),
     "tanh": ("tanh", 2), "sigmoid": ("exp", 2), "tanh_backward": ("mul", 3), "sigmoid_backward": ("mul", 3),
@@ -24,26 +24,26 @@ MEASURED = {
     "slice_backward": ("copy", 2), "zeros_like": ("fill", 1), "zeros": ("fill", 1), "new_zeros": ("fill", 1),
     "fill_": ("fill", 1),
 }  # fmt: skip
-"""Operators of torch, the measured operation whose time they take, and how many tensors of its size that reads and
-writes; others move their bytes as a product of two tensors element by element does."""
+"""The measured operation that stands for each torch operator, and how many tensors it reads and writes; any other
+operator counts as `DEFAULT_OPERATION`, an element-wise product of two tensors, with the same bytes."""
 DEFAULT_OPERATION = ("mul", 3)
 ELEMENT_BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "float64": 8}
-"""Of an element."""
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkSeconds:
-    """Seconds of a micro-batch by part of a step; ``host``: what Python and autograd take for each operator."""
+    """Seconds of a micro-batch by part of a step; ``host``: Python and autograd for each operator."""
 
     forward: dict[str, float]
     backward: dict[str, float]
     operators: int = 0
-    """Of a forward."""
+    """Number of operators of a forward."""
     last_s: float = 0.0
-    """Of the last product of a forward."""
+    """Seconds of the last product of a forward."""
 
     def plus(self, other: WorkSeconds, times: float = 1.0) -> WorkSeconds:
-        """Returns the sum of this and so many times another."""
+        """Returns this plus ``times`` times another."""
         forward, backward = (
             {name: base[name] + times * added[name] for name in base}
             for base, added in ((self.forward, other.forward), (self.backward, other.backward))
@@ -55,29 +55,29 @@ class WorkSeconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSeconds:
-    """A model's seconds on a micro-batch, by where they lie in a pipeline."""
+    """A model's seconds on a micro-batch: first stage's end, a layer, last stage's end."""
 
     first: WorkSeconds
     """The embedding."""
     layer: WorkSeconds
     """A layer, the mean of all."""
     last: WorkSeconds
-    """All else: what is made once for all layers, final norm, head, loss."""
+    """All other operators: tensors made once for all layers, final norm, head, loss."""
 
     def whole(self, layers: int) -> WorkSeconds:
-        """Returns the sum over a model of so many layers."""
+        """Returns the sum over a model of ``layers`` layers."""
         return self.first.plus(self.last).plus(self.layer, layers)
 
 
 def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> PipelineSeconds:
-    """Prices what a model computes on one micro-batch.
+    """Prices a model's operators on one micro-batch.
 
     Args:
-        work: its operators.
-        calibration: what was measured.
+        work: the operators.
+        calibration: of the machine.
         dtype: of compute.
-        busy: whether other ranks of the machine compute meanwhile.
-        logits: number of logits, of which the loss and its gradient are made; that is no part of the model.
+        busy: whether other ranks of the machine compute at the same time.
+        logits: number of logits of the loss, which isn't among the model's operators.
     """
     seconds_by_operator: dict[tuple[Operator, bool], float] = {}
 
@@ -133,14 +133,14 @@ def _pass_seconds(
 
 
 def operator_s(operator: Operator, calibration: Calibration, dtype: str, busy: bool, is_backward: bool) -> float:
-    """Returns the seconds of one operator, at least those of a small one.
+    """Returns the seconds of one operator.
 
     Args:
-        operator: which.
-        calibration: what was measured.
+        operator: with its sizes.
+        calibration: of the machine.
         dtype: of compute.
-        busy: whether other ranks compute meanwhile.
-        is_backward: whether it runs in backward: of its products one sums over the weights' rows, the other over the tokens.
+        busy: whether other ranks compute at the same time.
+        is_backward: whether it runs in backward, whose two products contract over weight rows and over tokens.
     """
     if operator.kind == "product":
         batch, m, n, k = operator.sizes
@@ -153,7 +153,7 @@ def operator_s(operator: Operator, calibration: Calibration, dtype: str, busy: b
 
 
 def _elementwise_s(operator: Operator, calibration: Calibration, dtype: str, busy: bool) -> float:
-    """Returns the seconds of an operator that is no product: those of the measured one that moves as many bytes."""
+    """Returns the seconds of a memory-bound operator: of the measured operation that moves as many bytes."""
     name, tensors = MEASURED.get(operator.name, DEFAULT_OPERATION)
     if not calibration.has_operation(name, dtype):
         name, tensors = "copy", 2

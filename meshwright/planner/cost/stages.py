@@ -160,7 +160,7 @@ def cut(
 
     Args:
         shape: the model.
-        ranks: of the pipeline.
+        ranks: degree of the pipeline, P.
         stages_per_rank: stages of a rank.
         owners: the rank of each stage.
         rule: one of `engine.SPLITS`.

@@ -1,4 +1,4 @@
-"""Bytes of model state of each rank of a pipeline, and of what ZeRO-3 gathers."""
+"""Bytes of model state on each pipeline rank of N layouts, gathered parameters included."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def state_bytes(
     gathered_at_once: Array,
     unmixed_bytes: float,
 ) -> dict[str, Array]:
-    """Returns bytes by part, (N, P), and under ``update`` what the update adds while no activations are held.
+    """Returns bytes by part, (N, P) each; ``update`` is the update's temporaries, while no activations are alive.
 
     Args:
         states: of the engine.
         layouts: N layouts.
-        own: parameters of each rank before the data axes shard them, experts left out; (N, P).
-        experts: those of experts, which fewer ranks share; (N, P).
+        own: dense parameters of each rank before the data axes shard them, (N, P).
+        experts: expert parameters of each rank, which fewer ranks shard, (N, P).
         owned: of both, what the data axes leave a rank; (N, P).
         gathered_at_once: parameters that ZeRO-3 has gathered at once; (N, P).
         unmixed_bytes: bytes of an element where compute is in float32 or float64, which has no masters apart; else 0.
@@ -53,13 +53,13 @@ def state_bytes(
 def owned_parameters(
     states: StateBytesPerParameter, layouts: LayoutBatch, own: Any, experts: Any, experts_of_layer: int
 ) -> Any:
-    """Returns what the data axes leave a rank of its parameters, whose update it computes, (N, P).
+    """Returns the parameters that a rank owns, and updates, after the data axes shard them, (N, P).
 
     Args:
         states: of the engine.
         layouts: N layouts.
-        own: parameters of each rank before the data axes shard them, experts left out; (N, P).
-        experts: those of experts; (N, P).
+        own: dense parameters of each rank before the data axes shard them, (N, P).
+        experts: expert parameters of each rank, (N, P).
         experts_of_layer: X, experts of a layer.
     """
     expert_shards = (

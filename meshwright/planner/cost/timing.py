@@ -1,6 +1,6 @@
-"""Time of a step and micro-batches held, for layouts of any schedules: each schedule's own forms, or its actions.
+"""Makespan and in-flight micro-batches of layouts with mixed schedules: by each schedule's formula, or its actions.
 
-The forms are exact for equal stages and for 1F1B with any; `schedules.simulate` runs the actions of the chosen layouts.
+The formulas are exact for equal stages, and for 1F1B with any stages; `schedules.simulate` runs the finalists' actions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from meshwright.schedules.spec import ScheduleSpec
 
 
 def makespan(layouts: LayoutBatch, forward: Array, backward: Array, weight: Array) -> Array:
-    """Returns seconds from the first start to the last end, (N,).
+    """Returns seconds from the first start to the last end of the pipeline, (N,) float64.
 
     Args:
         layouts: N layouts with P ranks along pp each.
         forward: of each rank on one micro-batch, all its stages together, sends included; (N, P).
         backward: of each rank on one micro-batch; (N, P).
-        weight: the part of a backward that nobody waits for; (N, P).
+        weight: weight gradients of a backward, which no other rank waits for; (N, P).
     """
     both_passes = forward + backward
     sums = PassSums(dearest=both_passes.max(axis=1), whole=both_passes.sum(axis=1), weight=weight.max(axis=1))
@@ -34,7 +34,7 @@ def makespan(layouts: LayoutBatch, forward: Array, backward: Array, weight: Arra
 
 
 def held(layouts: LayoutBatch, ranks: int) -> Array:
-    """Returns micro-batches of a whole rank's layers that each rank holds at most, (N, P).
+    """Returns the most in-flight micro-batches of each rank, in units of all its stages, (N, P) float64.
 
     Args:
         layouts: N layouts.
@@ -47,6 +47,6 @@ def held(layouts: LayoutBatch, ranks: int) -> Array:
 
 
 def _by_schedule(specs: Sequence[ScheduleSpec], codes: Array) -> Iterator[tuple[ScheduleSpec, Array]]:
-    """Yields each schedule that some layout has, and the index of these layouts."""
+    """Yields (schedule, indices of its layouts) for each schedule in ``codes``, (N,)."""
     for code in np.unique(codes):
         yield specs[int(code)], np.flatnonzero(codes == code)
