@@ -60,7 +60,7 @@ def without(
     full_gradients = (((layouts.zero < 2) & (layouts.microbatches > 1)) | (layouts.pp > 1))[:, None]
     shards = layouts.state_shards[:, None]
     arriving = size * gathered * np.where(shards > 1, 1.0 / shards, ONE_WEIGHT)
-    # A scatter's input stands until the next one's is made, so that two units' gradients are on their way.
+    # A reduce-scatter's input lives until the next one's is ready, so gradients of two FSDP units are in flight.
     leaving = np.where(full_gradients, size * total, size * gathered)
     memory["parameters"] = memory["parameters"] + np.where(is_parameters, arriving, 0.0)
     memory["gradients"] = np.where(is_parameters, leaving, memory["gradients"])
