@@ -72,7 +72,8 @@ def _span_boxes(span: ActionSpan, scale: float, lap_of_stage: dict[int, int]) ->
         tooltip = f"{span.action} on rank {span.rank}: {format_seconds(span.start_s)} to {format_seconds(span.end_s)}"
         elements.append(
             f'<rect x="{left:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" '
-            f'fill="{COLOURS[single.kind]}" fill-opacity="{opacity}" stroke="#555" stroke-width="0.4"><title>{escape(tooltip)}</title></rect>'
+            f'fill="{COLOURS[single.kind]}" fill-opacity="{opacity}" stroke="#555" stroke-width="0.4">'
+            f"<title>{escape(tooltip)}</title></rect>"
         )
         microbatch_text = str(single.microbatch)
         if width >= DIGIT_PX * len(microbatch_text) + 2:
