@@ -148,7 +148,7 @@ class StateTraffic:
         else:
             expert_shards = CollectiveGroup(f"{self._ep_axis}_shard", (self._rank,))
         gathers = self._gather_counts(stage_index)
-        self._add_fsdp_unit(collectives, stage.rest, shards, copies, gathers[0])
+        self._add_fsdp_unit(collectives, stage.outside_layers, shards, copies, gathers[0])
         for layer in stage.layers:
             self._add_fsdp_unit(collectives, layer.own, shards, copies, gathers[1])
             self._add_fsdp_unit(collectives, layer.experts, expert_shards, expert_copies, gathers[1])
@@ -190,7 +190,7 @@ class StateTraffic:
 
     def _add_replica_gradients(self, collectives: Collectives, stage: StageWeights) -> None:
         """Adds the gradients of weights that every reader holds in full."""
-        dense_elements = elements(stage.rest) + sum(elements(layer.own) for layer in stage.layers)
+        dense_elements = elements(stage.outside_layers) + sum(elements(layer.own) for layer in stage.layers)
         expert_elements = sum(elements(layer.experts) for layer in stage.layers)
         collectives.add(self._groups.across(gradient_axes(())), "all_reduce", dense_elements * self._width.master)
         collectives.add(

@@ -26,9 +26,9 @@ class LayerCollective:
     kind: str
     size: float
     """Bytes, as `Collectives` counts them."""
-    back: bool = False
+    is_backward: bool = False
     """Whether it belongs to backward, not forward."""
-    tail: bool = False
+    skipped_by_recompute: bool = False
     """Whether no tensor that backward reads follows it, so that recompute stops before it."""
 
 
@@ -83,7 +83,9 @@ class LayerTraffic:
             layer_collectives = list(self._layer_collectives(layer))
             yield from layer_collectives
             if layer in recomputed:
-                yield from (sent for sent in layer_collectives if not sent.back and not sent.tail)
+                yield from (
+                    sent for sent in layer_collectives if not sent.is_backward and not sent.skipped_by_recompute
+                )
         if stages > 1:
             yield from self._stage_sends(start, stop, stage, stages)
 
@@ -97,12 +99,12 @@ class LayerTraffic:
         split = self._layout.degree(Mechanics.MATRICES) if self._layout.sequence else 1
         size = self._tokens / split * self._width * self._bytes.compute
         own_index = self._index(Mechanics.STAGES)
-        for peer_stage, boundary, back in ((stage + 1, stop, False), (stage - 1, start, True)):
+        for peer_stage, boundary, is_backward in ((stage + 1, stop, False), (stage - 1, start, True)):
             if 0 <= peer_stage < stages and schedule.stage_rank(peer_stage) != own_index:
                 pair = tuple(sorted((stage_ranks[own_index], stage_ranks[schedule.stage_rank(peer_stage)])))
                 group = CollectiveGroup(self._layout.axis(Mechanics.STAGES), pair)
                 count = len(layer_graph.boundary_tensors[boundary])
-                yield LayerCollective(group, "send", size * count, back)
+                yield LayerCollective(group, "send", size * count, is_backward)
 
     # -------------------------------------------------------- the ends
 
@@ -115,11 +117,11 @@ class LayerTraffic:
         if table.vocabulary and is_first:  # before cp splits the sequence: of all tokens of the rows
             yield LayerCollective(self._tp, "all_reduce", size * self._layout.degree(Mechanics.TOKENS))
         if table.vocabulary and is_last and not table.headless:
-            yield LayerCollective(self._tp, "all_reduce", size, back=True)
+            yield LayerCollective(self._tp, "all_reduce", size, is_backward=True)
             yield LayerCollective(self._tp, "all_reduce", self._tokens * loss_bytes * 3)
         local_size = size / self._layout.degree(Mechanics.MATRICES)
         if self._layout.sequence and is_first:
-            yield LayerCollective(self._tp, "all_gather", local_size, back=True)
+            yield LayerCollective(self._tp, "all_gather", local_size, is_backward=True)
         if self._layout.sequence and is_last:
             yield LayerCollective(self._tp, "all_gather", local_size)
 
@@ -157,19 +159,19 @@ class LayerTraffic:
         output_features = self._row_features(layer, group, group.row_linear)
         if not self._layout.sequence:
             for features in input_features:
-                yield LayerCollective(tp, "all_reduce", size * features, back=True)
-            yield LayerCollective(tp, "all_reduce", size * output_features, tail=is_last)
+                yield LayerCollective(tp, "all_reduce", size * features, is_backward=True)
+            yield LayerCollective(tp, "all_reduce", size * output_features, skipped_by_recompute=is_last)
             for name in group.inner_row_linears:
-                for back in (False, True):
-                    yield LayerCollective(tp, "all_reduce", size * self._row_features(layer, group, name), back)
+                for is_backward in (False, True):
+                    yield LayerCollective(tp, "all_reduce", size * self._row_features(layer, group, name), is_backward)
             return
         if group.column_inputs == (group.row_linear,):  # experts: the indices of chosen experts travel too
             yield LayerCollective(tp, "all_gather", self._tokens / split * INDEX * self._active_experts(layer_index))
         for features in input_features:
             yield LayerCollective(tp, "all_gather", size / split * features)
-            yield LayerCollective(tp, "reduce_scatter", size / split * features, back=True)
-        yield LayerCollective(tp, "reduce_scatter", size / split * output_features, tail=is_last)
-        yield LayerCollective(tp, "all_gather", size / split * output_features, back=True)
+            yield LayerCollective(tp, "reduce_scatter", size / split * features, is_backward=True)
+        yield LayerCollective(tp, "reduce_scatter", size / split * output_features, skipped_by_recompute=is_last)
+        yield LayerCollective(tp, "all_gather", size / split * output_features, is_backward=True)
 
     def _input_features(self, layer: str, group: ShardingGroup, layer_index: int) -> Iterator[int]:
         """Yields the features of each tensor that enters a sharding group."""
@@ -203,15 +205,15 @@ class LayerTraffic:
             width_by_rank = widths(by_name[f"{name}.weight"])
             sent, received = sum(width_by_rank) - width_by_rank[index], width_by_rank[index] * (len(width_by_rank) - 1)
             yield LayerCollective(self._cp, "all_to_all", size * sent)
-            yield LayerCollective(self._cp, "all_to_all", size * received, back=True)
+            yield LayerCollective(self._cp, "all_to_all", size * received, is_backward=True)
         for name in group.replicated_inputs:
             features = self._replicated_outputs(layer, name)
             yield LayerCollective(self._cp, "all_gather", size * features)
-            yield LayerCollective(self._cp, "reduce_scatter", size * features, back=True)
+            yield LayerCollective(self._cp, "reduce_scatter", size * features, is_backward=True)
         width_by_rank = widths(by_name[f"{group.row_linear}.weight"])
         sent, received = sum(width_by_rank) - width_by_rank[index], width_by_rank[index] * (len(width_by_rank) - 1)
         yield LayerCollective(self._cp, "all_to_all", size * received)
-        yield LayerCollective(self._cp, "all_to_all", size * sent, back=True)
+        yield LayerCollective(self._cp, "all_to_all", size * sent, is_backward=True)
 
     def _key_value_gather(self, layer: int) -> Iterator[LayerCollective]:
         """Yields the all-gather of keys and values; a window repeats key heads to as many as query heads."""
@@ -223,7 +225,7 @@ class LayerTraffic:
         features = -(-heads // self._layout.degree(Mechanics.MATRICES)) * (block.head_size + block.value_size)
         size = self._tokens * features * self._bytes.compute
         yield LayerCollective(self._cp, "all_gather", size)
-        yield LayerCollective(self._cp, "reduce_scatter", size, back=True)
+        yield LayerCollective(self._cp, "reduce_scatter", size, is_backward=True)
 
     def _expert_dispatch(self, rows: ExpertRows, layer: int, is_last: bool) -> Iterator[LayerCollective]:
         """Yields the dispatch of tokens to experts and back, for balanced routing. Source: GShard (2021), 3.2."""
@@ -233,9 +235,11 @@ class LayerTraffic:
         if tp_degree > 1:
             tokens = -(-tokens // tp_degree)
             if not self._layout.sequence:  # each rank of tp sends its share of equal tokens
-                yield LayerCollective(self._tp, "all_gather", tokens * self._width * compute, tail=is_last)
+                yield LayerCollective(
+                    self._tp, "all_gather", tokens * self._width * compute, skipped_by_recompute=is_last
+                )
                 for features in (self._width, self._routing_elements(layer)):
-                    yield LayerCollective(self._tp, "all_gather", tokens * features * compute, back=True)
+                    yield LayerCollective(self._tp, "all_gather", tokens * features * compute, is_backward=True)
         experts_by_rank = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
         remote_share = (rows.experts - experts_by_rank[self._ep_index]) / rows.experts
         yield LayerCollective(self._ep, "all_to_all", INDEX * (rows.experts - experts_by_rank[self._ep_index]))
@@ -250,7 +254,7 @@ class LayerTraffic:
             (combine_bytes, True),
             (dispatch_bytes, True),
         ):
-            yield LayerCollective(self._ep, "all_to_all", size, back=backward)
+            yield LayerCollective(self._ep, "all_to_all", size, is_backward=backward)
 
     # -------------------------------------------------------- sizes
 

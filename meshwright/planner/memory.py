@@ -144,13 +144,13 @@ def _peak_gathered_elements(layout: Layout, weights: RankWeights) -> tuple[int, 
         size + max(_gathered_elements(own, weights.shards) for own in neighbours)
         for size, *neighbours in zip(layer_sizes, [*next_layers, ()], [(), *previous_layers])
     ]
-    return _gathered_elements(stage.rest, weights.shards) + max(
+    return _gathered_elements(stage.outside_layers, weights.shards) + max(
         layer_pairs, default=0
     ), "c (rest + 2 largest neighbouring layers)"
 
 
 def _gathered_stage_elements(stage: StageWeights, weights: RankWeights) -> int:
-    return _gathered_elements(stage.rest, weights.shards) + sum(
+    return _gathered_elements(stage.outside_layers, weights.shards) + sum(
         _gathered_layer_elements(layer, weights) for layer in stage.layers
     )
 

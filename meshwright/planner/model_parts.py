@@ -37,7 +37,7 @@ class StateSizes:
     def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], RankWeights]]:
         """Yields ({}, the weights of every rank): data axes don't split the model."""
         layers = tuple(LayerWeights(own=((elements, 1),)) for elements in self.layers)
-        stage = StageWeights(rest=((self.rest, 1),), layers=layers)
+        stage = StageWeights(outside_layers=((self.rest, 1),), layers=layers)
         yield {}, RankWeights(stages=(stage,), shards=layout.state_shards)
 
 
@@ -228,7 +228,7 @@ class Places:
                 layers[layer][name in self._expert_parameters].append(_rows_and_columns(local_shapes[name]))
         nonempty_layers = [(own, experts) for own, experts in layers.values() if own or experts]
         return StageWeights(
-            rest=tuple(outside_layers),
+            outside_layers=tuple(outside_layers),
             layers=tuple(LayerWeights(own=tuple(own), experts=tuple(experts)) for own, experts in nonempty_layers),
         )
 

@@ -39,7 +39,7 @@ class LayerWeights:
 class StageWeights:
     """Weights of one stage that a rank holds."""
 
-    rest: Tensors
+    outside_layers: Tensors
     """Weights outside of the layers: embedding, last norm, head."""
     layers: tuple[LayerWeights, ...]
 
@@ -60,7 +60,7 @@ class RankWeights:
     @property
     def own(self) -> Tensors:
         """All weights but the experts that ``ep`` spreads."""
-        tensors_by_stage = ((stage.rest, *(layer.own for layer in stage.layers)) for stage in self.stages)
+        tensors_by_stage = ((stage.outside_layers, *(layer.own for layer in stage.layers)) for stage in self.stages)
         return tuple(tensor for stage in tensors_by_stage for tensors in stage for tensor in tensors)
 
     @property

@@ -138,16 +138,19 @@ class MeasuredTimes:
 
     def _end_parts(self) -> tuple[tuple[dict[str, float], dict[str, float]], tuple[dict[str, float], dict[str, float]]]:
         """Returns (forward, backward) seconds by part of the first end (embedding) and of the last (head, loss)."""
-        first, last = self._scaled_parts(self._operator_seconds.first), self._scaled_parts(self._operator_seconds.last)
+        first_end, last_end = (
+            self._scaled_parts(self._operator_seconds.first),
+            self._scaled_parts(self._operator_seconds.last),
+        )
         wrapped_s = (
             self._wrapped_collectives_s(self._work.rest.sent)
             if self._links_are_known(self._layout.degree(Mechanics.MATRICES))
             else 0.0
         )
-        for parts in (*first, *last):
+        for parts in (*first_end, *last_end):
             parts["tp"] = wrapped_s / 4
-        last[1]["host"] += self._calibration.host_s("microbatch")
-        return first, last
+        last_end[1]["host"] += self._calibration.host_s("microbatch")
+        return first_end, last_end
 
     def _scaled_parts(self, seconds: WorkSeconds) -> tuple[dict[str, float], dict[str, float]]:
         """Returns forward and backward seconds by part, scaled to this rank's share of the tokens."""

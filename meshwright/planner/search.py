@@ -310,11 +310,11 @@ class _BestLayouts:
         lowest = int(np.argmin(prices.peak))
         if is_first and (self.leanest_refused is None or prices.peak[lowest] < self.leanest_refused[1].peak[0]):
             self.leanest_refused = _select(batch, prices, np.array([lowest]))
-        kept = np.flatnonzero(fits & (prices.step_s <= self.limit))
-        kept = kept[np.argsort(prices.step_s[kept], kind="stable")[: self._keep]]
-        if len(kept):
-            self.best_batches.append(_select(batch, prices, kept))
-            self._times = np.sort(np.concatenate([self._times, prices.step_s[kept]]))[: self._keep]
+        kept_rows = np.flatnonzero(fits & (prices.step_s <= self.limit))
+        kept_rows = kept_rows[np.argsort(prices.step_s[kept_rows], kind="stable")[: self._keep]]
+        if len(kept_rows):
+            self.best_batches.append(_select(batch, prices, kept_rows))
+            self._times = np.sort(np.concatenate([self._times, prices.step_s[kept_rows]]))[: self._keep]
 
 
 def _select(batch: LayoutBatch, prices: Prices, index: np.ndarray) -> tuple[LayoutBatch, Prices]:

@@ -96,7 +96,7 @@ def stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: Framew
     return ActionCosts(
         forward_s=tuple(forward),
         backward_s=tuple(backward),
-        input_s=tuple(whole - layer_cost for whole, layer_cost in zip(backward, weight)),
+        input_s=tuple(pass_s - layer_cost for pass_s, layer_cost in zip(backward, weight)),
         weight_s=tuple(weight),
         send_s=_scalar(CommunicationTimes(model).send_s()),
     )

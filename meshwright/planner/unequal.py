@@ -201,8 +201,8 @@ def _compare_single_kinds(question: Question, best: Candidate) -> tuple[str, ...
         ratio = best_alone.price.step_s / best.price.step_s
         sentence = f"{cluster.devices}x{name} alone: {best_alone.layout}, "
         if ratio < 1:
-            others = ", ".join(other_name for other_name in by_kind if other_name != name)
-            sentence += f"{1 - ratio:.0%} faster than all together: leave {others} out"
+            other_names = ", ".join(other_name for other_name in by_kind if other_name != name)
+            sentence += f"{1 - ratio:.0%} faster than all together: leave {other_names} out"
         else:
             sentence += f"{ratio - 1:.0%} slower than all together"
         sentences.append(sentence)

@@ -56,8 +56,8 @@ class CommunicationTimes:
 
     def _gathers_s(self, ranks: Any, collectives: Any = None) -> Array:
         """Returns seconds to gather all parameters of a rank once, (N, P)."""
-        groups, (own, experts) = self._model.groups, ranks.parameters()
-        seconds = self._collective_s(traffic.all_gather_s, own * self._gather_bytes, groups.shard_cp, collectives)
+        groups, (dense, experts) = self._model.groups, ranks.parameters()
+        seconds = self._collective_s(traffic.all_gather_s, dense * self._gather_bytes, groups.shard_cp, collectives)
         return seconds + self._collective_s(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
 
     def _exposed_gather_s(self, seconds: Array, busy: Array) -> Array:
@@ -82,21 +82,21 @@ class CommunicationTimes:
         hidden_s = seconds - self._exposed_gather_s(seconds, ranks.backward_busy)
         return np.asarray(np.where(gathers_each, np.maximum(cover - hidden_s, 0.0), cover))
 
-    def reduce_s(self, ranks: Any, own: Array, experts: Array) -> Array:
+    def reduce_s(self, ranks: Any, dense: Array, experts: Array) -> Array:
         """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's and 2's gather after it, (N, P)."""
         model, runtime, layouts = self._model, self._model.engine.runtime, self._model.layouts
         groups, zero = model.groups, layouts.zero[:, None]
         element_bytes = self._reduce_bytes
         collectives = np.maximum(1.0, runtime.reduce_pieces * ranks.layers)
-        buckets = np.maximum(1.0, own * element_bytes / runtime.bucket_bytes) if runtime.bucket_bytes else 1.0
-        all_reduce_s = self._collective_s(traffic.all_reduce_s, own * element_bytes, groups.readers, buckets)
+        buckets = np.maximum(1.0, dense * element_bytes / runtime.bucket_bytes) if runtime.bucket_bytes else 1.0
+        all_reduce_s = self._collective_s(traffic.all_reduce_s, dense * element_bytes, groups.readers, buckets)
         all_reduce_s += self._collective_s(traffic.all_reduce_s, experts * element_bytes, groups.expert_readers)
         reduce_scatter_s = self._collective_s(
-            traffic.reduce_scatter_s, own * element_bytes, groups.shard_cp, collectives
+            traffic.reduce_scatter_s, dense * element_bytes, groups.shard_cp, collectives
         )
         reduce_scatter_s += self._collective_s(traffic.reduce_scatter_s, experts * element_bytes, groups.expert_shard)
         reduce_scatter_s += self._collective_s(
-            traffic.all_reduce_s, ranks.owned_parameters(own, experts) * element_bytes, groups.replicate
+            traffic.all_reduce_s, ranks.owned_parameters(dense, experts) * element_bytes, groups.replicate
         )
         gather = self._gathers_s(ranks, np.maximum(1.0, runtime.gather_pieces * ranks.layers))
         seconds = np.where(zero > 0, reduce_scatter_s / runtime.scatter_share, all_reduce_s)

@@ -49,9 +49,9 @@ class GroupSpan:
         return self.inside * self.nodes
 
 
-def span(before: Any, degree: Any, devices: int, world: Any) -> GroupSpan:
+def span(rank_stride: Any, degree: Any, devices: int, world: Any) -> GroupSpan:
     """Returns the span of groups along an axis as arrays (N,); see `cluster.traffic.span`."""
-    inside, nodes, sharing = traffic.span(before, degree, devices, world)
+    inside, nodes, sharing = traffic.span(rank_stride, degree, devices, world)
     shape = np.broadcast_shapes(np.shape(inside), np.shape(world))
     return GroupSpan(*(np.broadcast_to(np.asarray(item, float), shape) for item in (inside, nodes, sharing)))
 
@@ -87,12 +87,12 @@ class CollectiveTimes:
 
     def take(self, index: Any, layouts: LayoutBatch) -> CollectiveTimes:
         """Returns the groups of the layouts at an index, slice or mask, which are ``layouts``."""
-        taken = copy.copy(self)
+        selected = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, GroupSpan):
-                setattr(taken, name, GroupSpan(value.inside[index], value.nodes[index], value.sharing[index]))
-        taken._layouts = layouts
-        return taken
+                setattr(selected, name, GroupSpan(value.inside[index], value.nodes[index], value.sharing[index]))
+        selected._layouts = layouts
+        return selected
 
     def seconds(self, kind: Callable[..., Any], size: Any, group: GroupSpan) -> Array:
         """Returns seconds of a collective on every layout.

@@ -101,7 +101,9 @@ def move_s(size: Any, device: Device) -> Array:
     return np.asarray(size / (device.bandwidth_bytes_per_s * device.memory_share))
 
 
-def attention_s(scores: Any, head_size: float, value_size: float, device: Device, dtype: str, back: bool) -> Array:
+def attention_s(
+    scores: Any, head_size: float, value_size: float, device: Device, dtype: str, is_backward: bool
+) -> Array:
     """Returns seconds of fused attention.
 
     Args:
@@ -110,19 +112,21 @@ def attention_s(scores: Any, head_size: float, value_size: float, device: Device
         value_size: of values.
         device: that runs it.
         dtype: of the kernel.
-        back: backward, 2.5 times the work, because it recomputes the scores.
+        is_backward: backward, 2.5 times the work, because it recomputes the scores.
 
     Source: Dao, FlashAttention-2 (2023), section 4.1 (backward counted as 2.5 forwards).
     """
     rate = rates(device)
-    flops = 2.0 * scores * (head_size + value_size) * (2.5 if back else 1.0)
-    share = rate.flash_backward if back else rate.flash_forward
+    flops = 2.0 * scores * (head_size + value_size) * (2.5 if is_backward else 1.0)
+    share = rate.flash_backward if is_backward else rate.flash_forward
     return np.asarray(flops / (device.peak(dtype) * share))
 
 
-def plain_attention_s(scores: Any, head_size: float, device: Device, dtype: str, passes: float, back: bool) -> Array:
+def plain_attention_s(
+    scores: Any, head_size: float, device: Device, dtype: str, passes: float, is_backward: bool
+) -> Array:
     """Returns seconds of unfused attention: two batched products, and ``passes`` bytes moved per score between them."""
     rate = rates(device)
-    product_s = 4.0 * scores * head_size * (2.0 if back else 1.0) / (device.peak(dtype) * rate.batched)
+    product_s = 4.0 * scores * head_size * (2.0 if is_backward else 1.0) / (device.peak(dtype) * rate.batched)
     product_s = product_s * (MISALIGNED_FACTOR if head_size % 8 else 1.0)
-    return product_s + move_s(scores * passes * (1.3 if back else 1.0), device)
+    return product_s + move_s(scores * passes * (1.3 if is_backward else 1.0), device)

@@ -57,7 +57,7 @@ class LayerCost:
     backward: PassTime = field(default_factory=PassTime)
     saved: Any = 0.0
     """Bytes saved from forward to backward."""
-    kept: Any = 0.0
+    freed_late: Any = 0.0
     """Bytes that are freed late when another micro-batch follows."""
     working: Any = 0.0
     """Bytes allocated only while the layer runs or recomputes."""
@@ -151,55 +151,57 @@ class PricedModel:
 
     def take(self, index: Any) -> PricedModel:
         """Returns a copy for the layouts at an index, slice or mask."""
-        taken = copy.copy(self)
+        selected = copy.copy(self)
         for name in [name for name, attribute in vars(type(self)).items() if isinstance(attribute, cached_property)]:
-            vars(taken).pop(name, None)
-        taken.layouts = self.layouts.take(index)
-        taken.groups = self.groups.take(index, taken.layouts)
-        return taken
+            vars(selected).pop(name, None)
+        selected.layouts = self.layouts.take(index)
+        selected.groups = self.groups.take(index, selected.layouts)
+        return selected
 
-    def _compute_pass(self, layer: LayerShape, back: bool) -> PassTime:
+    def _compute_pass(self, layer: LayerShape, is_backward: bool) -> PassTime:
         """Returns compute and launch seconds of a layer's forward or backward, without traffic and recompute."""
         runtime, device = self.engine.runtime, self.machine.device
-        products = 2 if back and not self.job.adapters else 1
+        products = 2 if is_backward and not self.job.adapters else 1
         matmul: Any = sum(self.product_s(product, layer, products) for product in layer.products)
         width = layer.width * runtime.pass_width / self.token_shards
         ffn = (layer.ffn + layer.active_experts * layer.expert_ffn) * runtime.pass_ffn * (2 if layer.gated else 1)
         routed = layer.active_experts * layer.width * runtime.route_bytes
         moved_bytes = self.tokens * (width + (ffn + routed) / self.layouts.tp) * (self.element / 2.0)
-        elementwise = move_s(moved_bytes, device) * (runtime.pass_backward if back else 1.0)
+        elementwise = move_s(moved_bytes, device) * (runtime.pass_backward if is_backward else 1.0)
         if self.job.products in ("fp8", "fp4"):
             rotated = 2.0 if self.job.products == "fp4" else 1.0
-            elementwise = elementwise + move_s(self._cast_elements(layer, back) * runtime.cast_bytes * rotated, device)
+            elementwise = elementwise + move_s(
+                self._cast_elements(layer, is_backward) * runtime.cast_bytes * rotated, device
+            )
         if runtime.draw_bytes and layer.drops:
-            drop_bytes_per_element = drop_bytes(self.element) + (0.0 if back else runtime.draw_bytes)
+            drop_bytes_per_element = drop_bytes(self.element) + (0.0 if is_backward else runtime.draw_bytes)
             dropped_elements = self.tokens * layer.width / self.token_shards * layer.drops
             elementwise = elementwise + move_s(dropped_elements * drop_bytes_per_element, device)
-        attention, host = self._attention(layer, back), self._launch_s(layer, back)
+        attention, host = self._attention(layer, is_backward), self._launch_s(layer, is_backward)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
 
-    def _launch_s(self, layer: LayerShape, back: bool) -> Any:
+    def _launch_s(self, layer: LayerShape, is_backward: bool) -> Any:
         """Returns seconds in which the host launches a forward or backward of a layer, (N,) or a scalar."""
         runtime, tp = self.engine.runtime, self.layouts.tp
         pipeline_launch_s = runtime.host_piped_s * tp**runtime.host_piped_power * (self.layouts.pp > 1)
         launch_s = np.maximum(runtime.host_layer_s * tp**runtime.host_tp_power, pipeline_launch_s)
         if runtime.host_softmax_s and layer.heads:
             launch_s = launch_s + runtime.host_softmax_s * (np.mod(self.rows * layer.heads / tp, 4.0) > 0)
-        if runtime.draw_s and not back:
+        if runtime.draw_s and not is_backward:
             launch_s = launch_s + runtime.draw_s * (layer.drops + layer.drops_scores)
-        return launch_s * (runtime.host_backward if back else 1.0)
+        return launch_s * (runtime.host_backward if is_backward else 1.0)
 
-    def _cast_elements(self, layer: LayerShape, back: bool) -> Any:
+    def _cast_elements(self, layer: LayerShape, is_backward: bool) -> Any:
         """Returns elements cast for low-precision products: inputs in forward, output gradients in backward."""
         elements: Any = 0.0
         for product in layer.products:
             copies = layer.active_experts if product.experts else 1
             inner = product.inner / np.where(product.split == "rows", self.layouts.tp, 1.0)
             outer = product.outer / np.where(product.split == "columns", self.layouts.tp, 1.0)
-            elements = elements + copies * self.tokens * (outer if back else inner)
+            elements = elements + copies * self.tokens * (outer if is_backward else inner)
         return elements
 
-    def _attention(self, layer: LayerShape, back: bool) -> Any:
+    def _attention(self, layer: LayerShape, is_backward: bool) -> Any:
         """Returns seconds of a layer's attention without its products of weights, (N,) or 0."""
         if not layer.heads:
             return 0.0
@@ -212,13 +214,16 @@ class PricedModel:
         mean_size = (layer.head_size + layer.value_size) / 2
         all_scores = scores * self.job.sequence
         if layer.sinks and (runtime.unfused_sinks == "all" or (runtime.unfused_sinks == "window" and layer.window)):
-            return plain_attention_s(all_scores, mean_size, device, dtype, runtime.sink_passes, back)
+            return plain_attention_s(all_scores, mean_size, device, dtype, runtime.sink_passes, is_backward)
         if self._is_unfused(layer):
-            return self._unfused_attention_s(layer, all_scores, mean_size, back)
+            return self._unfused_attention_s(layer, all_scores, mean_size, is_backward)
         if runtime.flash:
-            fused_s = attention_s(scores * keys, layer.head_size, layer.value_size, device, dtype, back)
+            fused_s = attention_s(scores * keys, layer.head_size, layer.value_size, device, dtype, is_backward)
             return fused_s / runtime.attention
-        return plain_attention_s(all_scores, mean_size, device, dtype, runtime.score_passes, back) / runtime.attention
+        return (
+            plain_attention_s(all_scores, mean_size, device, dtype, runtime.score_passes, is_backward)
+            / runtime.attention
+        )
 
     def _is_unfused(self, layer: LayerShape) -> bool:
         """Whether our runtime computes attention without a fused kernel: with dropout, or in float64 on a device."""
@@ -227,13 +232,13 @@ class PricedModel:
             return False
         return layer.drops_scores or (self.job.precision == "float64" and self.machine.device.units > 0)
 
-    def _unfused_attention_s(self, layer: LayerShape, scores: Any, size: float, back: bool) -> Any:
+    def _unfused_attention_s(self, layer: LayerShape, scores: Any, size: float, is_backward: bool) -> Any:
         """Returns seconds of attention without a fused kernel; backward recomputes more than `MOST_SCORES` weights."""
         device, dtype, drops = self.machine.device, self.job.precision, layer.drops_scores
         mask_bytes = drop_bytes(self.element) if drops else 0.0
         draw_bytes = self.engine.runtime.draw_bytes if drops else 0.0
         forward_bytes = score_bytes(self.element, False) + mask_bytes
-        if not back:
+        if not is_backward:
             return plain_attention_s(scores, size, device, dtype, forward_bytes + draw_bytes, False)
         repeated_forward_s = plain_attention_s(scores, size, device, dtype, forward_bytes, False)
         backward_s = plain_attention_s(scores, size, device, dtype, 0.0, True)
@@ -337,7 +342,7 @@ class PricedModel:
         cost.saved = all_bytes + (recompute_bytes - all_bytes) * layouts.recompute_share
         gathers_sequence = (layouts.tp > 1) & (layouts.sequence > 0)
         gather_bytes = np.where(layouts.pp > 1, saved.kept_gather_piped, saved.kept_gather)
-        cost.kept = self.tokens * layer.width * gathers_sequence * gather_bytes
+        cost.freed_late = self.tokens * layer.width * gathers_sequence * gather_bytes
         gathered = saved.gathered * self.tokens * layer.width * gathers_sequence
         cost.working = np.where(layouts.recompute > 0, all_bytes - recompute_bytes, 0.0) + gathered
         if self._is_unfused(layer):

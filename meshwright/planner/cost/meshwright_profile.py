@@ -39,12 +39,12 @@ def drop_bytes(width: float) -> float:
     return 4.0 * width + 1.0
 
 
-def score_bytes(width: float, back: bool) -> float:
+def score_bytes(width: float, is_backward: bool) -> float:
     """Returns bytes moved per score where attention isn't fused, dropout left out.
 
     Args:
         width: bytes of an element, w: forward writes scores, masks them, takes the softmax, reads the result (6 w);
             backward writes gradients, and passes them through softmax and mask to two products (9 w).
-        back: backward.
+        is_backward: backward, not forward.
     """
-    return (9.0 if back else 6.0) * width
+    return (9.0 if is_backward else 6.0) * width

@@ -186,21 +186,23 @@ class RankTimes:
 
     @cached_property
     def _parameters(self) -> tuple[Array, Array]:
-        own = self.summed(lambda cost: cost.parameters)
+        dense = self.summed(lambda cost: cost.parameters)
         if self.job.shape.tied:
             # A tied embedding and head on one rank are one weight.
             tied_parameters = self.job.shape.vocab * self.job.shape.width / self.layouts.tp
-            self._add_to_rank(own, self.first_rank, -np.where(self.last_rank == self.first_rank, tied_parameters, 0.0))
-        return own, self.summed(lambda cost: cost.experts)
+            self._add_to_rank(
+                dense, self.first_rank, -np.where(self.last_rank == self.first_rank, tied_parameters, 0.0)
+            )
+        return dense, self.summed(lambda cost: cost.experts)
 
     def trained(self) -> tuple[Array, Array]:
         """Returns (dense, expert) trained parameters, (N, P) each; with adapters 0, as they are too few to count."""
-        own, experts = self._parameters
-        return (own * 0.0, experts * 0.0) if self.job.adapters else (own, experts)
+        dense, experts = self._parameters
+        return (dense * 0.0, experts * 0.0) if self.job.adapters else (dense, experts)
 
-    def owned_parameters(self, own: Array, experts: Array) -> Array:
-        """Returns the parameters that a rank owns after the data axes shard ``own`` and ``experts``; all (N, P)."""
-        return np.asarray(owned_parameters(self.engine.states, self.layouts, own, experts, self.job.shape.experts))
+    def owned_parameters(self, dense: Array, experts: Array) -> Array:
+        """Returns the parameters that a rank owns after the data axes shard ``dense`` and ``experts``; all (N, P)."""
+        return np.asarray(owned_parameters(self.engine.states, self.layouts, dense, experts, self.job.shape.experts))
 
     @cached_property
     def layers(self) -> Array:
@@ -222,8 +224,8 @@ class RankTimes:
     @cached_property
     def adds(self) -> Array:
         """Seconds to add a micro-batch's gradients to the accumulated ones, (N, P)."""
-        own, experts = self._parameters
-        return move_s((own + experts) * self.engine.runtime.accumulate_bytes, self.model.machine.device)
+        dense, experts = self._parameters
+        return move_s((dense + experts) * self.engine.runtime.accumulate_bytes, self.model.machine.device)
 
     @cached_property
     def forward_busy(self) -> Array:
@@ -289,9 +291,9 @@ class RankTimes:
     def ending(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of the data axes' gathers and reductions, and of the update."""
         runtime, device = self.engine.runtime, self.model.machine.device
-        own, experts = self.trained()
-        reduce_s = self.communication.reduce_s(self, own, experts)
-        owned, size = self.owned_parameters(own, experts), wide_bytes(self.job.precision)
+        dense, experts = self.trained()
+        reduce_s = self.communication.reduce_s(self, dense, experts)
+        owned, size = self.owned_parameters(dense, experts), wide_bytes(self.job.precision)
         update_s = move_s(owned * runtime.update_bytes * size / 4.0, device)
         parts = {"reduce": reduce_s, "optimizer": update_s, "offload": np.zeros_like(update_s)}
         if self.layouts.offload.any():
@@ -317,20 +319,20 @@ class RankTimes:
         If any layout offloads, also ``host``, the bytes in host memory, and ``whole``, the peak without offload.
         """
         layouts, engine = self.layouts, self.engine
-        own, experts = self._parameters
-        gathered, master_bytes = self._gathered_parameters(own), wide_bytes(self.job.precision)
+        dense, experts = self._parameters
+        gathered, master_bytes = self._gathered_parameters(dense), wide_bytes(self.job.precision)
         unmixed_bytes = master_bytes if self.job.precision in ("float32", "float64") else 0.0
         memory = state_bytes(
-            engine.states, layouts, own, experts, self.owned_parameters(own, experts), gathered, unmixed_bytes
+            engine.states, layouts, dense, experts, self.owned_parameters(dense, experts), gathered, unmixed_bytes
         )
         if self.job.adapters:
-            memory |= {name: np.zeros_like(own) for name in ("gradients", "optimizer", "update")}
+            memory |= {name: np.zeros_like(dense) for name in ("gradients", "optimizer", "update")}
         offloads = layouts.offload.any()
         state_before = sum(memory[name] for name in OFFLOADABLE) if offloads else 0.0
         if offloads:
-            without(memory, layouts, self.owned_parameters(*self.trained()), own + experts, gathered, master_bytes)
+            without(memory, layouts, self.owned_parameters(*self.trained()), dense + experts, gathered, master_bytes)
         memory["activations"] = self._activations()
-        memory["logits"] = np.zeros_like(own)
+        memory["logits"] = np.zeros_like(dense)
         self._add_to_rank(memory["logits"], self.last_rank, self.costs.head.working)
         # Activations and the update's temporaries are never alive together, so the larger counts.
         resident = sum(memory[name] for name in ("parameters", "gradients", "optimizer", "buffers"))
@@ -352,12 +354,12 @@ class RankTimes:
         working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
         another_follows = layouts.microbatches[:, None] > self.held
         another_follows &= (layouts.pp[:, None] == 1) | (self.held > 2)
-        kept = self.summed(lambda cost: cost.kept) * np.where(another_follows, in_flight, 0.0)
-        return np.asarray(self.summed(lambda cost: cost.saved) * in_flight + kept + working[:, None])
+        late_bytes = self.summed(lambda cost: cost.freed_late) * np.where(another_follows, in_flight, 0.0)
+        return np.asarray(self.summed(lambda cost: cost.saved) * in_flight + late_bytes + working[:, None])
 
-    def _gathered_parameters(self, own: Array) -> Array:
+    def _gathered_parameters(self, dense: Array) -> Array:
         """Returns the parameters that ZeRO-3 has gathered at once, (N, P): the ends, and the two largest layers."""
         largest = fold(np.maximum, [cost.parameters + cost.experts for cost in self.costs.layers])
         all_layers = self.summed(lambda cost: cost.parameters + cost.experts)
-        end_parameters = own - self.layered(lambda cost: cost.parameters)
+        end_parameters = dense - self.layered(lambda cost: cost.parameters)
         return np.minimum(2 * np.broadcast_to(largest, self.count)[:, None] + np.maximum(end_parameters, 0), all_layers)

@@ -13,7 +13,7 @@ from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 def state_bytes(
     states: StateBytesPerParameter,
     layouts: LayoutBatch,
-    own: Array,
+    dense: Array,
     experts: Array,
     owned: Array,
     gathered_at_once: Array,
@@ -24,13 +24,13 @@ def state_bytes(
     Args:
         states: of the engine.
         layouts: N layouts.
-        own: dense parameters of each rank before the data axes shard them, (N, P).
+        dense: dense parameters of each rank before the data axes shard them, (N, P).
         experts: expert parameters of each rank, which fewer ranks shard, (N, P).
         owned: of both, what the data axes leave a rank; (N, P).
         gathered_at_once: parameters that ZeRO-3 has gathered at once; (N, P).
         unmixed_bytes: bytes of an element where compute is in float32 or float64, which has no masters apart; else 0.
     """
-    zero, total = layouts.zero[:, None], own + experts
+    zero, total = layouts.zero[:, None], dense + experts
     parameter = unmixed_bytes or states.parameter
     optimizer: Any = np.where(zero > 0, 3.0 * unmixed_bytes, 2.0 * unmixed_bytes) if unmixed_bytes else states.optimizer
     accumulates = (layouts.microbatches > 1)[:, None] & states.whole_when_accumulating
@@ -51,18 +51,18 @@ def state_bytes(
 
 
 def owned_parameters(
-    states: StateBytesPerParameter, layouts: LayoutBatch, own: Any, experts: Any, experts_of_layer: int
+    states: StateBytesPerParameter, layouts: LayoutBatch, dense: Any, experts: Any, experts_of_layer: int
 ) -> Any:
     """Returns the parameters that a rank owns, and updates, after the data axes shard them, (N, P).
 
     Args:
         states: of the engine.
         layouts: N layouts.
-        own: dense parameters of each rank before the data axes shard them, (N, P).
+        dense: dense parameters of each rank before the data axes shard them, (N, P).
         experts: expert parameters of each rank, (N, P).
         experts_of_layer: X, experts of a layer.
     """
     expert_shards = (
         layouts.expert_parts(experts_of_layer) if states.whole_experts and experts_of_layer else layouts.expert_shards
     )
-    return own / layouts.state_shards[:, None] + experts / expert_shards[:, None]
+    return dense / layouts.state_shards[:, None] + experts / expert_shards[:, None]
