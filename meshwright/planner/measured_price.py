@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from meshwright.planner.activation_bytes import read_kept
 from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of
-from meshwright.planner.cost.operators import pieces
+from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.axis import Mechanics
@@ -40,7 +40,7 @@ def corrected(question: Question, closed_candidate: Candidate, measure: Measure)
     if work is None:
         return closed_candidate
     logits = work.rows * job.sequence * job.shape.vocab / layout.degree(Mechanics.MATRICES)
-    operator_seconds = pieces(work, calibration, job.dtype, question.cluster.devices > 1, logits)
+    operator_seconds = price_operators(work, calibration, job.dtype, question.cluster.devices > 1, logits)
     times = MeasuredTimes(question, closed_candidate, work, operator_seconds, calibration)
     return repriced(question, closed_candidate, times.price())
 

@@ -144,15 +144,13 @@ def _peak_gathered_elements(layout: Layout, weights: RankWeights) -> tuple[int, 
         size + max(_gathered_elements(own, weights.shards) for own in neighbours)
         for size, *neighbours in zip(layer_sizes, [*next_layers, ()], [(), *previous_layers])
     ]
-    return _gathered_elements(stage.outside_layers, weights.shards) + max(
-        layer_pairs, default=0
-    ), "c (rest + 2 largest neighbouring layers)"
+    outside = _gathered_elements(stage.outside_layers, weights.shards)
+    return outside + max(layer_pairs, default=0), "c (rest + 2 largest neighbouring layers)"
 
 
 def _gathered_stage_elements(stage: StageWeights, weights: RankWeights) -> int:
-    return _gathered_elements(stage.outside_layers, weights.shards) + sum(
-        _gathered_layer_elements(layer, weights) for layer in stage.layers
-    )
+    layers = sum(_gathered_layer_elements(layer, weights) for layer in stage.layers)
+    return _gathered_elements(stage.outside_layers, weights.shards) + layers
 
 
 def _gathered_layer_elements(layer: LayerWeights, weights: RankWeights) -> int:

@@ -19,10 +19,12 @@ from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.model_shape import ModelWork
 
-MASTER_BYTES = 4
-"""Bytes of a master weight and of a reduced gradient."""
+FLOAT32_BYTES = 4
+"""Bytes of an element of master weights, reduced gradients, and the tensors that cp exchanges."""
 COMPUTE = ("matmul", "attention", "elementwise")
 """Parts of a step that the operators' seconds replace."""
+PassParts = tuple[dict[str, float], dict[str, float]]
+"""Seconds by part of a micro-batch's forward and backward."""
 OPERATOR_PARTS = (*COMPUTE, "recompute", Mechanics.MATRICES.value, Mechanics.TOKENS.value, "host")
 """Parts of a micro-batch that `MeasuredTimes` adds up from layers and ends."""
 
@@ -74,33 +76,24 @@ class MeasuredTimes:
             # Slower operators leave the host more time to run ahead, so its exposed seconds shrink by as much.
             added_compute_s = sum(parts[name] - self._closed_price.parts[name] for name in (*COMPUTE, "recompute"))
             parts["host"] = max(0.0, self._closed_price.parts["host"] - max(0.0, added_compute_s))
-        stages = self._closed_price.stages
         if ranks > 1:
             pipeline_s = self._pipeline_s(layer_forward, layer_backward, first_end, last_end)
             parts["send"] = 0.0  # where a send isn't hidden its receiver waits: that is in the bubble
             busy_s = sum(parts[name] for name in (*COMPUTE, "recompute", *LAYER_TRAFFIC, "host"))
             parts["bubble"] = max(0.0, pipeline_s - busy_s)
-            stages = tuple(
-                dataclasses.replace(
-                    stage,
-                    forward_s=(self._layers * _total(layer_forward) + _total(first_end[0]) + _total(last_end[0]))
-                    / ranks,
-                    backward_s=(self._layers * _total(layer_backward) + _total(first_end[1]) + _total(last_end[1]))
-                    / ranks,
-                )
-                for stage in stages
-            )
         else:
             parts["bubble"] = 0.0
-            forward = self._layers * _total(layer_forward) + _total(first_end[0]) + _total(last_end[0])
-            backward = self._layers * _total(layer_backward) + _total(first_end[1]) + _total(last_end[1])
-            stages = tuple(dataclasses.replace(stage, forward_s=forward, backward_s=backward) for stage in stages)
+        # The pipeline's ranks are shown with equal shares of the model's forward and backward.
+        forward_s = (self._layers * _total(layer_forward) + _total(first_end[0]) + _total(last_end[0])) / ranks
+        backward_s = (self._layers * _total(layer_backward) + _total(first_end[1]) + _total(last_end[1])) / ranks
+        stages = self._closed_price.stages
+        stages = tuple(dataclasses.replace(stage, forward_s=forward_s, backward_s=backward_s) for stage in stages)
         self._correct_after_backward(parts)
         return dataclasses.replace(self._closed_price, parts=parts, step_s=sum(parts.values()), stages=stages)
 
     # -------------------------------------------------------- a micro-batch
 
-    def _layer_parts(self) -> tuple[dict[str, float], dict[str, float]]:
+    def _layer_parts(self) -> PassParts:
         """Returns a layer's forward and backward seconds by part: compute, recompute, its own traffic, host."""
         layer, calibration = self._operator_seconds.layer, self._calibration
         forward, backward = self._scaled_parts(layer)
@@ -131,28 +124,24 @@ class MeasuredTimes:
         if self._layout.microbatches > 1:
             weights = self._question.job.shape.parameters / (self._layout.degree(Mechanics.MATRICES) * self._layers)
             repeated_share = (self._layout.microbatches - 1) / self._layout.microbatches
-            backward["elementwise"] += repeated_share * float(
-                calibration.operation_s("add", weights / 6, "float32", self._question.cluster.devices > 1) * 6
-            )
+            under_load = self._question.cluster.devices > 1
+            # Gradients are added to the sum in every micro-batch but the first, priced as six equal tensors a layer.
+            add_s = calibration.operation_s("add", weights / 6, "float32", under_load) * 6
+            backward["elementwise"] += repeated_share * float(add_s)
         return forward, backward
 
-    def _end_parts(self) -> tuple[tuple[dict[str, float], dict[str, float]], tuple[dict[str, float], dict[str, float]]]:
+    def _end_parts(self) -> tuple[PassParts, PassParts]:
         """Returns (forward, backward) seconds by part of the first end (embedding) and of the last (head, loss)."""
-        first_end, last_end = (
-            self._scaled_parts(self._operator_seconds.first),
-            self._scaled_parts(self._operator_seconds.last),
-        )
-        wrapped_s = (
-            self._wrapped_collectives_s(self._work.rest.sent)
-            if self._links_are_known(self._layout.degree(Mechanics.MATRICES))
-            else 0.0
-        )
+        first_end = self._scaled_parts(self._operator_seconds.first_end)
+        last_end = self._scaled_parts(self._operator_seconds.last_end)
+        links_known = self._links_are_known(self._layout.degree(Mechanics.MATRICES))
+        wrapped_s = self._wrapped_collectives_s(self._work.rest.sent) if links_known else 0.0
         for parts in (*first_end, *last_end):
             parts["tp"] = wrapped_s / 4
         last_end[1]["host"] += self._calibration.host_s("microbatch")
         return first_end, last_end
 
-    def _scaled_parts(self, seconds: WorkSeconds) -> tuple[dict[str, float], dict[str, float]]:
+    def _scaled_parts(self, seconds: WorkSeconds) -> PassParts:
         """Returns forward and backward seconds by part, scaled to this rank's share of the tokens."""
         passes = []
         for parts in (seconds.forward, seconds.backward):
@@ -187,22 +176,19 @@ class MeasuredTimes:
         With heads: an all-to-all of queries, keys, values and attention's output, in forward and backward. With
         ``attention=gather``: an all-gather of keys and values in forward, a reduce-scatter in backward.
         """
-        degree, job, tp = (
-            self._layout.degree(Mechanics.TOKENS),
-            self._question.job,
-            self._layout.degree(Mechanics.MATRICES),
-        )
+        degree, job = self._layout.degree(Mechanics.TOKENS), self._question.job
+        tp = self._layout.degree(Mechanics.MATRICES)
         block = job.shape.blocks[0]
         if not block.heads or not self._links_are_known(degree, tp):
             return self._closed_price.parts["cp"] * self._layout.degree(Mechanics.STAGES) / self._layout.microbatches
         tokens = self._work.rows * self._share * job.sequence  # of a rank: the share has 1/cp in it
         if self._layout.attention == "gather":
-            sizes = [degree * MASTER_BYTES * tokens * width / tp for width in (block.key_width, block.value_width)]
+            sizes = [degree * FLOAT32_BYTES * tokens * width / tp for width in (block.key_width, block.value_width)]
             kinds = ("all_gather", "reduce_scatter")
             return self._layers * sum(self._collective_s(kind, size, degree, tp) for kind in kinds for size in sizes)
         widths = (block.query_width, block.key_width, block.value_width, block.mixed_width)
         per_layer_s = sum(
-            self._collective_s("all_to_all", MASTER_BYTES * tokens * width / tp, degree, tp) for width in widths
+            self._collective_s("all_to_all", FLOAT32_BYTES * tokens * width / tp, degree, tp) for width in widths
         )
         return 2.0 * self._layers * per_layer_s
 
@@ -212,8 +198,8 @@ class MeasuredTimes:
         self,
         layer_forward: dict[str, float],
         layer_backward: dict[str, float],
-        first_end: tuple[dict[str, float], dict[str, float]],
-        last_end: tuple[dict[str, float], dict[str, float]],
+        first_end: PassParts,
+        last_end: PassParts,
     ) -> float:
         """Returns seconds of all micro-batches: the schedule's actions, simulated one by one.
 
@@ -278,8 +264,8 @@ class MeasuredTimes:
         weights = self._question.job.shape.parameters / (
             layout.degree(Mechanics.STAGES) * layout.degree(Mechanics.MATRICES)
         )
-        size = MASTER_BYTES * weights / max(1, self._layers // layout.degree(Mechanics.STAGES) + 1)
-        copy_s = 2 * MASTER_BYTES * weights / float(calibration.bandwidth_bytes_per_s(size, "float32", under_load))
+        size = FLOAT32_BYTES * weights / max(1, self._layers // layout.degree(Mechanics.STAGES) + 1)
+        copy_s = 2 * FLOAT32_BYTES * weights / float(calibration.bandwidth_bytes_per_s(size, "float32", under_load))
         gathers_once, microbatches = layout.degree(Mechanics.STAGES) > 1, layout.microbatches
         if layout.zero:
             # A gather copies the shard in and the full weight out, a scatter the gradients in and their sum out.

@@ -100,9 +100,8 @@ def _with_layers_split(
         }
         # Next attempt: at least one layer less on a stage that is too full, in proportion to its excess.
         layers_that_fit = np.minimum(sizes - 1, np.floor(sizes * stage_limits_bytes / peak).astype(int))
-        max_layers[open_indices] = np.where(
-            is_too_full, np.minimum(max_layers[open_indices], layers_that_fit), max_layers[open_indices]
-        )
+        limits = max_layers[open_indices]
+        max_layers[open_indices] = np.where(is_too_full, np.minimum(limits, layers_that_fit), limits)
         open_indices = open_indices[is_too_full.any(axis=1) & (max_layers[open_indices].min(axis=1) >= 1)]
     return [dataclasses.replace(layouts[i], split=splits[i]) for i in sorted(splits)]
 
@@ -123,6 +122,7 @@ def _layer_seconds(question: Question, kinds: Sequence[Kind], batch: LayoutBatch
 
 
 def _device_s(cost: LayerCost) -> Any:
+    """Returns device seconds of forward and backward, (N,) or a scalar."""
     return cost.forward.busy + cost.backward.busy
 
 

@@ -55,21 +55,23 @@ class WorkSeconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSeconds:
-    """A model's seconds on a micro-batch: first stage's end, a layer, last stage's end."""
+    """Seconds of a micro-batch by position in a pipeline: first end, a layer, last end."""
 
-    first: WorkSeconds
+    first_end: WorkSeconds
     """The embedding."""
     layer: WorkSeconds
     """A layer, the mean of all."""
-    last: WorkSeconds
+    last_end: WorkSeconds
     """All other operators: tensors made once for all layers, final norm, head, loss."""
 
-    def whole(self, layers: int) -> WorkSeconds:
+    def total(self, layers: int) -> WorkSeconds:
         """Returns the sum over a model of ``layers`` layers."""
-        return self.first.plus(self.last).plus(self.layer, layers)
+        return self.first_end.plus(self.last_end).plus(self.layer, layers)
 
 
-def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> PipelineSeconds:
+def price_operators(
+    work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0
+) -> PipelineSeconds:
     """Prices a model's operators on one micro-batch.
 
     Args:
@@ -107,12 +109,12 @@ def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, lo
         if logits and calibration.has_operation(name, "float32"):
             end_seconds[1].forward["elementwise"] += float(calibration.operation_s(name, logits, "float32", busy))
             break
-    return PipelineSeconds(first=end_seconds[0], layer=layer, last=end_seconds[1])
+    return PipelineSeconds(first_end=end_seconds[0], layer=layer, last_end=end_seconds[1])
 
 
 def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> WorkSeconds:
-    """Returns the sum of `pieces`."""
-    return pieces(work, calibration, dtype, busy, logits).whole(sum(work.counts))
+    """Returns the seconds of all operators of a micro-batch, by part."""
+    return price_operators(work, calibration, dtype, busy, logits).total(sum(work.counts))
 
 
 def _pass_seconds(
