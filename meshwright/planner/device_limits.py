@@ -92,7 +92,7 @@ def with_host_memory(
     Args:
         job: model and batch.
         cluster: on which nothing fits.
-        engine: how it is run.
+        engine: the runtime's profile.
         space: the bounds of the search that found nothing.
         room_bytes: that a layout may fill on each device.
         base: the choices that every layout shares.

@@ -37,7 +37,7 @@ class LayerTraffic:
 
     Args:
         job: model and batch.
-        layout: how it is run.
+        layout: of the run.
         model: as names and sizes.
         rank: which rank.
     """
@@ -77,6 +77,7 @@ class LayerTraffic:
             yield bounds[number], bounds[number + 1], number, schedule.stages
 
     def _stage_collectives(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
+        """Yields the collectives of one stage on a micro-batch: ends, layers with recompute, sends."""
         yield from self._end_collectives(stage == 0, stage == stages - 1)
         recomputed = self._recomputed()
         for layer in range(start, stop):
@@ -90,6 +91,7 @@ class LayerTraffic:
             yield from self._stage_sends(start, stop, stage, stages)
 
     def _recomputed(self) -> frozenset[int]:
+        """Returns the indices of the layers that recompute."""
         return self._layout.recompute.layers(len(self._model.layers))
 
     def _stage_sends(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
@@ -158,6 +160,7 @@ class LayerTraffic:
         input_features = list(self._input_features(layer, group, layer_index))
         output_features = self._row_features(layer, group, group.row_linear)
         if not self._layout.sequence:
+            # Megatron's f and g: all-reduce of the inputs' gradients in backward, of the output in forward.
             for features in input_features:
                 yield LayerCollective(tp, "all_reduce", size * features, is_backward=True)
             yield LayerCollective(tp, "all_reduce", size * output_features, skipped_by_recompute=is_last)
@@ -167,6 +170,7 @@ class LayerTraffic:
             return
         if group.column_inputs == (group.row_linear,):  # experts: the indices of chosen experts travel too
             yield LayerCollective(tp, "all_gather", self._tokens / split * INDEX * self._active_experts(layer_index))
+        # Sequence parallelism: each all-reduce becomes an all-gather and a reduce-scatter of tokens.
         for features in input_features:
             yield LayerCollective(tp, "all_gather", size / split * features)
             yield LayerCollective(tp, "reduce_scatter", size / split * features, is_backward=True)

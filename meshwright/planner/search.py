@@ -90,9 +90,8 @@ def search(
         is_first = group_index == 0
         if not is_first:
             pool.keep_only_faster_than_best()
-        _SearchPass(job, space, machine, engine, memory_bytes, activations, pool, group, is_first).run(
-            all_cores, bounds
-        )
+        search_pass = _SearchPass(job, space, machine, engine, memory_bytes, activations, pool, group, is_first)
+        search_pass.run(all_cores, bounds)
     return SearchResult(
         best=_merge_best(pool.best_batches, keep),
         considered=count(job, space, all_cores) * len(modes),
@@ -183,6 +182,7 @@ class _SearchPass:
         """Yields the variants of feasible cores by rising bound, until the next bound is above the pool's limit."""
         pool = self._pool
         order = np.argsort(bounds, kind="stable")
+        # The limit falls while batches are priced, so it is read again before each of them.
         for start in range(0, len(all_cores), FEASIBILITY_BATCH):
             near = order[start : start + FEASIBILITY_BATCH]
             near = near[bounds[near] <= pool.limit]
@@ -227,6 +227,7 @@ class _SearchPass:
         def fits_nowhere(batch: LayoutBatch, memory: Mapping[str, Array]) -> Array:
             return np.zeros(batch.count, dtype=bool)
 
+        # No form counts as feasible, so only memory is priced, not time.
         prices = price_many(self._job, batch, self._machine, self._engine, fits_nowhere)
         if self._is_first:
             self._pool.leanest_forms.append(_select(batch, prices, np.array([int(np.argmin(prices.peak))])))
@@ -246,10 +247,9 @@ class _SearchPass:
         if space.recomputes[0] != "none" or modes < 2:
             return None
         eligible = np.flatnonzero(~splits(batch.schedule))
-        peak_bytes, step_s = (
-            prices.peak[eligible].reshape(-1, modes),
-            prices.step_s[eligible].reshape(-1, modes),
-        )
+        # `expand` lists the recompute modes of a variant in a row: (variants, modes).
+        peak_bytes = prices.peak[eligible].reshape(-1, modes)
+        step_s = prices.step_s[eligible].reshape(-1, modes)
         variant_indices, shares = [], []
         for mode in range(1, modes):
             needs_some = (

@@ -24,8 +24,8 @@ def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: Framework
     Args:
         job: model and batch.
         layout: any.
-        machine: what it runs on.
-        engine: how it is run.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
     if layout.degree(Mechanics.STAGES) == 1:
         return None
@@ -40,8 +40,8 @@ def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: Framewo
     Args:
         job: model and batch.
         layout: any with ``pp``.
-        machine: what it runs on.
-        engine: how it is run.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
     schedule = layout.pipeline()
     makespan = makespan_s if layout.schedule in known_schedules() or not layout.schedule else _simulated_s

@@ -14,7 +14,7 @@ def step_collectives(job: PricedJob, layout: Layout, model: ModelParts, rank: in
 
     Args:
         job: model and batch.
-        layout: how it is run.
+        layout: of the run.
         model: as names and sizes.
         rank: which rank; the runs' own records are of rank 0.
     """

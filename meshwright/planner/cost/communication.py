@@ -71,11 +71,8 @@ class CommunicationTimes:
         The links carry one collective at a time.
         """
         runtime, layouts = self._model.engine.runtime, self._model.layouts
-        gathers_each = (
-            (layouts.zero[:, None] == 3)
-            & ~self._gathers_once
-            & (runtime.gather_each | (layouts.microbatches[:, None] == 1))
-        )
+        each = runtime.gather_each | (layouts.microbatches[:, None] == 1)
+        gathers_each = (layouts.zero[:, None] == 3) & ~self._gathers_once & each
         if not gathers_each.any():
             return cover
         seconds = self._gathers_s(ranks)
@@ -99,6 +96,7 @@ class CommunicationTimes:
             traffic.all_reduce_s, ranks.owned_parameters(dense, experts) * element_bytes, groups.replicate
         )
         gather = self._gathers_s(ranks, np.maximum(1.0, runtime.gather_pieces * ranks.layers))
+        # ZeRO-0 all-reduces over all readers; above, a reduce-scatter over the shards and an all-reduce of the shards.
         seconds = np.where(zero > 0, reduce_scatter_s / runtime.scatter_share, all_reduce_s)
         once = self._gathers_once
         reduces_each = runtime.reduce_each & (zero >= 2) & ~once
@@ -111,6 +109,7 @@ class CommunicationTimes:
             cover_s = np.where(added(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
         cover_s = self._remaining_cover_s(ranks, cover_s)
         exposed = np.maximum(seconds - cover_s, 0.0) + runtime.interference * np.minimum(seconds, cover_s)
+        # ZeRO-1 and 2 gather the updated parameters once a step, under the next forward.
         late_gather_s = np.where((zero == 1) | (zero == 2), gather / runtime.scatter_share, 0.0)
         cover_s = sharded_overlap * ranks.forward_busy * window
         return np.asarray(exposed * reductions + np.maximum(late_gather_s - cover_s, 0.0))
@@ -121,9 +120,8 @@ class CommunicationTimes:
         With several stages on a rank, the stages that end first overlap the last micro-batches of the others.
         """
         layouts = self._model.layouts
-        return np.asarray(
-            1.0 + (np.minimum(layouts.microbatches, layouts.pp) - 1.0) * (layouts.stages - 1.0) / layouts.stages
-        )
+        other_rounds = np.minimum(layouts.microbatches, layouts.pp) - 1.0
+        return np.asarray(1.0 + other_rounds * (layouts.stages - 1.0) / layouts.stages)
 
     def _collective_s(self, kind: Any, size: Array, span: GroupSpan, collectives: Any = None) -> Array:
         """Returns seconds of a collective on each pipeline rank, (N, P), sent in ``collectives`` equal pieces."""

@@ -61,7 +61,7 @@ class CollectiveTimes:
 
     Args:
         layouts: N layouts.
-        machine: what they run on.
+        machine: the hardware.
     """
 
     def __init__(self, layouts: LayoutBatch, machine: Machine) -> None:

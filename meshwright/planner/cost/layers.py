@@ -73,8 +73,8 @@ class PricedModel:
     Args:
         job: model and batch.
         layouts: N layouts.
-        machine: what they run on.
-        engine: how it is run.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
 
     def __init__(self, job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile) -> None:

@@ -96,10 +96,11 @@ def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Arr
     is_pipelined = layouts.pp[:, None] > 1
     accumulates = added(layouts)[:, None]
     update = (ADAM_PASSES + np.where(mode == PARAMETERS, NORM_PASSES, 0.0)) * pass_s
+    # To the host: backward hides the copy of a gradient shard, unless it is accumulated there.
     hidden_s = np.where(is_pipelined, 0.0, runtime.dp_overlap) * ranks.backward_busy
-    down = np.maximum(copy_s - hidden_s, 0.0) + np.where(
-        accumulates, (microbatches - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0
-    )
+    accumulate_s = np.where(accumulates, (microbatches - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0)
+    down = np.maximum(copy_s - hidden_s, 0.0) + accumulate_s
+    # To the device: each gather copies a shard first, at ZeRO-3 in forward and backward of every micro-batch.
     overlap = np.where(is_pipelined | (layouts.shard[:, None] == 1), 0.0, runtime.gather_overlap)
     forward_s = np.maximum(copy_s - overlap * ranks.forward_busy, (1.0 - overlap) * copy_s)
     backward_s = np.maximum(copy_s - overlap * ranks.backward_busy, (1.0 - overlap) * copy_s)
@@ -111,6 +112,5 @@ def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Arr
 
 def added(layouts: LayoutBatch) -> Array:
     """Returns the layouts that accumulate gradients in host memory, for which the host waits, (N,) bool."""
-    return np.asarray(
-        (layouts.offload == PARAMETERS) & (layouts.zero >= 2) & (layouts.microbatches > 1) & (layouts.pp == 1)
-    )
+    accumulates = (layouts.zero >= 2) & (layouts.microbatches > 1) & (layouts.pp == 1)
+    return np.asarray((layouts.offload == PARAMETERS) & accumulates)

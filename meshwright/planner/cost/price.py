@@ -27,8 +27,8 @@ def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: Fr
     Args:
         job: model and batch.
         layout: any that fits the model.
-        cluster: what it runs on.
-        engine: how it is run.
+        cluster: the hardware.
+        engine: the runtime's profile.
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
     engine = engine.for_layout(layout)
@@ -81,12 +81,13 @@ def price_many(
 
     Args:
         job: model and batch.
-        layouts: the layouts.
-        cluster: what they run on.
-        engine: how they are run.
-        is_feasible: which may be, by their memory; the time of the others isn't priced and stands at 0.
+        layouts: N layouts.
+        cluster: the hardware.
+        engine: the runtime's profile.
+        is_feasible: selects layouts by their memory; the time of the others isn't priced and is 0.
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
+    # Layouts with equal pp become one run of arrays (n, P); results are put back in the order of the argument.
     order = np.argsort(layouts.pp, kind="stable")
     layouts = layouts.take(order)
     costs = LayerCosts.of(job, layouts, machine, engine, timed=is_feasible is None)
@@ -95,6 +96,7 @@ def price_many(
         columns.put_memory(run, ranks.memory())
     feasible = np.ones(layouts.count, bool)
     if is_feasible is not None:
+        # Memory is cheap to price; time only where a layout fits.
         feasible = is_feasible(layouts, columns.memory)
         costs = LayerCosts.of(job, layouts.take(feasible), machine, engine) if feasible.any() else costs
     feasible_indices = np.flatnonzero(feasible)
@@ -110,9 +112,9 @@ def piped_many(job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: F
 
     Args:
         job: model and batch.
-        layouts: the layouts.
-        machine: what they run on.
-        engine: how they are run.
+        layouts: N layouts.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
     return _sum_of_parts(job, layouts, machine, engine, RankTimes.piped) + engine.runtime.host_step_s
 
@@ -124,9 +126,9 @@ def seconds_many(
 
     Args:
         job: model and batch.
-        layouts: the layouts.
-        machine: what they run on.
-        engine: how they are run.
+        layouts: N layouts.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
     return _sum_of_parts(job, layouts, machine, engine, _all_parts)
 

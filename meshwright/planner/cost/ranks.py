@@ -58,8 +58,8 @@ class LayerCosts:
         Args:
             job: model and batch.
             layouts: N layouts.
-            machine: what they run on.
-            engine: how they are run.
+            machine: the hardware.
+            engine: the runtime's profile.
             timed: price time and traffic too; else they are 0.
         """
         model = PricedModel(job, layouts, machine, engine)
