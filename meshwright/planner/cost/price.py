@@ -17,7 +17,7 @@ from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePr
 from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.spec.layout import Layout
 
-FeasibilityTest = Callable[[LayoutBatch, Mapping[str, Array]], Array]
+Holds = Callable[[LayoutBatch, Mapping[str, Array]], Array]
 """Maps (N layouts, bytes of their fullest ranks by part, (N,) each, as `Prices` names them) to (N,) bool."""
 
 
@@ -75,7 +75,7 @@ def price_many(
     layouts: LayoutBatch,
     cluster: Cluster | Machine,
     engine: FrameworkProfile = MESHWRIGHT,
-    is_feasible: FeasibilityTest | None = None,
+    is_feasible: Holds | None = None,
 ) -> Prices:
     """Returns the prices of N layouts; layouts with equally many pipeline ranks are priced together.
 
