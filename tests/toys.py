@@ -27,7 +27,7 @@ CACHES = (
     groups._known_with,
     groups._known_rows,
     axis_columns.priced_columns,
-    space._given_rows,
+    space._fixed_copies_and_shards,
 )
 """What is read off the files once."""
 

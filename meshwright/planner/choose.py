@@ -1,4 +1,4 @@
-"""The planner's answer: the fastest layout that fits, the runners-up, what else was looked at, and how sure it is."""
+"""Chooses the plan: the fastest layout that fits, its runners-up, and how certain the choice is."""
 
 from __future__ import annotations
 
@@ -32,26 +32,25 @@ from meshwright.spec.layout_choices import Recompute
 from meshwright.units import format_bytes
 
 USABLE = 0.94
-"""Share of a device's memory that a plan may fill; the rest is what the allocator loses to holes over a long run."""
-SAME = 0.05
-"""Relative difference of two layouts' predicted times that the model can't tell apart (docs/predictions.md: the regret
-of the first choice)."""
+"""Share of a device's memory that a plan may fill; the rest is lost to fragmentation over a long run."""
+TIME_TOLERANCE = 0.05
+"""Relative difference of predicted times below which layouts tie (docs/predictions.md: regret of the first choice)."""
 PROCESS_BYTES = 0.35 * 2**30
 """Memory of a rank's process with torch and transformers loaded, before the model (resident set, torch 2.13)."""
-SAME_ON_CORES = 0.15
-"""The same on processor cores, where the host work of stages and shards competes with the compute and isn't priced."""
-UNSTEADY = 0.1
-"""Spread of a machine's pace while it was calibrated from which a plan says so."""
-MOST_ACTIONS = 8192
-"""Forwards and backwards of a step up to which a layout's pipeline is simulated one by one: a tenth of a second."""
+TIME_TOLERANCE_ON_CORES = 0.15
+"""The same on processor cores, where host work competes with the compute and isn't priced."""
+NOTED_PACE_SPREAD = 0.1
+"""Spread of a machine's pace during calibration from which a plan carries a note."""
+MAX_SIMULATED_ACTIONS = 8192
+"""Most forwards and backwards of a step whose pipeline is simulated action by action: a tenth of a second."""
 FINALISTS = 10
-"""Layouts that are priced in full, of which the plan is chosen, however many are shown."""
-AFTER = ("gather", "reduce", "offload", "optimizer", "step")
-"""Parts of a step that are no part of the pipeline."""
-LEANER = 0.01
-"""Share of memory by which a slower layout must be leaner to be told of."""
+"""Layouts that are priced in full; the plan is one of them, however many are shown."""
+AFTER_PIPELINE = ("gather", "reduce", "offload", "optimizer", "step")
+"""Parts of a step outside the pipeline."""
+MIN_MEMORY_SAVING = 0.01
+"""Share of memory that a slower layout must save to stand on the Pareto front."""
 OBJECTIVES = ("time", "cost", "energy")
-"""What the best has least of: seconds, dollars or joules of a token."""
+"""What the plan minimizes: seconds, dollars or joules of a token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,25 +69,25 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What a search gives a user."""
+    """The answer to a `Question`: the plan, its runners-up, and what the search covered."""
 
     best: tuple[Candidate, ...]
-    """The finalists: the plan, then the others, fastest first, each unlike the others. The plan is the fastest, or, of
-    those that the model can't tell from it, the simplest."""
+    """The finalists: the plan, then the others, fastest first, each of another kind. The plan is the simplest of those
+    that tie with the fastest."""
     ties: int
-    """How many of `best` the model can't tell from the fastest, itself included."""
+    """How many of `best` tie with the fastest, itself included."""
     front: tuple[tuple[float, float, str], ...]
-    """(seconds, bytes of the fullest rank, layout) of those than which none is both faster and leaner."""
+    """(seconds, bytes of the fullest rank, layout) on the Pareto front of time and memory."""
     considered: int
     """Layouts of the space."""
     priced: int
-    """Of these, how many were priced; a bound shows that no other is among the best."""
+    """Of these, how many were priced; a lower bound pruned the others."""
     too_large: int
     """Of the priced, how many don't fit."""
     took_s: float
     """Seconds of the search."""
     notes: tuple[str, ...] = ()
-    """What a user should know besides."""
+    """Further sentences for the user."""
     more: tuple[Candidate, ...] = ()
     """Layouts after the finalists, where more are to be shown."""
     show: int = FINALISTS
@@ -97,30 +96,30 @@ class Choice:
     @property
     def shown(self) -> tuple[Candidate, ...]:
         """The plan and the others that are to be shown, fastest first."""
-        others = sorted((*self.best[1:], *self.more), key=lambda one: one.price.step_s)
-        return (self.best[0], *others)[: self.show]
+        runners_up = sorted((*self.best[1:], *self.more), key=lambda option: option.price.step_s)
+        return (self.best[0], *runners_up)[: self.show]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is to be planned."""
+    """A job to plan on a cluster, and the bounds of the search."""
 
     job: PricedJob
     cluster: Cluster
     base: Layout = field(default_factory=Layout)
     """Choices that every layout shares: its precision."""
     engine: FrameworkProfile | None = None
-    """How it is run; our own runtime on these devices by default."""
+    """The runtime that is priced; our own on these devices by default."""
     objective: str = "time"
     """One of `OBJECTIVES`."""
     usable: float = USABLE
     """Share of a device's memory that may be filled."""
     lesson: RunHistory = field(default_factory=RunHistory)
-    """What earlier runs on these machines taught."""
-    kept: ActivationBytes | None = None
-    """What the model's modules keep, where it was read; else the closed form says."""
+    """Measured over priced times of earlier runs on these machines."""
+    activations: ActivationBytes | None = None
+    """Activations that the model's modules keep, where they were read; else the closed form is used."""
     limits: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Space` that are set otherwise."""
+    """Fields of `Space` that differ from their defaults."""
 
     def __post_init__(self) -> None:
         """Refuses an unknown objective, and one without its figures."""
@@ -135,22 +134,22 @@ class Question:
 
     @property
     def runtime(self) -> FrameworkProfile:
-        """How layouts are run."""
+        """The profile of the runtime."""
         return self.engine or engine_on(self.cluster)
 
     @property
     def machine(self) -> Machine:
-        """What layouts are priced on."""
+        """The devices and links that layouts are priced on."""
         return Machine.of(self.cluster)
 
     @property
     def same(self) -> float:
-        """Relative difference of two predicted times that tells nothing."""
-        return SAME_ON_CORES if self.cluster.device.name.startswith("cpu") else SAME
+        """Relative difference of predicted times below which two layouts tie."""
+        return TIME_TOLERANCE_ON_CORES if self.cluster.device.name.startswith("cpu") else TIME_TOLERANCE
 
     @property
     def room_bytes(self) -> float:
-        """Bytes that a layout may take of each device."""
+        """Bytes that a layout may fill on each device."""
         return self.usable * self.cluster.memory_bytes
 
     @property
@@ -160,95 +159,94 @@ class Question:
         if not self.base.compile:
             return space
         # torch.compile can't run a backward in two halves.
-        whole = tuple(name for name in space.schedules if not known_schedules()[name].splits_backward)
-        return dataclasses.replace(space, schedules=whole)
+        unsplit_schedules = tuple(name for name in space.schedules if not known_schedules()[name].splits_backward)
+        return dataclasses.replace(space, schedules=unsplit_schedules)
 
 
 def engine_on(cluster: Cluster) -> FrameworkProfile:
-    """Returns our runtime's options on a cluster's devices.
+    """Returns our runtime's profile on a cluster's devices.
 
-    On processor cores collectives are computed by the cores that compute the model, so that nothing hides but, over a
-    network, the share of an all-reduce that was seen to hide when the nodes were measured together. A rank is a process
-    of its own that takes no context of a device.
+    On processor cores the cores that compute the model also compute its collectives, so none overlaps. The exception
+    is the share of an all-reduce over a network that calibration measured as hidden. A rank has no device context.
     """
     if not cluster.device.name.startswith("cpu"):
         return MESHWRIGHT
-    found = cluster.calibration
-    over_network = found is not None and found.nodes == cluster.nodes > 1
-    seen = (found.overlap or 0.0) if found is not None and over_network else 0.0
-    hidden = {"dp_overlap": seen, "gather_overlap": seen, "cp_overlap": 0.0, "ep_overlap": 0.0}
-    options = {f"runtime__{name}": share for name, share in hidden.items()}
+    calibration = cluster.calibration
+    over_network = calibration is not None and calibration.nodes == cluster.nodes > 1
+    overlap = (calibration.overlap or 0.0) if calibration is not None and over_network else 0.0
+    shares = {"dp_overlap": overlap, "gather_overlap": overlap, "cp_overlap": 0.0, "ep_overlap": 0.0}
+    options = {f"runtime__{name}": share for name, share in shares.items()}
     return MESHWRIGHT.with_options(**options, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES)
 
 
 def choose(question: Question, show: int = 10) -> Choice:
-    """Searches the whole space.
+    """Searches the whole space and returns the plan with its runners-up.
 
     Args:
-        question: what is to be planned.
+        question: job, cluster and bounds.
         show: most layouts in the answer.
 
     Raises:
-        PlanError: when no layout exists, or none fits: says what is missing, and the nearest that would.
+        PlanError: when no layout exists or fits; the message has the shortage and the nearest that would fit.
     """
-    found = searched(question)
-    if found.best is None:
-        raise PlanError(_nothing_fits(question, found))
-    return chosen(question, found, show)
+    result = searched(question)
+    if result.best is None:
+        raise PlanError(_nothing_fits_message(question, result))
+    return chosen(question, result, show)
 
 
 def searched(question: Question, under: float = np.inf) -> SearchResult:
-    """Searches the whole space for layouts that take no more than ``under`` seconds a step.
+    """Searches the whole space for layouts of at most ``under`` seconds a step.
 
     Raises:
         PlanError: when no layout exists.
     """
-    job, room, engine = question.job, question.room_bytes, question.runtime.for_layout(question.base)
-    return search(job, question.space, question.machine, engine, room, kept=question.kept, under=under)
+    job, memory_bytes, engine = question.job, question.room_bytes, question.runtime.for_layout(question.base)
+    return search(
+        job, question.space, question.machine, engine, memory_bytes, activations=question.activations, under=under
+    )
 
 
-def chosen(question: Question, found: SearchResult, show: int) -> Choice:
-    """Returns the answer that a search gives.
+def chosen(question: Question, result: SearchResult, show: int) -> Choice:
+    """Builds the answer from a search's result.
 
     Args:
-        question: what was searched for.
-        found: what was found, not nothing.
+        question: job, cluster and bounds.
+        result: of the search; some layout fits.
         show: most layouts in the answer.
     """
-    assert found.best is not None
-    picked = [candidate(question, layout) for layout in _unlike(question, *found.best, max(show, FINALISTS))]
-    best, ties = arranged(picked[:FINALISTS], question.same)
+    assert result.best is not None
+    candidates = [candidate(question, layout) for layout in _best_by_kind(question, *result.best, max(show, FINALISTS))]
+    best, ties = arranged(candidates[:FINALISTS], question.same)
     return Choice(
         best=best,
         ties=ties,
-        more=tuple(picked[FINALISTS:]),
+        more=tuple(candidates[FINALISTS:]),
         show=show,
-        front=front_of([candidate(question, layout) for layout in _lean(question, *found.best)]),
-        considered=found.considered,
-        priced=found.priced,
-        too_large=found.too_large,
-        took_s=found.took_s,
+        front=front_of([candidate(question, layout) for layout in _pareto_layouts(question, *result.best)]),
+        considered=result.considered,
+        priced=result.priced,
+        too_large=result.too_large,
+        took_s=result.took_s,
         notes=notes(question, best[0]),
     )
 
 
-def arranged(found: Sequence[Candidate], same: float) -> tuple[tuple[Candidate, ...], int]:
-    """Returns candidates with the plan first, then fastest first; and how many can't be told from the fastest.
-
-    What the model can't tell apart is decided by what is easier to run.
+def arranged(candidates: Sequence[Candidate], tolerance: float) -> tuple[tuple[Candidate, ...], int]:
+    """Returns the candidates, the plan first and the others by time; and how many tie with the fastest.
 
     Args:
-        found: in any order.
-        same: relative difference of times that tells nothing.
+        candidates: in any order.
+        tolerance: relative difference of times below which two candidates tie; the simplest of them is the plan.
     """
-    best = sorted(found, key=lambda one: one.price.step_s)
-    alike = [one for one in best if one.price.step_s <= best[0].price.step_s * (1 + same)]
-    first = min(alike, key=lambda one: (intricacy(one.layout), one.price.step_s))
-    return (first, *(one for one in best if one is not first)), len(alike)
+    by_time = sorted(candidates, key=lambda option: option.price.step_s)
+    tied = [option for option in by_time if option.price.step_s <= by_time[0].price.step_s * (1 + tolerance)]
+    plan = min(tied, key=lambda option: (intricacy(option.layout), option.price.step_s))
+    return (plan, *(option for option in by_time if option is not plan)), len(tied)
 
 
 def intricacy(layout: Layout) -> tuple[int, int, int]:
-    """Returns how much a layout asks for: axes besides the data axes and choices, ZeRO level, micro-batches."""
+    """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     choices = bool(layout.recompute) + (layout.stages > 1) + (layout.offload != "none")
     return axes + choices, layout.zero, layout.microbatches
@@ -258,143 +256,139 @@ def candidate(question: Question, layout: Layout) -> Candidate:
     """Prices one layout in full.
 
     Raises:
-        PlanError: for state in host memory where there is none for it; for a precision that devices have no rate for.
+        PlanError: for state in host memory without room for it; for a precision that devices have no rate for.
     """
     job, cluster = job_for(question.job, layout, question.cluster), question.cluster
     question = dataclasses.replace(question, job=job)
     check_host(job, layout, cluster, question.runtime)
-    found = _simulated(question, layout, price(job, layout, question.machine, question.runtime))
-    found = adjusted_one(found, layout, question.kept, question.runtime, len(job.shape.blocks))
+    layout_price = _with_simulated_pipeline(question, layout, price(job, layout, question.machine, question.runtime))
+    layout_price = adjusted_one(layout_price, layout, question.activations, question.runtime, len(job.shape.blocks))
     tokens = job.rows * job.sequence
     dollars, watts = cluster.price_per_hour, cluster.watts
     return Candidate(
         layout=layout,
-        price=found,
-        tokens_per_s=tokens / found.step_s,
-        cost_per_mtoken=None if dollars is None else dollars / 3600.0 * found.step_s / tokens * 1e6,
-        joules_per_token=watts * found.step_s / tokens if watts else None,
+        price=layout_price,
+        tokens_per_s=tokens / layout_price.step_s,
+        cost_per_mtoken=None if dollars is None else dollars / 3600.0 * layout_price.step_s / tokens * 1e6,
+        joules_per_token=watts * layout_price.step_s / tokens if watts else None,
     )
 
 
-def _simulated(question: Question, layout: Layout, found: Price) -> Price:
-    """The price with the pipeline's actions run one by one, where the closed form was an approximation."""
+def _with_simulated_pipeline(question: Question, layout: Layout, closed_price: Price) -> Price:
+    """Returns the price with the bubble of a simulated pipeline, whose closed form is an approximation."""
     if layout.degree(Mechanics.STAGES) == 1:
-        return found
-    chunks = layout.stages_per_rank
-    if 2 * layout.degree(Mechanics.STAGES) * layout.microbatches * chunks > MOST_ACTIONS:
-        return found
+        return closed_price
+    stages_per_rank = layout.stages_per_rank
+    if 2 * layout.degree(Mechanics.STAGES) * layout.microbatches * stages_per_rank > MAX_SIMULATED_ACTIONS:
+        return closed_price
     simulated_s = pipeline_s(question.job, layout, question.machine, question.runtime)
-    piped = sum(seconds for name, seconds in found.parts.items() if name not in AFTER)
-    bubble = max(0.0, found.parts["bubble"] + simulated_s - piped)
-    parts = {**found.parts, "bubble": bubble}
-    return dataclasses.replace(found, parts=parts, step_s=sum(parts.values()))
+    pipeline_parts_s = sum(seconds for name, seconds in closed_price.parts.items() if name not in AFTER_PIPELINE)
+    bubble = max(0.0, closed_price.parts["bubble"] + simulated_s - pipeline_parts_s)
+    parts = {**closed_price.parts, "bubble": bubble}
+    return dataclasses.replace(closed_price, parts=parts, step_s=sum(parts.values()))
 
 
-def _unlike(question: Question, degrees: LayoutBatch, prices: Prices, show: int) -> list[Layout]:
-    """The best layouts, of each kind one: others of its kind differ in ZeRO level or layers recomputed alone."""
+def _best_by_kind(question: Question, batch: LayoutBatch, prices: Prices, limit: int) -> list[Layout]:
+    """Returns the best layout of each kind; layouts of a kind differ only in ZeRO level and recomputed layers."""
     layers = len(question.job.shape.blocks)
     order = np.lexsort((prices.peak, prices.step_s))
-    chosen: list[Layout] = []
-    seen: set[str] = set()
-    for at in order:
-        layout = layout_of(degrees, int(at), question.base, layers, question.space.fixed)
+    layouts: list[Layout] = []
+    seen_kinds: set[str] = set()
+    for index in order:
+        layout = layout_of(batch, int(index), question.base, layers, question.space.fixed)
         kind = dataclasses.replace(layout, zero=min(layout.zero, 1), recompute=Recompute(layout.recompute.mode))
-        if str(kind) not in seen:
-            seen.add(str(kind))
-            chosen.append(layout)
-        if len(chosen) == show:
+        if str(kind) not in seen_kinds:
+            seen_kinds.add(str(kind))
+            layouts.append(layout)
+        if len(layouts) == limit:
             break
-    return chosen
+    return layouts
 
 
-def _lean(question: Question, degrees: LayoutBatch, prices: Prices) -> list[Layout]:
-    """Of the layouts that were kept, those than which none is both faster and leaner."""
+def _pareto_layouts(question: Question, batch: LayoutBatch, prices: Prices) -> list[Layout]:
+    """Returns the layouts of a search's result on the Pareto front of time and memory, fastest first."""
     layers = len(question.job.shape.blocks)
-    least, found = np.inf, []
-    for at in np.lexsort((prices.peak, prices.step_s)):
-        if float(prices.peak[at]) < least * (1 - LEANER):
-            least = float(prices.peak[at])
-            found.append(layout_of(degrees, int(at), question.base, layers, question.space.fixed))
-    return found
+    lowest_peak, layouts = np.inf, []
+    for index in np.lexsort((prices.peak, prices.step_s)):
+        if float(prices.peak[index]) < lowest_peak * (1 - MIN_MEMORY_SAVING):
+            lowest_peak = float(prices.peak[index])
+            layouts.append(layout_of(batch, int(index), question.base, layers, question.space.fixed))
+    return layouts
 
 
-def front_of(found: Sequence[Candidate]) -> tuple[tuple[float, float, str], ...]:
-    """Returns (seconds, bytes of the fullest rank, layout) of those than which none is both faster and leaner.
-
-    Args:
-        found: in any order.
-    """
-    least, front = np.inf, []
-    for one in sorted(found, key=lambda one: (one.price.step_s, one.price.peak)):
-        if one.price.peak < least * (1 - LEANER):
-            least = one.price.peak
-            front.append((one.price.step_s, one.price.peak, str(one.layout)))
+def front_of(candidates: Sequence[Candidate]) -> tuple[tuple[float, float, str], ...]:
+    """Returns the Pareto front of candidates: (seconds, bytes of the fullest rank, layout), fastest first."""
+    lowest_peak, front = np.inf, []
+    for option in sorted(candidates, key=lambda option: (option.price.step_s, option.price.peak)):
+        if option.price.peak < lowest_peak * (1 - MIN_MEMORY_SAVING):
+            lowest_peak = option.price.peak
+            front.append((option.price.step_s, option.price.peak, str(option.layout)))
     return tuple(front)
 
 
 def joined(question: Question, choice: Choice, named: Sequence[Candidate]) -> Choice:
-    """Returns the answer with layouts of the space that turned out faster than all finalists.
-
-    The search orders by closed forms; what is priced in full afterwards may change places.
+    """Returns the answer with the named layouts that are faster than all finalists once priced in full.
 
     Args:
         question: what was planned.
         choice: the answer.
-        named: layouts that were priced like the finalists.
+        named: layouts that the user named, priced like the finalists.
     """
-    limit = min(one.price.step_s for one in choice.best) / (1 + question.same)
-    fitting = [one for one in named if one.price.step_s < limit and one.price.peak <= question.room_bytes]
+    limit = min(option.price.step_s for option in choice.best) / (1 + question.same)
+    fitting = [option for option in named if option.price.step_s < limit and option.price.peak <= question.room_bytes]
     if not fitting:
         return choice
-    every = cores(question.job, question.space)
-    faster = [one for one in fitting if contains(question.job, question.space, every, question.base, one.layout)]
+    core_rows = cores(question.job, question.space)
+    faster = [
+        option for option in fitting if contains(question.job, question.space, core_rows, question.base, option.layout)
+    ]
     if not faster:
         return choice
     best, ties = arranged([*choice.best, *faster], question.same)
-    told = "the plan is a layout that was named: priced in full it is faster than what the search put first"
-    return dataclasses.replace(choice, best=best, ties=ties, notes=(*notes(question, best[0]), told))
+    note = "the plan is a layout that was named: priced in full it is faster than what the search put first"
+    return dataclasses.replace(choice, best=best, ties=ties, notes=(*notes(question, best[0]), note))
 
 
 def notes(question: Question, best: Candidate) -> tuple[str, ...]:
-    """Returns what a user should know of the plan besides its figures."""
-    told = []
-    room = question.cluster.memory_bytes - best.price.peak
-    if room < 0.08 * question.cluster.memory_bytes:
-        told.append(
-            f"the fullest rank leaves {format_bytes(room)} free: longer rows or another allocator may not fit; "
+    """Returns the sentences about a plan that a user should read besides its figures."""
+    sentences = []
+    free_bytes = question.cluster.memory_bytes - best.price.peak
+    if free_bytes < 0.08 * question.cluster.memory_bytes:
+        sentences.append(
+            f"the fullest rank leaves {format_bytes(free_bytes)} free: longer rows or another allocator may not fit; "
             "--usable 0.85 plans with more room"
         )
     bubble = best.price.parts.get("bubble", 0.0) / best.price.step_s
     if bubble > 0.2:
-        told.append(f"{bubble:.0%} of the step is the pipeline's bubble: a larger batch would fill it")
+        sentences.append(f"{bubble:.0%} of the step is the pipeline's bubble: a larger batch would fill it")
     if question.lesson.note:
-        told.append(question.lesson.note)
+        sentences.append(question.lesson.note)
     measured = question.cluster.calibration
-    if measured is not None and measured.pace_spread > UNSTEADY:
-        told.append(
+    if measured is not None and measured.pace_spread > NOTED_PACE_SPREAD:
+        sentences.append(
             f"while this machine was calibrated it ran {measured.pace_spread:.0%} slower in the median than at its "
             "fastest, so something else was running: times are no surer than that; calibrate again when it is quiet"
         )
     if measured is None:
-        told.append("device and links are the catalogue's figures; `meshwright calibrate` measures these machines")
-    return tuple(told)
+        sentences.append("device and links are the catalogue's figures; `meshwright calibrate` measures these machines")
+    return tuple(sentences)
 
 
-def _nothing_fits(question: Question, found: SearchResult) -> str:
-    job, room = question.job, question.room_bytes
-    if found.leanest is None:
+def _nothing_fits_message(question: Question, result: SearchResult) -> str:
+    job, usable_bytes = question.job, question.room_bytes
+    if result.leanest is None:
         return f"no layout of {question.cluster} exists for {job.shape.name}"
-    degrees, prices = found.leanest
-    layout = layout_of(degrees, 0, question.base, len(job.shape.blocks), question.space.fixed)
-    need = float(prices.peak[0])
-    layers = int(len(job.shape.blocks) * room / need)
-    cures = [f"about {round(question.cluster.devices * need / room)} devices"]
-    if layers:
-        cures.append(f"{layers} layers instead of {len(job.shape.blocks)}")
+    batch, prices = result.leanest
+    layout = layout_of(batch, 0, question.base, len(job.shape.blocks), question.space.fixed)
+    needed_bytes = float(prices.peak[0])
+    fitting_layers = int(len(job.shape.blocks) * usable_bytes / needed_bytes)
+    remedies = [f"about {round(question.cluster.devices * needed_bytes / usable_bytes)} devices"]
+    if fitting_layers:
+        remedies.append(f"{fitting_layers} layers instead of {len(job.shape.blocks)}")
     engine = question.runtime.for_layout(question.base)
-    cures += with_host_memory(job, question.cluster, engine, question.space, room, question.base)
+    remedies += with_host_memory(job, question.cluster, engine, question.space, usable_bytes, question.base)
     return (
         f"no layout of {question.cluster} holds {job.shape.name} with {job.rows} rows of {job.sequence} tokens: the "
-        f"leanest of {found.considered} ({layout}) needs {format_bytes(need)} on its fullest rank, of "
-        f"{format_bytes(room)} that may be filled; nearest that would: {', or '.join(cures)}"
+        f"leanest of {result.considered} ({layout}) needs {format_bytes(needed_bytes)} on its fullest rank, of "
+        f"{format_bytes(usable_bytes)} that may be filled; nearest that would: {', or '.join(remedies)}"
     )

@@ -1,4 +1,4 @@
-"""A standard transformer from sizes alone: the shape of a model that exists only as a row in a table."""
+"""Builds the shape of a standard transformer from the sizes in a table, without a model."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from meshwright.spec.model_shape import LayerShape, ModelShape, Product
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latent:
-    """Low-rank attention: queries, keys and values go through narrow products. Source: DeepSeek-V2 (2024), 2.1."""
+    """Sizes of multi-head latent attention: low-rank queries, keys and values. Source: DeepSeek-V2 (2024), 2.1."""
 
     query_rank: int
-    """Rank of queries; 0 where they come straight from the residual stream."""
+    """Rank of queries; 0 where one product computes them from the residual stream."""
     kv_rank: int
     """Rank that keys and values share."""
     rope_size: int
-    """Part of each query and of the one shared key that carries the position."""
+    """Size of the rotary part of each query and of the one shared key."""
     nope_size: int
-    """Part of each query and key that doesn't."""
+    """Size of the part of each query and key without position."""
     value_size: int
     """Size of a value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSizes:
-    """What a table says of a model."""
+    """Sizes of a model from a table; letters as in docs/notation.md."""
 
     name: str
-    """What to call it."""
+    """Name of the model."""
     layers: int
-    """Blocks."""
+    """Number of blocks."""
     width: int
     """D."""
     heads: int
     """H."""
     vocab: int
-    """V, padded as the run had it."""
+    """V, padded as in the run."""
     kv_heads: int = 0
     """K; 0 is H."""
     head_size: int = 0
@@ -45,7 +45,7 @@ class TableSizes:
     ffn: int = 0
     """F of dense blocks; 0 is 4 D."""
     gated: bool = True
-    """Gated feed-forward part, RMSNorm, no biases, rotary positions (Llama); else GPT's."""
+    """Llama's block: gated feed-forward, RMSNorm, no biases, rotary positions; else GPT's."""
     biases: bool | None = None
     """Biases in every product; None follows ``gated``."""
     positions: int = 0
@@ -53,7 +53,7 @@ class TableSizes:
     tied: bool = False
     """Head and embedding are one weight."""
     dropout: bool = False
-    """Code with dropout."""
+    """Whether the code has dropout."""
     window: int = 0
     """Sliding window of every second block; 0 for none."""
     sinks: bool = False
@@ -67,7 +67,7 @@ class TableSizes:
     shared_ffn: int = 0
     """F of the shared experts together."""
     dense_layers: int = 0
-    """First blocks that have no experts."""
+    """Number of leading blocks without experts."""
     latent: Latent | None = None
     """Low-rank attention."""
 
@@ -83,12 +83,16 @@ def shape_from_sizes(sizes: TableSizes) -> ModelShape:
     """
     if min(sizes.layers, sizes.width, sizes.heads, sizes.vocab) < 1:
         raise PlanError(f"{sizes.name}: layers, width, heads and vocab must be above 0")
-    dense, routed = _block(sizes, False, 0), _block(sizes, True, 0)
-    windowed = {True: _block(sizes, True, sizes.window), False: _block(sizes, False, sizes.window)}
+    dense_block, expert_block = _block(sizes, False, 0), _block(sizes, True, 0)
+    windowed_block = {True: _block(sizes, True, sizes.window), False: _block(sizes, False, sizes.window)}
     blocks = []
-    for number in range(sizes.layers):
-        spread = bool(sizes.experts) and number >= sizes.dense_layers
-        blocks.append(windowed[spread] if sizes.window and number % 2 == 0 else (routed if spread else dense))
+    for layer in range(sizes.layers):
+        has_experts = bool(sizes.experts) and layer >= sizes.dense_layers
+        blocks.append(
+            windowed_block[has_experts]
+            if sizes.window and layer % 2 == 0
+            else (expert_block if has_experts else dense_block)
+        )
     norm = sizes.width * (1 if sizes.gated else 2)
     embedding = (sizes.vocab + sizes.positions) * sizes.width
     head = 0 if sizes.tied else sizes.vocab * sizes.width
@@ -114,28 +118,28 @@ def shape_from_sizes(sizes: TableSizes) -> ModelShape:
     )
 
 
-def _block(sizes: TableSizes, spread: bool, window: int) -> LayerShape:
+def _block(sizes: TableSizes, has_experts: bool, window: int) -> LayerShape:
     attention, widths = _attention(sizes)
-    ffn = sizes.shared_ffn if spread else (sizes.ffn or 4 * sizes.width)
+    ffn = sizes.shared_ffn if has_experts else (sizes.ffn or 4 * sizes.width)
     products = attention + (_feed_forward(sizes.width, ffn, sizes.gated, False) if ffn else ())
-    if spread:
+    if has_experts:
         products += (Product(name="router", inner=sizes.width, outer=sizes.experts),)
         products += _feed_forward(sizes.width, sizes.expert_ffn, sizes.gated, True)
     weights = {
-        experts: sum(item.inner * item.outer for item in products if item.experts is experts)
+        experts: sum(product.inner * product.outer for product in products if product.experts is experts)
         for experts in (False, True)
     }
-    biased = sizes.biases if sizes.biases is not None else not sizes.gated
-    biases = sum(item.outer for item in products if not item.experts) if biased else 0
+    has_biases = sizes.biases if sizes.biases is not None else not sizes.gated
+    biases = sum(product.outer for product in products if not product.experts) if has_biases else 0
     norms = 2 * sizes.width * (1 if sizes.gated else 2)
     if sizes.latent:
         norms += sizes.latent.query_rank + sizes.latent.kv_rank
-    spread_parameters = weights[True] * sizes.experts if spread else 0
+    expert_parameters = weights[True] * sizes.experts if has_experts else 0
     return LayerShape(
         products=products,
         width=sizes.width,
-        parameters=weights[False] + biases + norms + spread_parameters,
-        expert_parameters=spread_parameters,
+        parameters=weights[False] + biases + norms + expert_parameters,
+        expert_parameters=expert_parameters,
         window=window,
         sinks=sizes.sinks,
         ffn=ffn,
@@ -144,9 +148,9 @@ def _block(sizes: TableSizes, spread: bool, window: int) -> LayerShape:
         dropout=sizes.dropout,
         drops=2 if sizes.dropout else 0,
         drops_scores=sizes.dropout,
-        experts=sizes.experts if spread else 0,
-        active_experts=sizes.active_experts if spread else 0,
-        expert_ffn=sizes.expert_ffn if spread else 0,
+        experts=sizes.experts if has_experts else 0,
+        active_experts=sizes.active_experts if has_experts else 0,
+        expert_ffn=sizes.expert_ffn if has_experts else 0,
         **widths,
     )
 
@@ -160,29 +164,29 @@ def _feed_forward(width: int, ffn: int, gated: bool, experts: bool) -> tuple[Pro
 
 
 def _attention(sizes: TableSizes) -> tuple[tuple[Product, ...], dict[str, int]]:
-    """Products of attention, and the widths that go with them."""
+    """Returns attention's products and the head sizes of its `LayerShape`."""
     width, heads = sizes.width, sizes.heads
     if sizes.latent:
-        return _latent(sizes, sizes.latent)
+        return _latent_attention(sizes, sizes.latent)
     if not sizes.head_size and width % heads:
         raise PlanError(f"{sizes.name}: {heads} heads don't divide the width {width}; give the head size")
-    size, kv_heads = sizes.head_size or width // heads, sizes.kv_heads or heads
+    head_size, kv_heads = sizes.head_size or width // heads, sizes.kv_heads or heads
     products = (
-        Product(name="qkv", inner=width, outer=(heads + 2 * kv_heads) * size, split="columns"),
-        Product(name="out", inner=heads * size, outer=width, split="rows"),
+        Product(name="qkv", inner=width, outer=(heads + 2 * kv_heads) * head_size, split="columns"),
+        Product(name="out", inner=heads * head_size, outer=width, split="rows"),
     )
-    return products, {"heads": heads, "kv_heads": kv_heads, "head_size": size, "value_size": size}
+    return products, {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "value_size": head_size}
 
 
-def _latent(sizes: TableSizes, latent: Latent) -> tuple[tuple[Product, ...], dict[str, int]]:
+def _latent_attention(sizes: TableSizes, latent: Latent) -> tuple[tuple[Product, ...], dict[str, int]]:
     width, heads = sizes.width, sizes.heads
-    query, key = latent.nope_size + latent.rope_size, latent.nope_size + latent.value_size
+    query_size, key_value_size = latent.nope_size + latent.rope_size, latent.nope_size + latent.value_size
     products = (
         *((Product(name="q_down", inner=width, outer=latent.query_rank),) if latent.query_rank else ()),
-        Product(name="q_up", inner=latent.query_rank or width, outer=heads * query, split="columns"),
+        Product(name="q_up", inner=latent.query_rank or width, outer=heads * query_size, split="columns"),
         Product(name="kv_down", inner=width, outer=latent.kv_rank + latent.rope_size),
-        Product(name="kv_up", inner=latent.kv_rank, outer=heads * key, split="columns"),
+        Product(name="kv_up", inner=latent.kv_rank, outer=heads * key_value_size, split="columns"),
         Product(name="out", inner=heads * latent.value_size, outer=width, split="rows"),
     )
-    widths = {"heads": heads, "kv_heads": heads, "head_size": query, "value_size": latent.value_size}
+    widths = {"heads": heads, "kv_heads": heads, "head_size": query_size, "value_size": latent.value_size}
     return products, widths | {"latent": latent.query_rank + latent.kv_rank + latent.rope_size}

@@ -1,7 +1,7 @@
-"""Lists what one rank sends in a step: every collective of a layout, by kind, group and bytes.
+"""Lists the collectives of one rank in a step, by kind, group and bytes.
 
-The list is exact for what a model's weights and tables say; the tokens that a router sends to each rank of ``ep`` are
-taken as equal. It stands beside what a run counted, and beside what the real program does on fake ranks.
+The list is exact for a model's weights and sharding table; a router is taken to send equally many tokens to each rank
+of ``ep``. Tests compare it with the bytes that runs count, and with the real program on fake ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CollectiveGroup:
     """The ranks of a collective."""
 
     axis: str
-    """Name under which the runtime books it."""
+    """Name under which the runtime counts it."""
     ranks: tuple[int, ...]
     """Global, in order."""
 
@@ -41,19 +41,19 @@ class Collectives:
     bytes: dict[tuple[CollectiveGroup, str], float] = field(default_factory=dict)
 
     def add(self, group: CollectiveGroup, kind: str, size: float) -> None:
-        """Adds a collective; one rank alone sends nothing."""
+        """Adds a collective; a group of one rank sends nothing."""
         if len(group.ranks) > 1 and size:
             self.bytes[group, kind] = self.bytes.get((group, kind), 0.0) + size
 
     def sent(self) -> dict[str, int]:
-        """Returns the bytes that cross wires, by axis, as `parallel.axis_group.AxisGroup` counts them."""
-        found: dict[str, float] = {}
+        """Returns the bytes that this rank sends, by axis, as `parallel.axis_group.AxisGroup` counts them."""
+        sent_bytes: dict[str, float] = {}
         for (group, kind), size in self.bytes.items():
-            others = len(group.ranks) - 1
-            # An all-reduce is a scatter and a gather of parts: Rabenseifner (2004).
-            share = {"all_reduce": 2 * others / (others + 1), "all_gather": others, "reduce_scatter": others}
-            found[group.axis] = found.get(group.axis, 0.0) + size * share.get(kind, 1)
-        return {axis: round(size) for axis, size in found.items()}
+            peers = len(group.ranks) - 1
+            # 2 (n-1)/n of the bytes: an all-reduce is a reduce-scatter and an all-gather: Rabenseifner (2004).
+            factors = {"all_reduce": 2 * peers / (peers + 1), "all_gather": peers, "reduce_scatter": peers}
+            sent_bytes[group.axis] = sent_bytes.get(group.axis, 0.0) + size * factors.get(kind, 1)
+        return {axis: round(size) for axis, size in sent_bytes.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class Bytes:
 
     @classmethod
     def of(cls, layout: Layout) -> Bytes:
-        """Returns those of a layout's precision."""
+        """Returns the sizes for a layout's precision."""
         master = 8 if layout.precision == "float64" else 4
         return cls(2 if layout.mixed else master, master)
 
 
 class RankGroups:
-    """The groups that one rank is in.
+    """The collective groups of one rank.
 
     Args:
         layout: its axes.
@@ -84,8 +84,8 @@ class RankGroups:
         self._layout, self._rank = layout, rank
         self._carved: dict[str, CollectiveGroup] = {}
         for name in (name for name, axis in known_axes().items() if axis.carves and layout.degree(name) > 1):
-            for suffix, parts in zip(("", "_shard", "_copies"), carved_groups(name, layout.degrees)):
-                ranks = next(part for part in parts if rank in part)
+            for suffix, groups in zip(("", "_shard", "_copies"), carved_groups(name, layout.degrees)):
+                ranks = next(group for group in groups if rank in group)
                 self._carved[name + suffix] = CollectiveGroup(name + suffix, tuple(ranks))
 
     def across(self, names: Sequence[str]) -> CollectiveGroup:
@@ -100,12 +100,12 @@ class RankGroups:
     def neighbours(self, name: str, size: int) -> CollectiveGroup:
         """Returns the run of ``size`` neighbours along an axis."""
         ranks = self.across((name,)).ranks
-        first = ranks.index(self._rank) // size * size
-        return CollectiveGroup(name, ranks[first : first + size])
+        start = ranks.index(self._rank) // size * size
+        return CollectiveGroup(name, ranks[start : start + size])
 
 
 class StateTraffic:
-    """Collectives of a rank on weights and gradients: gathers, sums, and what several ranks hold of a weight.
+    """Collectives of a rank on weights and gradients: gathers, reductions, and sums of shared weights.
 
     Args:
         model: as names and sizes.
@@ -115,149 +115,177 @@ class StateTraffic:
 
     def __init__(self, model: ModelParts, layout: Layout, rank: int) -> None:
         self._model, self._layout, self._rank = model, layout, rank
-        self._places, self._groups, self._width = Places(model, layout), RankGroups(layout, rank), Bytes.of(layout)
-        place = coordinates(rank, layout.degrees)
-        self._line, self._split = layout.axis(Mechanics.STAGES), layout.axis(Mechanics.MATRICES)
-        self._spread = layout.axis(Mechanics.EXPERTS)
-        self._stage, self._part = place[self._line], place[self._split]
-        self._expert = self._groups.carved(self._spread).ranks.index(rank)
+        self._weights_by_rank, self._groups, self._width = (
+            Places(model, layout),
+            RankGroups(layout, rank),
+            Bytes.of(layout),
+        )
+        axis_indices = coordinates(rank, layout.degrees)
+        self._pp_axis, self._tp_axis = layout.axis(Mechanics.STAGES), layout.axis(Mechanics.MATRICES)
+        self._ep_axis = layout.axis(Mechanics.EXPERTS)
+        self._pp_index, self._tp_index = axis_indices[self._pp_axis], axis_indices[self._tp_axis]
+        self._ep_index = self._groups.carved(self._ep_axis).ranks.index(rank)
         self._sharded = bool(layout.zero) or layout.mixed or layout.offload == "parameters"
 
-    def add_to(self, found: Collectives) -> None:
-        """Adds all of them."""
-        for number, names in enumerate(self._places.stages(self._stage)):
-            stage = self._places.held_stage(names, self._part, self._expert)
+    def add_to(self, collectives: Collectives) -> None:
+        """Adds the collectives of a step."""
+        for stage_index, names in enumerate(self._weights_by_rank.stages(self._pp_index)):
+            stage = self._weights_by_rank.held_stage(names, self._tp_index, self._ep_index)
             if self._sharded:
-                self._units(found, stage, number)
+                self._add_fsdp_units(collectives, stage, stage_index)
             else:
-                self._copies(found, stage)
-            self._partial(found, names)
-        self._shared(found)
+                self._add_replica_gradients(collectives, stage)
+            self._add_partial_gradients(collectives, names)
+        self._add_tied_gradients(collectives)
 
-    def _units(self, found: Collectives, stage: StageWeights, number: int) -> None:
-        """FSDP2's units of a stage: the rest, every layer, every module of experts."""
+    def _add_fsdp_units(self, collectives: Collectives, stage: StageWeights, stage_index: int) -> None:
+        """Adds those of a stage's FSDP units: the weights outside layers, every layer, every module of experts."""
         layout, groups = self._layout, self._groups
         shards, copies = groups.across(layout.state_axes), groups.across(gradient_axes(layout.state_axes))
-        own, holders = groups.carved(f"{self._spread}_copies"), groups.carved(f"{self._spread}_shard")
+        expert_copies, expert_shards = groups.carved(f"{self._ep_axis}_copies"), groups.carved(f"{self._ep_axis}_shard")
         if layout.zero:
-            own = groups.across(gradient_axes(known_axes()[self._spread].carves))
+            expert_copies = groups.across(gradient_axes(known_axes()[self._ep_axis].carves))
         else:
-            holders = CollectiveGroup(f"{self._spread}_shard", (self._rank,))
-        unsharded = self._gathers(number)
-        self._unit(found, stage.rest, shards, copies, unsharded[0])
+            expert_shards = CollectiveGroup(f"{self._ep_axis}_shard", (self._rank,))
+        gathers = self._gather_counts(stage_index)
+        self._add_fsdp_unit(collectives, stage.outside_layers, shards, copies, gathers[0])
         for layer in stage.layers:
-            self._unit(found, layer.own, shards, copies, unsharded[1])
-            self._unit(found, layer.experts, holders, own, unsharded[1])
+            self._add_fsdp_unit(collectives, layer.own, shards, copies, gathers[1])
+            self._add_fsdp_unit(collectives, layer.experts, expert_shards, expert_copies, gathers[1])
 
-    def _unit(
-        self, found: Collectives, held: Tensors, shards: CollectiveGroup, copies: CollectiveGroup, gathers: int
+    def _add_fsdp_unit(
+        self, collectives: Collectives, tensors: Tensors, shards: CollectiveGroup, copies: CollectiveGroup, gathers: int
     ) -> None:
-        layout, micro = self._layout, self._layout.microbatches
-        part = shard_elements(held, len(shards.ranks))  # padded: all shards are as long as the first
-        found.add(shards, "all_gather", part * self._width.compute * gathers)
-        # A pipeline scatters once, after its last backward; below ZeRO-2 gradients stay whole until the last one.
-        scatters = micro if layout.zero >= 2 and layout.degree(Mechanics.STAGES) == 1 else 1
-        found.add(shards, "reduce_scatter", part * self._width.master * scatters)
-        found.add(copies, "all_reduce", part * self._width.master)
+        """Adds the gathers and reductions of one FSDP unit."""
+        layout, microbatches = self._layout, self._layout.microbatches
+        shard_size = shard_elements(tensors, len(shards.ranks))  # padded: every shard is as long as the first
+        collectives.add(shards, "all_gather", shard_size * self._width.compute * gathers)
+        # A pipeline reduce-scatters once, after its last backward; below ZeRO-2 full gradients add up until then.
+        scatters = microbatches if layout.zero >= 2 and layout.degree(Mechanics.STAGES) == 1 else 1
+        collectives.add(shards, "reduce_scatter", shard_size * self._width.master * scatters)
+        collectives.add(copies, "all_reduce", shard_size * self._width.master)
 
-    def _gathers(self, number: int) -> tuple[int, int]:
-        """How often a stage's rest and its layers are gathered in a step."""
-        layout, micro = self._layout, self._layout.microbatches
+    def _gather_counts(self, stage_index: int) -> tuple[int, int]:
+        """Returns how often a stage's weights outside layers, and its layers, are gathered in a step."""
+        layout, microbatches = self._layout, self._layout.microbatches
         if layout.degree(Mechanics.STAGES) > 1:
-            times = list(self._unsharded()).count(number)
-            return times, times
-        # ZeRO-3: the rest stays gathered from a micro-batch's forward to its backward, layers are gathered for each.
-        return (micro, 2 * micro) if layout.zero == 3 else (1, 1)
+            count = list(self._gathered_stages()).count(stage_index)
+            return count, count
+        # ZeRO-3: weights outside layers stay gathered from forward to backward, layers are gathered for each.
+        return (microbatches, 2 * microbatches) if layout.zero == 3 else (1, 1)
 
-    def _unsharded(self) -> Iterator[int]:
+    def _gathered_stages(self) -> Iterator[int]:
         """Yields this rank's stages in the order in which the schedule gathers them."""
         schedule = self._layout.pipeline()
-        numbers = schedule.rank_stages(self._stage)
-        order = [part.stage for action in schedule.actions[self._stage] for part in action.parts]
+        stages = schedule.rank_stages(self._pp_index)
+        stage_order = [chunk.stage for action in schedule.actions[self._pp_index] for chunk in action.parts]
         active: set[int] = set()
-        for at in range(len(order)):
-            ahead = list(dict.fromkeys(order[at:]))[:ACTIVE_STAGES]
-            active &= set(ahead)
-            for stage in (stage for stage in ahead if stage not in active):
+        for position in range(len(stage_order)):
+            # torch keeps the next ACTIVE_STAGES stages gathered: a stage that left this window is gathered again.
+            upcoming = list(dict.fromkeys(stage_order[position:]))[:ACTIVE_STAGES]
+            active &= set(upcoming)
+            for stage in (stage for stage in upcoming if stage not in active):
                 active.add(stage)
-                yield numbers.index(stage)
+                yield stages.index(stage)
 
-    def _copies(self, found: Collectives, stage: StageWeights) -> None:
-        """Gradients of weights that every reader holds whole."""
-        own = elements(stage.rest) + sum(elements(layer.own) for layer in stage.layers)
-        experts = sum(elements(layer.experts) for layer in stage.layers)
-        found.add(self._groups.across(gradient_axes(())), "all_reduce", own * self._width.master)
-        found.add(self._groups.carved(f"{self._spread}_copies"), "all_reduce", experts * self._width.master)
+    def _add_replica_gradients(self, collectives: Collectives, stage: StageWeights) -> None:
+        """Adds the gradients of weights that every reader holds in full."""
+        dense_elements = elements(stage.outside_layers) + sum(elements(layer.own) for layer in stage.layers)
+        expert_elements = sum(elements(layer.experts) for layer in stage.layers)
+        collectives.add(self._groups.across(gradient_axes(())), "all_reduce", dense_elements * self._width.master)
+        collectives.add(
+            self._groups.carved(f"{self._ep_axis}_copies"), "all_reduce", expert_elements * self._width.master
+        )
 
-    def _local(self, tensors: Tensors) -> int:
-        """Elements of weights that lie on this rank once they are sharded."""
+    def _local_elements(self, tensors: Tensors) -> int:
+        """Returns the elements of weights that this rank holds once they are sharded."""
         layout = self._layout
         return shard_elements(tensors, layout.state_shards, state_index(self._rank, layout.degrees, layout.zero))
 
-    def _partial(self, found: Collectives, names: Sequence[str]) -> None:
-        """Gradients of which each rank of ``tp`` has a summand: weights that its part of a group shares with others."""
+    def _add_partial_gradients(self, collectives: Collectives, names: Sequence[str]) -> None:
+        """Adds the gradients that are partial over ``tp``: of weights that every rank of a sharding group holds."""
         table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
         if degree == 1 or table is None:
             return
-        shapes, shared = self._places.shapes(self._part, self._expert), set[str]()
-        spread = {row.module for row in self._model.experts} if self._layout.degree(Mechanics.EXPERTS) > 1 else set()
+        shapes, shared_names = self._weights_by_rank.shapes(self._tp_index, self._ep_index), set[str]()
+        expert_modules = (
+            {row.module for row in self._model.experts} if self._layout.degree(Mechanics.EXPERTS) > 1 else set()
+        )
         for layer, rows in table.layers.items():
-            groups = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not spread)]
-            split = {f"{layer}.{item.name}" for group in groups for item in group.splits}
+            groups = [
+                group for group in rows.groups if group.shares(degree) and (group.column_linears or not expert_modules)
+            ]
+            split_names = {f"{layer}.{item.name}" for group in groups for item in group.splits}
             if self._layout.sequence:
-                shared |= {name for name in names if name.startswith(f"{layer}.") and name not in split}
+                shared_names |= {name for name in names if name.startswith(f"{layer}.") and name not in split_names}
             else:
-                shared |= {f"{layer}.{name}" for group in groups for name in group.shared}
-        chosen = [name for name in names if name in shared and name.rpartition(".")[0] not in spread]
-        size = sum(self._local(((shapes[name][0], _columns(shapes[name])),)) for name in chosen)
-        found.add(self._groups.across((self._split,)), "all_reduce", size * self._width.master)
-        for ranks, count in self._copied(names, spread).items():
-            found.add(self._groups.neighbours(self._split, ranks), "all_reduce", count * self._width.master)
+                shared_names |= {f"{layer}.{name}" for group in groups for name in group.shared}
+        partial_names = [
+            name for name in names if name in shared_names and name.rpartition(".")[0] not in expert_modules
+        ]
+        size = sum(self._local_elements(((shapes[name][0], _row_elements(shapes[name])),)) for name in partial_names)
+        collectives.add(self._groups.across((self._tp_axis,)), "all_reduce", size * self._width.master)
+        for holders, count in self._repeated_elements(names, expert_modules).items():
+            collectives.add(self._groups.neighbours(self._tp_axis, holders), "all_reduce", count * self._width.master)
 
-    def _copied(self, names: Sequence[str], spread: set[str]) -> Mapping[int, int]:
-        """Elements that some neighbours along ``tp`` hold alike, by the number of these: key heads fewer than ranks."""
-        table, degree, found = self._model.table, self._layout.degree(Mechanics.MATRICES), dict[int, int]()
+    def _repeated_elements(self, names: Sequence[str], expert_modules: set[str]) -> Mapping[int, int]:
+        """Returns the elements that neighbours along ``tp`` hold alike, by number of neighbours.
+
+        They belong to blocks with fewer units than ranks, such as key heads.
+        """
+        table, degree, elements_by_holders = (
+            self._model.table,
+            self._layout.degree(Mechanics.MATRICES),
+            dict[int, int](),
+        )
         assert table is not None
-        shapes = self._places.shapes(self._part, self._expert)
+        shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
         for layer, split, shares, group in table.splits(degree):
-            name, at = f"{layer}.{split.name}", 0
-            if name not in names or (spread and not group.column_linears):
+            name, offset = f"{layer}.{split.name}", 0
+            if name not in names or (expert_modules and not group.column_linears):
                 continue
             for block in split.blocks:
-                start, stop = block.span(*shares[self._part], group.units)
+                start, stop = block.span(*shares[self._tp_index], group.units)
                 if block.count < degree:
-                    size = self._run(shapes[name], split.dim, at, at + stop - start)
-                    found[degree // block.count] = found.get(degree // block.count, 0) + size
-                at += stop - start
-        return found
+                    size = self._local_run_elements(shapes[name], split.dim, offset, offset + stop - start)
+                    elements_by_holders[degree // block.count] = (
+                        elements_by_holders.get(degree // block.count, 0) + size
+                    )
+                offset += stop - start
+        return elements_by_holders
 
-    def _run(self, shape: tuple[int, ...], dim: int, start: int, stop: int) -> int:
-        """Elements of a run of one dim that lie on this rank once dim 0 is sharded."""
+    def _local_run_elements(self, shape: tuple[int, ...], dim: int, start: int, stop: int) -> int:
+        """Returns the elements of a run of one dim that this rank holds once dim 0 is sharded."""
         layout = self._layout
         if dim:
-            return (stop - start) * self._local(((shape[0], _columns(shape)),)) // shape[dim]
+            return (stop - start) * self._local_elements(((shape[0], _row_elements(shape)),)) // shape[dim]
         index = state_index(self._rank, layout.degrees, layout.zero)
-        run = -(-shape[0] // layout.state_shards)
-        return max(0, min(stop, (index + 1) * run) - max(start, index * run)) * _columns(shape)
+        rows_per_shard = -(-shape[0] // layout.state_shards)
+        return max(0, min(stop, (index + 1) * rows_per_shard) - max(start, index * rows_per_shard)) * _row_elements(
+            shape
+        )
 
-    def _shared(self, found: Collectives) -> None:
-        """Gradients of tied weights that stages on several ranks hold."""
-        degree, first = self._layout.degree(Mechanics.STAGES), self._model.first_names()
+    def _add_tied_gradients(self, collectives: Collectives) -> None:
+        """Adds the gradients of tied weights that stages on several ranks hold."""
+        degree, canonical_names = self._layout.degree(Mechanics.STAGES), self._model.first_names()
         if degree == 1:
             return
-        holders: dict[str, set[int]] = {}
-        for place in range(degree):
-            for name in (name for stage in self._places.stages(place) for name in stage):
-                holders.setdefault(first.get(name, name), set()).add(place)
-        shapes, line = self._places.shapes(self._part, self._expert), self._groups.across((self._line,)).ranks
-        for name, places in holders.items():
-            if len(places) > 1 and self._stage in places:
-                size = self._local(((shapes[name][0], _columns(shapes[name])),))
-                group = CollectiveGroup(self._line, tuple(line[place] for place in sorted(places)))
-                found.add(group, "all_reduce", size * self._width.master)
+        stages_by_name: dict[str, set[int]] = {}
+        for pp_index in range(degree):
+            for name in (name for stage in self._weights_by_rank.stages(pp_index) for name in stage):
+                stages_by_name.setdefault(canonical_names.get(name, name), set()).add(pp_index)
+        shapes, stage_ranks = (
+            self._weights_by_rank.shapes(self._tp_index, self._ep_index),
+            self._groups.across((self._pp_axis,)).ranks,
+        )
+        for name, pp_indices in stages_by_name.items():
+            if len(pp_indices) > 1 and self._pp_index in pp_indices:
+                size = self._local_elements(((shapes[name][0], _row_elements(shapes[name])),))
+                group = CollectiveGroup(self._pp_axis, tuple(stage_ranks[pp_index] for pp_index in sorted(pp_indices)))
+                collectives.add(group, "all_reduce", size * self._width.master)
 
 
-def _columns(shape: tuple[int, ...]) -> int:
+def _row_elements(shape: tuple[int, ...]) -> int:
     size = 1
     for count in shape[1:]:
         size *= count

@@ -1,4 +1,4 @@
-"""Devices of several kinds: which ranks lie on which."""
+"""Finds the kind of device of each rank on a cluster with several kinds."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from meshwright.planner.cost.groups import Machine
 from meshwright.units import format_bytes
 
 Kind = tuple[Device, Machine, int]
-"""A device, what it runs on, and how many of it there are, in rank order."""
+"""(device, its machine, number of such devices in a row, in rank order)."""
 
 
 def kinds_of(cluster: Cluster) -> list[Kind]:
-    """Runs of equal devices in rank order; between kinds the slowest links count."""
+    """Returns the runs of equal devices in rank order; links between kinds are the slowest of them."""
     fabric = cluster.fabric()
-    found: list[Kind] = []
+    runs: list[Kind] = []
     for group in cluster.groups:
         device = group.node.device
-        if found and found[-1][0] == device:
-            found[-1] = (device, found[-1][1], found[-1][2] + group.devices)
+        if runs and runs[-1][0] == device:
+            runs[-1] = (device, runs[-1][1], runs[-1][2] + group.devices)
         else:
-            found.append((device, Machine(device=device, fabric=fabric, host=cluster.host), group.devices))
-    return found
+            runs.append((device, Machine(device=device, fabric=fabric, host=cluster.host), group.devices))
+    return runs
 
 
 def places_of(kinds: Sequence[Kind], size: int) -> list[int] | None:
-    """For each run of ``size`` ranks the kind that it lies in; None where one would lie in two."""
-    places: list[int] = []
-    for number, (_, _, count) in enumerate(kinds):
+    """Returns the index of the kind of each run of ``size`` ranks; None where a run would span two kinds."""
+    run_kinds: list[int] = []
+    for kind, (_, _, count) in enumerate(kinds):
         if count % size:
             return None
-        places += [number] * (count // size)
-    return places
+        run_kinds += [kind] * (count // size)
+    return run_kinds
 
 
 def describe_kinds(cluster: Cluster) -> str:

@@ -1,4 +1,4 @@
-"""What devices and hosts must have for a layout to be priced at all, and what would be needed where they lack it."""
+"""Checks that devices and hosts have the rates and memory that a layout needs, and names what is missing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshwright.planner.space import Space, layout_of
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.units import format_bytes
 
-AMPLE = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_bytes_per_s=1e10)
-"""A host with room for anything, to ask what would fit; its rates change nothing of that."""
+UNLIMITED_HOST = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_bytes_per_s=1e10)
+"""A host with unlimited memory, to search for what would fit; its rates don't matter for that."""
 
 
 def job_for(job: PricedJob, layout: Layout, cluster: Cluster) -> PricedJob:
-    """Returns the job as a layout computes it: in float64 where it says so, else as it is.
+    """Returns the job in the precision of a layout: float64 where the layout has it, else the job's own.
 
     Raises:
         PlanError: when the devices have no rate for float64.
@@ -39,17 +39,17 @@ def job_for(job: PricedJob, layout: Layout, cluster: Cluster) -> PricedJob:
 
 
 def host_shortage(job: PricedJob, layout: Layout, cluster: Cluster, engine: FrameworkProfile) -> str:
-    """Returns what is missing of the host's memory for a layout, in a sentence with numbers; empty where nothing is."""
+    """Returns a sentence on the host memory that a layout lacks; empty where it has enough."""
     machine = Machine.of(cluster)
     if layout.offload == "none" or machine.host is None:
         return ""
-    need, room = price(job, layout, machine, engine).host, HOST_USABLE * machine.host.memory_bytes
-    if need <= room:
+    needed_bytes, usable_bytes = price(job, layout, machine, engine).host, HOST_USABLE * machine.host.memory_bytes
+    if needed_bytes <= usable_bytes:
         return ""
     return (
-        f"offload={layout.offload}: a rank's state takes {format_bytes(need)} of host memory, of {format_bytes(room)} "
-        f"that its part of the node may fill ({HOST_USABLE:.0%} of {format_bytes(machine.host.memory_bytes)}); "
-        "shard it over more ranks, or leave offload out"
+        f"offload={layout.offload}: a rank's state takes {format_bytes(needed_bytes)} of host memory, of "
+        f"{format_bytes(usable_bytes)} that its part of the node may fill ({HOST_USABLE:.0%} of "
+        f"{format_bytes(machine.host.memory_bytes)}); shard it over more ranks, or leave offload out"
     )
 
 
@@ -57,7 +57,7 @@ def check_host(job: PricedJob, layout: Layout, cluster: Cluster, engine: Framewo
     """Refuses state in host memory where a node has no host memory, no link to it, or not enough of it.
 
     Raises:
-        PlanError: with the numbers and the nearest that works.
+        PlanError: with the sizes and the nearest layout that works.
     """
     if layout.offload == "none":
         return
@@ -68,14 +68,15 @@ def check_host(job: PricedJob, layout: Layout, cluster: Cluster, engine: Framewo
         )
     if cluster.host is None:
         raise PlanError(
-            f"offload={layout.offload}: {_unknown(cluster)}; give it in the cluster's file, or leave offload out"
+            f"offload={layout.offload}: {_missing_host_fact(cluster)}; give it in the cluster's file, or leave offload "
+            "out"
         )
-    if short := host_shortage(job, layout, cluster, engine):
-        raise PlanError(short)
+    if shortage := host_shortage(job, layout, cluster, engine):
+        raise PlanError(shortage)
 
 
-def _unknown(cluster: Cluster) -> str:
-    """What isn't known of some node's host."""
+def _missing_host_fact(cluster: Cluster) -> str:
+    """Returns which fact of some node's host is unknown."""
     for node in (group.node for group in cluster.groups):
         for name in ("host_link", "host_memory_bytes", "host_bandwidth_bytes_per_s"):
             if not getattr(node, name):
@@ -86,28 +87,30 @@ def _unknown(cluster: Cluster) -> str:
 def with_host_memory(
     job: PricedJob, cluster: Cluster, engine: FrameworkProfile, space: Space, room_bytes: float, base: Layout
 ) -> list[str]:
-    """Returns, of a search that found nothing that fits, the sentence of a layout that fits with state in host memory.
+    """Returns the remedy of offload for a job that fits nowhere: a layout that fits with state in host memory.
 
     Args:
         job: model and batch.
         cluster: on which nothing fits.
-        engine: how it is run.
-        space: what was looked for.
-        room_bytes: that each device has.
-        base: what every layout shares.
+        engine: the runtime's profile.
+        space: the bounds of the search that found nothing.
+        room_bytes: that a layout may fill on each device.
+        base: the choices that every layout shares.
     """
     if cluster.device.name.startswith("cpu") or not cluster.uniform:
         return []
-    machine = dataclasses.replace(Machine.of(cluster), host=AMPLE)
+    machine = dataclasses.replace(Machine.of(cluster), host=UNLIMITED_HOST)
     space = dataclasses.replace(space, offloads=tuple(mode for mode in OFFLOADS if mode != "none"))
-    found = search(job, space, machine, engine, room_bytes).best
-    if found is None:
+    best = search(job, space, machine, engine, room_bytes).best
+    if best is None:
         return []
-    layout = layout_of(found[0], 0, base, len(job.shape.blocks), space.fixed)
-    node = float(found[1].host[0]) * cluster.node_devices / HOST_USABLE
-    told = f"offload={layout.offload} ({layout})"
+    layout = layout_of(best[0], 0, base, len(job.shape.blocks), space.fixed)
+    node_host_bytes = float(best[1].host[0]) * cluster.node_devices / HOST_USABLE
+    remedy = f"offload={layout.offload} ({layout})"
     if cluster.host is None:
-        return [f"{told} once the hosts are described: {_unknown(cluster)}"]
-    held = cluster.host.memory_bytes * cluster.node_devices
-    return [told if node <= held else f"{told} with {format_bytes(node)} of host memory a node, of which it has "
-            f"{format_bytes(held)}"]  # fmt: skip
+        return [f"{remedy} once the hosts are described: {_missing_host_fact(cluster)}"]
+    available_bytes = cluster.host.memory_bytes * cluster.node_devices
+    if node_host_bytes <= available_bytes:
+        return [remedy]
+    needed, available = format_bytes(node_host_bytes), format_bytes(available_bytes)
+    return [f"{remedy} with {needed} of host memory a node, of which it has {available}"]

@@ -1,4 +1,4 @@
-"""Why a layout and not another: differences of the parts of their prices, in sentences with numbers."""
+"""Explains why one layout beats another: differences of their prices by part, in sentences with numbers."""
 
 from __future__ import annotations
 
@@ -33,112 +33,115 @@ NAMES = {
     "step": "work once a step",
 }
 """Parts of a step in words."""
-SMALL = 0.003
-"""Share of a step under which a difference isn't told."""
+SMALL_SHARE = 0.003
+"""Share of a step below which a difference isn't mentioned."""
 
 
 def reason(question: Question, choice: Choice) -> str:
-    """Returns why the first of the best was chosen, in a sentence."""
+    """Returns a sentence on why the plan was chosen."""
     best = choice.best[0]
     kind = "one of the fastest" if choice.ties > 1 else "the fastest"
-    told = f"{kind} that fit, of {choice.considered} layouts: {format_seconds(best.price.step_s)} a step"
+    sentence = f"{kind} that fit, of {choice.considered} layouts: {format_seconds(best.price.step_s)} a step"
     if choice.ties > 1:
-        some = "at least " if choice.ties == len(choice.best) < choice.considered else ""
-        told += f"; the model can't tell {some}{choice.ties} of the best apart (within {question.same:.0%}), and it is "
-        told += "their simplest"
+        at_least = "at least " if choice.ties == len(choice.best) < choice.considered else ""
+        sentence += f"; the model can't tell {at_least}{choice.ties} of the best apart (within {question.same:.0%}), "
+        sentence += "and it is their simplest"
     elif len(choice.best) > 1:
-        other = choice.best[1]
-        told += f"; next is {other.layout}, {other.price.step_s / best.price.step_s - 1:.1%} slower"
-    return told
+        runner_up = choice.best[1]
+        sentence += f"; next is {runner_up.layout}, {runner_up.price.step_s / best.price.step_s - 1:.1%} slower"
+    return sentence
 
 
-def against(one: Candidate, best: Candidate, same: float) -> str:
-    """Returns why a layout is slower than the plan, in a sentence.
+def against(candidate: Candidate, best: Candidate, tolerance: float) -> str:
+    """Returns a sentence on why a layout is slower than the plan.
 
     Args:
-        one: the layout.
+        candidate: the layout.
         best: the plan.
-        same: relative difference of times that tells nothing.
+        tolerance: relative difference of times below which two layouts tie.
     """
-    if _written(one.layout) == _written(best.layout):
+    if _with_defaults(candidate.layout) == _with_defaults(best.layout):
         return "is the plan"
-    slower = one.price.step_s / best.price.step_s - 1
-    whole = best.price.step_s
-    gaps = {name: one.price.parts.get(name, 0.0) - best.price.parts.get(name, 0.0) for name in NAMES}
-    worse = sorted((gap, name) for name, gap in gaps.items() if gap > SMALL * whole)[::-1][:3]
-    better = sorted((gap, name) for name, gap in gaps.items() if gap < -SMALL * whole)[:2]
+    slower = candidate.price.step_s / best.price.step_s - 1
+    plan_step_s = best.price.step_s
+    gaps = {name: candidate.price.parts.get(name, 0.0) - best.price.parts.get(name, 0.0) for name in NAMES}
+    worse = sorted((gap, name) for name, gap in gaps.items() if gap > SMALL_SHARE * plan_step_s)[::-1][:3]
+    better = sorted((gap, name) for name, gap in gaps.items() if gap < -SMALL_SHARE * plan_step_s)[:2]
     if slower <= 0:
-        surely = best.price.step_s > one.price.step_s * (1 + same)
-        told = "" if surely else f", which the model can't tell (within {same:.0%})"
-        return f"{-slower:.1%} faster than the plan{told}"
-    parts = [f"{NAMES[name]} +{gap / whole:.1%}" for gap, name in worse]
-    parts += [f"{NAMES[name]} {gap / whole:.1%}" for gap, name in better]
-    return f"{slower:.1%} slower: {', '.join(parts) or 'many small parts'}"
+        is_surely_faster = best.price.step_s > candidate.price.step_s * (1 + tolerance)
+        caveat = "" if is_surely_faster else f", which the model can't tell (within {tolerance:.0%})"
+        return f"{-slower:.1%} faster than the plan{caveat}"
+    terms = [f"{NAMES[name]} +{gap / plan_step_s:.1%}" for gap, name in worse]
+    terms += [f"{NAMES[name]} {gap / plan_step_s:.1%}" for gap, name in better]
+    return f"{slower:.1%} slower: {', '.join(terms) or 'many small parts'}"
 
 
-def memory_sentence(question: Question, one: Candidate) -> str:
-    """Returns what the fullest rank needs and why, in a sentence with numbers."""
-    stage, room = one.price.stages[one.price.fullest], question.cluster.memory_bytes
-    parts = sorted(stage.memory.items(), key=lambda item: -item[1])
-    name, size = parts[0]
-    flying = f"{stage.held:.3g} micro-batch{'es' if stage.held > 1 else ''}"
-    what = f"{name} of {flying} in flight" if name == "activations" else name
-    where = f"stage {one.price.fullest}" if len(one.price.stages) > 1 else "every rank"
-    return f"{where} needs {format_bytes(stage.peak)} of {format_bytes(room)}: {format_bytes(size)} are {what}"
+def memory_sentence(question: Question, candidate: Candidate) -> str:
+    """Returns a sentence with the bytes that the fullest rank needs and their largest part."""
+    stage, device_bytes = candidate.price.stages[candidate.price.fullest], question.cluster.memory_bytes
+    memory_parts = sorted(stage.memory.items(), key=lambda item: -item[1])
+    name, size = memory_parts[0]
+    in_flight = f"{stage.held:.3g} micro-batch{'es' if stage.held > 1 else ''}"
+    largest = f"{name} of {in_flight} in flight" if name == "activations" else name
+    rank_text = f"stage {candidate.price.fullest}" if len(candidate.price.stages) > 1 else "every rank"
+    needed, room = format_bytes(stage.peak), format_bytes(device_bytes)
+    return f"{rank_text} needs {needed} of {room}: {format_bytes(size)} are {largest}"
 
 
-def _written(layout: Layout) -> Layout:
-    """The layout with what it leaves to its defaults spelled out, so that equal ones are equal."""
+def _with_defaults(layout: Layout) -> Layout:
+    """Returns the layout with its default schedule and stages spelled out, so that equal layouts compare equal."""
     if layout.degree(Mechanics.STAGES) == 1:
         return layout
     schedule = layout.schedule or DEFAULT_SCHEDULE
     return dataclasses.replace(layout, schedule=schedule, stages=layout.stages_per_rank)
 
 
-def why(question: Question, one: Candidate, choice: Choice, price: Callable[[Layout], Candidate]) -> str:
-    """Returns why a layout that the user names is worse than the plan, or doesn't fit and what would.
+def why(question: Question, candidate: Candidate, choice: Choice, price: Callable[[Layout], Candidate]) -> str:
+    """Returns why a layout that the user named is slower than the plan, or doesn't fit and which change would help.
 
     Args:
         question: what was planned.
-        one: the layout, by ``price``.
-        choice: the answer, by ``price`` too.
+        candidate: the layout, priced by ``price``.
+        choice: the answer, priced by ``price`` too.
         price: prices a layout.
     """
-    layout, best = one.layout, choice.best[0]
-    whole = f"; {layout.unsplit}" if layout.unsplit else ""
-    if one.price.peak <= question.room_bytes:
-        there = f" with {format_bytes(one.price.host)} of a rank in host memory" if one.price.host else ""
-        return f"fits{there}, {format_seconds(one.price.step_s)} a step: {against(one, best, question.same)}{whole}"
-    told = [f"doesn't fit: {memory_sentence(question, one)}{whole}"]
-    for change in _leaner(layout):
+    layout, best = candidate.layout, choice.best[0]
+    unsplit_note = f"; {layout.unsplit}" if layout.unsplit else ""
+    if candidate.price.peak <= question.room_bytes:
+        host_bytes, step_s = candidate.price.host, candidate.price.step_s
+        host_note = f" with {format_bytes(host_bytes)} of a rank in host memory" if host_bytes else ""
+        comparison = against(candidate, best, question.same)
+        return f"fits{host_note}, {format_seconds(step_s)} a step: {comparison}{unsplit_note}"
+    sentences = [f"doesn't fit: {memory_sentence(question, candidate)}{unsplit_note}"]
+    for variant in _leaner_variants(layout):
         try:
-            other = price(change)
+            alternative = price(variant)
         except PlanError:
             continue
-        if other.price.peak <= question.room_bytes:
-            costs = other.price.step_s / one.price.step_s - 1
-            told.append(f"{_difference(layout, change)} fits and costs {costs:.0%}")
+        if alternative.price.peak <= question.room_bytes:
+            slowdown = alternative.price.step_s / candidate.price.step_s - 1
+            sentences.append(f"{_changed_fields(layout, variant)} fits and costs {slowdown:.0%}")
             break
-    return "; ".join(told)
+    return "; ".join(sentences)
 
 
-def _leaner(layout: Layout) -> list[Layout]:
-    """The layout with one choice changed that holds less."""
-    found = []
+def _leaner_variants(layout: Layout) -> list[Layout]:
+    """Returns the layout with one choice changed so that it needs less memory, for each such choice."""
+    variants = []
     if not layout.recompute:
-        found += [dataclasses.replace(layout, recompute=Recompute(mode)) for mode in ("selective", "full")]
+        variants += [dataclasses.replace(layout, recompute=Recompute(mode)) for mode in ("selective", "full")]
     if layout.zero:
-        found += [dataclasses.replace(layout, zero=level) for level in range(layout.zero + 1, 4)]
+        variants += [dataclasses.replace(layout, zero=level) for level in range(layout.zero + 1, 4)]
     copies, shard = row_axes(Holds.COPY), row_axes(Holds.SHARD)[0]
     replicas = math.prod(layout.degree(name) for name in copies)
     if replicas > 1:
         degrees = {**layout.degrees, **dict.fromkeys(copies, 1), shard: layout.degree(shard) * replicas}
-        found += [dataclasses.replace(layout, degrees=degrees, zero=level) for level in (1, 3)]
+        variants += [dataclasses.replace(layout, degrees=degrees, zero=level) for level in (1, 3)]
     if layout.offload == "none":
-        found += [dataclasses.replace(layout, offload=mode) for mode in OFFLOADS if mode != "none"]
-    return found
+        variants += [dataclasses.replace(layout, offload=mode) for mode in OFFLOADS if mode != "none"]
+    return variants
 
 
-def _difference(layout: Layout, other: Layout) -> str:
-    before = set(str(layout).split(","))
-    return ",".join(part for part in str(other).split(",") if part not in before)
+def _changed_fields(layout: Layout, other: Layout) -> str:
+    fields = set(str(layout).split(","))
+    return ",".join(field for field in str(other).split(",") if field not in fields)

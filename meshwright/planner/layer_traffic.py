@@ -1,4 +1,4 @@
-"""Lists what one rank sends inside forward and backward: activations over ``tp``, ``cp``, ``ep`` and ``pp``."""
+"""Lists the collectives of one rank inside forward and backward: activations over ``tp``, ``cp``, ``ep``, ``pp``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import LayerRows, ParameterSplit, ShardingGroup, local_group
 
 INDEX = 8
-"""Bytes of an expert's number and of a count of tokens: int64."""
+"""Bytes of an expert's index and of a token count: int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class LayerCollective:
     kind: str
     size: float
     """Bytes, as `Collectives` counts them."""
-    back: bool = False
-    """Whether backward sends it, not forward."""
-    tail: bool = False
-    """Whether nothing that backward reads follows: recompute ends before it."""
+    is_backward: bool = False
+    """Whether it belongs to backward, not forward."""
+    skipped_by_recompute: bool = False
+    """Whether no tensor that backward reads follows it, so that recompute stops before it."""
 
 
 class LayerTraffic:
@@ -37,20 +37,21 @@ class LayerTraffic:
 
     Args:
         job: model and batch.
-        layout: how it is run.
+        layout: of the run.
         model: as names and sizes.
         rank: which rank.
     """
 
     def __init__(self, job: PricedJob, layout: Layout, model: ModelParts, rank: int) -> None:
         self._job, self._layout, self._model = job, layout, model
-        self._place, self._bytes = coordinates(rank, layout.degrees), Bytes.of(layout)
+        self._axis_indices, self._bytes = coordinates(rank, layout.degrees), Bytes.of(layout)
         groups = RankGroups(layout, rank)
         self._tp, self._cp, self._pp = (
-            groups.across((layout.axis(one),)) for one in (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.STAGES)
+            groups.across((layout.axis(mechanics),))
+            for mechanics in (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.STAGES)
         )
         self._ep = groups.carved(layout.axis(Mechanics.EXPERTS))
-        self._at = self._ep.ranks.index(rank)
+        self._ep_index = self._ep.ranks.index(rank)
         share = layout.shares()[layout.reader(rank)[0]]
         self._rows = job.rows * share / (sum(layout.shares()) * layout.microbatches)
         self._tokens = self._rows * job.sequence / layout.degree(Mechanics.TOKENS)
@@ -58,16 +59,16 @@ class LayerTraffic:
 
     def _index(self, mechanics: Mechanics) -> int:
         """This rank's index along the axis of some mechanics."""
-        return self._place[self._layout.axis(mechanics)]
+        return self._axis_indices[self._layout.axis(mechanics)]
 
-    def add_to(self, found: Collectives) -> None:
-        """Adds all of them."""
-        for first, stop, stage, last in self._stages():
-            for sent in self._stage(first, stop, stage, last):
-                found.add(sent.group, sent.kind, sent.size * self._layout.microbatches)
+    def add_to(self, collectives: Collectives) -> None:
+        """Adds the collectives of all micro-batches of a step."""
+        for start, stop, stage, stages in self._rank_stages():
+            for sent in self._stage_collectives(start, stop, stage, stages):
+                collectives.add(sent.group, sent.kind, sent.size * self._layout.microbatches)
 
-    def _stages(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (first layer, layer after the last, number, number of stages) of this rank's stages."""
+    def _rank_stages(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields (start layer, stop layer, stage, number of stages) of each stage of this rank."""
         if self._layout.degree(Mechanics.STAGES) == 1:
             yield 0, len(self._model.layers), 0, 1
             return
@@ -75,198 +76,216 @@ class LayerTraffic:
         for number in schedule.rank_stages(self._index(Mechanics.STAGES)):
             yield bounds[number], bounds[number + 1], number, schedule.stages
 
-    def _stage(self, first: int, stop: int, number: int, stages: int) -> Iterator[LayerCollective]:
-        yield from self._ends(number == 0, number == stages - 1)
-        again = self._recomputed()
-        for at in range(first, stop):
-            listed = list(self._layer(at))
-            yield from listed
-            if at in again:
-                yield from (sent for sent in listed if not sent.back and not sent.tail)
+    def _stage_collectives(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
+        """Yields the collectives of one stage on a micro-batch: ends, layers with recompute, sends."""
+        yield from self._end_collectives(stage == 0, stage == stages - 1)
+        recomputed = self._recomputed()
+        for layer in range(start, stop):
+            layer_collectives = list(self._layer_collectives(layer))
+            yield from layer_collectives
+            if layer in recomputed:
+                yield from (
+                    sent for sent in layer_collectives if not sent.is_backward and not sent.skipped_by_recompute
+                )
         if stages > 1:
-            yield from self._sends(first, stop, number, stages)
+            yield from self._stage_sends(start, stop, stage, stages)
 
     def _recomputed(self) -> frozenset[int]:
+        """Returns the indices of the layers that recompute."""
         return self._layout.recompute.layers(len(self._model.layers))
 
-    def _sends(self, first: int, stop: int, number: int, stages: int) -> Iterator[LayerCollective]:
-        """Activations to the next stage and gradients to the one before, where these are on other ranks."""
-        layer_graph, schedule, line = self._model.layer_graph, self._layout.pipeline(), self._pp.ranks
+    def _stage_sends(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
+        """Yields the sends of activations to the next stage and gradients to the previous, on other ranks."""
+        layer_graph, schedule, stage_ranks = self._model.layer_graph, self._layout.pipeline(), self._pp.ranks
         assert layer_graph is not None
         split = self._layout.degree(Mechanics.MATRICES) if self._layout.sequence else 1
         size = self._tokens / split * self._width * self._bytes.compute
-        mine = self._index(Mechanics.STAGES)
-        for other, cut, back in ((number + 1, stop, False), (number - 1, first, True)):
-            if 0 <= other < stages and schedule.stage_rank(other) != mine:
-                pair = tuple(sorted((line[mine], line[schedule.stage_rank(other)])))
+        own_index = self._index(Mechanics.STAGES)
+        for peer_stage, boundary, is_backward in ((stage + 1, stop, False), (stage - 1, start, True)):
+            if 0 <= peer_stage < stages and schedule.stage_rank(peer_stage) != own_index:
+                pair = tuple(sorted((stage_ranks[own_index], stage_ranks[schedule.stage_rank(peer_stage)])))
                 group = CollectiveGroup(self._layout.axis(Mechanics.STAGES), pair)
-                count = len(layer_graph.boundary_tensors[cut])
-                yield LayerCollective(group, "send", size * count, back)
+                count = len(layer_graph.boundary_tensors[boundary])
+                yield LayerCollective(group, "send", size * count, is_backward)
 
     # -------------------------------------------------------- the ends
 
-    def _ends(self, is_first: bool, is_last: bool) -> Iterator[LayerCollective]:
-        """The split vocabulary: rows of the embedding summed, the head's input, and two vectors of the loss."""
-        table, loss = self._model.table, 8 if self._layout.precision == "float64" else 4
+    def _end_collectives(self, is_first: bool, is_last: bool) -> Iterator[LayerCollective]:
+        """Yields the collectives of a vocabulary that ``tp`` splits: embedding output, head input, loss."""
+        table, loss_bytes = self._model.table, 8 if self._layout.precision == "float64" else 4
         if self._layout.degree(Mechanics.MATRICES) == 1 or table is None:
             return
         size = self._tokens * self._width * self._bytes.compute
-        if table.vocabulary and is_first:  # of whole rows: the first layer takes this rank's tokens of them
+        if table.vocabulary and is_first:  # before cp splits the sequence: of all tokens of the rows
             yield LayerCollective(self._tp, "all_reduce", size * self._layout.degree(Mechanics.TOKENS))
         if table.vocabulary and is_last and not table.headless:
-            yield LayerCollective(self._tp, "all_reduce", size, back=True)
-            yield LayerCollective(self._tp, "all_reduce", self._tokens * loss * 3)
-        part = size / self._layout.degree(Mechanics.MATRICES)
+            yield LayerCollective(self._tp, "all_reduce", size, is_backward=True)
+            yield LayerCollective(self._tp, "all_reduce", self._tokens * loss_bytes * 3)
+        local_size = size / self._layout.degree(Mechanics.MATRICES)
         if self._layout.sequence and is_first:
-            yield LayerCollective(self._tp, "all_gather", part, back=True)
+            yield LayerCollective(self._tp, "all_gather", local_size, is_backward=True)
         if self._layout.sequence and is_last:
-            yield LayerCollective(self._tp, "all_gather", part)
+            yield LayerCollective(self._tp, "all_gather", local_size)
 
     # -------------------------------------------------------- layers
 
-    def _layer(self, at: int) -> Iterator[LayerCollective]:
-        """What a layer sends on a micro-batch, in the order of its forward."""
-        name, table, spread = self._model.layers[at], self._model.table, self._layout.degree(Mechanics.EXPERTS) > 1
+    def _layer_collectives(self, layer: int) -> Iterator[LayerCollective]:
+        """Yields a layer's collectives on a micro-batch, in the order of its forward."""
+        name, table, has_ep = self._model.layers[layer], self._model.table, self._layout.degree(Mechanics.EXPERTS) > 1
         rows = table.layers.get(name, LayerRows(groups=())) if table is not None else LayerRows(groups=())
         degree = self._layout.degree(Mechanics.MATRICES)
-        dispatched = [item for item in self._model.experts if spread and item.module.startswith(f"{name}.")]
-        splits = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not spread)]
+        dispatched_experts = [item for item in self._model.experts if has_ep and item.module.startswith(f"{name}.")]
+        splits = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not has_ep)]
         for group in rows.groups:
             if self._layout.degree(Mechanics.TOKENS) > 1 and group.heads and self._attention == "heads":
-                yield from self._exchanged(name, local_group(group, self._index(Mechanics.MATRICES), degree))
+                yield from self._head_exchange(name, local_group(group, self._index(Mechanics.MATRICES), degree))
             if degree > 1 and group in splits:
-                # Routed experts follow attention, so that its sum isn't the layer's last.
-                ends = group is splits[-1] and not (dispatched and group.heads)
-                yield from self._summed(name, group, at, ends)
+                # Routed experts follow attention, so attention's all-reduce isn't the layer's last collective.
+                is_last = group is splits[-1] and not (dispatched_experts and group.heads)
+                yield from self._tensor_parallel(name, group, layer, is_last)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
-            yield from self._gathered(at)
-        for experts in dispatched:
-            yield from self._dispatched(experts, at, all(group.heads for group in splits))
+            yield from self._key_value_gather(layer)
+        for experts in dispatched_experts:
+            yield from self._expert_dispatch(experts, layer, all(group.heads for group in splits))
 
     @property
     def _attention(self) -> str:
         return self._layout.attention or self._model.attention
 
-    def _summed(self, layer: str, group: ShardingGroup, at: int, is_last: bool) -> Iterator[LayerCollective]:
-        """A group of matrices over ``tp``: what enters it and what leaves it. Source: Shoeybi et al. (2019)."""
+    def _tensor_parallel(
+        self, layer: str, group: ShardingGroup, layer_index: int, is_last: bool
+    ) -> Iterator[LayerCollective]:
+        """Yields the ``tp`` collectives of a sharding group, at its input and output. Source: Shoeybi et al. (2019)."""
         size, split, tp = self._tokens * self._bytes.compute, self._layout.degree(Mechanics.MATRICES), self._tp
-        entering = list(self._entering(layer, group, at))
-        leaving = self._features(layer, group, group.row_linear)
+        input_features = list(self._input_features(layer, group, layer_index))
+        output_features = self._row_features(layer, group, group.row_linear)
         if not self._layout.sequence:
-            for features in entering:
-                yield LayerCollective(tp, "all_reduce", size * features, back=True)
-            yield LayerCollective(tp, "all_reduce", size * leaving, tail=is_last)
+            # Megatron's f and g: all-reduce of the inputs' gradients in backward, of the output in forward.
+            for features in input_features:
+                yield LayerCollective(tp, "all_reduce", size * features, is_backward=True)
+            yield LayerCollective(tp, "all_reduce", size * output_features, skipped_by_recompute=is_last)
             for name in group.inner_row_linears:
-                for back in (False, True):
-                    yield LayerCollective(tp, "all_reduce", size * self._features(layer, group, name), back)
+                for is_backward in (False, True):
+                    yield LayerCollective(tp, "all_reduce", size * self._row_features(layer, group, name), is_backward)
             return
-        if group.column_inputs == (group.row_linear,):  # experts: the numbers of their choices travel too
-            yield LayerCollective(tp, "all_gather", self._tokens / split * INDEX * self._active(at))
-        for features in entering:
+        if group.column_inputs == (group.row_linear,):  # experts: the indices of chosen experts travel too
+            yield LayerCollective(tp, "all_gather", self._tokens / split * INDEX * self._active_experts(layer_index))
+        # Sequence parallelism: each all-reduce becomes an all-gather and a reduce-scatter of tokens.
+        for features in input_features:
             yield LayerCollective(tp, "all_gather", size / split * features)
-            yield LayerCollective(tp, "reduce_scatter", size / split * features, back=True)
-        yield LayerCollective(tp, "reduce_scatter", size / split * leaving, tail=is_last)
-        yield LayerCollective(tp, "all_gather", size / split * leaving, back=True)
+            yield LayerCollective(tp, "reduce_scatter", size / split * features, is_backward=True)
+        yield LayerCollective(tp, "reduce_scatter", size / split * output_features, skipped_by_recompute=is_last)
+        yield LayerCollective(tp, "all_gather", size / split * output_features, is_backward=True)
 
-    def _entering(self, layer: str, group: ShardingGroup, at: int) -> Iterator[int]:
-        """Features of each tensor that enters a group."""
+    def _input_features(self, layer: str, group: ShardingGroup, layer_index: int) -> Iterator[int]:
+        """Yields the features of each tensor that enters a sharding group."""
         if self._layout.sequence and group.heads:
             yield self._width
             return
         if group.column_inputs == (group.row_linear,):
             yield self._width
-            yield self._choices(at)
+            yield self._routing_elements(layer_index)
             return
-        # Columns that read the hidden state read the same tensor; one that reads a latent has its own.
-        inputs = [self._inputs(layer, group, name) for name in group.column_inputs]
+        # Column linears that read the hidden state share one tensor; one that reads a latent has its own.
+        inputs = [self._column_inputs(layer, group, name) for name in group.column_inputs]
         if self._width in inputs:
             yield self._width
         yield from (features for features in inputs if features != self._width)
         if not self._layout.sequence:
-            yield from (self._outputs(layer, name) for name in group.replicated_inputs)
+            yield from (self._replicated_outputs(layer, name) for name in group.replicated_inputs)
 
-    def _exchanged(self, layer: str, group: ShardingGroup) -> Iterator[LayerCollective]:
-        """Tokens for heads and back. Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3."""
+    def _head_exchange(self, layer: str, group: ShardingGroup) -> Iterator[LayerCollective]:
+        """Yields the all-to-alls of tokens for heads and back. Source: Jacobs et al., DeepSpeed Ulysses (2023), 3."""
         shares = group.shares(len(self._cp.ranks))
         if shares is None:
             return
-        size, mine = self._tokens * self._bytes.compute, self._index(Mechanics.TOKENS)
+        size, index = self._tokens * self._bytes.compute, self._index(Mechanics.TOKENS)
         by_name = {split.name: split for split in group.splits}
 
         def widths(split: ParameterSplit) -> list[int]:
             return [sum(stop - start for start, stop in split.spans(*units, group.units)) for units in shares]
 
         for name in group.column_inputs:
-            held = widths(by_name[f"{name}.weight"])
-            away, own = sum(held) - held[mine], held[mine] * (len(held) - 1)
-            yield LayerCollective(self._cp, "all_to_all", size * away)
-            yield LayerCollective(self._cp, "all_to_all", size * own, back=True)
+            width_by_rank = widths(by_name[f"{name}.weight"])
+            sent, received = sum(width_by_rank) - width_by_rank[index], width_by_rank[index] * (len(width_by_rank) - 1)
+            yield LayerCollective(self._cp, "all_to_all", size * sent)
+            yield LayerCollective(self._cp, "all_to_all", size * received, is_backward=True)
         for name in group.replicated_inputs:
-            features = self._outputs(layer, name)
+            features = self._replicated_outputs(layer, name)
             yield LayerCollective(self._cp, "all_gather", size * features)
-            yield LayerCollective(self._cp, "reduce_scatter", size * features, back=True)
-        held = widths(by_name[f"{group.row_linear}.weight"])
-        away, own = sum(held) - held[mine], held[mine] * (len(held) - 1)
-        yield LayerCollective(self._cp, "all_to_all", size * own)
-        yield LayerCollective(self._cp, "all_to_all", size * away, back=True)
+            yield LayerCollective(self._cp, "reduce_scatter", size * features, is_backward=True)
+        width_by_rank = widths(by_name[f"{group.row_linear}.weight"])
+        sent, received = sum(width_by_rank) - width_by_rank[index], width_by_rank[index] * (len(width_by_rank) - 1)
+        yield LayerCollective(self._cp, "all_to_all", size * received)
+        yield LayerCollective(self._cp, "all_to_all", size * sent, is_backward=True)
 
-    def _gathered(self, at: int) -> Iterator[LayerCollective]:
-        """Keys and values of all tokens; under a mask key heads come repeated, as many as query heads."""
-        block = self._job.shape.blocks[at]
+    def _key_value_gather(self, layer: int) -> Iterator[LayerCollective]:
+        """Yields the all-gather of keys and values; a window repeats key heads to as many as query heads."""
+        block = self._job.shape.blocks[layer]
         if not block.heads:
             return
         heads = block.heads if block.window else block.kv_heads
-        # Where there are fewer key heads than ranks of tp, each rank has a whole one.
+        # With fewer key heads than ranks of tp, each rank has a full head.
         features = -(-heads // self._layout.degree(Mechanics.MATRICES)) * (block.head_size + block.value_size)
         size = self._tokens * features * self._bytes.compute
         yield LayerCollective(self._cp, "all_gather", size)
-        yield LayerCollective(self._cp, "reduce_scatter", size, back=True)
+        yield LayerCollective(self._cp, "reduce_scatter", size, is_backward=True)
 
-    def _dispatched(self, rows: ExpertRows, at: int, is_last: bool) -> Iterator[LayerCollective]:
-        """Tokens to their experts and back, where each expert is chosen as often. Source: GShard (2021), 3.2."""
-        degree, split = self._layout.degree(Mechanics.EXPERTS), self._layout.degree(Mechanics.MATRICES)
-        active = self._active(at)
+    def _expert_dispatch(self, rows: ExpertRows, layer: int, is_last: bool) -> Iterator[LayerCollective]:
+        """Yields the dispatch of tokens to experts and back, for balanced routing. Source: GShard (2021), 3.2."""
+        degree, tp_degree = self._layout.degree(Mechanics.EXPERTS), self._layout.degree(Mechanics.MATRICES)
+        active = self._active_experts(layer)
         tokens, compute = self._tokens, self._bytes.compute
-        if split > 1:
-            tokens = -(-tokens // split)
+        if tp_degree > 1:
+            tokens = -(-tokens // tp_degree)
             if not self._layout.sequence:  # each rank of tp sends its share of equal tokens
-                yield LayerCollective(self._tp, "all_gather", tokens * self._width * compute, tail=is_last)
-                for features in (self._width, self._choices(at)):
-                    yield LayerCollective(self._tp, "all_gather", tokens * features * compute, back=True)
-        held = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
-        away = (rows.experts - held[self._at]) / rows.experts
-        yield LayerCollective(self._ep, "all_to_all", INDEX * (rows.experts - held[self._at]))
-        slots = tokens * active * self._width * compute
-        there, back = slots * away, slots * (degree - 1) * held[self._at] / rows.experts
-        for size, backward in ((there, False), (back, False), (back, True), (there, True)):
-            yield LayerCollective(self._ep, "all_to_all", size, back=backward)
+                yield LayerCollective(
+                    self._tp, "all_gather", tokens * self._width * compute, skipped_by_recompute=is_last
+                )
+                for features in (self._width, self._routing_elements(layer)):
+                    yield LayerCollective(self._tp, "all_gather", tokens * features * compute, is_backward=True)
+        experts_by_rank = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
+        remote_share = (rows.experts - experts_by_rank[self._ep_index]) / rows.experts
+        yield LayerCollective(self._ep, "all_to_all", INDEX * (rows.experts - experts_by_rank[self._ep_index]))
+        routed_bytes = tokens * active * self._width * compute
+        dispatch_bytes, combine_bytes = (
+            routed_bytes * remote_share,
+            routed_bytes * (degree - 1) * experts_by_rank[self._ep_index] / rows.experts,
+        )
+        for size, backward in (
+            (dispatch_bytes, False),
+            (combine_bytes, False),
+            (combine_bytes, True),
+            (dispatch_bytes, True),
+        ):
+            yield LayerCollective(self._ep, "all_to_all", size, is_backward=backward)
 
     # -------------------------------------------------------- sizes
 
-    def _active(self, at: int) -> int:
-        """Experts that a token visits in a layer."""
-        return self._job.shape.blocks[at].active_experts
+    def _active_experts(self, layer: int) -> int:
+        """Returns the experts that a token visits in a layer."""
+        return self._job.shape.blocks[layer].active_experts
 
-    def _choices(self, at: int) -> int:
-        """Elements of compute that the weights of a token's experts take in a layer."""
-        wide = 4 if self._model.wide_routing else 0
-        return self._active(at) * max(wide, self._bytes.compute) // self._bytes.compute
+    def _routing_elements(self, layer: int) -> int:
+        """Returns the size of a token's routing weights in a layer, in elements of the compute type."""
+        routing_bytes = 4 if self._model.wide_routing else 0
+        return self._active_experts(layer) * max(routing_bytes, self._bytes.compute) // self._bytes.compute
 
     def _split_dim(self, group: ShardingGroup, name: str) -> int:
         return next((split.dim for split in group.splits if split.name == f"{name}.weight"), 0)
 
-    def _features(self, layer: str, group: ShardingGroup, name: str) -> int:
-        """Features that a module gives whose input is split."""
+    def _row_features(self, layer: str, group: ShardingGroup, name: str) -> int:
+        """Returns the output features of a row-parallel linear."""
         if group.column_inputs == (group.row_linear,) and name == group.row_linear:
             return self._width
         shape = self._model.shapes[f"{layer}.{name}.weight"]
         return shape[1 - self._split_dim(group, name)]
 
-    def _inputs(self, layer: str, group: ShardingGroup, name: str) -> int:
-        """Features that a module reads whose output is split."""
+    def _column_inputs(self, layer: str, group: ShardingGroup, name: str) -> int:
+        """Returns the input features of a column-parallel linear."""
         shape = self._model.shapes[f"{layer}.{name}.weight"]
         return shape[1 - self._split_dim(group, name)] if len(shape) > 1 else self._width
 
-    def _outputs(self, layer: str, name: str) -> int:
-        """Features that a module gives which is held whole."""
+    def _replicated_outputs(self, layer: str, name: str) -> int:
+        """Returns the output features of a replicated linear."""
         return self._model.shapes[f"{layer}.{name}.weight"][0]

@@ -1,8 +1,8 @@
-"""A price corrected by the model's own operators and the machine's measured rates, where both are known.
+"""Corrects prices by the model's own operators and the machine's measured rates, where both are known.
 
-The closed form prices a standard transformer on a device's figures. What the modules really compute, operator by
-operator at the rates that were measured, takes its place: parts of the step that are compute become those of the
-operators, and each stage's share moves with them. Traffic, bubble and once-a-step work stay priced as they are.
+The closed form prices a standard transformer from a device's data sheet. The correction replaces its compute by the
+model's own operators, one by one at measured rates, and scales each stage's share. Traffic of the data axes and memory
+stay as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from meshwright.planner.activation_bytes import read_kept
 from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of
-from meshwright.planner.cost.operators import pieces
+from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.axis import Mechanics
@@ -20,92 +20,98 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork
 
 Measure = Callable[[Layout, int], ModelWork | None]
-"""(layout, rows of a micro-batch) to the operators of a rank; None where the model can't be run on fake tensors."""
+"""Maps (layout, rows of a micro-batch) to a rank's operators; None where the model can't run on fake tensors."""
 
 
-def corrected(question: Question, one: Candidate, measure: Measure) -> Candidate:
-    """Returns a candidate whose compute is that of the model's operators, where the machine was measured.
+def corrected(question: Question, closed_candidate: Candidate, measure: Measure) -> Candidate:
+    """Returns the candidate with the seconds of the model's own operators, where the machine was calibrated.
 
     Args:
         question: what is planned.
-        one: priced by the closed form.
-        measure: gives the operators.
+        closed_candidate: priced by the closed form.
+        measure: returns the operators.
     """
-    layout, job, calibration = one.layout, question.job, question.cluster.calibration
+    layout, job, calibration = closed_candidate.layout, question.job, question.cluster.calibration
     if calibration is None or not calibration.has_matmul(job.dtype):
-        return one
+        return closed_candidate
     shares = layout.shares()
     rows = job.rows * max(shares) // (sum(shares) * layout.microbatches)
     work = measure(layout, max(1, rows))
     if work is None:
-        return one
+        return closed_candidate
     logits = work.rows * job.sequence * job.shape.vocab / layout.degree(Mechanics.MATRICES)
-    found = pieces(work, calibration, job.dtype, question.cluster.devices > 1, logits)
-    return repriced(question, one, MeasuredTimes(question, one, work, found, calibration).price())
+    operator_seconds = price_operators(work, calibration, job.dtype, question.cluster.devices > 1, logits)
+    times = MeasuredTimes(question, closed_candidate, work, operator_seconds, calibration)
+    return repriced(question, closed_candidate, times.price())
 
 
 def priced(question: Question, layout: Layout, measure: Measure | None) -> Candidate:
-    """Returns a layout with the one price by which layouts are compared, shown and planned.
+    """Returns a layout with the price by which layouts are compared, shown and planned.
 
-    That is the closed form with its pipeline simulated, what the model's operators take where the machine was measured,
-    and what earlier runs here took over that.
+    That is the closed form with a simulated pipeline, corrected by the model's operators where the machine was
+    calibrated, and scaled by the factor of earlier runs on it.
 
     Args:
         question: what is planned.
         layout: any.
-        measure: gives the operators; None where the model is known by its sizes alone.
+        measure: returns the operators; None where only the model's sizes are known.
 
     Raises:
-        PlanError: when the layout can't be on these devices, or can't share the batch.
+        PlanError: when the layout doesn't divide the devices or the batch.
     """
     layout.check_ranks(question.cluster.devices)
     layout.check_batch(question.job.rows)
-    return _settled(question, candidate(question, layout), measure)
+    return _corrected_and_scaled(question, candidate(question, layout), measure)
 
 
-def _settled(question: Question, one: Candidate, measure: Measure | None) -> Candidate:
-    found = one if measure is None else corrected(question, one, measure)
-    return _taught(question, found)
+def _corrected_and_scaled(question: Question, closed_candidate: Candidate, measure: Measure | None) -> Candidate:
+    corrected_candidate = closed_candidate if measure is None else corrected(question, closed_candidate, measure)
+    return _scaled_by_history(question, corrected_candidate)
 
 
 def informed(question: Question, measure: Measure) -> Question:
-    """Returns the question with the activations that the model's own modules keep, where they run on fake tensors."""
+    """Returns the question with the bytes that the model's own modules keep, where they run on fake tensors."""
     work = measure(Layout(), 1)
     if work is None:
         return question
-    kept = read_kept(question.job, question.machine, question.runtime, work)
-    return dataclasses.replace(question, kept=kept)
+    activations = read_kept(question.job, question.machine, question.runtime, work)
+    return dataclasses.replace(question, activations=activations)
 
 
-def repriced(question: Question, one: Candidate, price: Price) -> Candidate:
+def repriced(question: Question, original: Candidate, price: Price) -> Candidate:
     """Returns a candidate with another price."""
-    tokens, ratio = question.job.rows * question.job.sequence, price.step_s / one.price.step_s
+    tokens, ratio = question.job.rows * question.job.sequence, price.step_s / original.price.step_s
     return dataclasses.replace(
-        one,
+        original,
         price=price,
         tokens_per_s=tokens / price.step_s,
-        cost_per_mtoken=None if one.cost_per_mtoken is None else one.cost_per_mtoken * ratio,
-        joules_per_token=None if one.joules_per_token is None else one.joules_per_token * ratio,
+        cost_per_mtoken=None if original.cost_per_mtoken is None else original.cost_per_mtoken * ratio,
+        joules_per_token=None if original.joules_per_token is None else original.joules_per_token * ratio,
     )
 
 
 def recosted(question: Question, choice: Choice, measure: Measure | None) -> Choice:
-    """Returns the answer with every price as `priced` has it, and put in order again."""
-    settled = [[_settled(question, one, measure) for one in some] for some in (choice.best, choice.more)]
-    best, ties = arranged(settled[0], question.same)
+    """Returns the answer with every layout priced by `priced`, sorted again."""
+    repriced_candidates = [
+        [_corrected_and_scaled(question, finalist, measure) for finalist in finalists]
+        for finalists in (choice.best, choice.more)
+    ]
+    best, ties = arranged(repriced_candidates[0], question.same)
     front = front_of([priced(question, Layout.parse(text), measure) for _, _, text in choice.front])
-    return dataclasses.replace(choice, best=best, ties=ties, more=tuple(settled[1]), front=front)
+    return dataclasses.replace(choice, best=best, ties=ties, more=tuple(repriced_candidates[1]), front=front)
 
 
-def _taught(question: Question, one: Candidate) -> Candidate:
-    """The candidate at the time that runs with its axes took here over their price."""
-    factor = question.lesson.of(one.layout)
+def _scaled_by_history(question: Question, unscaled: Candidate) -> Candidate:
+    """Returns the candidate with its times scaled by the factor of earlier runs with its axes."""
+    factor = question.lesson.of(unscaled.layout)
     if factor == 1.0:
-        return one
-    price = one.price
+        return unscaled
+    price = unscaled.price
     stages = tuple(
         dataclasses.replace(stage, forward_s=stage.forward_s * factor, backward_s=stage.backward_s * factor)
         for stage in price.stages
     )
     parts = {name: seconds * factor for name, seconds in price.parts.items()}
-    return repriced(question, one, dataclasses.replace(price, step_s=price.step_s * factor, parts=parts, stages=stages))
+    return repriced(
+        question, unscaled, dataclasses.replace(price, step_s=price.step_s * factor, parts=parts, stages=stages)
+    )

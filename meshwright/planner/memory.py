@@ -1,4 +1,4 @@
-"""Bytes of model state per rank, by layout: what the runtime's own tensors add up to, beside the ZeRO paper's."""
+"""Bytes of model state per rank and layout: exactly as the runtime allocates them, and by the ZeRO paper's formula."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ACTIVE_STAGES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """The state of the ranks at one place of the axes that split the model."""
+    """The model state of the ranks with the same indices along ``pp`` and ``tp``."""
 
     place: Mapping[str, int] = field(default_factory=dict)
     """Index along ``pp`` and ``tp``, where they are used."""
     held: RankWeights
-    """What it holds before the data axes shard it."""
+    """Weights of such a rank before the data axes shard them."""
     memory: Mapping[str, int]
     """Bytes of parameters, gradients and optimizer of the fullest of these ranks."""
     formula: Mapping[str, str]
-    """For each of these the formula that gave it."""
+    """The formula behind each of these."""
 
     @property
     def total_bytes(self) -> int:
@@ -37,27 +37,27 @@ class Position:
 
 
 def position_memory(layout: Layout, sizes: StateSizes | ModelParts) -> list[Position]:
-    """Returns the state of every place along ``pp`` and ``tp``.
+    """Returns the state of the ranks at every pair of indices along ``pp`` and ``tp``.
 
     Args:
-        layout: of data axes alone where ``sizes`` are numbers.
+        layout: of data axes alone where ``sizes`` is a `StateSizes`.
         sizes: the model.
 
     Raises:
-        PlanError: when the layout doesn't fit the model, or what it needs to know of it wasn't given.
+        PlanError: when the layout doesn't fit the model, or needs facts of it that weren't given.
     """
-    priced = []
-    for place, held in sizes.positions(layout):
-        memory, formula = _priced(layout, held)
-        if isinstance(sizes, ModelParts) and held.elements != sizes.total:
-            told = f", n = {held.elements} of N = {sizes.total}"
-            spread = elements(held.experts)
-            told += f", x = {spread} of experts" if spread else ""
-            formula = {part: text + told for part, text in formula.items()}
+    positions = []
+    for place, weights in sizes.positions(layout):
+        memory, formula = _state_bytes_and_formulas(layout, weights)
+        if isinstance(sizes, ModelParts) and weights.elements != sizes.total:
+            note = f", n = {weights.elements} of N = {sizes.total}"
+            expert_elements = elements(weights.experts)
+            note += f", x = {expert_elements} of experts" if expert_elements else ""
+            formula = {kind: text + note for kind, text in formula.items()}
         else:
-            formula = {part: re.sub(r"\bn\b", "N", text) for part, text in formula.items()}
-        priced.append(Position(place=place, held=held, memory=memory, formula=formula))
-    return priced
+            formula = {kind: re.sub(r"\bn\b", "N", text) for kind, text in formula.items()}
+        positions.append(Position(place=place, held=weights, memory=memory, formula=formula))
+    return positions
 
 
 def state_memory(layout: Layout, sizes: StateSizes | ModelParts) -> tuple[dict[str, int], dict[str, str]]:
@@ -77,88 +77,99 @@ def state_memory(layout: Layout, sizes: StateSizes | ModelParts) -> tuple[dict[s
 
 
 def rest_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
-    """Returns the bytes of master weights that one rank of the world keeps, exactly; a tied weight counts once."""
-    held, shard, expert_shard = model.held_by(layout, rank)
-    if not _sharded(layout):
-        return _wide(layout) * (held.elements - elements(held.twins))
-    own = shard_elements(held.own, held.shards, shard) - shard_elements(held.twins, held.shards, shard)
-    return _wide(layout) * (own + shard_elements(held.experts, held.expert_shards, expert_shard))
+    """Returns the exact bytes of master weights that one rank keeps between steps; a tied weight counts once."""
+    weights, shard, expert_shard = model.held_by(layout, rank)
+    if not _has_sharded_masters(layout):
+        return _master_bytes(layout) * (weights.elements - elements(weights.twins))
+    own_elements = shard_elements(weights.own, weights.shards, shard) - shard_elements(
+        weights.twins, weights.shards, shard
+    )
+    return _master_bytes(layout) * (own_elements + shard_elements(weights.experts, weights.expert_shards, expert_shard))
 
 
-def _wide(layout: Layout) -> int:
+def _master_bytes(layout: Layout) -> int:
+    """Returns bytes of an element of a master weight or a reduced gradient."""
     return 8 if layout.precision == "float64" else 4
 
 
-def _sharded(layout: Layout) -> bool:
-    """Whether masters are apart from what computes."""
+def _has_sharded_masters(layout: Layout) -> bool:
+    """Whether FSDP2 holds sharded master weights, separate from the weights that compute."""
     return bool(layout.zero) or layout.mixed or layout.offload == "parameters"
 
 
-def _priced(layout: Layout, held: RankWeights) -> tuple[dict[str, int], dict[str, str]]:
-    """Bytes and formulas of one place."""
-    wide = _wide(layout)
-    narrow = 2 if layout.mixed else wide
-    count = held.elements
-    if not _sharded(layout):
-        trained = count - elements(held.twins)
-        memory = {"parameters": wide * count, "gradients": wide * count, "optimizer": 2 * wide * trained}
+def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dict[str, int], dict[str, str]]:
+    """Returns bytes of parameters, gradients and optimizer of a rank with these weights, and their formulas."""
+    master_bytes = _master_bytes(layout)
+    compute_bytes = 2 if layout.mixed else master_bytes
+    count = weights.elements
+    if not _has_sharded_masters(layout):
+        trained_count = count - elements(weights.twins)
+        memory = {
+            "parameters": master_bytes * count,
+            "gradients": master_bytes * count,
+            "optimizer": 2 * master_bytes * trained_count,
+        }
         return memory, {"parameters": "w n", "gradients": "w n", "optimizer": "2 w n"}
-    parameters, told = _gathered(layout, held)
-    rest = shard_elements(held.own, held.shards) + shard_elements(held.experts, held.expert_shards)
-    twins = shard_elements(held.twins, held.shards)
-    # A pipeline scatters once a step, after its last backward, whatever the level.
-    whole = layout.degree(Mechanics.STAGES) > 1 or (layout.zero <= 1 and layout.microbatches > 1)
-    part = "((n - x) / d + x / e)" if held.experts else "n / d"
+    parameters, parameter_formula = _peak_gathered_elements(layout, weights)
+    shard_count = shard_elements(weights.own, weights.shards) + shard_elements(weights.experts, weights.expert_shards)
+    twin_count = shard_elements(weights.twins, weights.shards)
+    # A pipeline reduce-scatters once a step, after its last backward, at every ZeRO level.
+    keeps_full_gradients = layout.degree(Mechanics.STAGES) > 1 or (layout.zero <= 1 and layout.microbatches > 1)
+    shard_formula = "((n - x) / d + x / e)" if weights.experts else "n / d"
     memory = {
-        "parameters": narrow * parameters,
-        "gradients": wide * count if whole else wide * rest,
-        "optimizer": 3 * wide * rest - 2 * wide * twins,
+        "parameters": compute_bytes * parameters,
+        "gradients": master_bytes * count if keeps_full_gradients else master_bytes * shard_count,
+        "optimizer": 3 * master_bytes * shard_count - 2 * master_bytes * twin_count,
     }
     return memory, {
-        "parameters": told,
-        "gradients": "w n" if whole else f"w {part}",
-        "optimizer": f"3 w {part}",
+        "parameters": parameter_formula,
+        "gradients": "w n" if keeps_full_gradients else f"w {shard_formula}",
+        "optimizer": f"3 w {shard_formula}",
     }
 
 
-def _gathered(layout: Layout, held: RankWeights) -> tuple[int, str]:
-    """Elements that are gathered at most, and the formula."""
+def _peak_gathered_elements(layout: Layout, weights: RankWeights) -> tuple[int, str]:
+    """Returns the most elements that are gathered at once, and the formula."""
     if layout.degree(Mechanics.STAGES) > 1:
-        stages = sorted((_stage_elements(stage, held) for stage in held.stages), reverse=True)
+        stages = sorted((_gathered_stage_elements(stage, weights) for stage in weights.stages), reverse=True)
         return sum(stages[:ACTIVE_STAGES]), "c n" if len(stages) <= ACTIVE_STAGES else f"c ({ACTIVE_STAGES} stages)"
-    (stage,) = held.stages
+    (stage,) = weights.stages
     if layout.zero < 3:
-        return _stage_elements(stage, held), "c n"
-    layers = [_layer_elements(layer, held) for layer in stage.layers]
-    ahead = [layer.own for layer in stage.layers[1:]]
-    behind = [layer.own for layer in stage.layers[:-1]]
-    pairs = [
-        size + max(_whole(own, held.shards) for own in near) for size, *near in zip(layers, [*ahead, ()], [(), *behind])
+        return _gathered_stage_elements(stage, weights), "c n"
+    layer_sizes = [_gathered_layer_elements(layer, weights) for layer in stage.layers]
+    # ZeRO-3 gathers a layer and prefetches its neighbour: the next one in forward, the previous one in backward.
+    next_layers = [layer.own for layer in stage.layers[1:]]
+    previous_layers = [layer.own for layer in stage.layers[:-1]]
+    layer_pairs = [
+        size + max(_gathered_elements(own, weights.shards) for own in neighbours)
+        for size, *neighbours in zip(layer_sizes, [*next_layers, ()], [(), *previous_layers])
     ]
-    return _whole(stage.rest, held.shards) + max(pairs, default=0), "c (rest + 2 largest neighbouring layers)"
+    outside = _gathered_elements(stage.outside_layers, weights.shards)
+    return outside + max(layer_pairs, default=0), "c (rest + 2 largest neighbouring layers)"
 
 
-def _stage_elements(stage: StageWeights, held: RankWeights) -> int:
-    return _whole(stage.rest, held.shards) + sum(_layer_elements(layer, held) for layer in stage.layers)
+def _gathered_stage_elements(stage: StageWeights, weights: RankWeights) -> int:
+    layers = sum(_gathered_layer_elements(layer, weights) for layer in stage.layers)
+    return _gathered_elements(stage.outside_layers, weights.shards) + layers
 
 
-def _layer_elements(layer: LayerWeights, held: RankWeights) -> int:
-    return _whole(layer.own, held.shards) + _whole(layer.experts, held.expert_shards)
+def _gathered_layer_elements(layer: LayerWeights, weights: RankWeights) -> int:
+    return _gathered_elements(layer.own, weights.shards) + _gathered_elements(layer.experts, weights.expert_shards)
 
 
-def _whole(tensors: tuple[tuple[int, int], ...], shards: int) -> int:
-    """Elements of gathered weights: shards are all as long as the longest."""
+def _gathered_elements(tensors: tuple[tuple[int, int], ...], shards: int) -> int:
+    """Returns elements of gathered weights, padded: every shard is as long as the longest."""
     return shards * shard_elements(tensors, shards)
 
 
 def paper_memory(layout: Layout, count: int) -> int:
-    """Returns the ZeRO paper's bytes of model state per rank: c + g + K per parameter, divided as the level says.
+    """Returns the ZeRO paper's bytes of model state per rank: c + g + K a parameter, divided by the level's rule.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), figure 1, with compute elements and gradients of c bytes and K = 3w.
     """
-    wide = _wide(layout)
-    narrow = 2 if layout.mixed else wide
+    master_bytes = _master_bytes(layout)
+    compute_bytes = 2 if layout.mixed else master_bytes
     shards = layout.state_shards
-    divided = (3 * wide, narrow, narrow)[: layout.zero]
-    whole = (3 * wide, narrow, narrow)[layout.zero :]
-    return count * sum(divided) // shards + count * sum(whole)
+    sharded_bytes = (3 * master_bytes, compute_bytes, compute_bytes)[: layout.zero]
+    replicated_bytes = (3 * master_bytes, compute_bytes, compute_bytes)[layout.zero :]
+    return count * sum(sharded_bytes) // shards + count * sum(replicated_bytes)

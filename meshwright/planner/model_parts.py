@@ -1,4 +1,4 @@
-"""The model as names and sizes, and what each place of a layout holds of it."""
+"""The model as names and shapes, and the weights of it that each rank of a layout holds."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSizes:
-    """The model as numbers of trainable parameters: enough for the data axes."""
+    """The model as counts of trainable parameters: enough for layouts of data axes alone."""
 
     total: int
-    """All of them, tied ones once."""
+    """All trainable parameters, tied ones once."""
     layers: tuple[int, ...]
-    """Those of each repeated layer, in order."""
+    """Parameters of each repeated layer, in order."""
 
     @property
     def rest(self) -> int:
-        """Those outside the layers: embedding, head, last norm."""
+        """Parameters outside the layers: embedding, head, last norm."""
         return self.total - sum(self.layers)
 
     def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], RankWeights]]:
-        """Yields the one place that there is, as `ModelParts.positions` does."""
-        layers = tuple(LayerWeights(own=((count, 1),)) for count in self.layers)
-        stage = StageWeights(rest=((self.rest, 1),), layers=layers)
+        """Yields ({}, the weights of every rank): data axes don't split the model."""
+        layers = tuple(LayerWeights(own=((elements, 1),)) for elements in self.layers)
+        stage = StageWeights(outside_layers=((self.rest, 1),), layers=layers)
         yield {}, RankWeights(stages=(stage,), shards=layout.state_shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """The model as names and shapes, and what the axes do to each: enough for every layout."""
+    """The model as names and shapes, with the tables of how each axis splits it: enough for every layout."""
 
     shapes: Mapping[str, Shape]
-    """Of every parameter in the order of definition, a tied one under each of its names."""
+    """Shape of every parameter in the order of definition, a tied one under each of its names."""
     layers: tuple[str, ...]
     """Names of its repeated layers, in order."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Groups of names that are one parameter."""
     frozen: frozenset[str] = frozenset()
-    """Names of what isn't trained, and so isn't priced."""
+    """Names of parameters that aren't trained, and so have no gradient and no optimizer state."""
     table: ShardingTable | None = None
     """Needed by layouts with ``tp``."""
     layer_graph: LayerGraph | None = None
@@ -79,21 +79,21 @@ class ModelParts:
         """Reads names and shapes off a module.
 
         Args:
-            parameters: its ``named_parameters(remove_duplicate=False)``; only their shapes are looked at.
-            layers: as in the class.
-            ties: likewise.
-            table: likewise.
-            layer_graph: likewise.
-            experts: likewise.
-            attention: likewise.
-            wide_routing: likewise.
+            parameters: its ``named_parameters(remove_duplicate=False)``; only shapes and ``requires_grad`` are read.
+            layers: names of its repeated layers, in order.
+            ties: groups of names that are one parameter.
+            table: the sharding table, for ``tp``.
+            layer_graph: the layer graph, for ``pp``.
+            experts: the rows of routed experts, for ``ep``.
+            attention: how ``cp`` computes attention by default; empty for by heads.
+            wide_routing: whether the routing weights stay in float32.
         """
-        named = dict(parameters)
+        parameters_by_name = dict(parameters)
         return cls(
-            shapes={name: tuple(item.shape) for name, item in named.items()},
+            shapes={name: tuple(parameter.shape) for name, parameter in parameters_by_name.items()},
             layers=tuple(layers),
             ties=tuple(tuple(names) for names in ties),
-            frozen=frozenset(name for name, item in named.items() if not item.requires_grad),
+            frozen=frozenset(name for name, parameter in parameters_by_name.items() if not parameter.requires_grad),
             table=table,
             layer_graph=layer_graph,
             experts=tuple(experts),
@@ -107,76 +107,80 @@ class ModelParts:
         return sum(math.prod(self.shapes[name]) for name in self.trained(self.shapes))
 
     def positions(self, layout: Layout) -> Iterator[tuple[dict[str, int], RankWeights]]:
-        """Yields what ranks hold, by place along ``pp`` and ``tp``; of those that hold other experts, the most.
+        """Yields the weights of a rank by its indices along ``pp`` and ``tp``; along ``ep`` of the fullest rank.
 
         Raises:
-            PlanError: when what the layout needs to know of the model wasn't given.
+            PlanError: when the layout needs a table of the model that wasn't given.
         """
         return Places(self, layout).positions()
 
     def held_by(self, layout: Layout, rank: int) -> tuple[RankWeights, int, int]:
-        """Returns what a rank holds, its index among the ranks of its shards, and among those of its experts'."""
+        """Returns (weights of a rank, its index among the ranks of its shards, the same for its experts' shards)."""
         return Places(self, layout).held_by(rank)
 
     def first_names(self) -> dict[str, str]:
-        """Returns the first of its names, for each name of a tied weight."""
+        """Returns the canonical (first) name of each name of a tied weight."""
         return {name: names[0] for names in self.ties for name in names}
 
     def trained(self, names: Iterable[str]) -> list[str]:
-        """Returns, of names, those that are trained, and of tied ones the first that is there."""
-        first, found = self.first_names(), dict[str, str]()
+        """Returns the names that are trained, without further names of a tied weight."""
+        canonical_names, names_by_canonical = self.first_names(), dict[str, str]()
         for name in names:
             if name not in self.frozen:
-                found.setdefault(first.get(name, name), name)
-        return list(found.values())
+                names_by_canonical.setdefault(canonical_names.get(name, name), name)
+        return list(names_by_canonical.values())
 
 
 class Places:
-    """What each place of a layout holds of a model.
+    """The weights of a model that each rank of a layout holds, by indices along ``pp``, ``tp`` and ``ep``.
 
     Args:
-        model: its parts.
-        layout: which sizes are asked for.
+        model: names, shapes and tables.
+        layout: the degrees.
     """
 
     def __init__(self, model: ModelParts, layout: Layout) -> None:
         self._model, self._layout = model, layout
-        self._spread: set[str] = set()
+        self._expert_parameters: set[str] = set()
         if layout.degree(Mechanics.EXPERTS) > 1:
-            self._spread = {f"{rows.module}.{key}" for rows in model.experts for key in rows.parameters}
-        self._by_stage = self._divided()
+            self._expert_parameters = {f"{rows.module}.{key}" for rows in model.experts for key in rows.parameters}
+        self._by_stage = self._names_by_stage()
         self._local: dict[tuple[int, int], dict[str, Shape]] = {}
 
     def positions(self) -> Iterator[tuple[dict[str, int], RankWeights]]:
-        """See `ModelParts.positions`."""
+        """Yields (indices along ``pp`` and ``tp``, weights of the fullest such rank along ``ep``)."""
         layout = self._layout
         for stage in range(layout.degree(Mechanics.STAGES)):
-            for index in range(layout.degree(Mechanics.MATRICES)):
-                place = {layout.axis(Mechanics.STAGES): stage, layout.axis(Mechanics.MATRICES): index}
-                most = max(sorted(self._expert_places(index)), key=self._expert_count)
-                yield {name: at for name, at in place.items() if layout.degree(name) > 1}, self.held(stage, index, most)
+            for tp_index in range(layout.degree(Mechanics.MATRICES)):
+                axis_indices = {layout.axis(Mechanics.STAGES): stage, layout.axis(Mechanics.MATRICES): tp_index}
+                fullest_expert_index = max(sorted(self._expert_indices(tp_index)), key=self._local_expert_rows)
+                yield (
+                    {name: axis_index for name, axis_index in axis_indices.items() if layout.degree(name) > 1},
+                    self.held(stage, tp_index, fullest_expert_index),
+                )
 
     def held_by(self, rank: int) -> tuple[RankWeights, int, int]:
-        """See `ModelParts.held_by`."""
+        """Returns (weights of a rank, its index among the ranks of its shards, the same for its experts' shards)."""
         layout = self._layout
-        place = coordinates(rank, layout.degrees)
-        spot = carved_index(layout.axis(Mechanics.EXPERTS), rank, layout.degrees)
-        behind, index = divmod(spot, layout.degree(Mechanics.EXPERTS))
-        stage, part = place[layout.axis(Mechanics.STAGES)], place[layout.axis(Mechanics.MATRICES)]
+        axis_indices = coordinates(rank, layout.degrees)
+        carved_position = carved_index(layout.axis(Mechanics.EXPERTS), rank, layout.degrees)
+        expert_shard_index, expert_index = divmod(carved_position, layout.degree(Mechanics.EXPERTS))
+        stage, tp_index = axis_indices[layout.axis(Mechanics.STAGES)], axis_indices[layout.axis(Mechanics.MATRICES)]
         shard = state_index(rank, layout.degrees, layout.zero)
-        return self.held(stage, part, index), shard, behind if layout.zero else 0
+        return self.held(stage, tp_index, expert_index), shard, expert_shard_index if layout.zero else 0
 
     def held(self, pp: int, tp: int, ep: int) -> RankWeights:
-        """Returns what the ranks of one place along three axes hold."""
-        layout, local, first = self._layout, self._shapes(tp, ep), self._model.first_names()
-        seen: set[str] = set()
+        """Returns the weights of the ranks with these indices along ``pp``, ``tp`` and ``ep``."""
+        layout, local_shapes, canonical_names = self._layout, self._local_shapes(tp, ep), self._model.first_names()
+        seen_names: set[str] = set()
         twins: list[tuple[int, int]] = []
         stages = []
         for names in self._by_stage[pp]:
-            firsts = {name: first.get(name, name) for name in names}
-            twins += [_rows(local[name]) for name in names if firsts[name] in seen]
-            seen |= set(firsts.values())
-            stages.append(self._stage(names, local))
+            # A second stage of this rank may hold a tied weight again: its masters count once (`twins`).
+            canonical_of = {name: canonical_names.get(name, name) for name in names}
+            twins += [_rows_and_columns(local_shapes[name]) for name in names if canonical_of[name] in seen_names]
+            seen_names |= set(canonical_of.values())
+            stages.append(self._stage_weights(names, local_shapes))
         return RankWeights(
             stages=tuple(stages),
             shards=layout.state_shards,
@@ -185,87 +189,91 @@ class Places:
         )
 
     def stages(self, pp: int) -> list[list[str]]:
-        """Returns the names that each stage trains of those at one place along ``pp``."""
+        """Returns the trained names of each stage at an index along ``pp``."""
         return self._by_stage[pp]
 
     def shapes(self, tp: int, ep: int) -> Mapping[str, Shape]:
-        """Returns the shapes of what one place along ``tp`` and ``ep`` holds of each weight."""
-        return self._shapes(tp, ep)
+        """Returns the shape of each weight on the ranks with these indices along ``tp`` and ``ep``."""
+        return self._local_shapes(tp, ep)
 
     def held_stage(self, names: Sequence[str], tp: int, ep: int) -> StageWeights:
-        """Returns some weights of one stage as what a rank holds of them."""
-        return self._stage(names, self._shapes(tp, ep))
+        """Returns the local sizes of a stage's weights on the ranks with these indices along ``tp`` and ``ep``."""
+        return self._stage_weights(names, self._local_shapes(tp, ep))
 
-    def _divided(self) -> list[list[list[str]]]:
-        """For each place along ``pp``, for each stage that it runs, the names that the stage trains."""
+    def _names_by_stage(self) -> list[list[list[str]]]:
+        """Returns the trained names of each stage, by index along ``pp``."""
         model, layout = self._model, self._layout
         if layout.degree(Mechanics.STAGES) == 1:
             return [[model.trained(model.shapes)]]
         schedule = layout.pipeline()
-        held = held_names(_spine(model, layout), list(model.shapes), stage_bounds(model, layout), model.ties)
-        stages = [model.trained(name for name in model.shapes if name in names) for names in held]
+        names_of_stages = held_names(
+            _require_layer_graph(model, layout), list(model.shapes), stage_bounds(model, layout), model.ties
+        )
+        stages = [model.trained(name for name in model.shapes if name in names) for names in names_of_stages]
         return [
-            [stages[number] for number in schedule.rank_stages(at)] for at in range(layout.degree(Mechanics.STAGES))
+            [stages[stage] for stage in schedule.rank_stages(pp_index)]
+            for pp_index in range(layout.degree(Mechanics.STAGES))
         ]
 
-    def _stage(self, names: Sequence[str], local: Mapping[str, Shape]) -> StageWeights:
+    def _stage_weights(self, names: Sequence[str], local_shapes: Mapping[str, Shape]) -> StageWeights:
         layers: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
             layer: ([], []) for layer in self._model.layers
         }
-        rest = []
+        outside_layers = []
         for name in names:
-            layer = _owner(name, layers)
+            layer = _layer_of(name, layers)
             if layer is None:
-                rest.append(_rows(local[name]))
+                outside_layers.append(_rows_and_columns(local_shapes[name]))
             else:
-                layers[layer][name in self._spread].append(_rows(local[name]))
-        held = [(own, experts) for own, experts in layers.values() if own or experts]
+                layers[layer][name in self._expert_parameters].append(_rows_and_columns(local_shapes[name]))
+        nonempty_layers = [(own, experts) for own, experts in layers.values() if own or experts]
         return StageWeights(
-            rest=tuple(rest),
-            layers=tuple(LayerWeights(own=tuple(own), experts=tuple(experts)) for own, experts in held),
+            outside_layers=tuple(outside_layers),
+            layers=tuple(LayerWeights(own=tuple(own), experts=tuple(experts)) for own, experts in nonempty_layers),
         )
 
-    def _shapes(self, tp: int, ep: int) -> dict[str, Shape]:
-        """Shapes of what one place along ``tp`` and ``ep`` holds of each weight."""
+    def _local_shapes(self, tp: int, ep: int) -> dict[str, Shape]:
+        """Returns the shape of each weight on the ranks with these indices, cached."""
         if (tp, ep) not in self._local:
-            local = dict(self._model.shapes)
+            local_shapes = dict(self._model.shapes)
             if self._layout.degree(Mechanics.MATRICES) > 1:
-                self._cut(local, tp)
-            for rows in self._model.experts if self._spread else ():
-                first, last = rows.span(ep, self._layout.degree(Mechanics.EXPERTS))
+                self._split_over_tp(local_shapes, tp)
+            for rows in self._model.experts if self._expert_parameters else ():
+                start, stop = rows.span(ep, self._layout.degree(Mechanics.EXPERTS))
                 for name in (f"{rows.module}.{key}" for key in rows.parameters):
-                    local[name] = _resized(local[name], 0, last - first)
-            self._local[tp, ep] = local
+                    local_shapes[name] = _resized(local_shapes[name], 0, stop - start)
+            self._local[tp, ep] = local_shapes
         return self._local[tp, ep]
 
-    def _cut(self, local: dict[str, Shape], tp: int) -> None:
+    def _split_over_tp(self, local_shapes: dict[str, Shape], tp: int) -> None:
+        """Narrows ``local_shapes`` in place to the rows or columns of an index along ``tp``."""
         table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
         if table is None:
             raise PlanError(f"tp={degree}: its bytes follow from the model's sharding table, which wasn't read")
         for layer, split, shares, group in table.splits(degree):
             name = f"{layer}.{split.name}"
-            if name in local and (group.column_linears or not self._spread):
+            if name in local_shapes and (group.column_linears or not self._expert_parameters):
                 size = sum(stop - start for start, stop in split.spans(*shares[tp], group.units))
-                local[name] = _resized(local[name], split.dim, size)
+                local_shapes[name] = _resized(local_shapes[name], split.dim, size)
         start, stop = vocabulary_span(table.vocab, degree, tp)
-        first = self._model.first_names()
-        cut = {
-            first.get(name, name)
-            for name, shape in local.items()
+        canonical_names = self._model.first_names()
+        split_vocabulary = {
+            canonical_names.get(name, name)
+            for name, shape in local_shapes.items()
             if name.rpartition(".")[0] in table.vocabulary and shape[:1] == (table.vocab,)
         }
-        for name in [name for name in local if first.get(name, name) in cut]:
-            local[name] = _resized(local[name], 0, stop - start)
+        for name in [name for name in local_shapes if canonical_names.get(name, name) in split_vocabulary]:
+            local_shapes[name] = _resized(local_shapes[name], 0, stop - start)
 
-    def _expert_places(self, tp: int) -> set[int]:
-        """Indices along ``ep`` that ranks of one place along ``tp`` have."""
+    def _expert_indices(self, tp: int) -> set[int]:
+        """Returns the indices along ``ep`` of the ranks with an index along ``tp``."""
         layout = self._layout
-        block = known_axes()[layout.axis(Mechanics.EXPERTS)].carves
-        parts, experts = layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.EXPERTS)
-        before = math.prod(layout.degree(name) for name in block) // parts
-        return {(spot * parts + tp) % experts for spot in range(before)}
+        carved_axes = known_axes()[layout.axis(Mechanics.EXPERTS)].carves
+        tp_degree, ep_degree = layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.EXPERTS)
+        row_count = math.prod(layout.degree(name) for name in carved_axes) // tp_degree
+        return {(row * tp_degree + tp) % ep_degree for row in range(row_count)}
 
-    def _expert_count(self, index: int) -> int:
+    def _local_expert_rows(self, index: int) -> int:
         spans = [rows.span(index, self._layout.degree(Mechanics.EXPERTS)) for rows in self._model.experts]
         return sum(stop - start for start, stop in spans)
 
@@ -277,10 +285,10 @@ def stage_bounds(model: ModelParts, layout: Layout) -> tuple[int, ...]:
         PlanError: when the model can't be cut so.
     """
     sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
-    return divide(_spine(model, layout), sizes, model.ties, layout.pipeline().stages, layout.split)
+    return divide(_require_layer_graph(model, layout), sizes, model.ties, layout.pipeline().stages, layout.split)
 
 
-def _spine(model: ModelParts, layout: Layout) -> LayerGraph:
+def _require_layer_graph(model: ModelParts, layout: Layout) -> LayerGraph:
     if model.layer_graph is None:
         raise PlanError(
             f"{layout.written(Mechanics.STAGES)}: its bytes follow from the model's layer graph, which wasn't read"
@@ -288,15 +296,15 @@ def _spine(model: ModelParts, layout: Layout) -> LayerGraph:
     return model.layer_graph
 
 
-def _owner(name: str, layers: Mapping[str, object]) -> str | None:
-    """The layer that a weight lies in, None for none."""
+def _layer_of(name: str, layers: Mapping[str, object]) -> str | None:
+    """Returns the layer of a weight; None outside of all layers."""
     path = name.rpartition(".")[0]
     while path and path not in layers:
         path = path.rpartition(".")[0]
     return path or None
 
 
-def _rows(shape: Shape) -> tuple[int, int]:
+def _rows_and_columns(shape: Shape) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 

@@ -1,8 +1,8 @@
-"""A price as the treaty has it: in the words in which the runtime measures, so that the two stand side by side."""
+"""Turns a price into a `Prediction`: the quantities that the runtime measures, so that the two can be compared."""
 
 from __future__ import annotations
 
-from meshwright.planner.choose import AFTER, Candidate, Choice, Question
+from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, priced
 from meshwright.planner.memory import ModelParts, StateSizes
@@ -13,41 +13,41 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 
 
-def prediction(question: Question, one: Candidate, sizes: StateSizes | ModelParts) -> Prediction:
-    """Returns what a layout is expected to take.
+def prediction(question: Question, candidate: Candidate, sizes: StateSizes | ModelParts) -> Prediction:
+    """Returns a layout's predicted memory, time and traffic.
 
-    State is priced exactly, by the runtime's own accounts; what else a rank holds, time and traffic by the cost model.
+    Model state is exact; other memory, time and traffic are the cost model's.
 
     Args:
         question: what was planned.
-        one: the layout with its price, as `priced` has it.
+        candidate: the layout, priced by `priced`.
         sizes: of the model's state.
     """
-    state = predict(one.layout, sizes)
-    price, micro = one.price, one.layout.microbatches
-    rest = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
+    state = predict(candidate.layout, sizes)
+    price, microbatches = candidate.price, candidate.layout.microbatches
+    other_memory = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
     parts = {"optimizer": price.parts["optimizer"], "reduce": price.parts["reduce"]}
-    if one.layout.offload == "optimizer":  # its copies are part of the update, as it is measured
+    if candidate.layout.offload == "optimizer":  # its copies are part of the update, as it is measured
         parts["optimizer"] += price.parts["offload"]
-    if one.layout.degree(Mechanics.STAGES) > 1:
-        after = sum(price.parts[name] for name in AFTER)
-        parts["pipeline"] = price.step_s - after
+    if candidate.layout.degree(Mechanics.STAGES) > 1:
+        after_pipeline_s = sum(price.parts[name] for name in AFTER_PIPELINE)
+        parts["pipeline"] = price.step_s - after_pipeline_s
     else:
         (stage,) = price.stages
-        parts["forward"], parts["backward"] = micro * stage.forward_s, micro * stage.backward_s
+        parts["forward"], parts["backward"] = microbatches * stage.forward_s, microbatches * stage.backward_s
     return Prediction(
-        memory={**state.memory, **rest},
+        memory={**state.memory, **other_memory},
         formula=state.formula,
         step_s=price.step_s,
         parts=parts,
-        traffic=_traffic(question, one.layout, sizes),
+        traffic=_traffic(question, candidate.layout, sizes),
         host=int(price.host),
-        learned=question.lesson.of(one.layout),
+        learned=question.lesson.of(candidate.layout),
     )
 
 
 def _traffic(question: Question, layout: Layout, sizes: StateSizes | ModelParts) -> dict[str, int]:
-    """Bytes that rank 0 sends in a step, by axis; none where only numbers of weights are known."""
+    """Returns bytes that rank 0 sends in a step, by axis; empty where only counts of parameters are known."""
     if not isinstance(sizes, ModelParts):
         return {}
     return step_collectives(question.job, layout, sizes).sent()
@@ -55,26 +55,30 @@ def _traffic(question: Question, layout: Layout, sizes: StateSizes | ModelParts)
 
 def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelParts, measure: Measure) -> Plan:
     """Returns the plan for a layout that the user named, priced like any other."""
-    one = priced(question, layout, measure)
+    candidate = priced(question, layout, measure)
     ranks = question.cluster.devices
-    return Plan(layout=layout, prediction=prediction(question, one, sizes), ranks=ranks, reason=named(layout))
+    return Plan(layout=layout, prediction=prediction(question, candidate, sizes), ranks=ranks, reason=named(layout))
 
 
 def chosen_plan(question: Question, choice: Choice, at: int, sizes: StateSizes | ModelParts) -> Plan:
-    """Returns the plan for one of the best.
+    """Returns the plan for one of a choice's best layouts.
 
     Args:
         question: what was planned.
         choice: the answer.
-        at: which of its best is taken: the first that the model allows.
+        at: index of the layout in `Choice.best`: the first that the model allows.
         sizes: of the model's state.
     """
-    one = choice.best[at]
-    others = {str(other.layout): against(other, one, question.same) for other in choice.best if other is not one}
+    candidate = choice.best[at]
+    rejected = {
+        str(finalist.layout): against(finalist, candidate, question.same)
+        for finalist in choice.best
+        if finalist is not candidate
+    }
     return Plan(
-        layout=one.layout,
-        prediction=prediction(question, one, sizes),
+        layout=candidate.layout,
+        prediction=prediction(question, candidate, sizes),
         ranks=question.cluster.devices,
         reason=reason(question, choice),
-        rejected=others,
+        rejected=rejected,
     )

@@ -1,4 +1,4 @@
-"""What a rank holds of the model's state before the data axes shard it, as numbers."""
+"""Sizes of the weights that a rank holds before the data axes shard them."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ Tensors = tuple[tuple[int, int], ...]
 
 
 def elements(tensors: Tensors) -> int:
-    """Returns the number of elements of weights that are held whole."""
+    """Returns the number of elements of unsharded weights."""
     return sum(rows * columns for rows, columns in tensors)
 
 
 def shard_elements(tensors: Tensors, shards: int, index: int = 0) -> int:
-    """Returns the elements that one of ``shards`` ranks holds when each weight's rows are dealt out in runs.
+    """Returns the elements that one of ``shards`` ranks holds when each weight is sharded by rows (FSDP2, dim 0).
 
-    Runs are rows / shards, rounded up; the first rank holds most, and the last ones may hold none.
+    A shard has rows / shards, rounded up; the first rank holds most, and the last ones may hold none.
     """
-    held = 0
+    total = 0
     for rows, columns in tensors:
-        run = -(-rows // shards)
-        held += (min(rows, (index + 1) * run) - min(rows, index * run)) * columns
-    return held
+        rows_per_shard = -(-rows // shards)
+        total += (min(rows, (index + 1) * rows_per_shard) - min(rows, index * rows_per_shard)) * columns
+    return total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """What a rank holds of one layer."""
+    """Weights of one layer that a rank holds."""
 
     own: Tensors
-    """All but what is in `experts`."""
+    """All weights but `experts`."""
     experts: Tensors = ()
-    """Experts that ``ep`` spreads: their shards lie on other ranks than those of the rest."""
+    """Experts that ``ep`` spreads; other ranks shard them than shard the layer's other weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageWeights:
-    """What a rank holds of one stage."""
+    """Weights of one stage that a rank holds."""
 
-    rest: Tensors
-    """Outside of the layers."""
+    outside_layers: Tensors
+    """Weights outside of the layers: embedding, last norm, head."""
     layers: tuple[LayerWeights, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWeights:
-    """What a rank holds before the data axes shard it."""
+    """Weights that a rank holds before the data axes shard them."""
 
     stages: tuple[StageWeights, ...]
-    """One without a pipeline."""
+    """Its stages; one without a pipeline."""
     shards: int
-    """Ranks that share the shards of all but the experts."""
+    """Ranks that shard all weights but the experts."""
     expert_shards: int = 1
-    """Ranks that share the shards of the experts that ``ep`` spreads."""
+    """Ranks that shard the experts that ``ep`` spreads."""
     twins: Tensors = ()
-    """Of `stages`, tied weights that another stage of the same rank holds too; they are trained once."""
+    """Tied weights of `stages` that another stage of the same rank holds too; they have one master."""
 
     @property
     def own(self) -> Tensors:
         """All weights but the experts that ``ep`` spreads."""
-        parts = ((stage.rest, *(layer.own for layer in stage.layers)) for stage in self.stages)
-        return tuple(item for stage in parts for part in stage for item in part)
+        tensors_by_stage = ((stage.outside_layers, *(layer.own for layer in stage.layers)) for stage in self.stages)
+        return tuple(tensor for stage in tensors_by_stage for tensors in stage for tensor in tensors)
 
     @property
     def experts(self) -> Tensors:
         """The experts that ``ep`` spreads."""
-        return tuple(item for stage in self.stages for layer in stage.layers for item in layer.experts)
+        return tuple(tensor for stage in self.stages for layer in stage.layers for tensor in layer.experts)
 
     @property
     def elements(self) -> int:
-        """Number of all."""
+        """Number of elements of all weights."""
         return elements(self.own) + elements(self.experts)

@@ -1,4 +1,4 @@
-"""What runs on a machine took against what was priced: a file of lines, and the factor that it teaches."""
+"""Measured against priced times of a machine's runs: a file of JSON lines, and correction factors from it."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 
 NAME = "runs.jsonl"
-"""Of the file, beside the calibrations."""
-LAST = 40
-"""Newest runs of a machine that count."""
-NEWEST = 3
-"""Newest runs with the same axes that count for these."""
-LEAST = 3
-"""Runs from which a factor is believed: of a machine, and of some axes on it. One is enough that was timed beside the
-machine's pace."""
-WILD = 8.0
-"""A run this much slower or faster than priced was disturbed, and teaches nothing."""
+"""File name, beside the calibrations."""
+MAX_RUNS = 40
+"""Newest runs of a machine that count for its factor."""
+MAX_RUNS_OF_AXES = 3
+"""Newest runs with the same axes that count for the factor of these."""
+MIN_RUNS = 3
+"""Least runs for a factor of a machine, and of some axes on it; a single run is enough if corrected for the machine's
+pace."""
+OUTLIER_RATIO = 8.0
+"""A run slower or faster than priced by this factor was disturbed, and is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """What runs on a machine taught."""
+    """Correction factors from earlier runs on a machine."""
 
     factor: float = 1.0
-    """Measured over priced seconds of a step, the median."""
+    """Median of measured over priced seconds of a step."""
     runs: int = 0
-    """How many it rests on."""
+    """Number of runs behind it."""
     by_axes: Mapping[str, float] = field(default_factory=dict)
-    """The same for runs whose layouts use some axes, as ``shard+tp``."""
+    """The same for runs whose layouts use the same axes, as ``shard+tp``."""
 
     def of(self, layout: Layout) -> float:
-        """Returns what a layout takes over its price: as runs with its axes took, else as the worst of them alone."""
-        used = axes_of(layout)
-        if used in self.by_axes:
-            return self.by_axes[used]
-        known = [self.by_axes[axis] for axis in used.split("+") if axis in self.by_axes]
-        return max(known) if known else self.factor
+        """Returns a layout's factor: of its axes, else the largest of any of them alone, else of all runs."""
+        axes = axes_of(layout)
+        if axes in self.by_axes:
+            return self.by_axes[axes]
+        factors = [self.by_axes[axis] for axis in axes.split("+") if axis in self.by_axes]
+        return max(factors) if factors else self.factor
 
     @property
     def note(self) -> str:
-        """For people; empty where nothing was learned."""
+        """A sentence for the user; empty without runs."""
         if not self.runs:
             return ""
-        took = f"{self.runs} earlier runs here took {self.factor:.2f} times what was priced"
-        return f"{took}; plans of runs are scaled by what those with the same axes took"
+        sentence = f"{self.runs} earlier runs here took {self.factor:.2f} times what was priced"
+        return f"{sentence}; plans of runs are scaled by what those with the same axes took"
 
 
 def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
-    """Adds a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``.
+    """Appends a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``.
 
-    ``paced`` says that it was corrected for the machine's speed at the moment.
+    ``paced`` in the row marks a time that was corrected for the machine's pace during the run.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -68,9 +68,9 @@ def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
 
 
 def learn(path: Path, machine: str) -> RunHistory:
-    """Returns what the last runs on a machine teach; lines that can't be read are passed over.
+    """Returns the factors of a machine's newest runs; unreadable lines are ignored.
 
-    So are runs that other figures price than the most: compiled, with state in host memory, in float64.
+    So are runs whose price rests on other figures: compiled, with state in host memory, in float64.
     """
     ratios: list[tuple[str, float, bool]] = []
     try:
@@ -84,34 +84,36 @@ def learn(path: Path, machine: str) -> RunHistory:
             layout = Layout.parse(str(row["layout"]))
         except (ValueError, KeyError, TypeError, ZeroDivisionError, PlanError):
             continue
-        plain = not layout.compile and layout.offload == "none" and layout.precision != "float64"
-        if plain and row.get("machine") == machine and 1 / WILD < ratio < WILD:
+        is_comparable = not layout.compile and layout.offload == "none" and layout.precision != "float64"
+        if is_comparable and row.get("machine") == machine and 1 / OUTLIER_RATIO < ratio < OUTLIER_RATIO:
             ratios.append((axes_of(layout), math.log(ratio), bool(row.get("paced"))))
-    ratios = ratios[-LAST:]
-    if not _believed([paced for *_, paced in ratios]):
+    ratios = ratios[-MAX_RUNS:]
+    if not _is_enough([paced for *_, paced in ratios]):
         return RunHistory()
-    grouped: dict[str, list[tuple[float, bool]]] = {}
-    for used, log, paced in ratios:
-        grouped.setdefault(used, []).append((log, paced))
+    rows_by_axes: dict[str, list[tuple[float, bool]]] = {}
+    for axes, log_ratio, paced in ratios:
+        rows_by_axes.setdefault(axes, []).append((log_ratio, paced))
     by_axes = {
-        used: math.exp(median(log for log, _ in rows[-NEWEST:]))
-        for used, rows in grouped.items()
-        if _believed([paced for _, paced in rows])
+        axes: math.exp(median(log_ratio for log_ratio, _ in rows[-MAX_RUNS_OF_AXES:]))
+        for axes, rows in rows_by_axes.items()
+        if _is_enough([paced for _, paced in rows])
     }
-    return RunHistory(factor=math.exp(median(log for _, log, _ in ratios)), runs=len(ratios), by_axes=by_axes)
+    return RunHistory(
+        factor=math.exp(median(log_ratio for _, log_ratio, _ in ratios)), runs=len(ratios), by_axes=by_axes
+    )
 
 
-def _believed(paced: Sequence[bool]) -> bool:
-    """Whether so many runs, paced or not, are enough."""
-    return any(paced) or len(paced) >= LEAST
+def _is_enough(paced: Sequence[bool]) -> bool:
+    """Whether these runs are enough for a factor; each entry says whether a run was corrected for pace."""
+    return any(paced) or len(paced) >= MIN_RUNS
 
 
 def axes_of(layout: Layout) -> str:
-    """Returns the axes that a layout uses, as ``shard3+tp``: what the runtime does beside the operators goes by them.
+    """Returns the axes that a layout uses, as ``shard3+tp``: the runtime's overhead depends on them.
 
-    ZeRO 3 gathers for each layer, and counts as an axis of its own.
+    ZeRO-3 counts as an axis of its own, because it gathers for each layer.
     """
-    named = [name for name, degree in layout.degrees.items() if degree > 1]
+    used_axes = [name for name, degree in layout.degrees.items() if degree > 1]
     return "+".join(
-        sorted(f"{name}3" if layout.zero == 3 and name in row_axes(Holds.SHARD) else name for name in named)
+        sorted(f"{name}3" if layout.zero == 3 and name in row_axes(Holds.SHARD) else name for name in used_axes)
     )

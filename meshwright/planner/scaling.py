@@ -1,4 +1,4 @@
-"""How the best plan changes with the number of devices: where more stop paying, which of those left are worth it."""
+"""Plans for several numbers of devices: where more devices stop paying, and which of those left are worth using."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.planner.choose import Candidate, Choice, Question, choose, chose
 from meshwright.planner.search import SearchResult
 from meshwright.planner.space import divisors
 
-IDLE = 1 / 16
-"""Share of the devices that may stand idle when nodes were lost."""
+MAX_IDLE_SHARE = 1 / 16
+"""Largest share of the devices that may stay idle after nodes were lost."""
 KNEE = 0.8
-"""Share of its part that a doubling of the devices must bring: 1.6 times the tokens a second for twice the devices."""
+"""Least efficiency of a growth step relative to the one before: 1.6 times the tokens a second for twice the devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,98 +25,100 @@ class Point:
 
     devices: int
     best: Candidate | None
-    """None where nothing fits or can be."""
+    """None where no layout exists or fits."""
     why: str = ""
-    """Why nothing does."""
+    """The reason for that."""
     efficiency: float = 0.0
-    """Tokens a second and device over those of the smallest number that works."""
+    """Tokens a second and device, relative to the smallest number of devices with a plan."""
 
 
 def sizes(text: str, available: int) -> list[int]:
-    """Reads ``8..512`` as 8, 16, ... 512; ``8,24,64`` as itself.
+    """Parses ``8..512`` to 8, 16, ... 512, and ``8,24,64`` to these three.
 
     Raises:
-        PlanError: for anything else, or more devices than there are.
+        PlanError: for any other text, or for more devices than ``available``.
     """
-    first, dots, last = text.partition("..")
+    smallest, range_dots, largest = text.partition("..")
     try:
-        if dots:
-            found, top = [int(first)], int(last)
-            while found[-1] * 2 <= top:
-                found.append(found[-1] * 2)
+        if range_dots:
+            counts, largest_count = [int(smallest)], int(largest)
+            while counts[-1] * 2 <= largest_count:
+                counts.append(counts[-1] * 2)
         else:
-            found = [int(part) for part in text.split(",")]
+            counts = [int(item) for item in text.split(",")]
     except ValueError:
         raise PlanError(f"--devices {text}: write a number, 8..512, or 8,24,64") from None
-    if min(found) < 1 or (dots and int(last) < int(first)):
+    if min(counts) < 1 or (range_dots and int(largest) < int(smallest)):
         raise PlanError(f"--devices {text}: numbers of devices go up from 1")
-    if max(found) > available:
+    if max(counts) > available:
         raise PlanError(f"--devices {text}: the cluster has {available}; name a larger one with --cluster")
-    return found
+    return counts
 
 
 def curve(question: Question, counts: list[int]) -> list[Point]:
-    """Returns the best plan for each number of devices, with the same batch."""
+    """Returns the best plan for each number of devices, with the batch unchanged (strong scaling)."""
     points: list[Point] = []
     for count in counts:
-        part = dataclasses.replace(question, cluster=question.cluster.restricted(count))
+        smaller = dataclasses.replace(question, cluster=question.cluster.restricted(count))
         try:
-            points.append(Point(devices=count, best=choose(part, 1).best[0]))
+            points.append(Point(devices=count, best=choose(smaller, 1).best[0]))
         except PlanError as error:
             points.append(Point(devices=count, best=None, why=str(error)))
-    first = next((point for point in points if point.best), None)
-    if first is None or first.best is None:
+    baseline = next((point for point in points if point.best), None)
+    if baseline is None or baseline.best is None:
         return points
-    alone = first.best.tokens_per_s / first.devices
+    baseline_rate = baseline.best.tokens_per_s / baseline.devices
     return [
-        dataclasses.replace(point, efficiency=point.best.tokens_per_s / point.devices / alone if point.best else 0.0)
+        dataclasses.replace(
+            point, efficiency=point.best.tokens_per_s / point.devices / baseline_rate if point.best else 0.0
+        )
         for point in points
     ]
 
 
 def knee(points: list[Point]) -> int | None:
-    """Returns the last number of devices up to which every growth brought `KNEE` of its part; None where all did."""
-    works = [point for point in points if point.best]
-    for before, after in itertools.pairwise(works):
-        if after.efficiency < before.efficiency * KNEE:
-            return before.devices
+    """Returns the last number of devices before efficiency falls by more than `KNEE` allows; None if it never does."""
+    feasible = [point for point in points if point.best]
+    for smaller, larger in itertools.pairwise(feasible):
+        if larger.efficiency < smaller.efficiency * KNEE:
+            return smaller.devices
     return None
 
 
 def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:
-    """Returns the best plan on what is left of a cluster, and the question with the devices that it uses.
+    """Returns the best plan on the remaining devices of a cluster, and the question with the devices that it uses.
 
     Degrees must divide devices, rows and layers, so a plan for a few nodes fewer may be faster than the best for all
     that are left: up to `IDLE` of them are left out where it is.
 
     Args:
-        question: its cluster is what is left.
+        question: its cluster has the remaining devices.
         show: most layouts in the answer.
 
     Raises:
         PlanError: when no such number of devices has a layout that fits.
     """
     best: tuple[Question, SearchResult] | None = None
-    under = np.inf
-    for part in _parts(question):
+    limit_s = np.inf
+    for smaller in _smaller_questions(question):
         try:
-            found = searched(part, under)
+            result = searched(smaller, limit_s)
         except PlanError:
             continue
-        if found.best is None:
+        if result.best is None:
             continue
-        step_s = float(found.best[1].step_s[0])
-        if best is None or step_s * (1 + question.same) < under:
-            best, under = (part, found), step_s * (1 + question.same)
+        step_s = float(result.best[1].step_s[0])
+        if best is None or step_s * (1 + question.same) < limit_s:
+            best, limit_s = (smaller, result), step_s * (1 + question.same)
     if best is None:
         return question, choose(question, show)
     return best[0], chosen(*best, show)
 
 
-def _parts(question: Question) -> list[Question]:
-    """The question for each number of devices that may do, whole nodes: those with the most divisors first."""
+def _smaller_questions(question: Question) -> list[Question]:
+    """Returns the question for each allowed number of full nodes, those with the most divisors first."""
     cluster = question.cluster
-    node = cluster.groups[0].node.count
-    counts = range(cluster.devices, max(0, int(cluster.devices * (1 - IDLE)) - 1), -node)
+    node_devices = cluster.groups[0].node.count
+    counts = range(cluster.devices, max(0, int(cluster.devices * (1 - MAX_IDLE_SHARE)) - 1), -node_devices)
     ordered = sorted(counts, key=lambda count: (-len(divisors(count)), -count))
     return [dataclasses.replace(question, cluster=cluster.restricted(count)) for count in ordered]

@@ -1,12 +1,11 @@
-"""Finds the fastest layouts that fit: all of the space, in order of a bound that never drops the best.
+"""Searches a space for the fastest layouts that fit, best bound first (branch and bound); the result is exact.
 
-Every core is priced once in its fastest form, which is a bound on all of its variants: nothing recomputed, and no
-traffic between data ranks. Cores are then expanded from the lowest bound on, until the bound of the next one is above
-the time of the last that is kept. What was skipped can't be among those.
+Every core is priced once without recompute and without traffic between data ranks: a lower bound on the time of all
+of its variants. Cores are expanded by rising bound, until the next bound is above the slowest layout that is kept.
 
-State in host memory makes a layout slower, so it pays only where the layout doesn't fit without and all that do are
-slower. It is looked for afterwards: among cores whose bound, with the least that an update in host memory takes, is
-under the best time so far, and there among the variants that don't fit otherwise.
+State in host memory slows a layout down, so it pays only where the layout doesn't fit without, and everything that
+fits is slower. A second pass searches these variants: its bounds include the least time of an update in host memory,
+and it starts from the best time of the first pass.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from meshwright.planner.cost.price import piped_many, price_many
 from meshwright.planner.cost.prices import Prices
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants
 
-CHECKED = 4000
-"""Cores of which it is looked at a time whether anything fits."""
-BATCH = 200
-"""Cores that are expanded at a time."""
+FEASIBILITY_BATCH = 4000
+"""Cores whose feasibility is checked at once."""
+EXPANSION_BATCH = 200
+"""Cores that are expanded and priced at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """What a search found."""
+    """The best layouts of a search, and how many it considered, priced and refused."""
 
     best: tuple[LayoutBatch, Prices] | None
-    """Layouts that were priced and fit, fastest first, with their prices; None where none fits."""
+    """Layouts that fit, fastest first, with their prices; None where none fits."""
     considered: int
     """Layouts of the space."""
     priced: int
-    """Of these, how many were priced; the others' bound was above the last that is kept."""
+    """Of these, how many were priced; the others were pruned by their bound."""
     too_large: int
     """Of the priced, how many don't fit."""
     leanest: tuple[LayoutBatch, Prices] | None
-    """Of those that don't fit, the one that takes least; None where none was refused."""
+    """Of those that don't fit, the one with the lowest peak memory; None where none was refused."""
     took_s: float
     """Seconds of the search."""
 
@@ -60,70 +59,73 @@ def search(
     engine: FrameworkProfile,
     memory_bytes: float,
     keep: int = 200,
-    kept: ActivationBytes | None = None,
+    activations: ActivationBytes | None = None,
     under: float = np.inf,
 ) -> SearchResult:
-    """Returns the best layouts that fit, exactly: no layout of the space that isn't among them is faster.
+    """Returns the fastest layouts that fit: no other layout of the space is faster.
 
-    Layouts that offload are among them only where they are faster than the best that doesn't.
+    Layouts that offload are among them only where they beat the best that doesn't.
 
     Args:
         job: model and batch.
-        space: what may be chosen.
-        machine: devices and wires.
-        engine: the runtime's options.
-        memory_bytes: that each device has for it.
-        keep: how many of the best are returned.
-        kept: activations as the modules keep them.
-        under: seconds above which no layout is wanted.
+        space: the bounds.
+        machine: devices and links.
+        engine: the runtime's profile.
+        memory_bytes: that a layout may fill on each device.
+        keep: number of layouts to return.
+        activations: bytes that the model's modules keep; None for the closed form.
+        under: seconds a step that the layouts may not exceed.
 
     Raises:
-        PlanError: when nothing in the space exists.
+        PlanError: when the space is empty.
     """
-    began = time.perf_counter()
-    every = cores(job, space)
-    pool = _Pool(keep, under)
-    bounds = piped_many(job, lightest(space, every), machine, engine)
+    started_s = time.perf_counter()
+    all_cores = cores(job, space)
+    pool = _BestLayouts(keep, under)
+    bounds = piped_many(job, lightest(space, all_cores), machine, engine)
     modes = offloads(space, machine)
     if not modes:
         raise PlanError(f"offload={space.offloads[0]}: the devices have no host memory for it; leave offload out")
-    for at, group in enumerate(_groups(modes)):
-        pool.limit_to_faster(at > 0)
-        _Look(job, space, machine, engine, memory_bytes, kept, pool, group, first=at == 0).through(every, bounds)
+    for group_index, group in enumerate(_offload_groups(modes)):
+        is_first = group_index == 0
+        if not is_first:
+            pool.keep_only_faster_than_best()
+        search_pass = _SearchPass(job, space, machine, engine, memory_bytes, activations, pool, group, is_first)
+        search_pass.run(all_cores, bounds)
     return SearchResult(
-        best=_best(pool.found, keep),
-        considered=count(job, space, every) * len(modes),
+        best=_merge_best(pool.best_batches, keep),
+        considered=count(job, space, all_cores) * len(modes),
         priced=pool.priced,
         too_large=pool.refused,
-        leanest=pool.lean or min(pool.forms, key=lambda lean: float(lean[1].peak[0]), default=None),
-        took_s=time.perf_counter() - began,
+        leanest=pool.leanest_refused or min(pool.leanest_forms, key=lambda form: float(form[1].peak[0]), default=None),
+        took_s=time.perf_counter() - started_s,
     )
 
 
 def offloads(space: Space, machine: Machine) -> list[str]:
-    """Returns what may lie in host memory on a machine, nothing first."""
+    """Returns the offload modes that a machine allows, "none" first."""
     return [mode for mode in space.offloads if mode == "none" or machine.host is not None]
 
 
-def _groups(modes: list[str]) -> list[tuple[str, ...]]:
-    """What is looked for at once: nothing in host memory first, then everything that may be."""
-    rest = tuple(mode for mode in modes if mode != "none")
-    return [group for group in (("none",) * ("none" in modes), rest) if group]
+def _offload_groups(modes: list[str]) -> list[tuple[str, ...]]:
+    """Returns the offload modes of each search pass: "none" alone, then all others together."""
+    offloading = tuple(mode for mode in modes if mode != "none")
+    return [group for group in (("none",) * ("none" in modes), offloading) if group]
 
 
-class _Look:
-    """A look through the space with parts of the state in host memory, or none.
+class _SearchPass:
+    """One pass through the space, with some offload modes.
 
     Args:
         job: model and batch.
-        space: what may be chosen.
-        machine: devices and wires.
-        engine: the runtime's options.
-        memory_bytes: that each device has.
-        kept: activations as the modules keep them.
-        pool: takes what is found.
-        offloads: which part: one of these.
-        first: nothing was looked for before; else what fits without is known, and goes before.
+        space: the bounds.
+        machine: devices and links.
+        engine: the runtime's profile.
+        memory_bytes: that a layout may fill on each device.
+        activations: bytes that the model's modules keep; None for the closed form.
+        pool: collects the best layouts of all passes.
+        offloads: modes of this pass.
+        is_first: False skips layouts that fit without offload: the pass before covered them.
     """
 
     def __init__(
@@ -133,197 +135,210 @@ class _Look:
         machine: Machine,
         engine: FrameworkProfile,
         memory_bytes: float,
-        kept: ActivationBytes | None,
-        pool: _Pool,
+        activations: ActivationBytes | None,
+        pool: _BestLayouts,
         offloads: tuple[str, ...],
-        first: bool,
+        is_first: bool,
     ) -> None:
         self._job, self._space, self._machine, self._engine = job, space, machine, engine
-        self._memory_bytes, self._kept, self._pool, self._offloads = memory_bytes, kept, pool, offloads
-        self._first = first
+        self._memory_bytes, self._activations, self._pool = memory_bytes, activations, pool
+        self._offloads, self._is_first = offloads, is_first
         self._host_bytes = HOST_USABLE * machine.host.memory_bytes if machine.host is not None else 0.0
 
-    def through(self, every: np.ndarray, bounds: Array) -> None:
-        """Offers the pool all layouts that may be among the best.
+    def run(self, all_cores: np.ndarray, bounds: Array) -> None:
+        """Prices all layouts that may be among the best, and adds them to the pool.
 
         Args:
-            every: (n, 7) rows of `cores`.
-            bounds: seconds that no variant of each is under.
+            all_cores: (n, 7) float64, rows of `cores`.
+            bounds: (n,) float64, a lower bound on each core's seconds a step.
         """
         pool = self._pool
         if self._offloads != ("none",):
-            bounds = bounds + self._updated_s(self._space.devices)
-        for degrees in self._nearest(every, bounds):
+            bounds = bounds + self._host_update_s(self._space.devices)
+        for batch in self._promising_variants(all_cores, bounds):
             limit = pool.limit
-            some = self._partly(degrees, self._offer(degrees), limit)
-            if some is not None:
-                self._offer(some)
+            partly_recomputed = self._partial_recompute_variants(batch, self._price_and_offer(batch), limit)
+            if partly_recomputed is not None:
+                self._price_and_offer(partly_recomputed)
 
-    def _fits(self, degrees: LayoutBatch, columns: Mapping[str, Array]) -> Array:
-        """Which layouts fit, and wouldn't without what they offload."""
-        more = extra_bytes(columns["activations"], degrees, self._kept, self._engine)
-        fits = columns["peak"] + more <= self._memory_bytes
+    def _fits(self, batch: LayoutBatch, columns: Mapping[str, Array]) -> Array:
+        """Returns (N,) bool: the layouts that fit, and in a second pass wouldn't fit without offload."""
+        correction_bytes = extra_bytes(columns["activations"], batch, self._activations, self._engine)
+        fits = columns["peak"] + correction_bytes <= self._memory_bytes
         if self._offloads != ("none",):
             fits &= columns["host"] <= self._host_bytes
-        if not self._first:
-            fits &= columns["whole"] + more > self._memory_bytes
+        if not self._is_first:
+            fits &= columns["whole"] + correction_bytes > self._memory_bytes
         return np.asarray(fits)
 
-    def _offer(self, degrees: LayoutBatch) -> Prices:
-        job, machine, engine, kept = self._job, self._machine, self._engine, self._kept
-        prices = price_many(job, degrees, machine, engine, self._fits)
-        prices = adjusted(prices, degrees, kept, engine)
-        self._pool.take(degrees, prices, self._first)
+    def _price_and_offer(self, batch: LayoutBatch) -> Prices:
+        job, machine, engine, activations = self._job, self._machine, self._engine, self._activations
+        prices = price_many(job, batch, machine, engine, self._fits)
+        prices = adjusted(prices, batch, activations, engine)
+        self._pool.take(batch, prices, self._is_first)
         return prices
 
-    def _nearest(self, every: np.ndarray, bounds: Array) -> Iterator[LayoutBatch]:
-        """Yields variants of the cores that may fit, lowest bounds first, until the next is above the pool's limit."""
+    def _promising_variants(self, all_cores: np.ndarray, bounds: Array) -> Iterator[LayoutBatch]:
+        """Yields the variants of feasible cores by rising bound, until the next bound is above the pool's limit."""
         pool = self._pool
         order = np.argsort(bounds, kind="stable")
-        for start in range(0, len(every), CHECKED):
-            near = order[start : start + CHECKED]
+        # The limit falls while batches are priced, so it is read again before each of them.
+        for start in range(0, len(all_cores), FEASIBILITY_BATCH):
+            near = order[start : start + FEASIBILITY_BATCH]
             near = near[bounds[near] <= pool.limit]
             if not len(near):
                 return
-            near = near[self._hopeful(every[near])]
-            for at in range(0, len(near), BATCH):
-                if bounds[near[at]] > pool.limit:
+            near = near[self._select_feasible_cores(all_cores[near])]
+            for offset in range(0, len(near), EXPANSION_BATCH):
+                if bounds[near[offset]] > pool.limit:
                     return
-                degrees = self._expanded(every[near[at : at + BATCH]], bounds[near[at : at + BATCH]])
-                if degrees.count:
-                    yield degrees
+                chunk = near[offset : offset + EXPANSION_BATCH]
+                batch = self._expand_below_limit(all_cores[chunk], bounds[chunk])
+                if batch.count:
+                    yield batch
 
-    def _expanded(self, rows: np.ndarray, bounds: Array) -> LayoutBatch:
-        """Variants of some cores; of those that offload, the ones that their update doesn't put above the limit."""
+    def _expand_below_limit(self, core_rows: np.ndarray, bounds: Array) -> LayoutBatch:
+        """Returns variants of cores (m, 7) whose bound with their own update in host memory is under the limit."""
         job, space = self._job, self._space
-        degrees = expand(job, space, rows, self._offloads)
+        batch = expand(job, space, core_rows, self._offloads)
         if self._offloads == ("none",):
-            return degrees
-        counts = [len(variants(job, space, core)) for core in rows]
-        cores_s = np.tile(np.repeat(bounds, counts), len(self._offloads)) - self._updated_s(space.devices)
-        sharing = degrees.pp * degrees.tp * degrees.cp * degrees.shard
-        return degrees.take(cores_s + self._updated_s(sharing) <= self._pool.limit)
+            return batch
+        variant_counts = [len(variants(job, space, core)) for core in core_rows]
+        # The bounds hold the update of parameters that all devices share; fewer ranks may share those of a variant.
+        bounds = bounds - self._host_update_s(space.devices)
+        core_bounds_s = np.tile(np.repeat(bounds, variant_counts), len(self._offloads))
+        sharing_ranks = batch.pp * batch.tp * batch.cp * batch.shard
+        return batch.take(core_bounds_s + self._host_update_s(sharing_ranks) <= self._pool.limit)
 
-    def _updated_s(self, ranks: Any) -> Any:
-        """Seconds that an update in host memory takes at least, where so many ranks share the parameters."""
+    def _host_update_s(self, ranks: Any) -> Any:
+        """Returns the least seconds of an update in host memory that ``ranks``, scalar or (N,), share."""
         host = self._machine.host
         assert host is not None
         trained = 0 if self._job.adapters else self._job.shape.parameters
         return least_seconds(trained, ranks, host, wide_bytes(self._job.precision))
 
-    def _hopeful(self, rows: np.ndarray) -> np.ndarray:
-        """Returns of which cores some variant may fit, by their leanest forms; keeps the leanest of all."""
-        degrees = leanest(self._job, self._space, rows, self._offloads)
+    def _select_feasible_cores(self, core_rows: np.ndarray) -> np.ndarray:
+        """Returns (m,) bool: the cores of which some variant fits, by their leanest forms.
 
-        def never(some: LayoutBatch, columns: Mapping[str, Array]) -> Array:
-            return np.zeros(some.count, dtype=bool)
+        Records the leanest form of all for the message of a search that finds nothing.
+        """
+        batch = leanest(self._job, self._space, core_rows, self._offloads)
 
-        prices = price_many(self._job, degrees, self._machine, self._engine, never)
-        if self._first:
-            self._pool.forms.append(_picked(degrees, prices, np.array([int(np.argmin(prices.peak))])))
-        more = extra_bytes(prices.memory["activations"], degrees, self._kept, self._engine)
-        fits = (prices.peak + more <= self._memory_bytes) & (prices.host <= self._host_bytes)
-        return np.asarray(fits.reshape(-1, len(rows)).any(axis=0))
+        def fits_nowhere(batch: LayoutBatch, memory: Mapping[str, Array]) -> Array:
+            return np.zeros(batch.count, dtype=bool)
 
-    def _partly(self, degrees: LayoutBatch, prices: Prices, limit: float) -> LayoutBatch | None:
-        """Where nothing recomputed doesn't fit and all of it does: the fewest layers that have to, and one more.
+        # No form counts as feasible, so only memory is priced, not time.
+        prices = price_many(self._job, batch, self._machine, self._engine, fits_nowhere)
+        if self._is_first:
+            self._pool.leanest_forms.append(_select(batch, prices, np.array([int(np.argmin(prices.peak))])))
+        correction_bytes = extra_bytes(prices.memory["activations"], batch, self._activations, self._engine)
+        fits = (prices.peak + correction_bytes <= self._memory_bytes) & (prices.host <= self._host_bytes)
+        return np.asarray(fits.reshape(-1, len(core_rows)).any(axis=0))
 
-        None for nowhere.
+    def _partial_recompute_variants(self, batch: LayoutBatch, prices: Prices, limit: float) -> LayoutBatch | None:
+        """Returns variants with the fewest recomputed layers that fit, and with one more; None where there are none.
 
-        Time rises and memory falls in proportion to the layers that recompute, so the fewest that fit are the fastest.
-        The time of what doesn't fit isn't known; where it is 0, nothing is dropped by it.
+        They come from variants that fit with every layer recomputed but not with none. Time rises and memory falls in
+        proportion to the recomputed layers, so the fewest that fit are the fastest. Variants that don't fit have no
+        time (0), so the limit prunes none of them.
         """
         space, memory_bytes = self._space, self._memory_bytes
         modes, layers = len(space.recomputes), len(self._job.shape.blocks)
         if space.recomputes[0] != "none" or modes < 2:
             return None
-        several = np.flatnonzero(~splits(degrees.schedule))
-        peak, step = prices.peak[several].reshape(-1, modes), prices.step_s[several].reshape(-1, modes)
-        rows, shares = [], []
+        eligible = np.flatnonzero(~splits(batch.schedule))
+        # `expand` lists the recompute modes of a variant in a row: (variants, modes).
+        peak_bytes = prices.peak[eligible].reshape(-1, modes)
+        step_s = prices.step_s[eligible].reshape(-1, modes)
+        variant_indices, shares = [], []
         for mode in range(1, modes):
-            open_ = (peak[:, 0] > memory_bytes) & (peak[:, mode] <= memory_bytes) & (step[:, 0] <= limit)
-            at = np.flatnonzero(open_)
-            spared = np.maximum(peak[at, 0] - peak[at, mode], 1.0)
-            least = np.ceil((peak[at, 0] - memory_bytes) / spared * layers)
+            needs_some = (
+                (peak_bytes[:, 0] > memory_bytes) & (peak_bytes[:, mode] <= memory_bytes) & (step_s[:, 0] <= limit)
+            )
+            rows = np.flatnonzero(needs_some)
+            saved_bytes = np.maximum(peak_bytes[rows, 0] - peak_bytes[rows, mode], 1.0)
+            fewest_layers = np.ceil((peak_bytes[rows, 0] - memory_bytes) / saved_bytes * layers)
             # What is recomputed at a time is held either way, so in between a little more may be held than on the line.
-            for number in (least, least + 1):
-                some = number < layers
-                rows.append(several[at[some] * modes + mode])
-                shares.append(number[some] / layers)
-        index = np.concatenate(rows)
-        if not len(index):
+            for recomputed_layers in (fewest_layers, fewest_layers + 1):
+                is_partial = recomputed_layers < layers
+                variant_indices.append(eligible[rows[is_partial] * modes + mode])
+                shares.append(recomputed_layers[is_partial] / layers)
+        chosen = np.concatenate(variant_indices)
+        if not len(chosen):
             return None
-        return dataclasses.replace(degrees.take(index), recompute_share=np.concatenate(shares))
+        return dataclasses.replace(batch.take(chosen), recompute_share=np.concatenate(shares))
 
 
-class _Pool:
-    """The best layouts so far.
+class _BestLayouts:
+    """The best layouts of a search so far.
 
     Args:
-        keep: how many are kept.
-        under: seconds above which none is taken.
+        keep: how many layouts are kept.
+        under: seconds above which no layout is kept.
     """
 
     def __init__(self, keep: int, under: float) -> None:
         self._keep, self._under = keep, under
         self._times = np.empty(0)
-        self.found: list[tuple[LayoutBatch, Prices]] = []
+        self.best_batches: list[tuple[LayoutBatch, Prices]] = []
         self.priced = self.refused = 0
-        self.lean: tuple[LayoutBatch, Prices] | None = None
-        self.forms: list[tuple[LayoutBatch, Prices]] = []
+        self.leanest_refused: tuple[LayoutBatch, Prices] | None = None
+        self.leanest_forms: list[tuple[LayoutBatch, Prices]] = []
 
     @property
     def limit(self) -> float:
-        """Seconds above which nothing is taken any more."""
+        """Seconds above which no further layout is kept."""
         return float(self._times[self._keep - 1]) if len(self._times) >= self._keep else self._under
 
-    def limit_to_faster(self, whether: bool) -> None:
-        """From here on takes only what is faster than the best so far, if ``whether``."""
-        if whether and len(self._times):
+    def keep_only_faster_than_best(self) -> None:
+        """Limits further layouts to those faster than the best so far."""
+        if len(self._times):
             self._under = min(self._under, float(self._times[0]))
             self._times = self._times[:0]
 
-    def take(self, degrees: LayoutBatch, prices: Prices, first: bool) -> None:
-        """Keeps those of the layouts that fit, of which alone the time is known, and are among the best.
+    def take(self, batch: LayoutBatch, prices: Prices, is_first: bool) -> None:
+        """Keeps the layouts that fit and are among the best; only layouts that fit have a time.
 
         Args:
-            degrees: the layouts.
-            prices: of them.
-            first: what doesn't fit counts as refused; else it may fit otherwise.
+            batch: N layouts.
+            prices: of the N layouts.
+            is_first: layouts that don't fit count as refused; in a second pass they fit without offload.
         """
         fits = prices.step_s > 0
-        self.priced += degrees.count if first else int(fits.sum())
-        self.refused += int((~fits).sum()) if first else 0
-        least = int(np.argmin(prices.peak))
-        if first and (self.lean is None or prices.peak[least] < self.lean[1].peak[0]):
-            self.lean = _picked(degrees, prices, np.array([least]))
-        good = np.flatnonzero(fits & (prices.step_s <= self.limit))
-        good = good[np.argsort(prices.step_s[good], kind="stable")[: self._keep]]
-        if len(good):
-            self.found.append(_picked(degrees, prices, good))
-            self._times = np.sort(np.concatenate([self._times, prices.step_s[good]]))[: self._keep]
+        self.priced += batch.count if is_first else int(fits.sum())
+        self.refused += int((~fits).sum()) if is_first else 0
+        lowest = int(np.argmin(prices.peak))
+        if is_first and (self.leanest_refused is None or prices.peak[lowest] < self.leanest_refused[1].peak[0]):
+            self.leanest_refused = _select(batch, prices, np.array([lowest]))
+        kept_rows = np.flatnonzero(fits & (prices.step_s <= self.limit))
+        kept_rows = kept_rows[np.argsort(prices.step_s[kept_rows], kind="stable")[: self._keep]]
+        if len(kept_rows):
+            self.best_batches.append(_select(batch, prices, kept_rows))
+            self._times = np.sort(np.concatenate([self._times, prices.step_s[kept_rows]]))[: self._keep]
 
 
-def _picked(degrees: LayoutBatch, prices: Prices, index: np.ndarray) -> tuple[LayoutBatch, Prices]:
-    return degrees.take(index), prices.part(index)
+def _select(batch: LayoutBatch, prices: Prices, index: np.ndarray) -> tuple[LayoutBatch, Prices]:
+    return batch.take(index), prices.part(index)
 
 
-def _each(pieces: list[Prices], made: Callable[[list[np.ndarray]], np.ndarray]) -> Prices:
-    """Makes each array of prices out of those of several."""
+def _concatenate_prices(price_chunks: list[Prices], concatenate: Callable[[list[np.ndarray]], np.ndarray]) -> Prices:
+    """Concatenates every array of several prices."""
     fields: dict[str, Any] = {}
     for name in Prices.__dataclass_fields__:
-        first = getattr(pieces[0], name)
-        if isinstance(first, Mapping):
-            fields[name] = {key: made([getattr(one, name)[key] for one in pieces]) for key in first}
+        sample = getattr(price_chunks[0], name)
+        if isinstance(sample, Mapping):
+            fields[name] = {key: concatenate([getattr(chunk, name)[key] for chunk in price_chunks]) for key in sample}
         else:
-            fields[name] = made([getattr(one, name) for one in pieces])
+            fields[name] = concatenate([getattr(chunk, name) for chunk in price_chunks])
     return Prices(**fields)
 
 
-def _best(kept: list[tuple[LayoutBatch, Prices]], keep: int) -> tuple[LayoutBatch, Prices] | None:
-    if not kept:
+def _merge_best(chunks: list[tuple[LayoutBatch, Prices]], limit: int) -> tuple[LayoutBatch, Prices] | None:
+    if not chunks:
         return None
-    arrays: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one, _ in kept]) for name in array_fields()}
-    prices = _each([prices for _, prices in kept], np.concatenate)
-    order = np.argsort(prices.step_s, kind="stable")[:keep]
-    return _picked(LayoutBatch(**arrays), prices, order)
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(batch, name) for batch, _ in chunks]) for name in array_fields()
+    }
+    prices = _concatenate_prices([prices for _, prices in chunks], np.concatenate)
+    order = np.argsort(prices.step_s, kind="stable")[:limit]
+    return _select(LayoutBatch(**arrays), prices, order)

@@ -1,7 +1,7 @@
-"""Which layouts there are to choose from: every degree, schedule and micro-batch that model, batch and runtime allow.
+"""Enumerates the layouts to choose from: every degree, schedule and micro-batch that model, batch and runtime allow.
 
-A layout is enumerated in two steps, so that a bound can drop most of the second: a *core* says how the model is cut
-and scheduled; its *variants* say how the ranks that read other rows share the state, and what is recomputed.
+The enumeration has two steps, so that a bound can prune most of the second: a *core* fixes how the model is cut and
+scheduled, its *variants* how the data ranks share the state and what is recomputed.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.spec.layout_choices import Recompute
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
-"""Columns of a core."""
+"""Columns of a core, in the order of a row of `cores`."""
 VARIANT = (COPIES, SHARDS, "zero", "recompute")
-"""Columns that its variants add."""
+"""Columns that a core's variants add."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What may be chosen; every field is a bound that can be told to a user."""
+    """The bounds of a search; every field can be reported to a user."""
 
     devices: int
     """Ranks, all of them used."""
     domain: int
     """Devices within which tp stays: a node, or a fast domain of several."""
     fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Degrees that are given, by axis."""
+    """Degrees that the user fixed, by axis."""
     levels: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO levels."""
     schedules: tuple[str, ...] = dataclasses.field(default_factory=searched_schedules)
-    """Of pipelines."""
+    """Names of the pipeline schedules."""
     chunks: int = 8
-    """Most stages of a rank."""
+    """Most stages of a rank, where the schedule sets no limit."""
     recomputes: tuple[str, ...] = ("none", "selective", "full")
     """What layers recompute."""
     sequence: bool = True
-    """Whether tp splits the tokens between the parts that it divides, which holds less for the same traffic."""
+    """Whether tp also splits tokens outside its linears (sequence parallelism): less memory for the same traffic."""
     axes: tuple[str, ...] = dataclasses.field(default_factory=lambda: tuple(known_axes()))
-    """Axes that may be used. Of several that cost the same the first is, and the others where they are given."""
+    """Axes that may be used. Of several with the same cost only the first is searched, the others where fixed."""
     offloads: tuple[str, ...] = OFFLOADS
-    """What may lie in host memory; looked at are those that could be faster than all without."""
+    """State that may lie in host memory; searched only where it could beat every layout without."""
 
     def given(self, column: str) -> int | None:
-        """Returns the product of the degrees that are given of a column's axes; None where none is."""
-        found = [self.fixed[name] for name in self.fixed if name in known_axes() and column_of(name) == column]
-        return math.prod(found) if found else None
+        """Returns the product of the fixed degrees of a column's axes; None where no axis of it is fixed."""
+        fixed_degrees = [self.fixed[name] for name in self.fixed if name in known_axes() and column_of(name) == column]
+        return math.prod(fixed_degrees) if fixed_degrees else None
 
     def allows(self, column: str) -> bool:
         """Whether some axis of a column may be used."""
@@ -72,10 +72,8 @@ class Space:
         return any(columns.get(name) == column for name in self.axes)
 
     def recomputes_under(self, schedule: str) -> tuple[str, ...]:
-        """Returns what layers may recompute under a schedule: nothing where it splits the backward.
-
-        Layers that recompute run their backward whole (`Layout.unsplit`), and the schedule would gain nothing.
-        """
+        """Returns the recompute modes that a schedule allows: only "none" where it splits the backward."""
+        # Layers that recompute run their backward in one piece (`Layout.unsplit`), so the split would gain nothing.
         if known_schedules()[schedule].splits_backward:
             return tuple(mode for mode in self.recomputes if mode == "none")
         return self.recomputes
@@ -88,71 +86,74 @@ def divisors(number: int) -> list[int]:
 
 
 def cores(job: PricedJob, space: Space) -> np.ndarray:
-    """Returns every core as a row of (pp, cp, tp, ep, micro-batches, schedule, stages of a rank).
+    """Returns every core as a row of `CORE`, (n, 7) float64.
 
     Raises:
-        PlanError: when there is none; says which rule leaves none.
+        PlanError: when no core exists; the message names the rule that excludes all.
     """
-    found: list[tuple[int, ...]] = []
-    orders: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for pp, cp, tp in _degrees(job, space):
-        data = space.devices // (pp * cp * tp)
+    core_rows: list[tuple[int, ...]] = []
+    tails_of: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for pp, cp, tp in _core_degrees(job, space):
+        readers = space.devices // (pp * cp * tp)
         tails = []
-        for micro in _microbatches(job, space, data):
-            if (pp, micro) not in orders:
-                orders[pp, micro] = [(micro, *order) for order in _orders(job, space, pp, micro)]
-            tails += orders[pp, micro]
-        for ep in _experts(job, space, data, cp, tp):
-            found += [(pp, cp, tp, ep, *tail) for tail in tails]
-    if not found:
-        raise PlanError(_why_none(job, space))
-    return np.array(found, dtype=float)
+        for microbatches in _microbatch_counts(job, space, readers):
+            if (pp, microbatches) not in tails_of:
+                tails_of[pp, microbatches] = [
+                    (microbatches, *pair) for pair in _schedule_stages(job, space, pp, microbatches)
+                ]
+            tails += tails_of[pp, microbatches]
+        for ep in _expert_degrees(job, space, readers, cp, tp):
+            core_rows += [(pp, cp, tp, ep, *tail) for tail in tails]
+    if not core_rows:
+        raise PlanError(_no_layout_message(job, space))
+    return np.array(core_rows, dtype=float)
 
 
-def _degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]]:
-    shape, every = job.shape, divisors(space.devices)
+def _core_degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]]:
+    """Yields every (pp, cp, tp) that divides devices, heads, tokens and layers."""
+    shape, all_sizes = job.shape, divisors(space.devices)
     heads = min(block.heads for block in shape.blocks if block.heads) if any(b.heads for b in shape.blocks) else 0
-    for tp in _allowed("tp", every, space):
+    for tp in _allowed_degrees("tp", all_sizes, space):
         if tp > space.domain or (tp > 1 and space.given("tp") is None and heads and heads % tp):
             continue
-        for cp in _allowed("cp", every, space):
-            parts = tp * cp * (2 if cp > 1 else 1)
-            if (tp * cp > 1 and job.sequence % parts) or space.devices % (tp * cp):
+        for cp in _allowed_degrees("cp", all_sizes, space):
+            chunks = tp * cp * (2 if cp > 1 else 1)
+            if (tp * cp > 1 and job.sequence % chunks) or space.devices % (tp * cp):
                 continue
-            for pp in _allowed("pp", every, space):
+            for pp in _allowed_degrees("pp", all_sizes, space):
                 if pp <= len(shape.blocks) and space.devices % (tp * cp * pp) == 0:
                     yield pp, cp, tp
 
 
-def _allowed(column: str, every: Sequence[int], space: Space) -> list[int]:
-    given = space.given(column)
-    if given is not None:
-        return [given]
-    return list(every) if space.allows(column) else [1]
+def _allowed_degrees(column: str, all_sizes: Sequence[int], space: Space) -> list[int]:
+    fixed_degree = space.given(column)
+    if fixed_degree is not None:
+        return [fixed_degree]
+    return list(all_sizes) if space.allows(column) else [1]
 
 
-def _experts(job: PricedJob, space: Space, data: int, cp: int, tp: int) -> list[int]:
-    """Degrees of ep: it spreads the experts over ranks of shard, cp and tp, of which shard may be all of data."""
+def _expert_degrees(job: PricedJob, space: Space, readers: int, cp: int, tp: int) -> list[int]:
+    """Degrees of ep, which spreads the experts over shard x cp x tp; shard may be all of the readers."""
     experts = job.shape.experts
     if not experts:
         return [1]
-    room = data * cp * tp
-    options = _allowed("ep", divisors(experts), space)
-    return [ep for ep in options if room % ep == 0 and experts % ep == 0]
+    ranks = readers * cp * tp
+    candidates = _allowed_degrees("ep", divisors(experts), space)
+    return [ep for ep in candidates if ranks % ep == 0 and experts % ep == 0]
 
 
-def _microbatches(job: PricedJob, space: Space, data: int) -> list[int]:
-    copies, every_copy, shards, every_shard = _given_rows(tuple(space.fixed.items()))
-    if job.rows % data or data % (every_copy * every_shard) or (copies and shards and data != copies * shards):
+def _microbatch_counts(job: PricedJob, space: Space, readers: int) -> list[int]:
+    copies, copy_unit, shards, shard_unit = _fixed_copies_and_shards(tuple(space.fixed.items()))
+    if job.rows % readers or readers % (copy_unit * shard_unit) or (copies and shards and readers != copies * shards):
         return []
     if "microbatches" in space.fixed:
-        micro = space.fixed["microbatches"]
-        return [micro] if (job.rows // data) % micro == 0 else []
-    return divisors(job.rows // data)
+        microbatches = space.fixed["microbatches"]
+        return [microbatches] if (job.rows // readers) % microbatches == 0 else []
+    return divisors(job.rows // readers)
 
 
-def _orders(job: PricedJob, space: Space, pp: int, micro: int) -> Iterator[tuple[int, int]]:
-    """(code of the schedule, stages of a rank)."""
+def _schedule_stages(job: PricedJob, space: Space, pp: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """Yields (index into `schedule_names`, stages of a rank)."""
     if pp == 1:
         yield 0, 1
         return
@@ -161,236 +162,238 @@ def _orders(job: PricedJob, space: Space, pp: int, micro: int) -> Iterator[tuple
         if not space.recomputes_under(name):
             continue
         spec = known_schedules()[name]
-        most = spec.most_stages or space.chunks
-        for chunks in range(spec.least_stages, most + 1):
-            if pp * chunks > len(job.shape.blocks) or (chunks > 1 and spec.least_stages == 1):
+        max_stages = spec.most_stages or space.chunks
+        for stages_per_rank in range(spec.least_stages, max_stages + 1):
+            if pp * stages_per_rank > len(job.shape.blocks) or (stages_per_rank > 1 and spec.least_stages == 1):
                 break
-            if len(job.shape.blocks) % (pp * chunks) and chunks > 2:
+            if len(job.shape.blocks) % (pp * stages_per_rank) and stages_per_rank > 2:
                 continue
             try:
-                spec.check(pp, chunks, micro)
+                spec.check(pp, stages_per_rank, microbatches)
             except PlanError:
                 continue
-            yield codes[name], chunks
+            yield codes[name], stages_per_rank
 
 
 def variants(job: PricedJob, space: Space, core: Sequence[float]) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns (replicate, shard, ZeRO level, recompute) of every variant of a core."""
+    """Returns (replicate, shard, ZeRO level, index into `RECOMPUTES`) of every variant of a core, a row of `cores`."""
     pp, cp, tp, ep = (int(value) for value in core[:4])
-    data = space.devices // (pp * cp * tp)
-    given = _given_rows(tuple(space.fixed.items()))
-    if given[2:] == (0, 1) and not space.allows(SHARDS):
-        given = (*given[:2], 1, 1)
-    names = space.recomputes_under(schedule_names()[int(core[5])])
-    modes = tuple(RECOMPUTES.index(mode) for mode in names)
-    return _variants(data, cp * tp, ep, job.shape.experts, given, space.levels, modes)
+    readers = space.devices // (pp * cp * tp)
+    fixed_rows = _fixed_copies_and_shards(tuple(space.fixed.items()))
+    if fixed_rows[2:] == (0, 1) and not space.allows(SHARDS):
+        fixed_rows = (*fixed_rows[:2], 1, 1)
+    mode_names = space.recomputes_under(schedule_names()[int(core[5])])
+    modes = tuple(RECOMPUTES.index(mode) for mode in mode_names)
+    return _cached_variants(readers, cp * tp, ep, job.shape.experts, fixed_rows, space.levels, modes)
 
 
 @lru_cache(maxsize=64)
-def _given_rows(fixed: tuple[tuple[str, int], ...]) -> tuple[int, int, int, int]:
-    """What is given of copies, 0 where their first axis is free, and what divides them; the same of shards."""
-    found: list[int] = []
+def _fixed_copies_and_shards(fixed: tuple[tuple[str, int], ...]) -> tuple[int, int, int, int]:
+    """Returns (copies, copy unit, shards, shard unit) by the fixed axes.
+
+    A count is 0 where the column's first axis is free; then it is any multiple of the unit.
+    """
+    degrees: list[int] = []
     for column in (COPIES, SHARDS):
-        names = [name for name, other in priced_columns().items() if other == column]
+        names = [name for name, priced_column in priced_columns().items() if priced_column == column]
         product = math.prod(degree for name, degree in fixed if name in names)
-        found += [product if names[0] in dict(fixed) else 0, product]
-    return found[0], found[1], found[2], found[3]
+        degrees += [product if names[0] in dict(fixed) else 0, product]
+    return degrees[0], degrees[1], degrees[2], degrees[3]
 
 
 @lru_cache(maxsize=1 << 14)
-def _variants(
-    data: int,
+def _cached_variants(
+    readers: int,
     block: int,
     ep: int,
     experts: int,
-    given: tuple[int, int, int, int],
+    fixed_rows: tuple[int, int, int, int],
     levels: tuple[int, ...],
     modes: tuple[int, ...],
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Variants of cores with ``data`` readers of ``block`` ranks each; ``given`` is of `_given_rows`."""
-    copies, every_copy, shards, every_shard = given
-    found: list[tuple[int, int, int, int]] = []
-    for shard in divisors(data):
-        if shards not in (0, shard) or copies not in (0, data // shard) or (shard * block) % ep:
+    """Variants of cores with ``readers`` readers; ``fixed_rows`` is of `_fixed_copies_and_shards`."""
+    copies, copy_unit, shards, shard_unit = fixed_rows
+    variant_rows: list[tuple[int, int, int, int]] = []
+    for shard in divisors(readers):
+        if shards not in (0, shard) or copies not in (0, readers // shard) or (shard * block) % ep:
             continue
-        if shard % every_shard or data // shard % every_copy:
+        if shard % shard_unit or readers // shard % copy_unit:
             continue
-        if experts and not _experts_shard(experts, shard, block, ep):
+        if experts and not _experts_can_shard(experts, shard, block, ep):
             continue
-        found += [
-            (data // shard, shard, level, mode) for level in levels if (level > 0) == (shard > 1) for mode in modes
+        variant_rows += [
+            (readers // shard, shard, level, mode) for level in levels if (level > 0) == (shard > 1) for mode in modes
         ]
-    return tuple(found)
+    return tuple(variant_rows)
 
 
-def _experts_shard(experts: int, shard: int, block: int, ep: int) -> bool:
-    """Whether the experts of a rank can be dealt out over the ranks of their shards, at least one each.
+def _experts_can_shard(experts: int, shard: int, block: int, ep: int) -> bool:
+    """Whether each rank that shards a rank's experts gets at least one.
 
-    Shards are rows of a weight, and an experts' weight has a row for each: with more ranks than rows most would hold
-    nothing, and gather as if all held as much as the fullest.
+    An experts' weight has one row an expert; with more ranks than rows most shards would be padding.
     """
-    ranks = shard * block // ep if ep > 1 else shard
-    return shard == 1 or ranks <= max(1, experts // ep)
+    sharing_ranks = shard * block // ep if ep > 1 else shard
+    return shard == 1 or sharing_ranks <= max(1, experts // ep)
 
 
-def families(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns runs of cores with the same degrees, whose variants share the state alike: a core of each, their lengths.
-
-    Args:
-        chosen: (n, 7) rows of `cores`.
-    """
-    starts = np.flatnonzero(np.append(True, (chosen[1:, :4] != chosen[:-1, :4]).any(axis=1))[: len(chosen)])
-    return chosen[starts], np.diff(np.append(starts, len(chosen)))
+def families(core_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Groups consecutive cores of ``core_rows`` (n, 7) by degrees: ((m, 7) first core, (m,) length) of each run."""
+    starts = np.flatnonzero(np.append(True, (core_rows[1:, :4] != core_rows[:-1, :4]).any(axis=1))[: len(core_rows)])
+    return core_rows[starts], np.diff(np.append(starts, len(core_rows)))
 
 
-def count(job: PricedJob, space: Space, every: np.ndarray) -> int:
-    """Returns the number of layouts that have one of some cores.
+def count(job: PricedJob, space: Space, core_rows: np.ndarray) -> int:
+    """Returns the number of layouts of some cores.
 
     Args:
         job: model and batch.
-        space: what may be chosen.
-        every: (n, 7) rows of `cores`.
+        space: the bounds.
+        core_rows: (n, 7) float64, rows of `cores`.
     """
-    firsts, lengths = families(every)
-    halved = np.add.reduceat(splits(every[:, CORE.index("schedule")]), np.cumsum(lengths) - lengths, dtype=int)
-    found, nothing = 0, int("none" in space.recomputes)
-    for core, length, some in zip(firsts, lengths.tolist(), halved.tolist()):
+    family_cores, lengths = families(core_rows)
+    halved = np.add.reduceat(splits(core_rows[:, CORE.index("schedule")]), np.cumsum(lengths) - lengths, dtype=int)
+    # A core whose schedule splits the backward has one recompute mode, the others of its family have all.
+    total, none_modes = 0, int("none" in space.recomputes)
+    for core, length, halved_count in zip(family_cores, lengths.tolist(), halved.tolist()):
         modes = len(space.recomputes_under(schedule_names()[int(core[CORE.index("schedule")])]))
-        found += len(variants(job, space, core)) // modes * (some * nothing + (length - some) * len(space.recomputes))
-    return found
+        total += (
+            len(variants(job, space, core))
+            // modes
+            * (halved_count * none_modes + (length - halved_count) * len(space.recomputes))
+        )
+    return total
 
 
-def expand(job: PricedJob, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> LayoutBatch:
-    """Returns all variants of some cores as arrays of layouts.
+def expand(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Sequence[str] = ("none",)) -> LayoutBatch:
+    """Returns all variants of some cores as a batch of layouts.
 
     Args:
         job: model and batch.
-        space: what may be chosen.
-        chosen: (n, 7) rows of `cores`.
-        offloads: each of them with all variants, one after the other.
+        space: the bounds.
+        core_rows: (n, 7) float64, rows of `cores`.
+        offloads: offload modes; the batch holds all variants of the first, then of the second, ...
     """
-    rows: list[np.ndarray] = []
-    tails: list[tuple[int, int, int, int]] = []
-    for core in chosen:
-        made = variants(job, space, core)
-        rows.append(np.repeat(core[None, :], len(made), axis=0))
-        tails += made
-    whole = np.concatenate(rows) if rows else np.zeros((0, len(CORE)))
-    columns = dict(zip(CORE, whole.T)) | dict(zip(VARIANT, np.array(tails, dtype=float).reshape(-1, 4).T))
+    repeated_cores: list[np.ndarray] = []
+    variant_rows: list[tuple[int, int, int, int]] = []
+    for core in core_rows:
+        core_variants = variants(job, space, core)
+        repeated_cores.append(np.repeat(core[None, :], len(core_variants), axis=0))
+        variant_rows += core_variants
+    all_rows = np.concatenate(repeated_cores) if repeated_cores else np.zeros((0, len(CORE)))
+    columns = dict(zip(CORE, all_rows.T)) | dict(zip(VARIANT, np.array(variant_rows, dtype=float).reshape(-1, 4).T))
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     columns = {name: np.tile(values, len(offloads)) for name, values in columns.items()}
-    columns["offload"] = np.repeat([float(OFFLOADS.index(one)) for one in offloads], len(whole))
+    columns["offload"] = np.repeat([float(OFFLOADS.index(mode)) for mode in offloads], len(all_rows))
     return LayoutBatch.of(columns)
 
 
-def lightest(space: Space, chosen: np.ndarray) -> LayoutBatch:
-    """Returns cores as layouts whose data ranks hold copies, for a bound on all of their variants."""
-    columns = dict(zip(CORE, chosen.T))
+def lightest(space: Space, core_rows: np.ndarray) -> LayoutBatch:
+    """Returns each core of ``core_rows`` (n, 7) with replicas only: a lower bound on the time of its variants."""
+    columns = dict(zip(CORE, core_rows.T))
     columns[COPIES] = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     return LayoutBatch.of(columns)
 
 
-def leanest(job: PricedJob, space: Space, chosen: np.ndarray, offloads: Sequence[str] = ("none",)) -> LayoutBatch:
-    """Returns cores in a few forms of which one takes least memory, all of the first form, then all of the second, ...
+def leanest(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Sequence[str] = ("none",)) -> LayoutBatch:
+    """Returns each core in a few forms, one of which needs the least memory: (forms x n) layouts, form by form.
 
-    Everything is recomputed and the state sharded as far as it goes, at the lowest and at the highest ZeRO level: a
-    higher level holds less of the state and may gather more at a time, so the least is at one of the ends. Where
-    parameters lie in host memory, copies may hold less than shards that arrive together: they are a third form.
+    All is recomputed and the state fully sharded, at the lowest and the highest ZeRO level. With parameters in host
+    memory replicas may hold less than shards gathered together: a third form.
     """
     levels = [level for level in space.levels if level] or [0]
     ends = (min(levels), max(levels))
-    forms = [(OFFLOADS.index(one), level) for one in offloads for level in (*ends, *((0,) * (one == "parameters")))]
-    columns = {name: np.tile(values, len(forms)) for name, values in zip(CORE, chosen.T)}
-    data = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
-    firsts, lengths = families(chosen)
-    shard = np.tile(np.repeat([_widest(job, space, core) for core in firsts], lengths), len(forms))
-    level = np.repeat([level for _, level in forms], len(chosen))
-    alone = (shard == 1) | (level == 0)
-    columns[SHARDS] = np.where(alone, 1, shard)
-    columns[COPIES] = data / columns[SHARDS]
-    columns["zero"] = np.where(alone, 0, level)
-    most = max(RECOMPUTES.index(mode) for mode in space.recomputes)
-    columns["recompute"] = np.where(splits(columns["schedule"]), 0, most)
+    forms = [(OFFLOADS.index(mode), level) for mode in offloads for level in (*ends, *((0,) * (mode == "parameters")))]
+    columns = {name: np.tile(values, len(forms)) for name, values in zip(CORE, core_rows.T)}
+    readers = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
+    family_cores, lengths = families(core_rows)
+    shard = np.tile(np.repeat([_largest_shard_degree(job, space, core) for core in family_cores], lengths), len(forms))
+    level = np.repeat([level for _, level in forms], len(core_rows))
+    is_unsharded = (shard == 1) | (level == 0)
+    columns[SHARDS] = np.where(is_unsharded, 1, shard)
+    columns[COPIES] = readers / columns[SHARDS]
+    columns["zero"] = np.where(is_unsharded, 0, level)
+    fullest_mode = max(RECOMPUTES.index(mode) for mode in space.recomputes)
+    columns["recompute"] = np.where(splits(columns["schedule"]), 0, fullest_mode)
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
-    columns["offload"] = np.repeat([float(one) for one, _ in forms], len(chosen))
+    columns["offload"] = np.repeat([float(mode) for mode, _ in forms], len(core_rows))
     return LayoutBatch.of(columns)
 
 
-def _widest(job: PricedJob, space: Space, core: Sequence[float]) -> int:
-    """The most ranks over which a core's state may be sharded."""
-    found = variants(job, space, core)  # by rising degrees of shard
-    return found[-1][1] if found else 1
+def _largest_shard_degree(job: PricedJob, space: Space, core: Sequence[float]) -> int:
+    """Returns the largest number of ranks that may shard a core's state."""
+    core_variants = variants(job, space, core)  # by rising degrees of shard
+    return core_variants[-1][1] if core_variants else 1
 
 
 def layout_of(
-    degrees: LayoutBatch, at: int, base: Layout, layers: int, fixed: Mapping[str, int] = MappingProxyType({})
+    batch: LayoutBatch, index: int, base: Layout, layers: int, fixed: Mapping[str, int] = MappingProxyType({})
 ) -> Layout:
-    """Returns one of many layouts as a `Layout`.
+    """Returns one layout of a batch as a `Layout`.
 
     Args:
-        degrees: arrays of layouts.
-        at: which one.
-        base: what every layout shares.
-        layers: of the model.
-        fixed: `Space.fixed`: which axes the degrees are of.
+        batch: N layouts.
+        index: of the layout, below N.
+        base: the choices that every layout shares.
+        layers: number of the model's layers.
+        fixed: `Space.fixed`, which names the axes of the degrees.
     """
-    sizes = {name: int(getattr(degrees, name)[at]) for name in dict.fromkeys(priced_columns().values())}
-    mode, share = RECOMPUTES[int(degrees.recompute[at])], float(degrees.recompute_share[at])
-    count = round(share * layers) if share < 1.0 and mode != "none" else 0
-    spec = degrees.schedules[int(degrees.schedule[at])]
-    chunks = int(degrees.stages[at])
-    piped = sizes["pp"] > 1
+    sizes = {name: int(getattr(batch, name)[index]) for name in dict.fromkeys(priced_columns().values())}
+    mode, share = RECOMPUTES[int(batch.recompute[index])], float(batch.recompute_share[index])
+    recomputed_layers = round(share * layers) if share < 1.0 and mode != "none" else 0
+    spec = batch.schedules[int(batch.schedule[index])]
+    stages_per_rank = int(batch.stages[index])
+    is_pipelined = sizes["pp"] > 1
     return dataclasses.replace(
         base,
         degrees=named_degrees(fixed, **sizes),
-        zero=int(degrees.zero[at]),
-        microbatches=int(degrees.microbatches[at]),
-        recompute=Recompute(mode, count),
-        schedule=spec.name if piped else "",
-        stages=chunks if piped and chunks != spec.least_stages else 0,
-        sequence=bool(degrees.sequence[at]) and sizes["tp"] > 1,
-        offload=OFFLOADS[int(degrees.offload[at])],
+        zero=int(batch.zero[index]),
+        microbatches=int(batch.microbatches[index]),
+        recompute=Recompute(mode, recomputed_layers),
+        schedule=spec.name if is_pipelined else "",
+        stages=stages_per_rank if is_pipelined and stages_per_rank != spec.least_stages else 0,
+        sequence=bool(batch.sequence[index]) and sizes["tp"] > 1,
+        offload=OFFLOADS[int(batch.offload[index])],
     )
 
 
-def contains(job: PricedJob, space: Space, every: np.ndarray, base: Layout, layout: Layout) -> bool:
-    """Whether a layout is one of the space.
+def contains(job: PricedJob, space: Space, core_rows: np.ndarray, base: Layout, layout: Layout) -> bool:
+    """Whether a layout is in the space.
 
     Args:
         job: model and batch.
-        space: what may be chosen.
-        every: (n, 7) rows of `cores`.
-        base: what every layout shares.
-        layout: any; how many of its layers recompute is free.
+        space: the bounds.
+        core_rows: (n, 7) float64, all rows of `cores`.
+        base: the choices that every layout shares.
+        layout: any; the number of layers that recompute is free.
     """
     sizes, mode = column_degrees(layout), layout.recompute.mode
-    piped = sizes["pp"] > 1
-    name = (layout.schedule or schedule_names()[0]) if piped else schedule_names()[0]
-    if name not in schedule_names() or mode not in space.recomputes or layout.offload not in space.offloads:
+    is_pipelined = sizes["pp"] > 1
+    schedule = (layout.schedule or schedule_names()[0]) if is_pipelined else schedule_names()[0]
+    if schedule not in schedule_names() or mode not in space.recomputes or layout.offload not in space.offloads:
         return False
     if layout.degrees != Layout(degrees=named_degrees(space.fixed, **sizes), zero=layout.zero).degrees:
         return False
     core = [sizes[column] for column in CORE if column in sizes]
-    core += [layout.microbatches, schedule_names().index(name), layout.stages_per_rank if piped else 1]
+    core += [layout.microbatches, schedule_names().index(schedule), layout.stages_per_rank if is_pipelined else 1]
     variant = (sizes[COPIES], sizes[SHARDS], layout.zero, RECOMPUTES.index(mode))
-    if not (every == np.array(core, dtype=float)).all(axis=1).any() or variant not in variants(job, space, core):
+    if not (core_rows == np.array(core, dtype=float)).all(axis=1).any() or variant not in variants(job, space, core):
         return False
-    chosen = ("degrees", "zero", "microbatches", "recompute", "schedule", "stages", "offload")
-    free = {name: getattr(layout, name) for name in chosen}
-    return layout == dataclasses.replace(base, sequence=sizes["tp"] > 1 and space.sequence, **free)
+    free_fields = ("degrees", "zero", "microbatches", "recompute", "schedule", "stages", "offload")
+    free_values = {field: getattr(layout, field) for field in free_fields}
+    return layout == dataclasses.replace(base, sequence=sizes["tp"] > 1 and space.sequence, **free_values)
 
 
-def _why_none(job: PricedJob, space: Space) -> str:
-    most = max(size for size in divisors(space.devices) if job.rows % size == 0)
+def _no_layout_message(job: PricedJob, space: Space) -> str:
+    most_readers = max(size for size in divisors(space.devices) if job.rows % size == 0)
     if space.fixed:
-        told = ", ".join(f"{axis}={degree}" for axis, degree in space.fixed.items())
+        fixed_text = ", ".join(f"{axis}={degree}" for axis, degree in space.fixed.items())
         return (
-            f"no layout of {space.devices} devices has {told} with a batch of {job.rows} rows: degrees must divide the "
-            f"devices, and what is left of them the rows; nearest that works: drop one of them"
+            f"no layout of {space.devices} devices has {fixed_text} with a batch of {job.rows} rows: degrees must "
+            f"divide the devices, and what is left of them the rows; nearest that works: drop one of them"
         )
     return (
-        f"a batch of {job.rows} rows can't be shared by {space.devices} devices: at most {most} of them can read "
-        f"other rows, and the model's {len(job.shape.blocks)} layers and heads don't take up the rest; nearest that "
-        f"works: a batch of {space.devices} rows, or {most} devices"
+        f"a batch of {job.rows} rows can't be shared by {space.devices} devices: at most {most_readers} of them can "
+        f"read other rows, and the model's {len(job.shape.blocks)} layers and heads don't take up the rest; nearest "
+        f"that works: a batch of {space.devices} rows, or {most_readers} devices"
     )

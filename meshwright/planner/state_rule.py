@@ -1,4 +1,4 @@
-"""The layout when the user names none: copies if the state fits, else the lowest ZeRO level that does."""
+"""Chooses a layout by model state alone: replicas if the state fits, else the lowest ZeRO level that fits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.units import format_bytes
 
 STATE_SHARE = 0.6
-"""Share of a device's memory that model state may take; the rest is for activations, buffers and the framework."""
+"""Share of a device's memory that model state may fill; the rest is for activations, buffers and the framework."""
 
 
 def predict(layout: Layout, sizes: StateSizes | ModelParts) -> Prediction:
-    """Prices the state of a layout."""
+    """Returns the prediction of a layout's model state alone."""
     memory, formula = state_memory(layout, sizes)
-    held = sizes.total
+    rank_elements = sizes.total
     if isinstance(sizes, ModelParts):
         fullest = max(position_memory(layout, sizes), key=lambda position: position.total_bytes)
-        held = fullest.held.elements
-    return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, held))})
+        rank_elements = fullest.held.elements
+    return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, rank_elements))})
 
 
 def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts) -> Plan:
@@ -31,7 +31,7 @@ def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts) -> Pl
 
 
 def named(layout: Layout) -> str:
-    """Returns the reason for a layout that the user named, with what of it runs otherwise than its words say."""
+    """Returns the reason for a layout that the user named, with a note where its backward isn't split as named."""
     return f"named by the user; {layout.unsplit}" if layout.unsplit else "named by the user"
 
 
@@ -46,7 +46,7 @@ def choose(ranks: int, rows: int, sizes: StateSizes, memory_bytes: int, precisio
         precision: of the layout.
 
     Raises:
-        PlanError: when no level fits; says what is missing.
+        PlanError: when no level fits; the message has the sizes.
     """
     rejected: dict[str, str] = {}
     candidates = [Layout(precision=precision)] if ranks == 1 else [
@@ -56,11 +56,16 @@ def choose(ranks: int, rows: int, sizes: StateSizes, memory_bytes: int, precisio
     for layout in candidates:
         layout.check_batch(rows)
         prediction = predict(layout, sizes)
-        need, room = sum(prediction.memory.values()), int(memory_bytes * STATE_SHARE)
-        if need <= room:
-            kind = "copies need the least communication" if not layout.zero else "the lowest ZeRO level that fits"
-            reason = f"{kind}: state takes {format_bytes(need)} of the {format_bytes(room)} allowed on each rank"
+        needed_bytes, allowed_bytes = sum(prediction.memory.values()), int(memory_bytes * STATE_SHARE)
+        if needed_bytes <= allowed_bytes:
+            advantage = "copies need the least communication" if not layout.zero else "the lowest ZeRO level that fits"
+            needed, allowed = format_bytes(needed_bytes), format_bytes(allowed_bytes)
+            reason = f"{advantage}: state takes {needed} of the {allowed} allowed on each rank"
             return Plan(layout=layout, prediction=prediction, ranks=ranks, reason=reason, rejected=rejected)
-        rejected[str(layout)] = f"state takes {format_bytes(need)}, more than the {format_bytes(room)} allowed"
-    tried = "; ".join(f"{name}: {why}" for name, why in rejected.items())
-    raise PlanError(f"no layout of {ranks} ranks holds the model's state ({tried}); take more devices or fewer layers")
+        rejected[str(layout)] = (
+            f"state takes {format_bytes(needed_bytes)}, more than the {format_bytes(allowed_bytes)} allowed"
+        )
+    rejections = "; ".join(f"{name}: {cause}" for name, cause in rejected.items())
+    raise PlanError(
+        f"no layout of {ranks} ranks holds the model's state ({rejections}); take more devices or fewer layers"
+    )

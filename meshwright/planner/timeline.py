@@ -1,4 +1,4 @@
-"""The pipeline of a layout, simulated action by action with the times that were priced for its stages."""
+"""Simulates a layout's pipeline action by action with the prices of its stages."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: Framework
     Args:
         job: model and batch.
         layout: any.
-        machine: what it runs on.
-        engine: how it is run.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
     if layout.degree(Mechanics.STAGES) == 1:
         return None
@@ -40,20 +40,20 @@ def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: Framewo
     Args:
         job: model and batch.
         layout: any with ``pp``.
-        machine: what it runs on.
-        engine: how it is run.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
     schedule = layout.pipeline()
-    spent = makespan_s if layout.schedule in known_schedules() or not layout.schedule else _simulated_s
-    return spent(schedule, stage_costs(job, layout, machine, engine, schedule.stages))
+    makespan = makespan_s if layout.schedule in known_schedules() or not layout.schedule else _simulated_s
+    return makespan(schedule, stage_costs(job, layout, machine, engine, schedule.stages))
 
 
 def send_of(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> tuple[float, float]:
-    """Returns the bytes of one activation from stage to stage, and the seconds that it takes."""
-    wires = CommunicationTimes(
+    """Returns the bytes and the seconds of one send of an activation to the next stage."""
+    communication = CommunicationTimes(
         PricedModel(job, LayoutBatch.from_layouts([layout], len(job.shape.blocks)), machine, engine)
     )
-    return _one(wires.send_bytes()), _one(wires.send_s())
+    return _scalar(communication.send_bytes()), _scalar(communication.send_s())
 
 
 def _simulated_s(schedule: Schedule, costs: ActionCosts) -> float:
@@ -63,36 +63,49 @@ def _simulated_s(schedule: Schedule, costs: ActionCosts) -> float:
 def stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile, stages: int) -> ActionCosts:
     """Returns the seconds of every stage's actions on one micro-batch, and of a send between ranks."""
     engine = engine.for_layout(layout)
-    degrees = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
-    model = PricedModel(job, degrees, machine, engine)
+    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
+    model = PricedModel(job, batch, machine, engine)
     split = [float(size) for size in layout.split.layers] or None
-    known: dict[int, LayerCost] = {}
+    cost_by_block: dict[int, LayerCost] = {}
     forward, backward, weight = [], [], []
-    for number, (start, stop) in enumerate(divide(job.shape, stages, engine.split, split)):
-        parts = []
+    for stage, (start, stop) in enumerate(divide(job.shape, stages, engine.split, split)):
+        layer_costs = []
         for block in job.shape.blocks[start:stop]:
-            if id(block) not in known:
-                known[id(block)] = model.layer(block)
-            parts.append(known[id(block)])
-        parts += [embedding(model)] if number == 0 else []
-        parts += [head(model)] if number == stages - 1 else []
-        forward.append(_seconds([max(_one(part.forward.busy), _one(part.forward.host)) for part in parts], engine))
-        backward.append(_seconds([max(_one(part.backward.busy), _one(part.backward.host)) for part in parts], engine))
-        # Of the two products of backward one makes the weights' gradients; a split backward may put it off.
-        weight.append(min(sum(_one(part.backward.matmul) for part in parts) / 2, backward[-1]))
+            if id(block) not in cost_by_block:
+                cost_by_block[id(block)] = model.layer(block)
+            layer_costs.append(cost_by_block[id(block)])
+        layer_costs += [embedding(model)] if stage == 0 else []
+        layer_costs += [head(model)] if stage == stages - 1 else []
+        forward.append(
+            _pass_s(
+                [max(_scalar(layer_cost.forward.busy), _scalar(layer_cost.forward.host)) for layer_cost in layer_costs],
+                engine,
+            )
+        )
+        backward.append(
+            _pass_s(
+                [
+                    max(_scalar(layer_cost.backward.busy), _scalar(layer_cost.backward.host))
+                    for layer_cost in layer_costs
+                ],
+                engine,
+            )
+        )
+        # One of backward's two products computes weight gradients; a split backward may delay it.
+        weight.append(min(sum(_scalar(layer_cost.backward.matmul) for layer_cost in layer_costs) / 2, backward[-1]))
     return ActionCosts(
         forward_s=tuple(forward),
         backward_s=tuple(backward),
-        input_s=tuple(whole - part for whole, part in zip(backward, weight)),
+        input_s=tuple(pass_s - layer_cost for pass_s, layer_cost in zip(backward, weight)),
         weight_s=tuple(weight),
-        send_s=_one(CommunicationTimes(model).send_s()),
+        send_s=_scalar(CommunicationTimes(model).send_s()),
     )
 
 
-def _seconds(parts: list[float], engine: FrameworkProfile) -> float:
+def _pass_s(parts: list[float], engine: FrameworkProfile) -> float:
     return sum(parts) + engine.runtime.action_s + engine.runtime.host_microbatch_s / 2
 
 
-def _one(value: object) -> float:
-    """The number of an array of one layout."""
+def _scalar(value: object) -> float:
+    """Returns the value of one layout's array, (1,) or a scalar, as a float."""
     return float(getattr(value, "ravel", lambda: [value])()[0])  # type: ignore[arg-type]

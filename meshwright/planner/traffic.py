@@ -1,4 +1,4 @@
-"""What one rank sends in a step: the list that stands beside what a run counted."""
+"""Lists all collectives of one rank in a step, to compare with the bytes that a run counts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from meshwright.spec.layout import Layout
 
 
 def step_collectives(job: PricedJob, layout: Layout, model: ModelParts, rank: int = 0) -> Collectives:
-    """Returns what one rank sends in a step, from the first forward to the sums that all ranks report.
+    """Returns one rank's collectives in a step, from the first forward to the reduction of metrics.
 
     Args:
         job: model and batch.
-        layout: how it is run.
+        layout: of the run.
         model: as names and sizes.
         rank: which rank; the runs' own records are of rank 0.
     """
-    found = Collectives()
-    # Loss, targets, hits, squared norm, stop, and the tokens of each expert, in float64.
+    collectives = Collectives()
+    # One all-reduce of metrics: loss, targets, hits, squared norm, stop, and the tokens of each expert, in float64.
     counts = 5 + (model.experts[0].experts if model.experts and not layout.compile else 0)
-    found.add(CollectiveGroup("world", tuple(range(layout.world))), "all_reduce", 8 * counts)
-    StateTraffic(model, layout, rank).add_to(found)
-    LayerTraffic(job, layout, model, rank).add_to(found)
-    return found
+    collectives.add(CollectiveGroup("world", tuple(range(layout.world))), "all_reduce", 8 * counts)
+    StateTraffic(model, layout, rank).add_to(collectives)
+    LayerTraffic(job, layout, model, rank).add_to(collectives)
+    return collectives

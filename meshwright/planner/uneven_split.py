@@ -1,6 +1,6 @@
-"""Layouts of devices of several kinds: layers by speed and memory of each stage, or rows by speed of each reader.
+"""Splits work over devices of several kinds: layers by a stage's speed and memory, rows by a reader's speed.
 
-Layouts with equally many stages are dealt out together, as arrays.
+Layouts with equally many stages are split together, as arrays.
 """
 
 from __future__ import annotations
@@ -25,114 +25,129 @@ from meshwright.spec.balanced_cuts import Cuts
 from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
 
-ROUNDS = 4
-"""How often layers are dealt out again after a stage turned out too full."""
-TOGETHER = 1 << 20
-"""Most sums of runs of layers that are compared at once: the arrays stay in the cache of a core."""
-MOST_TURNS = 16
-"""Micro-batches for each stage up to which they are tried: the bubble is under 6 % then."""
-MOST_SHARE = 64
-"""Largest share of rows: finer ones would ask for batches of too special sizes."""
+MAX_ROUNDS = 4
+"""Most attempts to split the layers again after a stage didn't fit."""
+MAX_CUT_SUMS = 1 << 20
+"""Most sums of runs of layers in an array, so that it stays in a core's cache."""
+MAX_MICROBATCHES_PER_STAGE = 16
+"""Most micro-batches for each stage: the bubble is under 6 % then."""
+MAX_ROWS_PER_READER = 64
+"""Most rows of a micro-batch for each reader: finer shares would need batches of special sizes."""
 
 
 def pipelines(question: Question, kinds: Sequence[Kind]) -> Iterator[list[Layout]]:
-    """Pipelines over all kinds, those of equally many stages together, each with its layers dealt out."""
+    """Yields the pipelines over all kinds, with their layers split; each list has one number of stages."""
     job, world = question.job, question.cluster.devices
     for pp in divisors(world):
-        places = places_of(kinds, world // pp)
-        if pp > 1 and places is not None and pp <= len(job.shape.blocks):
-            yield _dealt(question, kinds, places, list(_inner(question, pp)))
+        stage_kinds = places_of(kinds, world // pp)
+        if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks):
+            yield _with_layers_split(question, kinds, stage_kinds, list(_stage_layouts(question, pp)))
 
 
-def _inner(question: Question, pp: int) -> Iterator[Layout]:
-    """Layouts of a pipeline's stages: tp, data, micro-batches, ZeRO, recompute."""
+def _stage_layouts(question: Question, pp: int) -> Iterator[Layout]:
+    """Yields every layout with ``pp`` stages: tp, data axes, micro-batches, ZeRO level, recompute."""
     job, world, space = question.job, question.cluster.devices, question.space
     heads = max((block.heads for block in job.shape.blocks), default=1) or 1
     for tp in (size for size in divisors(world // pp) if size <= space.domain and heads % size == 0):
-        data = world // pp // tp
-        if job.rows % data:
+        readers = world // pp // tp
+        if job.rows % readers:
             continue
-        for micro in (size for size in divisors(job.rows // data) if pp <= size <= MOST_TURNS * pp):
+        for microbatches in (
+            size for size in divisors(job.rows // readers) if pp <= size <= MAX_MICROBATCHES_PER_STAGE * pp
+        ):
             for recompute in space.recomputes:
-                for shard, zero in ((1, 0), (data, 1)) if data > 1 else ((1, 0),):
+                for shard, zero in ((1, 0), (readers, 1)) if readers > 1 else ((1, 0),):
                     yield dataclasses.replace(
                         question.base,
-                        degrees=named_degrees(pp=pp, tp=tp, shard=shard, replicate=data // shard),
+                        degrees=named_degrees(pp=pp, tp=tp, shard=shard, replicate=readers // shard),
                         zero=zero,
-                        microbatches=micro,
+                        microbatches=microbatches,
                         recompute=Recompute(recompute),
                         schedule=DEFAULT_SCHEDULE,
                         sequence=tp > 1 and space.sequence,
                     )
 
 
-def _dealt(question: Question, kinds: Sequence[Kind], places: Sequence[int], layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts with the slowest stage as fast as can be, within each kind's memory; not those that fit nowhere."""
+def _with_layers_split(
+    question: Question, kinds: Sequence[Kind], stage_kinds: Sequence[int], layouts: Sequence[Layout]
+) -> list[Layout]:
+    """Returns the layouts with the split that minimizes the slowest stage within each kind's memory.
+
+    Layouts without such a split are left out. ``stage_kinds`` holds the index into ``kinds`` of each stage.
+    """
     if not layouts:
         return []
-    job, stages, count = question.job, len(places), len(question.job.shape.blocks)
-    degrees = LayoutBatch.from_layouts(layouts, count)
-    seconds = _seconds(question, kinds, degrees)
-    rooms = np.array([question.usable * kinds[place][0].memory_bytes for place in places])
-    limits = np.full((len(layouts), stages), count)
+    job, stages, count = question.job, len(stage_kinds), len(question.job.shape.blocks)
+    batch = LayoutBatch.from_layouts(layouts, count)
+    seconds = _layer_seconds(question, kinds, batch)
+    stage_limits_bytes = np.array([question.usable * kinds[kind][0].memory_bytes for kind in stage_kinds])
+    max_layers = np.full((len(layouts), stages), count)
     splits: dict[int, StageSplit] = {}
-    left = np.arange(len(layouts))
-    for _ in range(ROUNDS):
-        sizes = _sizes(seconds[left], places, limits[left])
-        left, sizes = left[sizes[:, 0] > 0], sizes[sizes[:, 0] > 0]
-        if not len(left):
+    open_indices = np.arange(len(layouts))
+    for _ in range(MAX_ROUNDS):
+        sizes = _stage_sizes(seconds[open_indices], stage_kinds, max_layers[open_indices])
+        open_indices, sizes = open_indices[sizes[:, 0] > 0], sizes[sizes[:, 0] > 0]
+        if not len(open_indices):
             break
-        named = tuple(tuple(float(size) for size in row) for row in sizes)
-        some = dataclasses.replace(degrees.take(left), splits=named)
-        # Bytes are those of the layout, whatever it runs on.
-        peak = RankTimes(LayerCosts.of(job, some, kinds[0][1], question.runtime, timed=False)).memory()["peak"]
-        full = peak > rooms
-        splits |= {int(left[at]): StageSplit(tuple(map(int, sizes[at]))) for at in np.flatnonzero(~full.any(axis=1))}
-        allowed = np.minimum(sizes - 1, np.floor(sizes * rooms / peak).astype(int))
-        limits[left] = np.where(full, np.minimum(limits[left], allowed), limits[left])
-        left = left[full.any(axis=1) & (limits[left].min(axis=1) >= 1)]
-    return [dataclasses.replace(layouts[at], split=splits[at]) for at in sorted(splits)]
+        named_splits = tuple(tuple(float(size) for size in row) for row in sizes)
+        open_batch = dataclasses.replace(batch.take(open_indices), splits=named_splits)
+        # Bytes don't depend on the device, so any kind's machine gives them: (N, stages).
+        peak = RankTimes(LayerCosts.of(job, open_batch, kinds[0][1], question.runtime, timed=False)).memory()["peak"]
+        is_too_full = peak > stage_limits_bytes
+        splits |= {
+            int(open_indices[i]): StageSplit(tuple(map(int, sizes[i])))
+            for i in np.flatnonzero(~is_too_full.any(axis=1))
+        }
+        # Next attempt: at least one layer less on a stage that is too full, in proportion to its excess.
+        layers_that_fit = np.minimum(sizes - 1, np.floor(sizes * stage_limits_bytes / peak).astype(int))
+        limits = max_layers[open_indices]
+        max_layers[open_indices] = np.where(is_too_full, np.minimum(limits, layers_that_fit), limits)
+        open_indices = open_indices[is_too_full.any(axis=1) & (max_layers[open_indices].min(axis=1) >= 1)]
+    return [dataclasses.replace(layouts[i], split=splits[i]) for i in sorted(splits)]
 
 
-def _seconds(question: Question, kinds: Sequence[Kind], degrees: LayoutBatch) -> Array:
-    """Seconds of each layer on a micro-batch, (N, kinds, L), the head counted with the last."""
+def _layer_seconds(question: Question, kinds: Sequence[Kind], batch: LayoutBatch) -> Array:
+    """Returns seconds of each layer on a micro-batch, (N, kinds, L) float64; the last layer includes the head."""
     job = question.job
-    numbers, firsts = block_kinds(job.shape)
-    found = np.empty((degrees.count, len(kinds), len(numbers)))
-    for number, (_, machine, _) in enumerate(kinds):
-        model = PricedModel(job, degrees, machine, question.runtime.for_layout(question.base))
-        each = [np.broadcast_to(_busy(model.layer(job.shape.blocks[at])), degrees.count) for at in firsts]
-        found[:, number] = np.stack(each, axis=1)[:, list(numbers)]
-        found[:, number, -1] += _busy(head(model))
-    return found
+    block_kind_of, kind_blocks = block_kinds(job.shape)
+    seconds = np.empty((batch.count, len(kinds), len(block_kind_of)))
+    for kind, (_, machine, _) in enumerate(kinds):
+        model = PricedModel(job, batch, machine, question.runtime.for_layout(question.base))
+        seconds_by_block_kind = [
+            np.broadcast_to(_device_s(model.layer(job.shape.blocks[block])), batch.count) for block in kind_blocks
+        ]
+        seconds[:, kind] = np.stack(seconds_by_block_kind, axis=1)[:, list(block_kind_of)]
+        seconds[:, kind, -1] += _device_s(head(model))
+    return seconds
 
 
-def _busy(cost: LayerCost) -> Any:
+def _device_s(cost: LayerCost) -> Any:
+    """Returns device seconds of forward and backward, (N,) or a scalar."""
     return cost.forward.busy + cost.backward.busy
 
 
-def _sizes(seconds: Array, places: Sequence[int], limits: Array) -> Array:
-    """Layers of each stage, (N, stages); 0 where they can't be dealt out within the limits."""
-    step = max(1, TOGETHER // (seconds.shape[2] + 1) ** 2)
-    found = [np.zeros((0, len(places)), dtype=int)]
-    for start in range(0, len(seconds), step):
-        part = slice(start, start + step)
-        bounds, possible = Cuts(seconds[part], places, limits[part]).bounds(len(places))
-        found.append(np.where(possible[:, None], np.diff(bounds), 0))
-    return np.concatenate(found)
+def _stage_sizes(seconds: Array, stage_kinds: Sequence[int], max_layers: Array) -> Array:
+    """Returns layers of each stage, (N, stages) int64; 0 where no split meets ``max_layers``, (N, stages)."""
+    chunk_size = max(1, MAX_CUT_SUMS // (seconds.shape[2] + 1) ** 2)
+    size_chunks = [np.zeros((0, len(stage_kinds)), dtype=int)]
+    for start in range(0, len(seconds), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        bounds, possible = Cuts(seconds[chunk], stage_kinds, max_layers[chunk]).bounds(len(stage_kinds))
+        size_chunks.append(np.where(possible[:, None], np.diff(bounds), 0))
+    return np.concatenate(size_chunks)
 
 
 def shared(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
-    """Data layouts over all kinds, each with the rows shared out by speed."""
+    """Yields the data layouts over all kinds, with rows in proportion to the readers' speeds."""
     job, world, space = question.job, question.cluster.devices, question.space
     heads = max((block.heads for block in job.shape.blocks), default=1) or 1
     for tp in (size for size in divisors(world) if size <= space.domain and heads % size == 0):
-        places = places_of(kinds, tp)
-        if places is None:
+        reader_kinds = places_of(kinds, tp)
+        if reader_kinds is None:
             continue
-        readers, speeds = world // tp, _speeds(question, kinds, tp)
-        for micro in divisors(job.rows):
-            shares = _shares([speeds[place] for place in places], job.rows // micro)
+        readers, speeds = world // tp, _reader_speeds(question, kinds, tp)
+        for microbatches in divisors(job.rows):
+            shares = _row_shares([speeds[kind] for kind in reader_kinds], job.rows // microbatches)
             if shares is None:
                 continue
             rows = BatchShares.of(shares)
@@ -142,15 +157,15 @@ def shared(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
                         question.base,
                         degrees=named_degrees(tp=tp, shard=shard, replicate=readers // shard),
                         zero=zero,
-                        microbatches=micro,
+                        microbatches=microbatches,
                         recompute=Recompute(recompute),
                         sequence=tp > 1 and space.sequence,
                         rows=rows,
                     )
 
 
-def _speeds(question: Question, kinds: Sequence[Kind], tp: int) -> list[float]:
-    """Rows a second of a reader of each kind."""
+def _reader_speeds(question: Question, kinds: Sequence[Kind], tp: int) -> list[float]:
+    """Returns rows a second of a reader of each kind."""
     job = dataclasses.replace(question.job, rows=1)
     layout = dataclasses.replace(
         question.base, degrees=named_degrees(tp=tp), sequence=tp > 1 and question.space.sequence
@@ -159,17 +174,17 @@ def _speeds(question: Question, kinds: Sequence[Kind], tp: int) -> list[float]:
     return [1.0 / (cost.forward_s + cost.backward_s) for cost in costs]
 
 
-def _shares(speeds: Sequence[float], rows: int) -> list[int] | None:
-    """Rows of each reader in a micro-batch, in proportion to its speed, by largest remainder; None where one has none.
+def _row_shares(speeds: Sequence[float], rows: int) -> list[int] | None:
+    """Returns rows of each reader in a micro-batch, in proportion to its speed; None where a reader would get none.
 
-    Readers of one kind have equally many, so what is left over goes to as many readers as it takes, fastest kind first.
+    Largest-remainder rounding: rows that are left over go to the readers with the largest remainders.
     """
-    if rows < len(speeds) or rows > MOST_SHARE * len(speeds):
+    if rows < len(speeds) or rows > MAX_ROWS_PER_READER * len(speeds):
         return None
-    whole = sum(speeds)
-    wish = [rows * speed / whole for speed in speeds]
-    shares = [max(1, int(value)) for value in wish]
-    order = sorted(range(len(speeds)), key=lambda at: (shares[at] - wish[at], at))
-    for at in order[: max(0, rows - sum(shares))]:
-        shares[at] += 1
+    total_speed = sum(speeds)
+    ideal_rows = [rows * speed / total_speed for speed in speeds]
+    shares = [max(1, int(value)) for value in ideal_rows]
+    by_remainder = sorted(range(len(speeds)), key=lambda reader: (shares[reader] - ideal_rows[reader], reader))
+    for reader in by_remainder[: max(0, rows - sum(shares))]:
+        shares[reader] += 1
     return shares if sum(shares) == rows else None

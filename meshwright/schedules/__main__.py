@@ -24,26 +24,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--draw", metavar="NAME", help="one schedule as lines of text: a name, or file:PATH")
     parser.add_argument("--svg", action="store_true", help="with --draw: as SVG")
     parser.add_argument("--csv", action="store_true", help="with --draw: its actions, a row per rank")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        sys.stdout.write(_answer(chosen))
+        sys.stdout.write(_render(options))
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
 
-def _answer(chosen: argparse.Namespace) -> str:
-    if not chosen.draw:
-        found = table.rows(chosen.ranks, chosen.microbatches)
-        if chosen.json:
-            return json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n"
-        return table.as_text(found)
-    schedule = build_schedule(chosen.draw, chosen.ranks, chosen.stages_per_rank or 0, chosen.microbatches)
-    if chosen.csv:
+def _render(options: argparse.Namespace) -> str:
+    if not options.draw:
+        table_rows = table.rows(options.ranks, options.microbatches)
+        if options.json:
+            return json.dumps([dataclasses.asdict(row) for row in table_rows], indent=1) + "\n"
+        return table.as_text(table_rows)
+    schedule = build_schedule(options.draw, options.ranks, options.stages_per_rank or 0, options.microbatches)
+    if options.csv:
         return schedule.to_csv()
-    seen = simulate(schedule, ActionCosts.uniform(schedule.stages))
-    return draw.svg(seen) + "\n" if chosen.svg else draw.text(seen)
+    simulation = simulate(schedule, ActionCosts.uniform(schedule.stages))
+    return draw.svg(simulation) + "\n" if options.svg else draw.text(simulation)
 
 
 if __name__ == "__main__":

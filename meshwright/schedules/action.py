@@ -1,7 +1,7 @@
-"""What a rank of a pipeline does, and in which order: actions, and a schedule as one list of them per rank.
+"""Actions of a pipeline's ranks, and a schedule: one ordered list of actions per rank.
 
-The text of an action is torch's own (``torch.distributed.pipelining``), so that torch's runtime executes the very list
-that was priced here: ``2F0`` is the forward of stage 2 on micro-batch 0, ``I`` and ``W`` are the two halves of a
+The text of an action is torch's own (``torch.distributed.pipelining``), so that torch's runtime executes exactly the
+list that was priced here. ``2F0`` is the forward of stage 2 on micro-batch 0, ``I`` and ``W`` are the two halves of a
 backward, and ``(0F1;1B0)OVERLAP_F_B`` is a forward and a backward run as one.
 """
 
@@ -21,21 +21,21 @@ from meshwright.records import parse_json
 
 
 class ActionKind(Enum):
-    """What is computed; the values are torch's letters."""
+    """The kind of computation; the values are torch's letters."""
 
     FORWARD = "F"
     """The forward."""
     BACKWARD = "B"
-    """The whole backward."""
+    """The full backward, input and weight gradients together."""
     INPUT = "I"
-    """The backward to the stage's input only: what the stage before waits for."""
+    """The input gradients only, which the previous stage waits for."""
     WEIGHT = "W"
-    """The backward to the stage's weights, after its INPUT; nobody waits for it."""
+    """The weight gradients, after INPUT; no other rank waits for them."""
     OVERLAP = "OVERLAP_F_B"
-    """A forward and a whole backward of two micro-batches, as one."""
+    """A forward and a full backward of two micro-batches, as one."""
 
     __hash__ = object.__hash__
-    """Each is one object; to hash its name, as enums do, would be most of a simulation's time."""
+    """Hashes by identity: hashing the name, as enums do, would be most of a simulation's time."""
 
 
 _PLAIN = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -44,7 +44,7 @@ _PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation of one stage on one micro-batch, or a pair of such (kind OVERLAP, stage and micro-batch -1)."""
+    """One computation of a stage on a micro-batch, or a pair of them (kind OVERLAP; stage and micro-batch are -1)."""
 
     stage: int
     kind: ActionKind
@@ -53,7 +53,7 @@ class Action:
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The forward and the backward of a pair, in the order they run; any other action alone."""
+        """The forward and the backward of a pair, in the order they run; of any other action, itself."""
         return (self,) if self.pair is None else self.pair
 
     def __str__(self) -> str:
@@ -72,14 +72,14 @@ class Action:
         Raises:
             PlanError: the text is none of these.
         """
-        bare = text.strip()
-        if plain := _PLAIN.fullmatch(bare):
-            return cls(int(plain[1]), ActionKind(plain[2]), int(plain[3]))
-        if both := _PAIR.fullmatch(bare):
-            return overlap(cls.parse(both[1]), cls.parse(both[2]))
+        stripped = text.strip()
+        if single_match := _PLAIN.fullmatch(stripped):
+            return cls(int(single_match[1]), ActionKind(single_match[2]), int(single_match[3]))
+        if pair_match := _PAIR.fullmatch(stripped):
+            return overlap(cls.parse(pair_match[1]), cls.parse(pair_match[2]))
         raise PlanError(
-            f"'{bare[:80]}' is no action: write stage, F, B, I or W, micro-batch (as 2F0), or (0F1;1B0)OVERLAP_F_B; "
-            "sends and receives are added when the schedule runs, leave them out"
+            f"'{stripped[:80]}' is no action: write stage, F, B, I or W, micro-batch (as 2F0), or "
+            "(0F1;1B0)OVERLAP_F_B; sends and receives are added when the schedule runs, leave them out"
         )
 
 
@@ -89,22 +89,22 @@ def forward(stage: int, microbatch: int) -> Action:
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    """Returns the whole backward of a stage on a micro-batch."""
+    """Returns the full backward of a stage on a micro-batch."""
     return Action(stage, ActionKind.BACKWARD, microbatch)
 
 
 def backward_input(stage: int, microbatch: int) -> Action:
-    """Returns the backward to the input of a stage."""
+    """Returns the input-gradient half of a stage's backward."""
     return Action(stage, ActionKind.INPUT, microbatch)
 
 
 def backward_weight(stage: int, microbatch: int) -> Action:
-    """Returns the backward to the weights of a stage."""
+    """Returns the weight-gradient half of a stage's backward."""
     return Action(stage, ActionKind.WEIGHT, microbatch)
 
 
 def overlap(first: Action, second: Action) -> Action:
-    """Returns a forward and a whole backward as one action."""
+    """Returns a forward and a full backward as one action."""
     return Action(-1, ActionKind.OVERLAP, -1, (first, second))
 
 
@@ -125,30 +125,33 @@ class Schedule:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The rank of each stage, as the actions say it; -1 for a stage that no rank runs."""
+        """The rank of each stage, by the actions; -1 for a stage that no rank runs."""
         rank_of = [-1] * self.stages
         for rank, row in enumerate(self.actions):
             for action in row:
-                for part in action.parts:
-                    if part.stage < self.stages:
-                        rank_of[part.stage] = rank
+                for single in action.parts:
+                    if single.stage < self.stages:
+                        rank_of[single.stage] = rank
         return tuple(rank_of)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward comes as two halves."""
+        """Whether some backward is split into INPUT and WEIGHT."""
         return any(action.kind is ActionKind.INPUT for row in self.actions for action in row)
 
     def unsplit(self) -> Schedule:
-        """Returns the schedule with each backward whole, where its INPUT stands; nothing waits for a WEIGHT."""
+        """Returns the schedule with each backward unsplit, at the position of its INPUT."""
         if not self.splits_backward:
             return self
-        rows = [[item for item in row if item.kind is not ActionKind.WEIGHT] for row in self.actions]
-        whole = [
-            tuple(backward(item.stage, item.microbatch) if item.kind is ActionKind.INPUT else item for item in row)
+        rows = [[action for action in row if action.kind is not ActionKind.WEIGHT] for row in self.actions]
+        unsplit_rows = [
+            tuple(
+                backward(action.stage, action.microbatch) if action.kind is ActionKind.INPUT else action
+                for action in row
+            )
             for row in rows
         ]
-        return replace(self, actions=tuple(whole))
+        return replace(self, actions=tuple(unsplit_rows))
 
     def stage_rank(self, stage: int) -> int:
         """Returns the rank that runs a stage."""
@@ -173,7 +176,7 @@ class Schedule:
             name: what to call the schedule.
 
         Returns:
-            The schedule, as many stages and micro-batches as its highest numbers say; `check` tells what is missing.
+            The schedule; its highest stage and micro-batch give its sizes. `check_complete` reports missing actions.
 
         Raises:
             PlanError: a cell is no action, or there is none at all.
@@ -184,14 +187,14 @@ class Schedule:
             raise PlanError(f"schedule {name} is no CSV of actions: {error}") from None
 
     def to_json(self) -> str:
-        """Returns the schedule as a JSON object; `placement` is there for readers, and is derived again on reading."""
+        """Returns the schedule as a JSON object; `placement` is for people, `from_json` derives it again."""
         rows = [[str(action) for action in row] for row in self.actions]
         sizes = {"ranks": self.ranks, "stages": self.stages, "microbatches": self.microbatches}
         return json.dumps({"name": self.name, **sizes, "placement": self.placement, "actions": rows})
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Reads what `to_json` wrote.
+        """Reads the JSON of `to_json`.
 
         Raises:
             PlanError: the text is no such object.
@@ -205,12 +208,12 @@ class Schedule:
     @classmethod
     def _of_text(cls, name: str, rows: Iterable[Sequence[str]]) -> Schedule:
         actions = [tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows if row]
-        parts = [part for row in actions for action in row for part in action.parts]
-        if not parts:
+        singles = [single for row in actions for action in row for single in action.parts]
+        if not singles:
             raise PlanError(f"schedule {name} has no action: write one row per rank, as 0F0,0B0")
         return cls(
             name=name,
-            stages=1 + max(part.stage for part in parts),
-            microbatches=1 + max(part.microbatch for part in parts),
+            stages=1 + max(single.stage for single in singles),
+            microbatches=1 + max(single.microbatch for single in singles),
             actions=tuple(actions),
         )

@@ -1,7 +1,7 @@
-"""Time and memory of a schedule for many layouts at once, where a search can't run every one's actions.
+"""Formulas of a schedule's time and in-flight micro-batches over arrays of layouts, for searches.
 
-A schedule may state both as formulas over arrays (`ScheduleSpec.step_s`, `ScheduleSpec.held`), in the forms that stand
-here. What it doesn't state is read off its actions (`schedules.evaluate`).
+A schedule may state both (`ScheduleSpec.step_s`, `ScheduleSpec.held`), often as one of the functions below. What it
+doesn't state is simulated from its actions (`schedules.evaluate`).
 """
 
 from __future__ import annotations
@@ -14,42 +14,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-"""Of float64."""
+"""float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSums:
-    """Seconds of N layouts' ranks on one micro-batch, all stages of a rank together."""
+    """Seconds of N layouts' ranks on one micro-batch, all stages of a rank together; arrays are (N,) float64."""
 
     dearest: Array
-    """Forward and backward of the dearest rank, (N,)."""
+    """Forward and backward of the slowest rank, (N,)."""
     whole: Array
-    """Forward and backward of all ranks added up, (N,)."""
+    """Sum of forward and backward over all ranks, (N,)."""
     weight: Array
-    """The longest part of a rank's backward that nobody waits for, (N,)."""
+    """Weight gradients of the rank with the longest, (N,): no other rank waits for them."""
 
     def take(self, index: Array) -> PassSums:
-        """Returns those of some layouts."""
+        """Returns the sums of the layouts at an index."""
         return PassSums(dearest=self.dearest[index], whole=self.whole[index], weight=self.weight[index])
 
 
 StepForm = Callable[[int, Array, Array, PassSums], Array]
-"""(ranks, stages per rank (N,), micro-batches (N,), sums) to seconds from the first start to the last end, (N,)."""
+"""Maps (ranks, stages per rank (N,), micro-batches (N,), sums) to seconds from first start to last end, (N,)."""
 HeldForm = Callable[[int, Array, Array, Array], Array]
-"""(ranks, stages per rank (N, 1), micro-batches (N, 1), rank (1, P)) to (N, P) micro-batches of a rank's whole model
-part that it holds at most."""
+"""Maps (ranks, stages per rank (N, 1), micro-batches (N, 1), rank (1, P)) to the most in-flight micro-batches of each
+rank, (N, P), in units of all its stages."""
 
 
 def filled_and_drained(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """The dearest rank runs without a gap once the pipeline is full. Source: Narayanan et al. (SC 2021), 2.2.1."""
+    """Returns (m - 1) slowest + sum of all ranks, (N,). Source: Narayanan et al. (SC 2021), 2.2.1."""
+    # Once the pipeline is full the slowest rank never waits; filling and draining cost one pass of the others.
     return (microbatches - 1) * sums.dearest + sums.whole
 
 
 def filled_by_stages(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Filling and draining take as many times less as a rank has stages. Source: Narayanan et al. (SC 2021), 2.2.2."""
+    """Returns m slowest + (sum of the other ranks) / v, (N,). Source: Narayanan et al. (SC 2021), 2.2.2."""
+    # With v stages on a rank, filling and draining go in steps that are v times smaller.
     return microbatches * sums.dearest + (sums.whole - sums.dearest) / np.maximum(stages_per_rank, 1)
 
 
 def filled_with_weights(ranks: int, sums: PassSums) -> Array:
-    """Filling and draining, less the weight gradients that fill them, (N,). Source: Qi et al. (2023), table 1."""
+    """Returns seconds of filling and draining less the weight gradients in them, (N,).
+
+    Source: Qi et al. (2023), table 1.
+    """
     return np.maximum(sums.whole - sums.dearest - 2 * (ranks - 1) * sums.weight, 0.0)

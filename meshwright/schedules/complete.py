@@ -1,4 +1,4 @@
-"""Is a schedule whole: every forward and backward once, on one rank, each in an order that a rank can run?"""
+"""Checks that a schedule is complete: every forward and backward once, on one rank, in an order that it can run."""
 
 from __future__ import annotations
 
@@ -6,75 +6,81 @@ from meshwright.errors import PlanError
 from meshwright.schedules.action import Action, ActionKind, Schedule, backward, backward_weight, forward
 
 OTHER_BACKWARD = {ActionKind.BACKWARD: ActionKind.INPUT, ActionKind.INPUT: ActionKind.BACKWARD}
-"""What can't stand beside a backward of the same stage and micro-batch."""
+"""The kind that excludes a backward of the same stage and micro-batch: a full one excludes a split one."""
 _Key = tuple[int, ActionKind, int]
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Checks each row on its own; whether the rows fit together is for `simulate` to say.
+    """Checks each rank's row by itself; `simulate` finds deadlocks between rows.
 
     Args:
         schedule: any schedule, also a user's own.
 
     Raises:
-        PlanError: an action is missing, stands twice, stands before what it needs on its own rank, or names a stage or
-            micro-batch that isn't there; or a stage stands on two ranks.
+        PlanError: an action is missing, appears twice or before its input on its own rank, or has a stage or
+            micro-batch out of range; or a stage is on two ranks.
     """
-    seen: dict[_Key, int] = {}
-    owner: dict[int, int] = {}
+    computed: dict[_Key, int] = {}
+    stage_rank: dict[int, int] = {}
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            for part in action.parts:
-                _add(part, rank, schedule, seen, owner)
+            for single in action.parts:
+                _record(single, rank, schedule, computed, stage_rank)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            _check_pair(stage, microbatch, schedule, seen)
+            _check_pair(stage, microbatch, schedule, computed)
     _check_losses(schedule)
 
 
-def _add(part: Action, rank: int, schedule: Schedule, seen: dict[_Key, int], owner: dict[int, int]) -> None:
-    stage, kind, microbatch = part.stage, part.kind, part.microbatch
+def _record(
+    action: Action, rank: int, schedule: Schedule, computed: dict[_Key, int], stage_rank: dict[int, int]
+) -> None:
+    """Checks one action against its rank's earlier ones, and adds it to ``computed`` and ``stage_rank``."""
+    stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.microbatches):
         raise PlanError(
-            f"{_where(schedule, rank, part)} is outside the {schedule.stages} stages and {schedule.microbatches} "
-            "micro-batches; numbers start at 0"
+            f"{_position(schedule, rank, action)} is outside the {schedule.stages} stages and "
+            f"{schedule.microbatches} micro-batches; numbers start at 0"
         )
-    if owner.setdefault(stage, rank) != rank:
+    if stage_rank.setdefault(stage, rank) != rank:
         raise PlanError(
-            f"{_where(schedule, rank, part)}: stage {stage} runs on rank {owner[stage]} already; a stage has one rank, "
-            "move the action"
+            f"{_position(schedule, rank, action)}: stage {stage} runs on rank {stage_rank[stage]} already; a stage has "
+            "one rank, move the action"
         )
     key = (stage, kind, microbatch)
-    same = OTHER_BACKWARD.get(kind)
-    if key in seen or (same is not None and (stage, same, microbatch) in seen):
-        raise PlanError(f"{_where(schedule, rank, part)}: this was computed before on the rank; leave one of the two")
+    other_backward = OTHER_BACKWARD.get(kind)
+    if key in computed or (other_backward is not None and (stage, other_backward, microbatch) in computed):
+        raise PlanError(
+            f"{_position(schedule, rank, action)}: this was computed before on the rank; leave one of the two"
+        )
     if kind is not ActionKind.FORWARD:
-        needs = (stage, ActionKind.INPUT if kind is ActionKind.WEIGHT else ActionKind.FORWARD, microbatch)
-        if needs not in seen:
+        needed = (stage, ActionKind.INPUT if kind is ActionKind.WEIGHT else ActionKind.FORWARD, microbatch)
+        if needed not in computed:
             raise PlanError(
-                f"{_where(schedule, rank, part)} waits for {Action(*needs)}, which the rank doesn't run before it; "
-                f"put {Action(*needs)} in front"
+                f"{_position(schedule, rank, action)} waits for {Action(*needed)}, which the rank doesn't run before "
+                f"it; put {Action(*needed)} in front"
             )
-    seen[key] = rank
+    computed[key] = rank
 
 
-def _where(schedule: Schedule, rank: int, part: Action) -> str:
-    return f"schedule {schedule.name}, rank {rank}: {part}"
+def _position(schedule: Schedule, rank: int, action: Action) -> str:
+    return f"schedule {schedule.name}, rank {rank}: {action}"
 
 
-def _check_pair(stage: int, microbatch: int, schedule: Schedule, seen: dict[_Key, int]) -> None:
+def _check_pair(stage: int, microbatch: int, schedule: Schedule, computed: dict[_Key, int]) -> None:
+    """Checks that a stage has a forward and a backward, or both of its halves, of a micro-batch."""
     missing = None
-    if (stage, ActionKind.FORWARD, microbatch) not in seen:
-        missing, waits = forward(stage, microbatch), forward(stage + 1, microbatch)
+    if (stage, ActionKind.FORWARD, microbatch) not in computed:
+        missing, waiting_action = forward(stage, microbatch), forward(stage + 1, microbatch)
         if stage == schedule.stages - 1:
-            waits = backward(stage, microbatch)
-    elif (stage, ActionKind.INPUT, microbatch) in seen and (stage, ActionKind.WEIGHT, microbatch) not in seen:
-        missing, waits = backward_weight(stage, microbatch), None
-    elif not {(stage, ActionKind.BACKWARD, microbatch), (stage, ActionKind.INPUT, microbatch)} & seen.keys():
-        missing, waits = backward(stage, microbatch), backward(stage - 1, microbatch) if stage else None
+            waiting_action = backward(stage, microbatch)
+    elif (stage, ActionKind.INPUT, microbatch) in computed and (stage, ActionKind.WEIGHT, microbatch) not in computed:
+        missing, waiting_action = backward_weight(stage, microbatch), None
+    elif not {(stage, ActionKind.BACKWARD, microbatch), (stage, ActionKind.INPUT, microbatch)} & computed.keys():
+        missing, waiting_action = backward(stage, microbatch), backward(stage - 1, microbatch) if stage else None
     if missing is not None:
         sizes = f"{schedule.stages} stages x {schedule.microbatches} micro-batches"
-        waiter = str(waits) if waits is not None else "the optimizer step"
+        waiter = str(waiting_action) if waiting_action is not None else "the optimizer step"
         raise PlanError(
             f"schedule {schedule.name}: {missing} is on no rank, and {waiter} waits for it; each of {sizes} needs one "
             "forward, and one B or one I and W"
@@ -82,15 +88,15 @@ def _check_pair(stage: int, microbatch: int, schedule: Schedule, seen: dict[_Key
 
 
 def _check_losses(schedule: Schedule) -> None:
-    """Torch's runtime stores losses as the last stage makes them, and takes the k-th for micro-batch k."""
+    """Checks that the last stage's forwards run in order: torch's runtime takes its k-th loss for micro-batch k."""
     expected = 0
     for row in schedule.actions:
-        for part in (part for action in row for part in action.parts):
-            if part.stage == schedule.stages - 1 and part.kind is ActionKind.FORWARD:
-                if part.microbatch != expected:
+        for single in (single for action in row for single in action.parts):
+            if single.stage == schedule.stages - 1 and single.kind is ActionKind.FORWARD:
+                if single.microbatch != expected:
                     raise PlanError(
-                        f"schedule {schedule.name}: the last stage runs {part} where "
-                        f"{forward(part.stage, expected)} is due; its forwards go in order of micro-batches, as "
+                        f"schedule {schedule.name}: the last stage runs {single} where "
+                        f"{forward(single.stage, expected)} is due; its forwards go in order of micro-batches, as "
                         "torch's runtime finds the loss of a micro-batch by that order"
                     )
                 expected += 1

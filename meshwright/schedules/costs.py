@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost, in seconds, per stage and link."""
+"""Costs of a schedule's actions in seconds, per stage and link."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class ActionCosts:
     forward_s: tuple[float, ...]
     """Forward of each stage."""
     backward_s: tuple[float, ...]
-    """Whole backward of each stage."""
+    """Full backward of each stage."""
     input_s: tuple[float, ...]
-    """Backward to the input of each stage."""
+    """Input-gradient half of each stage's backward."""
     weight_s: tuple[float, ...]
-    """Backward to the weights of each stage."""
+    """Weight-gradient half of each stage's backward."""
     send_s: float = 0.0
-    """From the end of an action to its result on another rank; the sender computes on meanwhile."""
+    """From the end of an action to its result on another rank; the sender computes in the meantime."""
     links_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """The same for single (sender, receiver) pairs; these beat `send_s`."""
+    """The same for single (sender, receiver) pairs; these override `send_s`."""
     overlap_share: float = 0.0
-    """Share of the shorter part of a pair that hides behind the longer; 0 where the runtime runs them in turn."""
+    """Share of a pair's shorter action that the longer one hides; 0 where the runtime runs them in sequence."""
 
     @classmethod
     def uniform(
         cls, stages: int, *, forward_s: float = 1.0, input_s: float = 1.0, weight_s: float = 1.0, send_s: float = 0.0
     ) -> ActionCosts:
-        """Returns equal stages whose whole backward costs its two halves.
+        """Returns the costs of equal stages; a full backward costs the sum of its halves.
 
         Args:
             stages: stages of the pipeline.
             forward_s: forward of one stage.
-            input_s: backward to the input.
-            weight_s: backward to the weights.
+            input_s: input-gradient half of a backward.
+            weight_s: weight-gradient half of a backward.
             send_s: a send between two ranks.
         """
         return cls(
@@ -50,7 +50,7 @@ class ActionCosts:
         )
 
     def check(self, schedule: Schedule) -> None:
-        """Says whether the costs are of this schedule's stages.
+        """Checks that the costs fit a schedule's stages.
 
         Raises:
             PlanError: too few or many stages, a negative time, or a share outside 0 to 1.
@@ -72,7 +72,7 @@ class ActionCosts:
     def of(self, action: Action) -> float:
         """Returns the seconds of an action."""
         if action.pair is not None:
-            first, second = (self.of(part) for part in action.pair)
+            first, second = (self.of(single) for single in action.pair)
             return first + second - self.overlap_share * min(first, second)
         kind, stage = action.kind, action.stage
         if kind is ActionKind.FORWARD:
@@ -82,5 +82,5 @@ class ActionCosts:
         return self.input_s[stage] if kind is ActionKind.INPUT else self.weight_s[stage]
 
     def between(self, sender: int, receiver: int) -> float:
-        """Returns the seconds of a send; nothing between stages of one rank."""
+        """Returns the seconds of a send; 0 between stages of one rank."""
         return 0.0 if sender == receiver else self.links_s.get((sender, receiver), self.send_s)

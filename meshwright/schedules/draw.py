@@ -1,4 +1,4 @@
-"""Pictures of a simulated schedule: an SVG for pages, and lines of text for terminals."""
+"""Draws a simulated schedule: as SVG for pages, and as lines of text for terminals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = {
     ActionKind.INPUT: "#fdd0a2",
     ActionKind.WEIGHT: "#cbc9e2",
 }
-"""Light fills, for dark numbers on them."""
+"""Light fills, so that dark numbers are readable."""
 NAMES = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
@@ -23,7 +23,7 @@ NAMES = {
 }
 ROW_PX, LABEL_PX, TOP_PX, LEGEND_PX = 26, 58, 28, 26
 DIGIT_PX = 7
-LAPS = (1.0, 0.55, 0.8, 0.35)
+LAP_OPACITY = (1.0, 0.55, 0.8, 0.35)
 """Opacity of a rank's first, second, ... stage."""
 
 
@@ -31,11 +31,11 @@ def svg(simulation: Simulation, width_px: int = 960) -> str:
     """Draws the timeline: a row per rank, time to the right, micro-batch numbers in the boxes.
 
     Args:
-        simulation: what `simulate` returned.
+        simulation: the result of `simulate`.
         width_px: width of the picture.
 
     Returns:
-        A whole SVG element; paler boxes are later stages of the rank, half boxes the two parts of a pair.
+        A complete SVG element; paler boxes are later stages of the rank, half boxes the two actions of a pair.
     """
     schedule = simulation.schedule
     height_px = TOP_PX + ROW_PX * schedule.ranks + LEGEND_PX
@@ -43,75 +43,78 @@ def svg(simulation: Simulation, width_px: int = 960) -> str:
         f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} micro-batches, bubble "
         f"{simulation.bubble:.1%}, {format_seconds(simulation.makespan_s)}"
     )
-    pieces = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width_px}" height="{height_px}" role="img" '
         f'viewBox="0 0 {width_px} {height_px}" font-family="sans-serif" font-size="11" fill="#222">',
         f'<rect width="{width_px}" height="{height_px}" fill="#fff"/>',
         f'<text x="4" y="17" font-size="13">{escape(title)}</text>',
     ]
     for rank in range(schedule.ranks):
-        pieces.append(f'<text x="4" y="{TOP_PX + ROW_PX * rank + 17}">rank {rank}</text>')
+        elements.append(f'<text x="4" y="{TOP_PX + ROW_PX * rank + 17}">rank {rank}</text>')
     scale = (width_px - LABEL_PX - 4) / (simulation.makespan_s or 1.0)
-    laps = {stage: lap for rank in range(schedule.ranks) for lap, stage in enumerate(schedule.rank_stages(rank))}
+    lap_of_stage = {
+        stage: lap for rank in range(schedule.ranks) for lap, stage in enumerate(schedule.rank_stages(rank))
+    }
     for span in simulation.timeline:
-        pieces += _boxes(span, scale, laps)
-    pieces += _legend({part.kind for span in simulation.timeline for part in span.action.parts}, height_px)
-    return "\n".join([*pieces, "</svg>"])
+        elements += _span_boxes(span, scale, lap_of_stage)
+    elements += _legend({single.kind for span in simulation.timeline for single in span.action.parts}, height_px)
+    return "\n".join([*elements, "</svg>"])
 
 
-def _boxes(span: ActionSpan, scale: float, laps: dict[int, int]) -> list[str]:
-    parts = span.action.parts
-    high = (ROW_PX - 4) / len(parts)
-    left, wide = LABEL_PX + span.start_s * scale, (span.end_s - span.start_s) * scale
-    pieces = []
-    for place, part in enumerate(parts):
-        top = TOP_PX + ROW_PX * span.rank + 2 + place * high
-        opacity = LAPS[laps[part.stage] % len(LAPS)]
-        tip = f"{span.action} on rank {span.rank}: {format_seconds(span.start_s)} to {format_seconds(span.end_s)}"
-        pieces.append(
-            f'<rect x="{left:.2f}" y="{top:.2f}" width="{wide:.2f}" height="{high:.2f}" fill="{COLOURS[part.kind]}" '
-            f'fill-opacity="{opacity}" stroke="#555" stroke-width="0.4"><title>{escape(tip)}</title></rect>'
+def _span_boxes(span: ActionSpan, scale: float, lap_of_stage: dict[int, int]) -> list[str]:
+    singles = span.action.parts
+    height = (ROW_PX - 4) / len(singles)
+    left, width = LABEL_PX + span.start_s * scale, (span.end_s - span.start_s) * scale
+    elements = []
+    for row, single in enumerate(singles):
+        top = TOP_PX + ROW_PX * span.rank + 2 + row * height
+        opacity = LAP_OPACITY[lap_of_stage[single.stage] % len(LAP_OPACITY)]
+        tooltip = f"{span.action} on rank {span.rank}: {format_seconds(span.start_s)} to {format_seconds(span.end_s)}"
+        elements.append(
+            f'<rect x="{left:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" '
+            f'fill="{COLOURS[single.kind]}" fill-opacity="{opacity}" stroke="#555" stroke-width="0.4">'
+            f"<title>{escape(tooltip)}</title></rect>"
         )
-        number = str(part.microbatch)
-        if wide >= DIGIT_PX * len(number) + 2:
-            pieces.append(
-                f'<text x="{left + wide / 2:.2f}" y="{top + high / 2 + 4:.2f}" text-anchor="middle" '
-                f'pointer-events="none" font-size="{11 if len(parts) == 1 else 9}">{number}</text>'
+        microbatch_text = str(single.microbatch)
+        if width >= DIGIT_PX * len(microbatch_text) + 2:
+            elements.append(
+                f'<text x="{left + width / 2:.2f}" y="{top + height / 2 + 4:.2f}" text-anchor="middle" '
+                f'pointer-events="none" font-size="{11 if len(singles) == 1 else 9}">{microbatch_text}</text>'
             )
-    return pieces
+    return elements
 
 
 def _legend(kinds: set[ActionKind], height_px: int) -> list[str]:
-    pieces, left = [], LABEL_PX
+    elements, left = [], LABEL_PX
     for kind in (kind for kind in COLOURS if kind in kinds):
-        pieces.append(f'<rect x="{left}" y="{height_px - 18}" width="12" height="12" fill="{COLOURS[kind]}"/>')
-        pieces.append(f'<text x="{left + 16}" y="{height_px - 8}">{NAMES[kind]}</text>')
+        elements.append(f'<rect x="{left}" y="{height_px - 18}" width="12" height="12" fill="{COLOURS[kind]}"/>')
+        elements.append(f'<text x="{left + 16}" y="{height_px - 8}">{NAMES[kind]}</text>')
         left += 34 + DIGIT_PX * len(NAMES[kind])
-    return pieces
+    return elements
 
 
 def text(simulation: Simulation, columns: int = 132) -> str:
     """Writes the timeline as lines of text: a line per rank, dots where it waits.
 
     Args:
-        simulation: what `simulate` returned.
+        simulation: the result of `simulate`.
         columns: width of a line.
 
     Returns:
         Lines such as ``rank 0 |F0-F1-..B0----|``: letter and micro-batch where there is room, X for a pair.
     """
-    head = len(f"rank {simulation.schedule.ranks - 1} ")
-    wide = max(1, columns - head - 2)
-    scale = wide / (simulation.makespan_s or 1.0)
-    rows = [["."] * wide for _ in range(simulation.schedule.ranks)]
+    label_width = len(f"rank {simulation.schedule.ranks - 1} ")
+    line_width = max(1, columns - label_width - 2)
+    scale = line_width / (simulation.makespan_s or 1.0)
+    rows = [["."] * line_width for _ in range(simulation.schedule.ranks)]
     for span in simulation.timeline:
-        start, end = round(span.start_s * scale), round(span.end_s * scale)
-        if end > start:
-            rows[span.rank][start:end] = _label(span.action)[: end - start].ljust(end - start, "-")
-    return "\n".join(f"rank {rank} ".ljust(head) + f"|{''.join(row)}|" for rank, row in enumerate(rows)) + "\n"
+        start, stop = round(span.start_s * scale), round(span.end_s * scale)
+        if stop > start:
+            rows[span.rank][start:stop] = _label(span.action)[: stop - start].ljust(stop - start, "-")
+    return "\n".join(f"rank {rank} ".ljust(label_width) + f"|{''.join(row)}|" for rank, row in enumerate(rows)) + "\n"
 
 
 def _label(action: Action) -> str:
     if action.pair is not None:
-        return "X" + "/".join(str(part.microbatch) for part in action.pair)
+        return "X" + "/".join(str(single.microbatch) for single in action.pair)
     return f"{action.kind.value}{action.microbatch}"

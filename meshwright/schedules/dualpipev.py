@@ -1,4 +1,7 @@
-"""DualPipeV: two stages per rank in the shape of a V; in the middle a forward and a backward run as one action."""
+"""DualPipeV: two stages per rank in the shape of a V; in the steady phase a forward and a backward run as one action.
+
+``down`` and ``up`` are a rank's stages on the V's way down (forward order) and up.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,41 @@ from meshwright.schedules.closed_form import Array, PassSums
 from meshwright.schedules.spec import Placement, ScheduleSpec
 
 
-class _Row:
-    """A rank's actions so far: the next micro-batch of each stage, and the weights that wait."""
+class _RankActions:
+    """A rank's actions so far, with the next micro-batch of each stage and the delayed weight gradients."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self._next: dict[tuple[int, ActionKind], int] = {}
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._counts: dict[tuple[int, ActionKind], int] = {}
+        self._delayed_weights: deque[tuple[int, int]] = deque()
 
-    def _turn(self, stage: int, way: ActionKind) -> int:
-        turn = self._next.get((stage, way), 0)
-        self._next[stage, way] = turn + 1
-        return turn
+    def _next_microbatch(self, stage: int, kind: ActionKind) -> int:
+        """Returns and counts up the next micro-batch of a stage's forwards or backwards."""
+        microbatch = self._counts.get((stage, kind), 0)
+        self._counts[stage, kind] = microbatch + 1
+        return microbatch
 
     def forward(self, *stages: int) -> None:
-        self.actions += [forward(stage, self._turn(stage, ActionKind.FORWARD)) for stage in stages]
+        """Adds a forward of each stage."""
+        self.actions += [forward(stage, self._next_microbatch(stage, ActionKind.FORWARD)) for stage in stages]
 
     def backward(self, stage: int, split: bool = False) -> None:
-        turn = self._turn(stage, ActionKind.BACKWARD)
-        self.actions.append(backward_input(stage, turn) if split else backward(stage, turn))
+        """Adds a backward of a stage; if ``split``, only its input half, and delays its weight half."""
+        microbatch = self._next_microbatch(stage, ActionKind.BACKWARD)
+        self.actions.append(backward_input(stage, microbatch) if split else backward(stage, microbatch))
         if split:
-            self._waiting.append((stage, turn))
+            self._delayed_weights.append((stage, microbatch))
 
     def weight(self) -> None:
-        if self._waiting:
-            self.actions.append(backward_weight(*self._waiting.popleft()))
+        """Adds the oldest delayed weight half, if any."""
+        if self._delayed_weights:
+            self.actions.append(backward_weight(*self._delayed_weights.popleft()))
 
-    def both(self, ahead: int, back: int) -> None:
-        first = forward(ahead, self._turn(ahead, ActionKind.FORWARD))
-        self.actions.append(overlap(first, backward(back, self._turn(back, ActionKind.BACKWARD))))
+    def overlapped(self, forward_stage: int, backward_stage: int) -> None:
+        """Adds a forward of one stage and a backward of the other as one action."""
+        forward_action = forward(forward_stage, self._next_microbatch(forward_stage, ActionKind.FORWARD))
+        backward_action = backward(backward_stage, self._next_microbatch(backward_stage, ActionKind.BACKWARD))
+        self.actions.append(overlap(forward_action, backward_action))
 
 
 def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
@@ -49,44 +58,44 @@ def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> lis
     Source: DeepSeek-AI, DeepSeek-V3 (2024), section 3.2.1, cut in half to a V by Sea AI Lab; the eight steps are those
     of https://github.com/deepseek-ai/DualPipe, dualpipev.py.
     """
-    row, down, up = _Row(), rank, 2 * ranks - 1 - rank
-    below = ranks - 1 - rank
-    row.forward(*[down] * (2 * below))
-    row.forward(*[down, up] * (rank + 1))
-    for _ in range(below):
-        row.backward(up, split=True)
-        row.weight()
-        row.forward(up)
-    for place in range(microbatches - 2 * ranks + rank + 1):
-        if place == 0 and below == 0:
-            # Apart, not as one: the stage before waits for this backward.
-            row.forward(down)
-            row.backward(up)
+    actions, down, up = _RankActions(), rank, 2 * ranks - 1 - rank
+    later_ranks = ranks - 1 - rank
+    actions.forward(*[down] * (2 * later_ranks))
+    actions.forward(*[down, up] * (rank + 1))
+    for _ in range(later_ranks):
+        actions.backward(up, split=True)
+        actions.weight()
+        actions.forward(up)
+    for step in range(microbatches - 2 * ranks + rank + 1):
+        if step == 0 and later_ranks == 0:
+            # Separate actions: the previous stage waits for this backward, and a pair would delay it.
+            actions.forward(down)
+            actions.backward(up)
         else:
-            row.both(down, up)
-        row.both(up, down)
-    for _ in range(below):
-        row.backward(up)
-        row.both(up, down)
-    _drain(row, down, up, rank, below)
-    return row.actions
+            actions.overlapped(down, up)
+        actions.overlapped(up, down)
+    for _ in range(later_ranks):
+        actions.backward(up)
+        actions.overlapped(up, down)
+    _drain(actions, down, up, rank, later_ranks)
+    return actions.actions
 
 
-def _drain(row: _Row, down: int, up: int, rank: int, below: int) -> None:
-    """The second half of the last backwards is split, so that weights fill what would be idle."""
-    half, odd = (rank + 1) // 2, rank % 2
-    for place in range(rank + 1):
-        row.backward(up, split=place > half or (place == half and odd == 1))
-        row.backward(down, split=place >= half)
-    for _ in range(below):
-        row.weight()
-        row.backward(down, split=True)
+def _drain(actions: _RankActions, down: int, up: int, rank: int, later_ranks: int) -> None:
+    """Adds the last backwards; their second half is split, so that weight gradients fill the bubble."""
+    half, is_odd = (rank + 1) // 2, rank % 2
+    for step in range(rank + 1):
+        actions.backward(up, split=step > half or (step == half and is_odd == 1))
+        actions.backward(down, split=step >= half)
+    for _ in range(later_ranks):
+        actions.weight()
+        actions.backward(down, split=True)
     for _ in range(rank + 1):
-        row.weight()
+        actions.weight()
 
 
-def _enough(ranks: int, stages_per_rank: int, microbatches: int) -> None:
-    """The rule: as many micro-batches as stages, or more."""
+def _check_microbatches(ranks: int, stages_per_rank: int, microbatches: int) -> None:
+    """Checks the rule: at least as many micro-batches as stages."""
     if microbatches < 2 * ranks:
         raise PlanError(
             f"schedule dualpipev on {ranks} ranks needs as many micro-batches as stages, not {microbatches}; "
@@ -95,7 +104,7 @@ def _enough(ranks: int, stages_per_rank: int, microbatches: int) -> None:
 
 
 def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Returns seconds of a step: a sixth of filling and draining is left."""
+    """Returns seconds of a step, (N,): a sixth of 1F1B's filling and draining remains."""
     return microbatches * sums.dearest + (sums.whole - sums.dearest) / 6.0
 
 
@@ -108,7 +117,7 @@ SCHEDULE = ScheduleSpec(
     most_stages=2,
     placement=Placement.V,
     splits_backward=True,
-    rule=_enough,
+    rule=_check_microbatches,
     bubble=lambda ranks, stages_per_rank, microbatches: (ranks - 1) / (3 * microbatches + ranks - 1),
     bubble_text="(p-1) / (3m+p-1), pairs run in turn",
     peak_live=lambda ranks, stages_per_rank, microbatches: 2 * ranks + 1,

@@ -1,7 +1,7 @@
-"""Step time and micro-batches in flight of a schedule for many layouts at once: its formulas, or else its actions.
+"""Step time and in-flight micro-batches of a schedule for N layouts: by its formulas, or else by simulation.
 
-What a schedule doesn't state as a formula is read off its actions: the peak of each rank, and the idle time at unit
-costs, which is taken in proportion to the stages' real times.
+A schedule without a formula is simulated at unit costs, once for each size: for the peak of each rank, and for the idle
+time, which is scaled by the stages' real times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNIT_BACKWARD = 3.0
 
 
 def step_seconds(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Returns seconds of all micro-batches of N layouts of one schedule, (N,).
+    """Returns seconds of all micro-batches of N layouts of one schedule, (N,) float64.
 
     Args:
         spec: the schedule.
@@ -33,12 +33,16 @@ def step_seconds(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, microba
     """
     if spec.step_s is not None:
         return np.asarray(spec.step_s(ranks, stages_per_rank, microbatches, sums))
-    idle = _of_each(stages_per_rank, microbatches, lambda stages, micro: _idle_share(spec, ranks, stages, micro))
-    return np.asarray(microbatches * sums.dearest + idle * (sums.whole - sums.dearest))
+    idle_share = _for_each_size(
+        stages_per_rank,
+        microbatches,
+        lambda stages, microbatch_count: _idle_share(spec, ranks, stages, microbatch_count),
+    )
+    return np.asarray(microbatches * sums.dearest + idle_share * (sums.whole - sums.dearest))
 
 
 def held_microbatches(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, microbatches: Array) -> Array:
-    """Returns micro-batches of a rank's whole model part that each rank holds at most, (N, P).
+    """Returns the most in-flight micro-batches of each rank, (N, P) float64, in units of all its stages.
 
     Args:
         spec: the schedule.
@@ -46,33 +50,35 @@ def held_microbatches(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, mi
         stages_per_rank: (N,).
         microbatches: (N,).
     """
-    stages, micro = np.maximum(stages_per_rank, 1), microbatches
+    stages = np.maximum(stages_per_rank, 1)
     if spec.held is not None:
         index = np.arange(ranks)[None, :]
-        found = spec.held(ranks, stages[:, None], micro[:, None], index)
-        return np.asarray(np.broadcast_to(found, (len(micro), ranks)))
-    return _of_each(stages, micro, lambda v, m: np.array(_peaks(spec, ranks, v, m)) / v)
+        in_flight = spec.held(ranks, stages[:, None], microbatches[:, None], index)
+        return np.asarray(np.broadcast_to(in_flight, (len(microbatches), ranks)))
+    return _for_each_size(stages, microbatches, lambda v, m: np.array(_peak_live_pairs(spec, ranks, v, m)) / v)
 
 
-def _of_each(stages_per_rank: Array, microbatches: Array, read: Callable[[int, int], Any]) -> Array:
-    """Calls ``read`` once for each pair of (stages, micro-batches) and gives every layout its pair's."""
+def _for_each_size(stages_per_rank: Array, microbatches: Array, figure: Callable[[int, int], Any]) -> Array:
+    """Calls ``figure`` once for each distinct (stages, micro-batches), and returns every layout's result, (N, ...)."""
     pairs = np.stack([np.maximum(stages_per_rank, 1), microbatches], axis=1)
-    known, which = np.unique(pairs, axis=0, return_inverse=True)
-    return np.stack([np.asarray(read(int(stages), int(micro))) for stages, micro in known])[which.reshape(-1)]
+    distinct_sizes, size_index = np.unique(pairs, axis=0, return_inverse=True)
+    return np.stack(
+        [np.asarray(figure(int(stages), int(microbatch_count))) for stages, microbatch_count in distinct_sizes]
+    )[size_index.reshape(-1)]
 
 
 @lru_cache(maxsize=4096)
-def _peaks(spec: ScheduleSpec, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
+def _peak_live_pairs(spec: ScheduleSpec, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
     schedule = spec.build(ranks, stages_per_rank, microbatches)
     return simulate(schedule, ActionCosts.uniform(schedule.stages)).peak_live_rank
 
 
 @lru_cache(maxsize=4096)
 def _idle_share(spec: ScheduleSpec, ranks: int, stages_per_rank: int, microbatches: int) -> float:
-    """Idle time of a step over what a micro-batch takes on all ranks but one, at unit costs."""
+    """Returns a step's idle time over the time of a micro-batch on all ranks but one, at unit costs."""
     if ranks == 1:
         return 0.0
     schedule = spec.build(ranks, stages_per_rank, microbatches)
-    busy = UNIT_BACKWARD * stages_per_rank
-    whole = simulate(schedule, ActionCosts.uniform(schedule.stages)).makespan_s
-    return (whole - microbatches * busy) / ((ranks - 1) * busy)
+    busy_s = UNIT_BACKWARD * stages_per_rank
+    makespan_s = simulate(schedule, ActionCosts.uniform(schedule.stages)).makespan_s
+    return (makespan_s - microbatches * busy_s) / ((ranks - 1) * busy_s)

@@ -1,4 +1,4 @@
-"""The user's choice of a schedule: a name, or ``file:PATH`` for a CSV of their own."""
+"""Resolves the user's choice of a schedule: a name, or ``file:PATH`` for a custom CSV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "file:"
 
 
 def find_choice(choice: str) -> ScheduleSpec:
-    """Returns the facts of what the user chose: those that a schedule states, or those of a file's actions.
+    """Returns the spec of the user's choice: a known schedule's, or one derived from a file's actions.
 
     Args:
         choice: a name of `known_schedules`, or ``file:PATH``.
@@ -25,15 +25,15 @@ def find_choice(choice: str) -> ScheduleSpec:
     """
     if not choice.startswith(PREFIX):
         return find_schedule(choice)
-    text = _text(choice.removeprefix(PREFIX))
+    text = _read_text(choice.removeprefix(PREFIX))
     return _spec_of_file(choice, text)
 
 
 @lru_cache(maxsize=64)
 def _spec_of_file(choice: str, text: str) -> ScheduleSpec:
-    """The facts of a file: it is of one size, and every rank runs as many stages as the first does."""
+    """Returns the spec of a file: it has one size, and every rank runs as many stages as the first."""
     schedule = Schedule.from_csv(text, name=choice)
-    stages, peak = (
+    stages, peak_live = (
         len(schedule.rank_stages(0)),
         max(simulate(schedule, ActionCosts.uniform(schedule.stages)).peak_live_rank),
     )
@@ -53,7 +53,7 @@ def _spec_of_file(choice: str, text: str) -> ScheduleSpec:
         most_stages=stages,
         splits_backward=schedule.splits_backward,
         rule=rule,
-        peak_live=lambda ranks, stages_per_rank, microbatches: peak,
+        peak_live=lambda ranks, stages_per_rank, microbatches: peak_live,
         peak_text="by its actions",
         searched=False,
         owners=schedule.placement,
@@ -61,23 +61,23 @@ def _spec_of_file(choice: str, text: str) -> ScheduleSpec:
 
 
 def build_schedule(choice: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
-    """Builds what the user chose.
+    """Builds the schedule of the user's choice.
 
     Args:
         choice: a name of `known_schedules`, or ``file:PATH``.
         ranks: degree of the pipeline.
-        stages_per_rank: model parts on each rank; 0 for as many as the schedule asks for.
+        stages_per_rank: stages of each rank; 0 for the fewest that the schedule allows.
         microbatches: micro-batches of one step.
 
     Raises:
-        PlanError: there is no such schedule, it doesn't fit the sizes, a file can't be read, misses an action, or
+        PlanError: there is no such schedule, or it doesn't fit the sizes; a file can't be read, lacks an action, or
             deadlocks.
     """
     spec = find_choice(choice)
     return spec.build(ranks, stages_per_rank or spec.least_stages, microbatches)
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:

@@ -15,12 +15,12 @@ def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> lis
     sizes = (rank, ranks, stages_per_rank, microbatches)
     forwards = [forward(*turn) for turn in forward_turns(*sizes)]
     backwards = [backward(*turn) for turn in backward_turns(*sizes)]
-    ahead = (stages_per_rank - 1) * round_size(ranks, microbatches) + 2 * (ranks - 1 - rank)
-    ahead = min(ahead, len(forwards))
-    actions = forwards[:ahead]
-    for pair in zip(forwards[ahead:], backwards):
+    warmup = (stages_per_rank - 1) * round_size(ranks, microbatches) + 2 * (ranks - 1 - rank)
+    warmup = min(warmup, len(forwards))
+    actions = forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards):
         actions += pair
-    return actions + backwards[len(forwards) - ahead :]
+    return actions + backwards[len(forwards) - warmup :]
 
 
 def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
@@ -31,16 +31,16 @@ def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
 
 
 def peak_live(ranks: int, stages_per_rank: int, microbatches: int) -> int:
-    """Returns the most that a rank holds: what rank 0 runs ahead, and one more."""
-    ahead = (stages_per_rank - 1) * round_size(ranks, microbatches) + 2 * (ranks - 1)
-    return min(ahead + 1, stages_per_rank * microbatches)
+    """Returns the most live pairs on a rank: rank 0's warm-up forwards, and one more."""
+    warmup = (stages_per_rank - 1) * round_size(ranks, microbatches) + 2 * (ranks - 1)
+    return min(warmup + 1, stages_per_rank * microbatches)
 
 
 def held(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -> Array:
-    """Returns what each rank holds of its model part: as `peak_live`, by rank; later ranks run less ahead."""
-    turn = microbatches / np.maximum(1, np.floor(microbatches / ranks))
-    ahead = (stages_per_rank - 1) * turn + 2 * (ranks - 1 - rank)
-    return np.minimum((ahead + 1) / stages_per_rank, microbatches)
+    """Returns in-flight micro-batches by rank, (N, P): as `peak_live`; later ranks have fewer warm-up forwards."""
+    round_microbatches = microbatches / np.maximum(1, np.floor(microbatches / ranks))
+    warmup = (stages_per_rank - 1) * round_microbatches + 2 * (ranks - 1 - rank)
+    return np.minimum((warmup + 1) / stages_per_rank, microbatches)
 
 
 SCHEDULE = ScheduleSpec(

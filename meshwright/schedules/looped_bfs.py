@@ -21,7 +21,7 @@ def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> lis
 
 
 def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
-    """Returns the stated bubble, where a lap of the ranks is hidden by m >= p. Source: Lamy-Poirier (2022)."""
+    """Returns the stated bubble for m >= p, which hides a lap over the ranks. Source: Lamy-Poirier (2022)."""
     if microbatches < ranks:
         return None
     return (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)

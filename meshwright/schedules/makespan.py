@@ -1,7 +1,7 @@
-"""The time of a schedule alone: as `simulate` finds it, several times faster, for schedules that are known to be whole.
+"""Simulates only the makespan of a complete schedule: the result of `simulate`, several times faster.
 
-Results are numbered: stage s and micro-batch m of M have s M + m for the forward, and as many as there are forwards
-more for the backward.
+Results are numbered for array access: the forward of stage s on micro-batch m of M is s M + m, and its backward is
+larger by the number of forwards.
 """
 
 from __future__ import annotations
@@ -12,98 +12,103 @@ from meshwright.schedules.action import Action, ActionKind, Schedule
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 
-PARTS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
-"""What a stage computes."""
-NEVER = -1.0
-"""Stands for the end of what hasn't run."""
+KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+"""Kinds of computation of a stage."""
+NOT_RUN = -1.0
+"""End time of a result that doesn't exist yet."""
 
 
 def makespan_s(schedule: Schedule, costs: ActionCosts) -> float:
     """Returns seconds from the first start to the last end: `Simulation.makespan_s`.
 
     Args:
-        schedule: of which every action is there once, as those that are built by name.
+        schedule: complete, as those that are built by name.
         costs: seconds of its actions and sends.
 
     Raises:
-        PlanError: ranks wait for each other for ever.
+        PlanError: the schedule deadlocks.
     """
     costs.check(schedule)
-    run = _MakespanState(schedule, costs)
-    turns = deque(range(schedule.ranks))
-    while turns:
-        turns.extend(run.advance(turns.popleft()))
-    if any(place < len(row) for place, row in zip(run.place, schedule.actions)):
+    state = _MakespanState(schedule, costs)
+    runnable_ranks = deque(range(schedule.ranks))
+    while runnable_ranks:
+        runnable_ranks.extend(state.advance(runnable_ranks.popleft()))
+    if any(next_action < len(row) for next_action, row in zip(state.next_action, schedule.actions)):
         return simulate(schedule, costs).makespan_s
-    return max(run.free_s)
+    return max(state.free_s)
 
 
 class _MakespanState:
-    """How far each rank is, and when each result was there."""
+    """Progress of each rank, and the end time of each result."""
 
     def __init__(self, schedule: Schedule, costs: ActionCosts) -> None:
         self.schedule, self.costs = schedule, costs
-        self.place = [0] * schedule.ranks
+        self.next_action = [0] * schedule.ranks
         self.free_s = [0.0] * schedule.ranks
-        half = schedule.stages * schedule.microbatches
-        self.there_s = [NEVER] * (2 * half)
-        self.waiting = [-1] * (2 * half)
-        self.known = {
-            (kind, stage): self._known(kind, stage, half) for kind in PARTS for stage in range(schedule.stages)
+        forwards = schedule.stages * schedule.microbatches
+        self.result_end_s = [NOT_RUN] * (2 * forwards)
+        self.waiting_rank = [-1] * (2 * forwards)
+        self.facts = {
+            (kind, stage): self._action_facts(kind, stage, forwards)
+            for kind in KINDS
+            for stage in range(schedule.stages)
         }
 
-    def _known(self, kind: ActionKind, stage: int, half: int) -> tuple[float, int, int, float]:
-        """Seconds of an action, its result, the result that it waits for, and seconds of its send; -1 for no result.
+    def _action_facts(self, kind: ActionKind, stage: int, forwards: int) -> tuple[float, int, int, float]:
+        """Returns (seconds of an action, its result, the result that it waits for, seconds of that one's send).
 
-        Results are those of micro-batch 0.
+        Results are numbers for micro-batch 0; -1 for none.
         """
-        schedule, costs, ahead = self.schedule, self.costs, kind is ActionKind.FORWARD
-        took_s = costs.of(Action(stage, kind, 0))
-        own = stage * schedule.microbatches + (0 if ahead else half)
-        before = stage - 1 if ahead else stage + 1
+        schedule, costs, is_forward = self.schedule, self.costs, kind is ActionKind.FORWARD
+        action_s = costs.of(Action(stage, kind, 0))
+        result = stage * schedule.microbatches + (0 if is_forward else forwards)
+        source_stage = stage - 1 if is_forward else stage + 1
         if kind is ActionKind.WEIGHT:
-            return took_s, -1, -1, 0.0
-        if not 0 <= before < schedule.stages:
-            return took_s, own, -1, 0.0
-        need = own - schedule.microbatches if ahead else own + schedule.microbatches
-        return took_s, own, need, costs.between(schedule.placement[before], schedule.placement[stage])
+            return action_s, -1, -1, 0.0
+        if not 0 <= source_stage < schedule.stages:
+            return action_s, result, -1, 0.0
+        needed_result = result - schedule.microbatches if is_forward else result + schedule.microbatches
+        send_s = costs.between(schedule.placement[source_stage], schedule.placement[stage])
+        return action_s, result, needed_result, send_s
 
     def advance(self, rank: int) -> list[int]:
         """Runs a rank until it must wait; returns the ranks that waited for what it computed."""
-        row, there_s, waiting, known = self.schedule.actions[rank], self.there_s, self.waiting, self.known
-        free_s, place, freed = self.free_s[rank], self.place[rank], []
-        for action in row[place:]:
+        # Local names: this loop is the search's hot path.
+        row, result_end_s = self.schedule.actions[rank], self.result_end_s
+        waiting_rank, facts = self.waiting_rank, self.facts
+        free_s, next_action, unblocked_ranks = self.free_s[rank], self.next_action[rank], []
+        for action in row[next_action:]:
             if action.pair is not None:
-                end_s, lack = self._pair(action, free_s)
+                end_s, missing_result = self._run_pair(action, free_s)
             else:
-                took_s, own, need, send_s = known[action.kind, action.stage]
-                came_s, lack = 0.0, -1
-                if need >= 0:
-                    came_s = there_s[need + action.microbatch]
-                    lack = need + action.microbatch if came_s < 0 else -1
-                end_s = max(free_s, came_s + send_s) + took_s
-            if lack >= 0:
-                waiting[lack] = rank
+                action_s, result, needed_result, send_s = facts[action.kind, action.stage]
+                ready_s, missing_result = 0.0, -1
+                if needed_result >= 0:
+                    ready_s = result_end_s[needed_result + action.microbatch]
+                    missing_result = needed_result + action.microbatch if ready_s < 0 else -1
+                end_s = max(free_s, ready_s + send_s) + action_s
+            if missing_result >= 0:
+                waiting_rank[missing_result] = rank
                 break
-            place, free_s = place + 1, end_s
-            for part in (action,) if action.pair is None else action.pair:
-                own = known[part.kind, part.stage][1]
-                if own >= 0:
-                    there_s[own + part.microbatch] = end_s
-                    if waiting[own + part.microbatch] >= 0:
-                        freed.append(waiting[own + part.microbatch])
-                        waiting[own + part.microbatch] = -1
-        self.place[rank], self.free_s[rank] = place, free_s
-        return freed
+            next_action, free_s = next_action + 1, end_s
+            for single in (action,) if action.pair is None else action.pair:
+                result = facts[single.kind, single.stage][1]
+                if result >= 0:
+                    result_end_s[result + single.microbatch] = end_s
+                    if waiting_rank[result + single.microbatch] >= 0:
+                        unblocked_ranks.append(waiting_rank[result + single.microbatch])
+                        waiting_rank[result + single.microbatch] = -1
+        self.next_action[rank], self.free_s[rank] = next_action, free_s
+        return unblocked_ranks
 
-    def _pair(self, action: Action, start_s: float) -> tuple[float, int]:
-        """When a pair that might start then ends, and a result that it still waits for, -1 for none."""
-        own = {self.known[part.kind, part.stage][1] + part.microbatch for part in action.parts}
-        for part in action.parts:
-            _, _, need, send_s = self.known[part.kind, part.stage]
-            if need >= 0 and need + part.microbatch not in own:
-                came_s = self.there_s[need + part.microbatch]
-                if came_s < 0:
-                    return 0.0, need + part.microbatch
-                start_s = max(start_s, came_s + send_s)
+    def _run_pair(self, action: Action, start_s: float) -> tuple[float, int]:
+        """Returns (end of a pair that starts at ``start_s`` or later, a result that it still waits for or -1)."""
+        results = {self.facts[single.kind, single.stage][1] + single.microbatch for single in action.parts}
+        for single in action.parts:
+            _, _, needed_result, send_s = self.facts[single.kind, single.stage]
+            if needed_result >= 0 and needed_result + single.microbatch not in results:
+                ready_s = self.result_end_s[needed_result + single.microbatch]
+                if ready_s < 0:
+                    return 0.0, needed_result + single.microbatch
+                start_s = max(start_s, ready_s + send_s)
         return start_s + self.costs.of(action), -1

@@ -1,4 +1,4 @@
-"""1F1B: as GPipe in time, but a micro-batch goes back as soon as it can, so that few are held."""
+"""1F1B: GPipe's time, but each backward runs as early as possible, so that fewer micro-batches are in flight."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> lis
     runs one that doesn't exist; here they count from 0, as torch's own loop of the schedule runs them. Torch refuses
     fewer micro-batches than ranks; the order holds for these as well.
     """
-    ahead = min(ranks - 1 - rank, microbatches)
-    actions = [forward(rank, microbatch) for microbatch in range(ahead)]
-    for microbatch in range(ahead, microbatches):
-        actions += (forward(rank, microbatch), backward(rank, microbatch - ahead))
-    return actions + [backward(rank, microbatch) for microbatch in range(microbatches - ahead, microbatches)]
+    warmup = min(ranks - 1 - rank, microbatches)
+    actions = [forward(rank, microbatch) for microbatch in range(warmup)]
+    for microbatch in range(warmup, microbatches):
+        actions += (forward(rank, microbatch), backward(rank, microbatch - warmup))
+    return actions + [backward(rank, microbatch) for microbatch in range(microbatches - warmup, microbatches)]
 
 
 SCHEDULE = ScheduleSpec(

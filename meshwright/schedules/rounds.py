@@ -1,7 +1,7 @@
-"""The order in which a rank with several stages takes micro-batches: in rounds of about as many as there are ranks.
+"""Orders the micro-batches of a rank with several stages: in rounds of about as many micro-batches as ranks.
 
-In a round every stage of the rank, first to last, runs the micro-batches of that round forward; backward the stages go
-last to first. Both interleaved schedules follow it and differ in how many forwards they run ahead.
+In a round each stage of the rank, first to last, runs the forwards of that round's micro-batches; in backward the
+stages go last to first. Both interleaved schedules use this order and differ in their number of warm-up forwards.
 Source: Narayanan et al., Efficient Large-Scale Language Model Training (SC 2021), section 2.2. The paper wants m to be
 a multiple of p; as in torch, rounds of equal size are enough.
 """
@@ -20,15 +20,15 @@ def round_size(ranks: int, microbatches: int) -> int:
 
 def forward_turns(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Iterator[tuple[int, int]]:
     """Yields (stage, micro-batch) of a rank in the order of the forwards."""
-    yield from _turns(rank, ranks, range(stages_per_rank), microbatches)
+    yield from _stage_microbatches(rank, ranks, range(stages_per_rank), microbatches)
 
 
 def backward_turns(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Iterator[tuple[int, int]]:
     """Yields (stage, micro-batch) of a rank in the order of the backwards."""
-    yield from _turns(rank, ranks, range(stages_per_rank)[::-1], microbatches)
+    yield from _stage_microbatches(rank, ranks, range(stages_per_rank)[::-1], microbatches)
 
 
-def _turns(rank: int, ranks: int, laps: range, microbatches: int) -> Iterator[tuple[int, int]]:
+def _stage_microbatches(rank: int, ranks: int, laps: range, microbatches: int) -> Iterator[tuple[int, int]]:
     size = round_size(ranks, microbatches)
     for start in range(0, microbatches, size):
         for lap in laps:
@@ -37,17 +37,17 @@ def _turns(rank: int, ranks: int, laps: range, microbatches: int) -> Iterator[tu
 
 
 def equal_rounds(ranks: int, stages_per_rank: int, microbatches: int) -> None:
-    """The rule of both: rounds of equal size.
+    """Checks the rule of both interleaved schedules: rounds of equal size.
 
     Raises:
-        PlanError: the micro-batches don't divide into them.
+        PlanError: the micro-batches don't divide into equal rounds.
     """
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
-        below, above = (_nearest_equal(ranks, microbatches, step) for step in (-1, 1))
+        smaller, larger = (_nearest_equal(ranks, microbatches, step) for step in (-1, 1))
         raise PlanError(
             f"{microbatches} micro-batches on {ranks} ranks don't divide into {rounds} rounds of equal size; "
-            f"take {below} or {above}"
+            f"take {smaller} or {larger}"
         )
 
 

@@ -1,9 +1,9 @@
-"""Runs a schedule against given costs: how long, how idle, how much is held; or what it is stuck on.
+"""Simulates a schedule with given costs: makespan, bubble, live micro-batches; or the actions of a deadlock.
 
-A rank runs its actions in order. An action starts when the rank is free and what it needs has come: a forward needs
-the forward of the stage before, a backward the backward of the stage after. Sends cost time between ranks, not on
-them, and don't wait for one another. A pair starts when both parts can and hands on both results at its end, as torch
-sends them.
+A rank runs its actions in order. An action starts when the rank is free and its input has arrived: a forward needs
+the forward of the previous stage, a backward the backward of the next stage. Sends take time between ranks, not on
+them, and don't delay one another. A pair starts when both of its actions can, and sends both results at its end, as
+torch does.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from meshwright.schedules.action import Action, ActionKind, Schedule
 from meshwright.schedules.complete import check_complete
 from meshwright.schedules.costs import ActionCosts
 
-MOST_STUCK = 4
-"""Stuck ranks that a message lists."""
+MAX_LISTED = 4
+"""Most deadlocked ranks in a message."""
 
-_Result = tuple[bool, int, int]
-"""(whether of a forward, stage, micro-batch): what another stage can wait for."""
+_ResultKey = tuple[bool, int, int]
+"""(is forward, stage, micro-batch): a result that another stage can wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionSpan:
-    """When a rank ran an action."""
+    """An action of a rank with its start and end."""
 
     rank: int
     start_s: float
@@ -36,18 +36,18 @@ class ActionSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What came of running a schedule once."""
+    """The result of simulating a schedule."""
 
     schedule: Schedule
-    """What was run."""
+    """The simulated schedule."""
     makespan_s: float
     """From the first start to the last end."""
     busy_s: tuple[float, ...]
     """Computing time of each rank."""
     peak_live_rank: tuple[int, ...]
-    """Most (stage, micro-batch) pairs a rank held: forward begun, backward (INPUT and WEIGHT) not ended."""
+    """Most live (stage, micro-batch) pairs of each rank: forward started, backward (INPUT and WEIGHT) not ended."""
     peak_live_stage: tuple[int, ...]
-    """Most micro-batches a stage held."""
+    """Most live micro-batches of each stage."""
     timeline: tuple[ActionSpan, ...]
     """Every action, earliest start first."""
 
@@ -59,111 +59,118 @@ class Simulation:
 
 
 class _SimulationState:
-    """The state of a simulation: how far each rank is, and which results are there since when."""
+    """Progress of each rank in a simulation, and the end time of each result."""
 
     def __init__(self, schedule: Schedule, costs: ActionCosts) -> None:
         self.schedule, self.costs = schedule, costs
-        self.place = [0] * schedule.ranks
+        self.next_action = [0] * schedule.ranks
         self.free_s = [0.0] * schedule.ranks
         self.busy_s = [0.0] * schedule.ranks
-        self.there_s: dict[_Result, float] = {}
-        self.waiting: dict[_Result, int] = {}
+        self.result_end_s: dict[_ResultKey, float] = {}
+        self.waiting_rank: dict[_ResultKey, int] = {}
         self.spans: list[ActionSpan] = []
 
     def advance(self, rank: int) -> Iterator[int]:
         """Runs a rank until it must wait; yields the ranks that waited for what it computed."""
-        row, placement, there_s = self.schedule.actions[rank], self.schedule.placement, self.there_s
-        for action in row[self.place[rank] :]:
-            results = _results(action)
+        row, placement, result_end_s = self.schedule.actions[rank], self.schedule.placement, self.result_end_s
+        for action in row[self.next_action[rank] :]:
+            results = _results_of(action)
             start_s = self.free_s[rank]
-            for need in _needs(results, self.schedule.stages):
-                came_s = there_s.get(need)
-                if came_s is None:
-                    self.waiting[need] = rank
+            for needed_result in _inputs_of(results, self.schedule.stages):
+                ready_s = result_end_s.get(needed_result)
+                if ready_s is None:
+                    self.waiting_rank[needed_result] = rank
                     return
-                start_s = max(start_s, came_s + self.costs.between(placement[need[1]], rank))
-            took_s = self.costs.of(action)
-            end_s = start_s + took_s
+                start_s = max(start_s, ready_s + self.costs.between(placement[needed_result[1]], rank))
+            action_s = self.costs.of(action)
+            end_s = start_s + action_s
             self.spans.append(ActionSpan(rank, start_s, end_s, action))
             self.free_s[rank] = end_s
-            self.busy_s[rank] += took_s
-            self.place[rank] += 1
+            self.busy_s[rank] += action_s
+            self.next_action[rank] += 1
             for result in results:
-                there_s[result] = end_s
-                if result in self.waiting:
-                    yield self.waiting.pop(result)
+                result_end_s[result] = end_s
+                if result in self.waiting_rank:
+                    yield self.waiting_rank.pop(result)
 
 
-def _results(action: Action) -> list[_Result]:
-    """What other stages can wait for of an action."""
+def _results_of(action: Action) -> list[_ResultKey]:
+    """Returns the results of an action that other stages can wait for."""
     return [
-        (part.kind is ActionKind.FORWARD, part.stage, part.microbatch)
-        for part in action.parts
-        if part.kind is not ActionKind.WEIGHT
+        (single.kind is ActionKind.FORWARD, single.stage, single.microbatch)
+        for single in action.parts
+        if single.kind is not ActionKind.WEIGHT
     ]
 
 
-def _needs(results: list[_Result], stages: int) -> list[_Result]:
-    """What an action with such results waits for from other stages; its own rank's order is checked before."""
-    needs = [(ahead, stage - 1 if ahead else stage + 1, microbatch) for ahead, stage, microbatch in results]
-    return [need for need in needs if 0 <= need[1] < stages and need not in results]
+def _inputs_of(results: list[_ResultKey], stages: int) -> list[_ResultKey]:
+    """Returns the inputs from other stages of an action with these results; `check_complete` checks its own rank's."""
+    inputs = [
+        (is_forward, stage - 1 if is_forward else stage + 1, microbatch) for is_forward, stage, microbatch in results
+    ]
+    return [result for result in inputs if 0 <= result[1] < stages and result not in results]
 
 
 def simulate(schedule: Schedule, costs: ActionCosts) -> Simulation:
-    """Runs a schedule once.
+    """Simulates a schedule.
 
     Args:
         schedule: any schedule, also a user's own.
         costs: seconds of its actions and sends.
 
     Returns:
-        Times, idle share, what is held, and when each action ran.
+        Makespan, bubble, live micro-batches, and the span of each action.
 
     Raises:
-        PlanError: an action is missing or out of order, or ranks wait for each other for ever; the message names
-            the actions and what they wait for.
+        PlanError: an action is missing or out of order, or the schedule deadlocks; the message names the actions and
+            their missing inputs.
     """
     check_complete(schedule)
     costs.check(schedule)
-    run = _SimulationState(schedule, costs)
-    turns = deque(range(schedule.ranks))
-    while turns:
-        turns.extend(run.advance(turns.popleft()))
-    if run.waiting:
-        raise PlanError(_deadlock(run))
-    ranks, stages = _peaks(schedule)
+    state = _SimulationState(schedule, costs)
+    runnable_ranks = deque(range(schedule.ranks))
+    while runnable_ranks:
+        runnable_ranks.extend(state.advance(runnable_ranks.popleft()))
+    if state.waiting_rank:
+        raise PlanError(_deadlock(state))
+    rank_peaks, stage_peaks = _peak_live(schedule)
     return Simulation(
         schedule=schedule,
-        makespan_s=max(run.free_s),
-        busy_s=tuple(run.busy_s),
-        peak_live_rank=ranks,
-        peak_live_stage=stages,
-        timeline=tuple(sorted(run.spans, key=lambda span: (span.start_s, span.rank))),
+        makespan_s=max(state.free_s),
+        busy_s=tuple(state.busy_s),
+        peak_live_rank=rank_peaks,
+        peak_live_stage=stage_peaks,
+        timeline=tuple(sorted(state.spans, key=lambda span: (span.start_s, span.rank))),
     )
 
 
-def _deadlock(run: _SimulationState) -> str:
+def _deadlock(state: _SimulationState) -> str:
     lines = []
-    for (ahead, stage, microbatch), rank in sorted(run.waiting.items(), key=lambda item: item[1]):
-        action = run.schedule.actions[rank][run.place[rank]]
-        need = Action(stage, ActionKind.FORWARD if ahead else ActionKind.BACKWARD, microbatch)
-        lines.append(f"rank {rank} stops at {action}, which waits for {need} of rank {run.schedule.placement[stage]}")
-    more = f", and {len(lines) - MOST_STUCK} ranks more" if len(lines) > MOST_STUCK else ""
+    for (is_forward, stage, microbatch), rank in sorted(state.waiting_rank.items(), key=lambda item: item[1]):
+        action = state.schedule.actions[rank][state.next_action[rank]]
+        needed = Action(stage, ActionKind.FORWARD if is_forward else ActionKind.BACKWARD, microbatch)
+        lines.append(
+            f"rank {rank} stops at {action}, which waits for {needed} of rank {state.schedule.placement[stage]}"
+        )
+    remainder = f", and {len(lines) - MAX_LISTED} ranks more" if len(lines) > MAX_LISTED else ""
     return (
-        f"schedule {run.schedule.name} deadlocks: {'; '.join(lines[:MOST_STUCK])}{more}; move what is waited for in "
-        "front of what its rank stops at"
+        f"schedule {state.schedule.name} deadlocks: {'; '.join(lines[:MAX_LISTED])}{remainder}; move what is waited "
+        "for in front of what its rank stops at"
     )
 
 
-def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A rank runs one action at a time, so what it holds follows from the order alone."""
-    ranks, stages = [0] * schedule.ranks, [0] * schedule.stages
-    live = [0] * schedule.stages
+def _peak_live(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the most live (stage, micro-batch) pairs of each rank, and of each stage.
+
+    A rank runs one action at a time, so both follow from the order of its actions alone.
+    """
+    rank_peaks, stage_peaks = [0] * schedule.ranks, [0] * schedule.stages
+    stage_live = [0] * schedule.stages
     for rank, row in enumerate(schedule.actions):
-        held = 0
-        for part in (part for action in row for part in action.parts):
-            change = 1 if part.kind is ActionKind.FORWARD else 0 if part.kind is ActionKind.INPUT else -1
-            held, live[part.stage] = held + change, live[part.stage] + change
-            ranks[rank] = max(ranks[rank], held)
-            stages[part.stage] = max(stages[part.stage], live[part.stage])
-    return tuple(ranks), tuple(stages)
+        rank_live = 0
+        for single in (single for action in row for single in action.parts):
+            change = 1 if single.kind is ActionKind.FORWARD else 0 if single.kind is ActionKind.INPUT else -1
+            rank_live, stage_live[single.stage] = rank_live + change, stage_live[single.stage] + change
+            rank_peaks[rank] = max(rank_peaks[rank], rank_live)
+            stage_peaks[single.stage] = max(stage_peaks[single.stage], stage_live[single.stage])
+    return tuple(rank_peaks), tuple(stage_peaks)

@@ -1,4 +1,4 @@
-"""Every known schedule beside the others, at one size: what it states, and what the simulator sees."""
+"""Tabulates every known schedule at one size: stated and simulated bubble and memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Row:
     """One schedule at one size, at unit costs: F = I = W = 1, B = 2, sends free."""
 
     name: str
-    """What the user writes."""
+    """Name in layouts and options."""
     purpose: str
-    """When to take it."""
+    """When to use it."""
     source: str
     """The paper."""
     stages_per_rank: int
-    """Simulated with."""
+    """Stages per rank of the simulation."""
     stages_text: str
     """Stages per rank that it allows."""
     bubble_text: str
@@ -35,9 +35,9 @@ class Row:
     peak_live: int | None
     """Simulated peak of live (stage, micro-batch) pairs on a rank."""
     peak_share: float | None
-    """The same in micro-batches of the rank's whole model part: `peak_live` / `stages_per_rank`."""
+    """The same in units of all stages of the rank: `peak_live` / `stages_per_rank`."""
     refused: str
-    """Why it can't be built for this size."""
+    """The reason why it doesn't exist for this size; empty if it does."""
 
 
 def rows(ranks: int, microbatches: int) -> list[Row]:
@@ -47,15 +47,19 @@ def rows(ranks: int, microbatches: int) -> list[Row]:
 
 def _row(spec: ScheduleSpec, ranks: int, microbatches: int) -> Row:
     stages = spec.least_stages
-    stated = bubble = peak = None
+    stated = bubble = peak_live = None
     refused = ""
     try:
         schedule = spec.build(ranks, stages, microbatches)
     except PlanError as error:
         refused = str(error)
     else:
-        seen = simulate(schedule, ActionCosts.uniform(schedule.stages))
-        stated, bubble, peak = spec.bubble(ranks, stages, microbatches), seen.bubble, max(seen.peak_live_rank)
+        simulation = simulate(schedule, ActionCosts.uniform(schedule.stages))
+        stated, bubble, peak_live = (
+            spec.bubble(ranks, stages, microbatches),
+            simulation.bubble,
+            max(simulation.peak_live_rank),
+        )
     return Row(
         name=spec.name,
         purpose=spec.purpose,
@@ -66,16 +70,16 @@ def _row(spec: ScheduleSpec, ranks: int, microbatches: int) -> Row:
         bubble_stated=stated,
         bubble=bubble,
         peak_text=spec.peak_text,
-        peak_live=peak,
-        peak_share=None if peak is None else peak / stages,
+        peak_live=peak_live,
+        peak_share=None if peak_live is None else peak_live / stages,
         refused=refused,
     )
 
 
-def as_text(found: list[Row]) -> str:
+def as_text(table_rows: list[Row]) -> str:
     """Returns the rows as lines for a terminal."""
     lines = [f"{'schedule':<12} {'stages/rank':<11} {'bubble':>7}  {'stated':<34} {'live':>5}  stated"]
-    for row in found:
+    for row in table_rows:
         if row.refused:
             lines.append(f"{row.name:<12} {row.stages_text:<11} {'-':>7}  {row.refused}")
             continue

@@ -1,4 +1,7 @@
-"""ZBV: two stages per rank in the shape of a V, the backward split: balanced in memory, almost without bubble."""
+"""ZBV: two stages per rank in the shape of a V with split backwards: balanced memory, almost no bubble.
+
+``down`` and ``up`` are a rank's stages on the V's way down (forward order) and up.
+"""
 
 from __future__ import annotations
 
@@ -15,56 +18,63 @@ from meshwright.schedules.spec import Placement, ScheduleSpec
 def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
     """Returns the actions of a rank.
 
-    The order is laid out for 2p - 1 micro-batches or more; with fewer, those that don't exist are left out.
+    The order is for 2p - 1 micro-batches or more; with fewer, actions of the missing ones are left out.
     Source: Qi et al., Pipeline Parallelism with Controllable Memory (2024), V-ZB; Zero Bubble (2023), section 6.
     """
-    turns = _turns(rank, ranks, max(2 * ranks - 1, microbatches))
-    return [action for action in turns if action.microbatch < microbatches]
+    all_actions = _all_actions(rank, ranks, max(2 * ranks - 1, microbatches))
+    return [action for action in all_actions if action.microbatch < microbatches]
 
 
-def _turns(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+def _all_actions(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     down, up = rank, 2 * ranks - 1 - rank
-    ahead = 2 * (ranks - rank) - 1
-    yield from (forward(down, place) for place in range(ahead))
-    for place in range(rank):
-        yield forward(up, place)
-        yield forward(down, ahead + place)
-    ahead += rank
-    split = ranks - rank
-    for place in range(split):
-        yield from (forward(up, rank + place), backward_input(up, place), backward_weight(up, place))
-    # Steady: a forward and a backward on either stage; the forwards of the way down end first.
-    for place in range(microbatches - ranks):
-        if ahead + place < microbatches:
-            yield forward(down, ahead + place)
-        yield from (backward_input(down, place), backward_weight(down, place))
-        yield forward(up, ranks + place)
-        yield from (backward_input(up, split + place), backward_weight(up, split + place))
+    warmup = 2 * (ranks - rank) - 1
+    yield from (forward(down, step) for step in range(warmup))
+    for step in range(rank):
+        yield forward(up, step)
+        yield forward(down, warmup + step)
+    warmup += rank
+    splits = ranks - rank
+    for step in range(splits):
+        yield from (
+            forward(up, rank + step),
+            backward_input(up, step),
+            backward_weight(up, step),
+        )
+    # Steady phase: a forward and a backward on each stage; the forwards of the way down run out first.
+    for step in range(microbatches - ranks):
+        if warmup + step < microbatches:
+            yield forward(down, warmup + step)
+        yield from (backward_input(down, step), backward_weight(down, step))
+        yield forward(up, ranks + step)
+        yield from (backward_input(up, splits + step), backward_weight(up, splits + step))
     yield from _drain(down, up, rank, ranks, microbatches)
 
 
 def _drain(down: int, up: int, rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The inputs first, since the rank before waits for them; the weights fill the rest."""
-    down_from, up_from = microbatches - ranks, microbatches - rank
+    """Yields input gradients first, since the previous rank waits for them; weight gradients fill the gaps."""
+    down_start, up_start = microbatches - ranks, microbatches - rank
     yield from chain.from_iterable(
-        (backward_input(down, down_from + place), backward_input(up, up_from + place)) for place in range(rank)
+        (backward_input(down, down_start + step), backward_input(up, up_start + step)) for step in range(rank)
     )
-    for place in range(ranks - rank):
-        yield backward_input(down, down_from + rank + place)
-        yield backward_weight(down, down_from + place)
-    yield from (backward_weight(up, place) for place in range(up_from, microbatches))
-    yield from (backward_weight(down, place) for place in range(microbatches - rank, microbatches))
+    for step in range(ranks - rank):
+        yield backward_input(down, down_start + rank + step)
+        yield backward_weight(down, down_start + step)
+    yield from (backward_weight(up, step) for step in range(up_start, microbatches))
+    yield from (backward_weight(down, step) for step in range(microbatches - rank, microbatches))
 
 
 def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
-    """Returns the stated bubble, where the steady part is reached: a rank starts one forward after the one before."""
+    """Returns the stated bubble, for enough micro-batches to reach the steady phase."""
     if microbatches < 2 * ranks - 1:
         return None
     return (ranks - 1) / (6 * microbatches + ranks - 1)
 
 
 def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Returns seconds of a step: the stated bubble's sixth. Source: Qi et al. (2023), table 1."""
+    """Returns seconds of a step, (N,): a sixth of the remaining filling and draining.
+
+    Source: Qi et al. (2023), table 1.
+    """
     return microbatches * sums.dearest + filled_with_weights(ranks, sums) / 6.0
 
 

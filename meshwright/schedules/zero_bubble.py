@@ -1,4 +1,4 @@
-"""Zero bubble, with one stage per rank (ZB-H1) or several: the backward to the weights fills what would be idle."""
+"""Zero bubble, with one stage per rank (ZB-H1) or several: delayed weight gradients fill the bubble."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from meshwright.schedules.spec import ScheduleSpec
 
 
 def order(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
-    """Returns the actions of a rank: every backward to the weights comes `rank` backwards to the input later.
+    """Returns the actions of a rank: each weight half of a backward runs `rank` input halves later.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), ZB-H1, on the interleaved order of Narayanan et al.
     """
     sizes = (rank, ranks, stages_per_rank, microbatches)
     forwards = [forward(*turn) for turn in forward_turns(*sizes)]
-    turns = list(backward_turns(*sizes))
-    ahead = (stages_per_rank - 1) * round_size(ranks, microbatches) + ranks - 1 - rank
-    ahead = min(ahead, len(forwards))
-    actions = forwards[:ahead]
-    for place, turn in enumerate(turns):
-        if place < len(forwards) - ahead:
-            actions.append(forwards[ahead + place])
+    backward_order = list(backward_turns(*sizes))
+    warmup = (stages_per_rank - 1) * round_size(ranks, microbatches) + ranks - 1 - rank
+    warmup = min(warmup, len(forwards))
+    actions = forwards[:warmup]
+    for index, turn in enumerate(backward_order):
+        if index < len(forwards) - warmup:
+            actions.append(forwards[warmup + index])
         actions.append(backward_input(*turn))
-        if place >= rank:
-            actions.append(backward_weight(*turns[place - rank]))
-    return actions + [backward_weight(*turn) for turn in turns[max(0, len(turns) - rank) :]]
+        if index >= rank:
+            actions.append(backward_weight(*backward_order[index - rank]))
+    return actions + [backward_weight(*turn) for turn in backward_order[max(0, len(backward_order) - rank) :]]
 
 
 def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
@@ -38,19 +38,19 @@ def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
 
 
 def peak_live(ranks: int, stages_per_rank: int, microbatches: int) -> int:
-    """Returns the most that a rank holds: the forwards ahead, one more, and the weights that wait."""
+    """Returns the most live pairs on a rank: warm-up forwards, one more, and the delayed weight gradients."""
     return min((stages_per_rank - 1) * round_size(ranks, microbatches) + ranks, stages_per_rank * microbatches)
 
 
 def held(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -> Array:
-    """Returns what each rank holds of its model part: `peak_live` over its stages, the same on every rank."""
-    turn = microbatches / np.maximum(1, np.floor(microbatches / ranks))
-    several = np.minimum(((stages_per_rank - 1) * turn + ranks) / stages_per_rank, microbatches)
-    return np.where(stages_per_rank > 1, several, np.minimum(ranks, microbatches)) + 0 * rank
+    """Returns in-flight micro-batches by rank, (N, P): `peak_live` over the stages, equal on every rank."""
+    round_microbatches = microbatches / np.maximum(1, np.floor(microbatches / ranks))
+    interleaved = np.minimum(((stages_per_rank - 1) * round_microbatches + ranks) / stages_per_rank, microbatches)
+    return np.where(stages_per_rank > 1, interleaved, np.minimum(ranks, microbatches)) + 0 * rank
 
 
 def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Returns seconds of a step: filling and draining as interleaved has them, less the weights that fill them."""
+    """Returns seconds of a step, (N,): interleaved's filling and draining, less the weight gradients in them."""
     return microbatches * sums.dearest + filled_with_weights(ranks, sums) / np.maximum(stages_per_rank, 1)
 
 

@@ -1,7 +1,8 @@
-"""Which axes cost alike: the column of `LayoutBatch` that has each axis's degree, and the axes that columns stand for.
+"""Maps each axis to the column of `LayoutBatch` with its degree, and columns back to axes.
 
-A column is a symbol of the formulas. Every known axis has the one of its mechanics; axes that change no module have one
-by what their ranks read and hold. An axis that fits none has no price, and layouts that use it are refused.
+A column is a symbol of the formulas: axes with the same cost share one. A known axis has the column of its mechanics;
+an axis that changes no module has one by what its ranks read and hold. An axis without a column has no price, and
+layouts that use it are refused.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from meshwright.spec.layout import Layout
 COPIES = "replicate"
 """Column of axes that change no module, read other rows and hold copies."""
 SHARDS = "shard"
-"""The same of those that share the state."""
+"""Column of axes that change no module, read other rows and share the state."""
 WIRE_ORDER = ("pp", COPIES, SHARDS, "cp", "tp")
 """Columns of axes in the order in which `cost.groups` lays out their ranks, outermost first."""
 
 
 @cache
 def priced_columns() -> Mapping[str, str]:
-    """Returns the column of `LayoutBatch` that has each axis's degree, for every known axis that formulas price.
+    """Returns the column of each known axis that the formulas price.
 
-    Axes of the same mechanics have one column; so have all that change no module, read other rows and hold copies.
+    Axes of the same mechanics share a column; so do all that change no module, read other rows and hold copies.
     """
-    found = {}
+    columns = {}
     for name, axis in known_axes().items():
         column = axis.mechanics.value
         if axis.mechanics is Mechanics.NONE and axis.reads is Reads.ROWS:
             column = {Holds.COPY: COPIES, Holds.SHARD: SHARDS}.get(axis.holds, column)
         if column in (*WIRE_ORDER, Mechanics.EXPERTS.value):
-            found[name] = column
-    return found
+            columns[name] = column
+    return columns
 
 
 def column_of(name: str) -> str:
-    """Returns the column that has an axis's degree.
+    """Returns the column of an axis.
 
     Raises:
         PlanError: no formula prices the axis.
@@ -51,7 +52,7 @@ def column_of(name: str) -> str:
         raise PlanError(
             f"axis {name} reads {axis.reads.value}, holds {axis.holds.value} and has the mechanics "
             f"'{axis.mechanics.name.lower()}', for which the planner has no formula, so no layout with {name} above 1 "
-            f"has a price; give its AXIS the mechanics that it has ({', '.join(one.name for one in Mechanics)}), add "
+            f"has a price; give its AXIS the mechanics that it has ({', '.join(item.name for item in Mechanics)}), add "
             f"formulas to planner/cost, or leave {name} out"
         )
     return column
@@ -61,13 +62,13 @@ def column_degrees(layout: Layout) -> dict[str, int]:
     """Returns a layout's degrees by column.
 
     Raises:
-        PlanError: for an axis without a price, or one that lies elsewhere among the ranks than its formulas assume.
+        PlanError: for an axis without a price, or in another position of the mesh than its formulas assume.
     """
-    row: dict[str, int] = dict.fromkeys((*WIRE_ORDER, *priced_columns().values()), 1)
+    degrees: dict[str, int] = dict.fromkeys((*WIRE_ORDER, *priced_columns().values()), 1)
     outer = ""
     for name, degree in layout.degrees.items():  # outermost first
         column = column_of(name)
-        row[column] *= degree
+        degrees[column] *= degree
         if carves := known_axes()[name].carves:
             _check_carved(name, carves, layout)
             continue
@@ -78,11 +79,11 @@ def column_degrees(layout: Layout) -> dict[str, int]:
                 "them"
             )
         outer = name
-    return row
+    return degrees
 
 
 def _check_carved(name: str, carves: Sequence[str], layout: Layout) -> None:
-    """Refuses ranks beside those that an axis divides where its formulas take both for one degree."""
+    """Refuses a layout with a further axis in a column of those that ``name`` carves: formulas know one degree."""
     columns = {column_of(other) for other in carves}
     for other in layout.degrees:
         if other not in (name, *carves) and column_of(other) in columns:
@@ -92,18 +93,18 @@ def _check_carved(name: str, carves: Sequence[str], layout: Layout) -> None:
             )
 
 
-def named_degrees(given: Mapping[str, int] = MappingProxyType({}), **columns: int) -> dict[str, int]:
-    """Returns degrees by axis, of degrees by column: the first axis of a column has what no other was given.
+def named_degrees(fixed: Mapping[str, int] = MappingProxyType({}), **columns: int) -> dict[str, int]:
+    """Returns degrees by axis from degrees by column; a column's first axis has what the others don't fix.
 
     Args:
-        given: degrees that are asked for, by axis.
-        columns: degree of each column, a multiple of the given ones.
+        fixed: degrees that the user fixed, by axis.
+        columns: degree of each column, a multiple of the fixed ones.
     """
-    found: dict[str, int] = {}
+    degrees: dict[str, int] = {}
     for column, size in columns.items():
-        names = [name for name, other in priced_columns().items() if other == column]
+        names = [name for name, priced_column in priced_columns().items() if priced_column == column]
         for name in names[1:]:
-            found[name] = given.get(name, 1)
-            size //= found[name]
-        found[names[0]] = size
-    return found
+            degrees[name] = fixed.get(name, 1)
+            size //= degrees[name]
+        degrees[names[0]] = size
+    return degrees

@@ -1,4 +1,4 @@
-"""Traffic that isn't inside a layer: sends between stages, gathered parameters, reduced gradients."""
+"""Times of traffic outside of layers: sends between stages, parameter gathers, gradient reductions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.planner.cost.offload import added
 
 
 class CommunicationTimes:
-    """Collectives of the data axes and sends of the pipeline, for N layouts.
+    """Seconds of the data axes' collectives and the pipeline's sends, for N layouts.
 
     Args:
         model: the layouts on their machine.
@@ -22,99 +22,110 @@ class CommunicationTimes:
 
     def __init__(self, model: PricedModel) -> None:
         self._model = model
-        # The engine's are of a parameter in 2 bytes; what computes in 4 is gathered so.
+        # The profile's bytes are for compute in 2 bytes an element; float32 is gathered in 4.
         self._gather_bytes = model.engine.runtime.gather_bytes * model.element / 2.0
-        # Gradients are summed in 4 bytes whatever computes, but in float64.
+        # Gradients are reduced in float32 for every precision but float64.
         self._reduce_bytes = model.engine.runtime.reduce_bytes * (2.0 if model.job.precision == "float64" else 1.0)
 
     def send_s(self) -> Array:
-        """Returns seconds of one activation from stage to stage, (N,)."""
+        """Returns seconds of one send of an activation to the next stage, (N,)."""
         return self._model.groups.send(self.send_bytes())
 
     def send_bytes(self) -> Array:
-        """Returns bytes of one activation from stage to stage, (N,)."""
+        """Returns bytes of one send of an activation to the next stage, (N,)."""
         model = self._model
-        divided = model.degrees.tp if model.engine.runtime.send_divided else model.divided
-        return np.asarray(model.tokens * model.job.shape.width * model.element / divided)
+        senders = model.layouts.tp if model.engine.runtime.send_divided else model.token_shards
+        return np.asarray(model.tokens * model.job.shape.width * model.element / senders)
 
-    def gather_s(self, group: Any) -> Array:
-        """Returns exposed seconds of ZeRO-3's gathers in a step, (N,): forward and backward, each micro-batch."""
-        runtime, d = self._model.engine.runtime, self._model.degrees
-        times = np.where(self._once, 1.0, d.microbatches[:, None] if runtime.gather_each else 1.0)
-        seconds = self._gathers_s(group)
-        exposed = self._exposed(seconds, group.forward_busy)
-        # A pipeline that keeps stages gathered gathers them before their first forward alone.
-        exposed += np.where(self._once, 0.0, self._exposed(seconds, group.backward_busy))
-        exposed += runtime.interference * (np.where(self._once, 1.0, 2.0) * seconds - exposed)
-        return np.asarray((exposed * times * (d.zero[:, None] == 3)).max(axis=1))
+    def gather_s(self, ranks: Any) -> Array:
+        """Returns exposed seconds of ZeRO-3's parameter gathers in a step, (N,), on the slowest rank."""
+        runtime, layouts = self._model.engine.runtime, self._model.layouts
+        gathers = np.where(self._gathers_once, 1.0, layouts.microbatches[:, None] if runtime.gather_each else 1.0)
+        seconds = self._gathers_s(ranks)
+        exposed = self._exposed_gather_s(seconds, ranks.forward_busy)
+        # A pipeline that keeps its stages gathered gathers them only before their first forward.
+        exposed += np.where(self._gathers_once, 0.0, self._exposed_gather_s(seconds, ranks.backward_busy))
+        exposed += runtime.interference * (np.where(self._gathers_once, 1.0, 2.0) * seconds - exposed)
+        return np.asarray((exposed * gathers * (layouts.zero[:, None] == 3)).max(axis=1))
 
     @property
-    def _once(self) -> Array:
-        """Whether a pipeline gathers parameters and scatters gradients once a step, (N, 1)."""
+    def _gathers_once(self) -> Array:
+        """Whether a pipeline gathers parameters and reduce-scatters gradients once a step, (N, 1) bool."""
         model = self._model
-        return np.asarray((model.degrees.pp[:, None] > 1) & model.engine.states.whole_in_pipeline)
+        return np.asarray((model.layouts.pp[:, None] > 1) & model.engine.states.whole_in_pipeline)
 
-    def _gathers_s(self, group: Any, pieces: Any = None) -> Array:
-        """Returns seconds in which a rank's parameters are gathered once, (N, P)."""
-        groups, (own, experts) = self._model.groups, group.parameters()
-        seconds = self._columns(traffic.all_gather_s, own * self._gather_bytes, groups.shard_cp, pieces)
-        return seconds + self._columns(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
+    def _gathers_s(self, ranks: Any, collectives: Any = None) -> Array:
+        """Returns seconds to gather all parameters of a rank once, (N, P)."""
+        groups, (dense, experts) = self._model.groups, ranks.parameters()
+        seconds = self._collective_s(traffic.all_gather_s, dense * self._gather_bytes, groups.shard_cp, collectives)
+        return seconds + self._collective_s(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
 
-    def _exposed(self, seconds: Array, busy: Array) -> Array:
-        """Returns what compute doesn't hide of gathers that go ahead of it, (N, P)."""
-        hidden = self._model.engine.runtime.gather_overlap
-        return np.asarray(np.maximum(seconds - hidden * busy, (1 - hidden) * seconds))
+    def _exposed_gather_s(self, seconds: Array, busy: Array) -> Array:
+        """Returns the exposed seconds, (N, P), of gathers that are prefetched under ``busy`` seconds of compute."""
+        overlap = self._model.engine.runtime.gather_overlap
+        return np.asarray(np.maximum(seconds - overlap * busy, (1 - overlap) * seconds))
 
-    def _left(self, group: Any, cover: Array) -> Array:
-        """Returns what of a backward's cover ZeRO-3's gathers leave to the sums: the wire carries one at a time."""
-        runtime, d = self._model.engine.runtime, self._model.degrees
-        each = (d.zero[:, None] == 3) & ~self._once & (runtime.gather_each | (d.microbatches[:, None] == 1))
-        if not each.any():
-            return cover
-        seconds = self._gathers_s(group)
-        taken = seconds - self._exposed(seconds, group.backward_busy)
-        return np.asarray(np.where(each, np.maximum(cover - taken, 0.0), cover))
+    def _remaining_cover_s(self, ranks: Any, cover: Array) -> Array:
+        """Returns the seconds of backward, (N, P), that can hide reductions after ZeRO-3's gathers took theirs.
 
-    def reduce_s(self, group: Any, own: Array, experts: Array) -> Array:
-        """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's gather after it, (N, P)."""
-        model, runtime, d = self._model, self._model.engine.runtime, self._model.degrees
-        groups, zero = model.groups, d.zero[:, None]
-        wire = self._reduce_bytes
-        pieces = np.maximum(1.0, runtime.reduce_pieces * group.layers)
-        buckets = np.maximum(1.0, own * wire / runtime.bucket_bytes) if runtime.bucket_bytes else 1.0
-        whole = self._columns(traffic.all_reduce_s, own * wire, groups.readers, buckets)
-        whole += self._columns(traffic.all_reduce_s, experts * wire, groups.expert_readers)
-        scatter = self._columns(traffic.reduce_scatter_s, own * wire, groups.shard_cp, pieces)
-        scatter += self._columns(traffic.reduce_scatter_s, experts * wire, groups.expert_shard)
-        scatter += self._columns(traffic.all_reduce_s, group.divided(own, experts) * wire, groups.replicate)
-        gather = self._gathers_s(group, np.maximum(1.0, runtime.gather_pieces * group.layers))
-        seconds = np.where(zero > 0, scatter / runtime.scatter_share, whole)
-        once = self._once
-        each = runtime.reduce_each & (zero >= 2) & ~once
-        times = np.where(each, d.microbatches[:, None], 1.0)
-        sharded = runtime.dp_overlap if runtime.scatter_overlap is None else runtime.scatter_overlap
-        window = np.where(once, 0.0, self._window()[:, None])
-        cover = np.where(zero > 0, sharded, runtime.dp_overlap) * group.backward_busy * window
-        if d.offload.any():
-            # Only the first micro-batch's goes on beside backward where the host waits for the others to add them.
-            cover = np.where(added(d)[:, None], cover / d.microbatches[:, None], cover)
-        cover = self._left(group, cover)
-        exposed = np.maximum(seconds - cover, 0.0) + runtime.interference * np.minimum(seconds, cover)
-        late = np.where((zero == 1) | (zero == 2), gather / runtime.scatter_share, 0.0)
-        cover = sharded * group.forward_busy * window
-        return np.asarray(exposed * times + np.maximum(late - cover, 0.0))
-
-    def _window(self) -> Array:
-        """Returns micro-batches under whose backward a rank's gradients can go, (N,): the last one.
-
-        Of several stages on a rank the first to end go under the last round of micro-batches of the others.
+        The links carry one collective at a time.
         """
-        d = self._model.degrees
-        return np.asarray(1.0 + (np.minimum(d.microbatches, d.pp) - 1.0) * (d.stages - 1.0) / d.stages)
+        runtime, layouts = self._model.engine.runtime, self._model.layouts
+        each = runtime.gather_each | (layouts.microbatches[:, None] == 1)
+        gathers_each = (layouts.zero[:, None] == 3) & ~self._gathers_once & each
+        if not gathers_each.any():
+            return cover
+        seconds = self._gathers_s(ranks)
+        hidden_s = seconds - self._exposed_gather_s(seconds, ranks.backward_busy)
+        return np.asarray(np.where(gathers_each, np.maximum(cover - hidden_s, 0.0), cover))
 
-    def _columns(self, kind: Any, size: Array, span: GroupSpan, pieces: Any = None) -> Array:
-        """Returns seconds of a collective for each rank of the pipeline, (N, P), in equal ``pieces`` one by one."""
+    def reduce_s(self, ranks: Any, dense: Array, experts: Array) -> Array:
+        """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's and 2's gather after it, (N, P)."""
+        model, runtime, layouts = self._model, self._model.engine.runtime, self._model.layouts
+        groups, zero = model.groups, layouts.zero[:, None]
+        element_bytes = self._reduce_bytes
+        collectives = np.maximum(1.0, runtime.reduce_pieces * ranks.layers)
+        buckets = np.maximum(1.0, dense * element_bytes / runtime.bucket_bytes) if runtime.bucket_bytes else 1.0
+        all_reduce_s = self._collective_s(traffic.all_reduce_s, dense * element_bytes, groups.readers, buckets)
+        all_reduce_s += self._collective_s(traffic.all_reduce_s, experts * element_bytes, groups.expert_readers)
+        reduce_scatter_s = self._collective_s(
+            traffic.reduce_scatter_s, dense * element_bytes, groups.shard_cp, collectives
+        )
+        reduce_scatter_s += self._collective_s(traffic.reduce_scatter_s, experts * element_bytes, groups.expert_shard)
+        reduce_scatter_s += self._collective_s(
+            traffic.all_reduce_s, ranks.owned_parameters(dense, experts) * element_bytes, groups.replicate
+        )
+        gather = self._gathers_s(ranks, np.maximum(1.0, runtime.gather_pieces * ranks.layers))
+        # ZeRO-0 all-reduces over all readers; above, a reduce-scatter over the shards and an all-reduce of the shards.
+        seconds = np.where(zero > 0, reduce_scatter_s / runtime.scatter_share, all_reduce_s)
+        once = self._gathers_once
+        reduces_each = runtime.reduce_each & (zero >= 2) & ~once
+        reductions = np.where(reduces_each, layouts.microbatches[:, None], 1.0)
+        sharded_overlap = runtime.dp_overlap if runtime.scatter_overlap is None else runtime.scatter_overlap
+        window = np.where(once, 0.0, self._overlap_microbatches()[:, None])
+        cover_s = np.where(zero > 0, sharded_overlap, runtime.dp_overlap) * ranks.backward_busy * window
+        if layouts.offload.any():
+            # With accumulation in host memory only one micro-batch's reduction overlaps: the host waits for the others.
+            cover_s = np.where(added(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
+        cover_s = self._remaining_cover_s(ranks, cover_s)
+        exposed = np.maximum(seconds - cover_s, 0.0) + runtime.interference * np.minimum(seconds, cover_s)
+        # ZeRO-1 and 2 gather the updated parameters once a step, under the next forward.
+        late_gather_s = np.where((zero == 1) | (zero == 2), gather / runtime.scatter_share, 0.0)
+        cover_s = sharded_overlap * ranks.forward_busy * window
+        return np.asarray(exposed * reductions + np.maximum(late_gather_s - cover_s, 0.0))
+
+    def _overlap_microbatches(self) -> Array:
+        """Returns the number of micro-batches whose backward can hide the reduction, (N,): 1 with a stage a rank.
+
+        With several stages on a rank, the stages that end first overlap the last micro-batches of the others.
+        """
+        layouts = self._model.layouts
+        other_rounds = np.minimum(layouts.microbatches, layouts.pp) - 1.0
+        return np.asarray(1.0 + other_rounds * (layouts.stages - 1.0) / layouts.stages)
+
+    def _collective_s(self, kind: Any, size: Array, span: GroupSpan, collectives: Any = None) -> Array:
+        """Returns seconds of a collective on each pipeline rank, (N, P), sent in ``collectives`` equal pieces."""
         if not size.any():
             return np.zeros_like(size)
-        count = 1.0 if pieces is None else np.broadcast_to(pieces, size.shape)
+        count = 1.0 if collectives is None else np.broadcast_to(collectives, size.shape)
         return np.asarray(count * self._model.groups.seconds(kind, size / count, span))

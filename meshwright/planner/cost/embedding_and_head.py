@@ -1,4 +1,4 @@
-"""The ends of the model: embedding on the first stage, norm, head and loss on the last."""
+"""Prices the ends of the model: embedding on the first stage; last norm, head and loss on the last."""
 
 from __future__ import annotations
 
@@ -7,80 +7,87 @@ import numpy as np
 from meshwright.cluster import traffic
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
+from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.meshwright_profile import drop_bytes
 from meshwright.spec.model_shape import Product
 
 UNALIGNED = 3.2
-"""Time of the head over an aligned one's where a rank has an odd number of words: tensor cores read several at once.
+"""Time of a head with an odd number of columns on a rank, over an aligned one's: tensor cores read several at once.
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on 50,257 words on A100."""
 
 
 def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
-    """Returns what the embedding costs on one micro-batch.
+    """Returns the cost of the embedding on one micro-batch; figures are (N,).
 
     Args:
-        model: the job and its layouts.
-        timed: time and traffic too; else they stand at 0.
+        model: the job and its N layouts.
+        timed: price time and traffic too; else they are 0.
     """
     shape, element = model.job.shape, model.element
     masks = 1.0 if shape.blocks[0].dropout else 0.0
     cost = LayerCost(
-        saved=model.tokens * (8.0 + masks * shape.width / model.divided),
-        parameters=shape.vocab * shape.width / model.degrees.tp + shape.positions * shape.width,
+        saved=model.tokens * (8.0 + masks * shape.width / model.token_shards),
+        parameters=shape.vocab * shape.width / model.layouts.tp + shape.positions * shape.width,
     )
     if not timed:
         return cost
     size = model.tokens * shape.width * element
-    reduce = model.groups.seconds(traffic.all_reduce_s, size, model.groups.tp)
-    scatter = model.groups.seconds(traffic.reduce_scatter_s, size, model.groups.tp)
-    wire = scatter * (model.degrees.sequence > 0) + reduce * (model.degrees.sequence == 0)
-    look = move_s(2 * size, model.machine.device)
-    back = move_s(model.tokens * shape.width * (element + 4.0), model.machine.device)
+    all_reduce_s = model.groups.seconds(traffic.all_reduce_s, size, model.groups.tp)
+    reduce_scatter_s = model.groups.seconds(traffic.reduce_scatter_s, size, model.groups.tp)
+    tp_s = reduce_scatter_s * (model.layouts.sequence > 0) + all_reduce_s * (model.layouts.sequence == 0)
+    forward_s = move_s(2 * size, model.machine.device)
+    backward_s = move_s(model.tokens * shape.width * (element + 4.0), model.machine.device)
     if model.engine.runtime.draw_bytes and masks:
-        drawn = model.tokens * shape.width / model.divided
-        look = look + move_s(drawn * (drop_bytes(element) + model.engine.runtime.draw_bytes), model.machine.device)
-        back = back + move_s(drawn * drop_bytes(element), model.machine.device)
-    cost.forward = PassTime(elementwise=look, tp=wire)
-    cost.backward = PassTime(elementwise=back, tp=scatter * (model.degrees.sequence > 0))
-    model.awaited(cost.forward, cost.backward)
+        dropped_elements = model.tokens * shape.width / model.token_shards
+        forward_s = forward_s + move_s(
+            dropped_elements * (drop_bytes(element) + model.engine.runtime.draw_bytes), model.machine.device
+        )
+        backward_s = backward_s + move_s(dropped_elements * drop_bytes(element), model.machine.device)
+    cost.forward = PassTime(elementwise=forward_s, tp=tp_s)
+    cost.backward = PassTime(elementwise=backward_s, tp=reduce_scatter_s * (model.layouts.sequence > 0))
+    model.wait_for_device(cost.forward, cost.backward)
     return cost
 
 
 def head(model: PricedModel, timed: bool = True) -> LayerCost:
-    """Returns what the last norm, the head and the loss cost on one micro-batch.
+    """Returns the cost of the last norm, the head and the loss on one micro-batch; figures are (N,).
 
     Args:
-        model: the job and its layouts.
-        timed: time and traffic too; else they stand at 0.
+        model: the job and its N layouts.
+        timed: price time and traffic too; else they are 0.
     """
-    shape, element, tp = model.job.shape, model.element, model.degrees.tp
+    shape, element, tp = model.job.shape, model.element, model.layouts.tp
     logits = model.tokens * shape.vocab / tp
     size = model.tokens * shape.width * element
     saved = model.engine.saved
-    held = 0.0 if saved.chunked_logits else saved.logits * _width(model)
+    bytes_per_logit = 0.0 if saved.chunked_logits else saved.logits * _loss_element_scale(model)
     cost = LayerCost(
-        saved=2 * size / model.divided,
-        working=held * logits,
+        saved=2 * size / model.token_shards,
+        working=bytes_per_logit * logits,
         parameters=shape.vocab * shape.width / tp + shape.other_parameters,
     )
     if not timed:
         return cost
     product = Product(name="head", inner=shape.width, outer=shape.vocab, split="columns")
-    gather = model.groups.seconds(traffic.all_gather_s, size, model.groups.tp) * (model.degrees.sequence > 0)
-    reduce = model.groups.seconds(traffic.all_reduce_s, size, model.groups.tp) * (model.degrees.sequence == 0)
-    parts = 1 if model.job.adapters else 2
-    slower = np.where(np.mod(shape.vocab / tp, 2.0) == 1.0, UNALIGNED, 1.0)
-    cost.forward = PassTime(matmul=slower * model.product_s(product), elementwise=_loss_s(model, logits, 0), tp=gather)
-    back = slower * model.product_s(product, None, parts)
-    cost.backward = PassTime(matmul=back, elementwise=_loss_s(model, logits, 1), tp=gather + reduce)
-    model.awaited(cost.forward, cost.backward)
+    all_gather_s = model.groups.seconds(traffic.all_gather_s, size, model.groups.tp) * (model.layouts.sequence > 0)
+    all_reduce_s = model.groups.seconds(traffic.all_reduce_s, size, model.groups.tp) * (model.layouts.sequence == 0)
+    products = 1 if model.job.adapters else 2
+    misaligned_factor = np.where(np.mod(shape.vocab / tp, 2.0) == 1.0, UNALIGNED, 1.0)
+    cost.forward = PassTime(
+        matmul=misaligned_factor * model.product_s(product), elementwise=_loss_s(model, logits, 0), tp=all_gather_s
+    )
+    backward_s = misaligned_factor * model.product_s(product, None, products)
+    cost.backward = PassTime(matmul=backward_s, elementwise=_loss_s(model, logits, 1), tp=all_gather_s + all_reduce_s)
+    model.wait_for_device(cost.forward, cost.backward)
     return cost
 
 
-def _loss_s(model: PricedModel, logits: object, back: int) -> object:
-    return move_s(logits * model.engine.runtime.loss_passes[back] * _width(model), model.machine.device)  # type: ignore[operator]
+def _loss_s(model: PricedModel, logits: Array, pass_index: int) -> Array:
+    """Returns seconds of the loss's element-wise work on logits, (N,), in forward (0) or backward (1)."""
+    moved_bytes = logits * model.engine.runtime.loss_passes[pass_index] * _loss_element_scale(model)
+    return move_s(moved_bytes, model.machine.device)
 
 
-def _width(model: PricedModel) -> float:
-    """Bytes of the loss's numbers over those of float32, in which it is computed otherwise."""
+def _loss_element_scale(model: PricedModel) -> float:
+    """Returns the loss's bytes an element over float32's: 2 in float64, else 1."""
     return 2.0 if model.job.precision == "float64" else 1.0

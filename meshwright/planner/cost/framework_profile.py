@@ -1,4 +1,4 @@
-"""What a training framework does with memory, wires and kernels, as named options: nothing here is a hidden factor."""
+"""Profiles of training frameworks: how each uses memory, links and kernels, as named options without hidden factors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from meshwright.spec.layout import Layout
 
 GIB = 1024.0**3
 SPLITS = ("balanced", "even", "compute", "slots")
-"""How layers go to stages: dearest stage as cheap as can be; equal counts, the later ones more, or with embedding and
-head as a layer each where only that divides; nanotron's thresholds of compute cost; embedding and head always so."""
+"""Rules that assign layers to stages. balanced: minimize the most expensive stage. even: equal counts, the later ones
+larger, or with embedding and head as a layer each where only that divides. compute: nanotron's thresholds of compute
+cost. slots: embedding and head always as a layer each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,31 +21,31 @@ class StateBytesPerParameter:
     """Bytes of model state per parameter that a rank holds before the data axes shard it."""
 
     parameter: float = 2.0
-    """Of what computes; gathered layer by layer at ZeRO-3."""
+    """Of the weight that computes; gathered layer by layer at ZeRO-3."""
     gradient: float = 4.0
     """Of the reduced or accumulated gradient."""
     working_gradient: float = 0.0
-    """Of a second, narrow gradient that lives beside it."""
+    """Of a second, low-precision gradient beside it."""
     optimizer: float = 12.0
-    """Masters and moments; divided from ZeRO-1 on."""
+    """Masters and moments; sharded from ZeRO-1 on."""
     whole_when_accumulating: bool = True
-    """Whether below ZeRO-2 gradients stay whole."""
+    """Whether gradients stay unsharded below ZeRO-2 with several micro-batches."""
     whole_in_pipeline: bool = False
-    """Whether a pipeline keeps whole gradients at every level, as it scatters once a step."""
+    """Whether a pipeline keeps unsharded gradients at every level, as it reduce-scatters once a step."""
     update: tuple[float, float] = (0.0, 0.0)
-    """Temporaries of the update while no activations are held: (whole, divided) bytes a parameter."""
+    """Temporaries of the update while no activations are alive: (unsharded, sharded) bytes a parameter."""
     rest: bool = False
-    """Whether ZeRO-3 keeps a narrow shard at rest beside the masters."""
+    """Whether ZeRO-3 keeps a low-precision shard between uses beside the masters."""
     bucket_bytes: float = 0.0
     """Buffers of the gradient reduction."""
     whole_experts: bool = False
-    """Whether shards of a layer's stacked experts are whole experts, so that 8 experts lie on 8 of 16 ranks. Source:
+    """Whether shards of a layer's stacked experts are full experts, so that 8 experts lie on 8 of 16 ranks. Source:
     torch 2.13, FSDP2 shards dim 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationModel:
-    """What a layer saves between forward and backward, and what stands around it."""
+    """Bytes that a layer saves between forward and backward, and temporaries beside them."""
 
     flash: bool = True
     """Fused attention: scores are never held."""
@@ -84,7 +85,7 @@ class ActivationModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeModel:
-    """How kernels, host and wires work together."""
+    """Speeds and overlaps of kernels, host and links."""
 
     matmul: float = 1.0
     """Share of the device's own rate of matrix products that the framework's kernels reach."""
@@ -200,12 +201,12 @@ class RuntimeModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameworkProfile:
-    """One framework as it was run."""
+    """One framework in the configuration of its published runs."""
 
     name: str
-    """How it is called."""
+    """Name of the framework."""
     states: StateBytesPerParameter = dataclasses.field(default_factory=StateBytesPerParameter)
-    """Model state."""
+    """Bytes of model state."""
     saved: ActivationModel = dataclasses.field(default_factory=ActivationModel)
     """Activations."""
     runtime: RuntimeModel = dataclasses.field(default_factory=RuntimeModel)
@@ -217,9 +218,9 @@ class FrameworkProfile:
     allocator_bytes: float = 0.25 * GIB
     """Reserved bytes beside these: workspaces of libraries, halves of blocks."""
     context_bytes: float = 1.0 * GIB
-    """What driver, libraries and communicators take of a device beside the allocator."""
+    """Bytes of driver, libraries and communicators on a device, outside the allocator."""
     source: str = ""
-    """Where the options are from."""
+    """Source of the options."""
 
     def __post_init__(self) -> None:
         """Refuses an unknown way to split."""
@@ -227,27 +228,27 @@ class FrameworkProfile:
             raise PlanError(f"engine {self.name}: split {self.split} is none of {', '.join(SPLITS)}")
 
     def for_layout(self, layout: Layout) -> FrameworkProfile:
-        """Returns the engine as it runs a layout: with fused passes and fewer launches where ``compile`` is on.
+        """Returns the profile for a layout: with fused passes and fewer launches where ``compile`` is on.
 
-        What autograd keeps stays priced as eager: which tensors a compiled layer recomputes instead isn't known before.
+        Saved activations stay priced as eager: which of them a compiled layer recomputes isn't known in advance.
         """
-        made = self.runtime
-        if not layout.compile or not made.fused_width:
+        runtime = self.runtime
+        if not layout.compile or not runtime.fused_width:
             return self
-        fused = dataclasses.replace(
-            made, pass_width=made.fused_width, pass_ffn=made.fused_ffn, host_layer_s=made.fused_layer_s
+        compiled_runtime = dataclasses.replace(
+            runtime, pass_width=runtime.fused_width, pass_ffn=runtime.fused_ffn, host_layer_s=runtime.fused_layer_s
         )
-        return dataclasses.replace(self, runtime=fused)
+        return dataclasses.replace(self, runtime=compiled_runtime)
 
     def with_options(self, **options: Any) -> FrameworkProfile:
-        """Returns the engine with options changed, each named as ``part.field`` with a double underscore.
+        """Returns the profile with options changed, each named ``group__field`` or ``field``.
 
         Args:
             options: such as ``runtime__tp_overlap=0.5`` or ``split="even"``.
         """
         changes: dict[str, Any] = {}
         for key, value in options.items():
-            part, _, name = key.partition("__")
-            held = changes.get(part, getattr(self, part))
-            changes[part] = dataclasses.replace(held, **{name: value}) if name else value
+            group, _, name = key.partition("__")
+            current = changes.get(group, getattr(self, group))
+            changes[group] = dataclasses.replace(current, **{name: value}) if name else value
         return dataclasses.replace(self, **changes)

@@ -1,4 +1,4 @@
-"""The groups of a layout on a cluster: which links the ranks of each axis cross, and what their collectives take."""
+"""Times of collectives: which links the groups of each axis cross on a cluster, and the seconds over them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a layout runs on: one kind of device, and the wires between them."""
+    """The hardware of a layout: one kind of device, and the links between devices."""
 
     device: Device
-    """Each of them."""
+    """The kind of device."""
     fabric: traffic.Fabric
-    """Inside nodes and between."""
+    """Links inside nodes and between them."""
     host: HostShare | None = None
-    """A rank's part of the memory of its host; None where nothing can be offloaded."""
+    """A rank's share of host memory; None where nothing can be offloaded."""
     network_share: float = 1.0
     """Share of the network's rate that collectives of many nodes reach under load."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Machine:
-        """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest wires."""
+        """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest links."""
         return cls(device=cluster.device, fabric=cluster.fabric(), host=cluster.host)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """Groups along one axis: members on each node, nodes, and groups that share a node's cards; arrays (N,)."""
+    """Groups along one axis of N layouts: members on a node, nodes, groups that share a node's cards; (N,) each."""
 
     inside: Array
     nodes: Array
@@ -49,62 +49,65 @@ class GroupSpan:
         return self.inside * self.nodes
 
 
-def span(before: Any, degree: Any, devices: int, world: Any) -> GroupSpan:
-    """Returns what groups along an axis cross, `cluster.traffic.span`, as arrays."""
-    inside, nodes, sharing = traffic.span(before, degree, devices, world)
+def span(rank_stride: Any, degree: Any, devices: int, world: Any) -> GroupSpan:
+    """Returns the span of groups along an axis as arrays (N,); see `cluster.traffic.span`."""
+    inside, nodes, sharing = traffic.span(rank_stride, degree, devices, world)
     shape = np.broadcast_shapes(np.shape(inside), np.shape(world))
     return GroupSpan(*(np.broadcast_to(np.asarray(item, float), shape) for item in (inside, nodes, sharing)))
 
 
 class CollectiveTimes:
-    """Collectives of every axis of N layouts: tp inside cp inside shard inside replicate inside pp.
+    """Seconds of collectives of N layouts; ranks are ordered tp inside cp inside shard inside replicate inside pp.
 
     Args:
-        degrees: the layouts.
-        machine: what they run on.
+        layouts: N layouts.
+        machine: the hardware.
     """
 
-    def __init__(self, degrees: LayoutBatch, machine: Machine) -> None:
-        self._degrees, self._machine = degrees, machine
-        devices, world = machine.fabric.devices, degrees.world
-        block = degrees.tp * degrees.cp
-        self.tp = span(1, degrees.tp, devices, world)
-        self.cp = span(degrees.tp, degrees.cp, devices, world)
-        self.ep = span(1, degrees.ep, devices, world)
-        self.shard = span(block, degrees.shard, devices, world)
-        self.shard_cp = span(degrees.tp, degrees.shard * degrees.cp, devices, world)
-        self.replicate = span(block * degrees.shard, degrees.replicate, devices, world)
-        self.readers = span(degrees.tp, degrees.readers, devices, world)
-        # Experts that ``ep`` spreads lie on every ep-th rank of shard x cp x tp; others like any weight.
-        spread, carved = degrees.ep > 1, degrees.shard * degrees.cp * degrees.tp / degrees.ep
-        apart, holders = np.where(spread, degrees.ep, degrees.tp), np.where(spread, carved, degrees.shard * degrees.cp)
-        self.expert_shard = span(apart, holders, devices, world)
-        self.expert_readers = span(apart, holders * degrees.replicate, devices, world)
-        self.pp = span(block * degrees.data, degrees.pp, devices, world)
+    def __init__(self, layouts: LayoutBatch, machine: Machine) -> None:
+        self._layouts, self._machine = layouts, machine
+        devices, world = machine.fabric.devices, layouts.world
+        tp_cp = layouts.tp * layouts.cp
+        self.tp = span(1, layouts.tp, devices, world)
+        self.cp = span(layouts.tp, layouts.cp, devices, world)
+        self.ep = span(1, layouts.ep, devices, world)
+        self.shard = span(tp_cp, layouts.shard, devices, world)
+        self.shard_cp = span(layouts.tp, layouts.shard * layouts.cp, devices, world)
+        self.replicate = span(tp_cp * layouts.shard, layouts.replicate, devices, world)
+        self.readers = span(layouts.tp, layouts.readers, devices, world)
+        # With ep, the ranks that shard one expert are every ep-th of shard x cp x tp; without, as for any weight.
+        has_ep, carved_degree = layouts.ep > 1, layouts.shard * layouts.cp * layouts.tp / layouts.ep
+        expert_stride, expert_ranks = (
+            np.where(has_ep, layouts.ep, layouts.tp),
+            np.where(has_ep, carved_degree, layouts.shard * layouts.cp),
+        )
+        self.expert_shard = span(expert_stride, expert_ranks, devices, world)
+        self.expert_readers = span(expert_stride, expert_ranks * layouts.replicate, devices, world)
+        self.pp = span(tp_cp * layouts.data, layouts.pp, devices, world)
 
-    def take(self, index: Any, degrees: LayoutBatch) -> CollectiveTimes:
-        """Returns the groups of the layouts at an index, slice or mask, which are ``degrees``."""
-        part = copy.copy(self)
+    def take(self, index: Any, layouts: LayoutBatch) -> CollectiveTimes:
+        """Returns the groups of the layouts at an index, slice or mask, which are ``layouts``."""
+        selected = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, GroupSpan):
-                setattr(part, name, GroupSpan(value.inside[index], value.nodes[index], value.sharing[index]))
-        part._degrees = degrees
-        return part
+                setattr(selected, name, GroupSpan(value.inside[index], value.nodes[index], value.sharing[index]))
+        selected._layouts = layouts
+        return selected
 
     def seconds(self, kind: Callable[..., Any], size: Any, group: GroupSpan) -> Array:
         """Returns seconds of a collective on every layout.
 
         Args:
             kind: of `cluster.traffic`.
-            size: bytes of the whole tensor, (N,) or (N, P).
+            size: bytes of the full tensor, (N,) or (N, P) float64.
             group: along which axis.
         """
         size = np.asarray(size, float)
-        crossed = group.ranks > 1
-        if not crossed.any():
-            return np.zeros(np.broadcast_shapes(size.shape, crossed.shape[:1] + (1,) * (size.ndim - 1)))
-        far = self._degrees.outside_scale * self._machine.network_share
-        scale = np.where(group.nodes > 1, far, self._degrees.inside_scale)
+        has_peers = group.ranks > 1
+        if not has_peers.any():
+            return np.zeros(np.broadcast_shapes(size.shape, has_peers.shape[:1] + (1,) * (size.ndim - 1)))
+        between_nodes_scale = self._layouts.outside_scale * self._machine.network_share
+        scale = np.where(group.nodes > 1, between_nodes_scale, self._layouts.inside_scale)
         arrays = [scale, group.inside, group.nodes, group.sharing]
         if size.ndim == 2:
             arrays = [values[:, None] for values in arrays]
@@ -112,9 +115,9 @@ class CollectiveTimes:
         return np.asarray(kind(size / scale, inside, nodes, self._machine.fabric, sharing), float)
 
     def send(self, size: Any) -> Array:
-        """Returns seconds of a send to the next stage; stages of one node send over its links."""
-        degrees, devices = self._degrees, self._machine.fabric.devices
-        near = degrees.world / degrees.pp * 2 <= devices
-        group = GroupSpan(np.where(near, 2.0, 1.0), np.where(near, 1.0, 2.0), self.pp.sharing)
-        sharing = np.minimum(devices, degrees.world / degrees.pp)
+        """Returns seconds of a send of ``size`` bytes, (N,), to the next stage, inside a node where two stages fit."""
+        layouts, devices = self._layouts, self._machine.fabric.devices
+        inside_node = layouts.world / layouts.pp * 2 <= devices
+        group = GroupSpan(np.where(inside_node, 2.0, 1.0), np.where(inside_node, 1.0, 2.0), self.pp.sharing)
+        sharing = np.minimum(devices, layouts.world / layouts.pp)
         return self.seconds(traffic.send_s, size, GroupSpan(group.inside, group.nodes, np.maximum(1, sharing)))

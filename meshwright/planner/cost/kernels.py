@@ -1,4 +1,7 @@
-"""Seconds of kernels: matrix products by size, attention, and what only moves bytes."""
+"""Seconds of kernels: matrix products by size, attention, and memory-bound kernels by bytes.
+
+Arguments named ``Any`` are scalars or arrays that broadcast, (N,) or (N, P) float64; the result has their shape.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,30 @@ from meshwright.planner.cost.layout_batch import Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a generation of devices reaches of its peaks, beyond the best product that was measured."""
+    """Shares of its peak rates that a generation of devices reaches in training."""
 
     sustained: float
-    """Share of the best measured product's rate that hours of training at the power limit keep up."""
+    """Share of the best measured product's rate that is sustained for hours at the power limit."""
     ramp: float
-    """Work at which a product runs at half of its best rate: billions of multiply-adds at 100 TFLOP/s of peak."""
+    """Work at which a product reaches half of its best rate: billions of multiply-adds at 100 TFLOP/s of peak."""
     quantum: float
-    """Share of the time that a partly filled last wave of tiles costs; 1 where tiles are never divided."""
+    """Share of the idle time of a partly filled last wave that a product pays; 1 where tiles are never divided."""
     flash_forward: float
     """Share of the peak that fused attention reaches in forward."""
     flash_backward: float
     """The same in backward."""
     batched: float
-    """Share of the peak of the batched products of attention that isn't fused."""
+    """Share of the peak that the batched products of unfused attention reach."""
 
 
 TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.08), (128.0, 64.0, 1.25), (64.0, 64.0, 1.6))
 """Rows and columns of the result that one block of a product computes, and its time over that of the largest for the
 same work. The library takes what is fastest. Source: tile shapes by the names of cuBLAS's kernels; times, CUTLASS's
 profiler as published."""
-MISALIGNED = 8.0
+MISALIGNED_FACTOR = 8.0
 """Time of batched products over an aligned one's where the head size is no multiple of 8, which tensor cores need.
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on BLOOM's runs of 128 heads at 13824."""
-FOUR_BITS = 0.8
+FP4_RATE = 0.8
 """Rate of products in 4 bits over the share that wider ones reach of their peak. Calibrated: NVFP4 rows on GB200."""
 RATES = {
     "volta": Rates(sustained=1.0, ramp=0.8, quantum=0.46, flash_forward=0.4, flash_backward=0.35, batched=0.4),
@@ -47,7 +50,7 @@ RATES = {
 
 
 def rates(device: Device) -> Rates:
-    """Returns the rates of a device's generation: by its best peak where the generation isn't known."""
+    """Returns the rates of a device's generation, which its data types and best peak tell apart."""
     peak = max(device.peak_flops.values())
     if "fp4" in device.peak_flops:
         return RATES["blackwell"]
@@ -57,68 +60,73 @@ def rates(device: Device) -> Rates:
 
 
 def matmul_s(m: Any, n: Any, k: Any, device: Device, dtype: str, share: float = 1.0) -> Array:
-    """Returns seconds of (m, k) x (k, n).
+    """Returns seconds of a matrix product (m, k) x (k, n), without its launch.
 
-    The best rate that was measured on the device, less the idle part of the last wave of tiles, less a ramp for small
-    products; not under the time of its bytes. The launch is the host's matter.
+    The device's best measured rate, slowed by the idle units of the last wave of tiles and by a ramp for small
+    products; never faster than its bytes move.
 
     Args:
-        m: rows of the result; sizes broadcast.
-        n: its columns.
-        k: what is summed over.
-        device: which one.
-        dtype: of the products.
-        share: of the device's rate that the kernels reach.
+        m: rows of the result, scalar or (N,).
+        n: columns of the result, scalar or (N,).
+        k: contracted size, scalar or (N,).
+        device: that runs it.
+        dtype: of the product.
+        share: of the device's rate that the framework's kernels reach.
     """
-    kind = rates(device)
+    rate = rates(device)
     peak = device.peak(dtype)
     flops = 2.0 * m * n * k
-    reached = device.share(dtype) * kind.sustained * share * (FOUR_BITS if dtype == "fp4" else 1.0)
-    best = flops / (peak * reached)
-    best = best * (1.0 + kind.quantum * (_waste(m, n, max(1, device.units)) - 1.0))
-    best = best * (1.0 + kind.ramp * 1e9 * (peak / 1e14) / np.maximum(m * n * k, 1.0))
-    width = {"fp8": 1.0, "fp4": 0.5, "float32": 4.0, "tf32": 4.0, "float64": 8.0}.get(dtype, 2.0)
-    moved = width * (m * k + k * n) + 2.0 * m * n
-    return np.maximum(best, move_s(moved, device))
+    reached_share = device.share(dtype) * rate.sustained * share * (FP4_RATE if dtype == "fp4" else 1.0)
+    # Roofline: compute time with its two losses (wave quantization, ramp), or the time of the operands' bytes.
+    seconds = flops / (peak * reached_share)
+    seconds = seconds * (1.0 + rate.quantum * (_tile_overhead(m, n, max(1, device.units)) - 1.0))
+    seconds = seconds * (1.0 + rate.ramp * 1e9 * (peak / 1e14) / np.maximum(m * n * k, 1.0))
+    input_bytes = {"fp8": 1.0, "fp4": 0.5, "float32": 4.0, "tf32": 4.0, "float64": 8.0}.get(dtype, 2.0)
+    moved_bytes = input_bytes * (m * k + k * n) + 2.0 * m * n
+    return np.maximum(seconds, move_s(moved_bytes, device))
 
 
-def _waste(m: Any, n: Any, units: int) -> Array:
-    """Returns the time of the tiles over that of an endless product: idle units of the last wave, cut tiles."""
-    least: Any = np.inf
-    for rows, columns, slower in TILES:
+def _tile_overhead(m: Any, n: Any, units: int) -> Array:
+    """Returns the time of the fastest tiling over an infinite product's: idle units of the last wave, cut tiles."""
+    lowest: Any = np.inf
+    for rows, columns, tile_time in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns)
         computed = np.ceil(tiles / units) * units * rows * columns
-        least = np.minimum(least, slower * computed / np.maximum(m * n, 1.0))
-    return np.asarray(least)
+        lowest = np.minimum(lowest, tile_time * computed / np.maximum(m * n, 1.0))
+    return np.asarray(lowest)
 
 
 def move_s(size: Any, device: Device) -> Array:
-    """Returns seconds in which an element-wise kernel moves this many bytes."""
+    """Returns seconds of an element-wise kernel that moves ``size`` bytes."""
     return np.asarray(size / (device.bandwidth_bytes_per_s * device.memory_share))
 
 
-def attention_s(scores: Any, head_size: float, value_size: float, device: Device, dtype: str, back: bool) -> Array:
+def attention_s(
+    scores: Any, head_size: float, value_size: float, device: Device, dtype: str, is_backward: bool
+) -> Array:
     """Returns seconds of fused attention.
 
     Args:
-        scores: pairs of query and key that are computed, over all heads.
+        scores: pairs of query and key that are computed, over all heads, scalar or (N,).
         head_size: of queries and keys.
         value_size: of values.
-        device: which one.
+        device: that runs it.
         dtype: of the kernel.
-        back: backward: two and a half times the work, as it computes the scores again.
+        is_backward: backward, 2.5 times the work, because it recomputes the scores.
 
     Source: Dao, FlashAttention-2 (2023), section 4.1 (backward counted as 2.5 forwards).
     """
-    kind = rates(device)
-    flops = 2.0 * scores * (head_size + value_size) * (2.5 if back else 1.0)
-    share = kind.flash_backward if back else kind.flash_forward
+    rate = rates(device)
+    flops = 2.0 * scores * (head_size + value_size) * (2.5 if is_backward else 1.0)
+    share = rate.flash_backward if is_backward else rate.flash_forward
     return np.asarray(flops / (device.peak(dtype) * share))
 
 
-def plain_attention_s(scores: Any, head_size: float, device: Device, dtype: str, passes: float, back: bool) -> Array:
-    """Returns seconds of attention as two batched products and passes over the scores between them."""
-    kind = rates(device)
-    work = 4.0 * scores * head_size * (2.0 if back else 1.0) / (device.peak(dtype) * kind.batched)
-    work = work * (MISALIGNED if head_size % 8 else 1.0)
-    return work + move_s(scores * passes * (1.3 if back else 1.0), device)
+def plain_attention_s(
+    scores: Any, head_size: float, device: Device, dtype: str, passes: float, is_backward: bool
+) -> Array:
+    """Returns seconds of unfused attention: two batched products, and ``passes`` bytes moved per score between them."""
+    rate = rates(device)
+    product_s = 4.0 * scores * head_size * (2.0 if is_backward else 1.0) / (device.peak(dtype) * rate.batched)
+    product_s = product_s * (MISALIGNED_FACTOR if head_size % 8 else 1.0)
+    return product_s + move_s(scores * passes * (1.3 if is_backward else 1.0), device)

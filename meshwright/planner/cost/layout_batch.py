@@ -1,4 +1,4 @@
-"""What is priced: a model on a batch, and layouts as arrays."""
+"""The inputs of the cost model: a job (model and batch), and N layouts as arrays."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.spec.model_shape import ModelShape
 
 Array = NDArray[Any]
-"""Of float64, unless it is an index."""
+"""float64, unless it is an index or a mask."""
 RECOMPUTES = ("none", "selective", "full", "block")
-"""Codes of recompute: ``selective`` keeps products and redoes the rest, ``block`` redoes scores of attention alone."""
+"""Recompute modes by code: ``selective`` keeps products and recomputes the rest, ``block`` only attention scores."""
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Returns the schedules by their codes: the default first, then every other that has a file."""
+    """Returns the names of the schedules by code: the default first, then every other known one."""
     return (DEFAULT_SCHEDULE, *(name for name in known_schedules() if name != DEFAULT_SCHEDULE))
 
 
 def splits(schedules: Array) -> Array:
-    """Returns which layouts split the backward, bool: those recompute nothing in the space.
+    """Returns the layouts whose schedule splits the backward, (N,) bool; in the search these never recompute.
 
     Args:
-        schedules: codes of the layouts' schedules.
+        schedules: (N,) codes of the layouts' schedules.
     """
     codes = [code for code, name in enumerate(schedule_names()) if known_schedules()[name].splits_backward]
     return np.isin(schedules, codes)
@@ -51,11 +51,11 @@ class PricedJob:
     rows: int
     """Rows of the global batch."""
     precision: str = "bf16"
-    """Of compute outside the products' own."""
+    """Data type of compute outside the products."""
     products: str = ""
-    """Data type of the products where it is another one: ``fp8``, ``fp4``, ``tf32``."""
+    """Data type of the products where it differs: ``fp8``, ``fp4``, ``tf32``."""
     adapters: bool = False
-    """Weights stay as they are and small adapters beside them are trained (LoRA): no gradients of weights."""
+    """Weights are frozen and small adapters are trained (LoRA): no gradients of weights."""
 
     def __post_init__(self) -> None:
         """Refuses a shape without blocks."""
@@ -72,13 +72,13 @@ class PricedJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutBatch:
-    """Layouts as arrays of equal length N; a layout is one index."""
+    """N layouts as arrays (N,) float64, so that one formula prices all of them."""
 
     pp: Array
     replicate: Array
-    """Ranks that read other rows and hold copies, over all axes of which this is so."""
+    """Product of the degrees of all axes whose ranks read other rows and hold copies."""
     shard: Array
-    """The same of axes whose ranks share the state."""
+    """Product of the degrees of all axes whose ranks read other rows and share the state."""
     cp: Array
     tp: Array
     ep: Array
@@ -90,27 +90,27 @@ class LayoutBatch:
     recompute_share: Array
     """Share of the layers that recompute."""
     sequence: Array
-    """1 where the tokens between sharded parts are split over tp."""
+    """1 with sequence parallelism: tokens outside tp's linears are split over tp."""
     stages: Array
-    """Stages that each rank of pp runs."""
+    """Stages of each rank of pp."""
     schedule: Array
     """Index into `schedules`."""
     rows: Array
-    """Rows of the global batch where it isn't the job's; 0 where it is."""
+    """Rows of the global batch where they differ from the job's; else 0."""
     offload: Array
     """Index into `OFFLOADS`."""
     splits: tuple[tuple[float, ...] | None, ...] = ()
-    """Layers of each stage of layouts that name them; empty where none does."""
+    """Layers of each stage, for layouts that name them; empty where none does."""
     files: tuple[str, ...] = ()
-    """Schedules that are files, whose codes follow those of the known ones."""
+    """Schedules from files, whose codes follow those of the known ones."""
     inside_scale: Array
-    """Measured rate inside nodes over the catalogue's; 1 where it wasn't measured."""
+    """Measured rate of links inside nodes over the catalogue's; 1 where it wasn't measured."""
     outside_scale: Array
-    """The same between nodes."""
+    """Measured rate of links between nodes over the catalogue's; 1 where it wasn't measured."""
 
     @property
     def schedules(self) -> tuple[ScheduleSpec, ...]:
-        """The facts of each schedule by its code."""
+        """The spec of each schedule, by code."""
         return tuple(find_choice(name) for name in (*schedule_names(), *self.files))
 
     @property
@@ -135,13 +135,13 @@ class LayoutBatch:
 
     @property
     def expert_shards(self) -> Array:
-        """The same of experts, of which ``ep`` gives a rank some, (N,); of others where it doesn't."""
+        """Ranks that share the state of an expert, (N,); `state_shards` where ep is 1."""
         axis = axes_with(Mechanics.EXPERTS)[0]
-        spread = np.where(self.zero > 0, carved_shards(axis, self._by_axis(), 1), 1.0)
-        return np.where(self.ep > 1, spread, self.state_shards)
+        carved = np.where(self.zero > 0, carved_shards(axis, self._by_axis(), 1), 1.0)
+        return np.where(self.ep > 1, carved, self.state_shards)
 
     def expert_parts(self, experts: int) -> Array:
-        """Returns `expert_shards` where a shard is whole experts: those of a rank over the most of a shard, (N,).
+        """Returns `expert_shards` where a shard has full experts only: a rank's experts over the largest shard's, (N,).
 
         Args:
             experts: X, of a layer.
@@ -150,11 +150,11 @@ class LayoutBatch:
         return np.asarray(rows / np.ceil(rows / self.expert_shards))
 
     def _by_axis(self) -> dict[str, Array]:
-        """The degrees as if the first axis of each column had them all."""
-        firsts: dict[str, str] = {}
+        """Returns degrees by axis, each column's all on its first axis."""
+        axis_of_column: dict[str, str] = {}
         for name, column in priced_columns().items():
-            firsts.setdefault(column, name)
-        return {name: getattr(self, column) for column, name in firsts.items()}
+            axis_of_column.setdefault(column, name)
+        return {name: getattr(self, column) for column, name in axis_of_column.items()}
 
     @property
     def world(self) -> Array:
@@ -164,8 +164,8 @@ class LayoutBatch:
     def take(self, index: Any) -> LayoutBatch:
         """Returns the layouts at an index or mask."""
         names = array_fields()
-        chosen = np.arange(self.count)[index]
-        splits = tuple(self.splits[at] for at in chosen) if self.splits else ()
+        indices = np.arange(self.count)[index]
+        splits = tuple(self.splits[index] for index in indices) if self.splits else ()
         return LayoutBatch(**{name: getattr(self, name)[index] for name in names}, splits=splits, files=self.files)
 
     @classmethod
@@ -175,36 +175,38 @@ class LayoutBatch:
         splits: Sequence[tuple[float, ...] | None] = (),
         files: tuple[str, ...] = (),
     ) -> LayoutBatch:
-        """Builds arrays from columns, which broadcast; what isn't given is 1 (0 for choices).
+        """Builds a batch from columns that broadcast to (N,); missing degrees are 1, missing choices 0.
 
         Args:
             columns: by field name; ``schedule``, ``recompute`` and ``offload`` as codes.
             splits: layers of each stage, for layouts that name them.
-            files: schedules that are files, by their codes after the known ones.
+            files: schedules from files, whose codes follow those of the known ones.
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload"}
         names = array_fields()
-        given = {name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names}
-        arrays = np.broadcast_arrays(*given.values())
-        kept = tuple(splits) if any(split is not None for split in splits) else ()
-        return cls(**dict(zip(names, arrays)), splits=kept, files=files)
+        values = {
+            name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
+        }
+        arrays = np.broadcast_arrays(*values.values())
+        kept_splits = tuple(splits) if any(split is not None for split in splits) else ()
+        return cls(**dict(zip(names, arrays)), splits=kept_splits, files=files)
 
     @classmethod
     def from_layouts(
         cls, layouts: Sequence[Layout], layers: int, scales: tuple[float, float] = (1.0, 1.0)
     ) -> LayoutBatch:
-        """Builds arrays from layouts.
+        """Builds a batch from layouts.
 
         Args:
-            layouts: any.
-            layers: of the model, to which ``full:3`` refers.
+            layouts: N of them.
+            layers: number of the model's layers, to which ``full:3`` refers.
             scales: measured rates over the catalogue's, inside and between nodes.
         """
         names = [layout.schedule or DEFAULT_SCHEDULE for layout in layouts]
         files = tuple(dict.fromkeys(name for name in names if name not in schedule_names()))
         for layout, name in zip(layouts, names):
             if name in files:
-                layout.pipeline()  # says where a file is of other sizes
+                layout.pipeline()  # raises where the file is for other sizes
         codes = {name: code for code, name in enumerate((*schedule_names(), *files))}
         rows = [_row(layout, layers) | {"schedule": codes[name]} for layout, name in zip(layouts, names)]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -213,7 +215,7 @@ class LayoutBatch:
 
 
 def array_fields() -> list[str]:
-    """Returns the names of the fields of `LayoutBatch` that are arrays of a value a layout."""
+    """Returns the names of the fields of `LayoutBatch` that are arrays (N,)."""
     return [item.name for item in dataclasses.fields(LayoutBatch) if item.name not in ("splits", "files")]
 
 

@@ -1,6 +1,6 @@
-"""Figures of our own runtime's choices: what compiled layers move, and what dropout that draws by place takes.
+"""Figures of our own runtime: bytes that compiled layers move, and cost of its counter-based dropout.
 
-Sums count bytes by operator: w is the bytes of an element of compute, a bool takes one.
+Sums count bytes by operator: w is the bytes of an element of compute, a bool has one byte.
 """
 
 FUSED_WIDTH = 38.0
@@ -11,27 +11,27 @@ comparison: of torchtitan's passes torch.compile left 70 of 190 (`engines.TITAN`
 FUSED_FFN = 5.0
 """The same per element of F of each branch."""
 FUSED_LAYER_S = 2e-4
-"""Host seconds of a compiled layer's forward: 14 of the 38 operators of a Llama's layer are left, at the rate of
-eager's 4e-4 for all of them, and 5e-5 for the guards and the wrapper of autograd. An estimate, measured nowhere."""
+"""Host seconds of a compiled layer's forward: 14 of the 38 operators of a Llama layer remain, at eager's rate of 4e-4
+for all 38, and 5e-5 for guards and autograd's wrapper. An estimate, never measured."""
 DRAW_BYTES = 125.0
 """Bytes moved per element drawn on a device, by the 18 operations of `parallel.keyed_random` over int32: 4 where places
 and lines meet, three folds (8 + 8 + 12 each), three products and sums and the change of sign (4 x 8), the comparison
 (5)."""
 CORE_DRAW_BYTES = 44.0
-"""What takes as long on a processor core, where numpy draws within the cache: 2.0 ns, where a product of two tensors of
-float32 takes 0.55 for its 12 bytes. Source: measured on a core of an AMD EPYC that others used too, 8 x 2^20
-elements."""
+"""Bytes moved in the same time on a processor core, where numpy draws within the cache: 2.0 ns an element, where a
+product of two float32 tensors needs 0.55 ns for its 12 bytes. Source: measured on a shared core of an AMD EPYC,
+8 x 2^20 elements."""
 CORE_DRAW_EXPS = 1.75
-"""The same in exponentials of an element, 1.14 ns each: what a calibration measures and no cache helps."""
+"""The same in exponentials of an element, 1.14 ns each: an operation that calibration measures and no cache helps."""
 DRAW_S = 2.1e-4
 """Host seconds of a draw and the products that drop: 20 operations, of which 38 make a layer's 4e-4."""
 MOST_SCORES = 2.0**26
-"""Weights of attention of a micro-batch up to which those that are dropped are kept; beyond, backward makes them again,
-and a byte of each is kept. Source: `parallel.random_ops.DEAR`."""
+"""Most attention weights of a micro-batch that are saved with their dropout; beyond, backward recomputes them from a
+saved byte each. Source: `parallel.random_ops.DEAR`."""
 
 
 def drop_bytes(width: float) -> float:
-    """Returns bytes moved per element by the two operations that drop, forward or backward alike.
+    """Returns bytes moved per element by dropout's two operations, in forward or in backward.
 
     Args:
         width: bytes of an element, w: a product with the mask reads w + 1 and writes w, a scaling reads and writes w.
@@ -39,12 +39,12 @@ def drop_bytes(width: float) -> float:
     return 4.0 * width + 1.0
 
 
-def score_bytes(width: float, back: bool) -> float:
-    """Returns bytes moved per score where attention isn't fused, dropout left out.
+def score_bytes(width: float, is_backward: bool) -> float:
+    """Returns bytes moved per score of unfused attention without dropout.
 
     Args:
         width: bytes of an element, w: forward writes scores, masks them, takes the softmax, reads the result (6 w);
             backward writes gradients, and passes them through softmax and mask to two products (9 w).
-        back: backward.
+        is_backward: backward, not forward.
     """
-    return (9.0 if back else 6.0) * width
+    return (9.0 if is_backward else 6.0) * width

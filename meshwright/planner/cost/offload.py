@@ -1,12 +1,12 @@
-"""State in host memory: what leaves the device, what the host holds, and what copies and the update there take.
+"""Prices state in host memory: bytes off the device, bytes on the host, seconds of the copies and of the update.
 
-``optimizer``: the moments lie in host memory, and a copy of the masters, which stay on the device as well, since FSDP2
-gathers from them (`train.optimizer.LocalAdamW`). After the last backward gradients go down, the processor updates, new
-masters come up: one after the other, nothing hides.
+``optimizer``: the moments lie in host memory with a copy of the masters. The masters stay on the device too, because
+FSDP2 gathers from them (`train.optimizer.LocalAdamW`). After the last backward gradients are copied to the host, the
+processor updates, new masters are copied back: in sequence, with no overlap.
 ``parameters``: FSDP2's CPUOffloadPolicy. Shards, their gradients and moments lie in host memory, and the processor
-updates them there. Each gather begins with the copy of a shard, in float32, on a stream of its own; each scatter ends
-with the copy of its part, which backward hides, unless the part is added to that of the micro-batch before: then the
-host waits for it. One rank alone gathers nothing, and copies in the stream that computes.
+updates them there. Each gather begins with the copy of a float32 shard on a separate stream. Each reduce-scatter ends
+with the copy of its shard to the host, under backward; with gradient accumulation the host waits for the copy. A single
+rank gathers nothing, and copies on the compute stream.
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard, _fsdp_param.py (all_gather_inputs), _fsdp_param_group.py
 (wait_for_unshard), _fsdp_collectives.py (foreach_reduce).
 """
@@ -26,15 +26,15 @@ PINNED = 1.44
 """Memory of a pinned block over its bytes: torch rounds each up to a power of two, and of sizes that are spread evenly
 over logarithms that is 1 / ln 2. Source: torch 2.13, ATen/core/CachingHostAllocator.h."""
 HOST_USABLE = 0.85
-"""Share of host memory that state may fill; the rest is for the system, the ranks' processes and the text."""
+"""Share of host memory that state may fill; the rest is for the system, the ranks' processes and the data."""
 ADAM_PASSES = 7.0
-"""Masters, gradients and both moments are read, all but the gradients written."""
+"""Passes over the state of an AdamW update: masters, gradients, two moments read; all but the gradients written."""
 NORM_PASSES = 1.0
-"""Gradients are read for their norm."""
+"""Passes for the gradient norm: gradients are read once."""
 ADD_PASSES = 3.0
-"""A part of a gradient is read and added to what is there."""
+"""Passes to accumulate a gradient: both terms read, the sum written."""
 ONE_WEIGHT = 0.25
-"""Of the parameters of two layers and the ends, the largest weight, which one rank alone copies at a time."""
+"""Share of the largest weight in two layers and the ends: what a single rank copies at a time."""
 
 
 def wide_bytes(precision: str) -> float:
@@ -43,72 +43,74 @@ def wide_bytes(precision: str) -> float:
 
 
 def without(
-    found: dict[str, Array], degrees: LayoutBatch, trained: Array, total: Array, units: Array, size: float
+    memory: dict[str, Array], layouts: LayoutBatch, trained: Array, total: Array, units: Array, size: float
 ) -> None:
     """Takes off a rank's state what lies in host memory, and adds ``host``, the bytes that it takes there.
 
     Args:
-        found: `states.state_bytes` as if all stayed on the device; it is changed.
-        degrees: the layouts.
+        memory: `states.state_bytes` as if all stayed on the device; it is changed.
+        layouts: N layouts.
         trained: parameters that each rank updates, (N, P).
         total: parameters of each rank before the data axes shard them, (N, P).
         units: parameters that ZeRO-3 has gathered at once, (N, P).
         size: bytes of a master weight.
     """
-    d = degrees
-    mode, moving = d.offload[:, None], np.minimum(units, total)
-    some, most = mode == OPTIMIZER, mode == PARAMETERS
-    whole = (((d.zero < 2) & (d.microbatches > 1)) | (d.pp > 1))[:, None]
-    shards = d.state_shards[:, None]
-    arriving = size * moving * np.where(shards > 1, 1.0 / shards, ONE_WEIGHT)
-    # A scatter's input stands until the next one's is made, so that two units' gradients are on their way.
-    leaving = np.where(whole, size * total, size * moving)
-    found["parameters"] = found["parameters"] + np.where(most, arriving, 0.0)
-    found["gradients"] = np.where(most, leaving, found["gradients"])
-    kept = found["optimizer"] - np.where(some, 2.0 * size * trained, 0.0)
-    found["optimizer"] = np.where(most, 0.0, kept)
-    found["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
+    mode, gathered = layouts.offload[:, None], np.minimum(units, total)
+    is_optimizer, is_parameters = mode == OPTIMIZER, mode == PARAMETERS
+    full_gradients = (((layouts.zero < 2) & (layouts.microbatches > 1)) | (layouts.pp > 1))[:, None]
+    shards = layouts.state_shards[:, None]
+    arriving = size * gathered * np.where(shards > 1, 1.0 / shards, ONE_WEIGHT)
+    # A reduce-scatter's input lives until the next one's is ready, so gradients of two FSDP units are in flight.
+    leaving = np.where(full_gradients, size * total, size * gathered)
+    memory["parameters"] = memory["parameters"] + np.where(is_parameters, arriving, 0.0)
+    memory["gradients"] = np.where(is_parameters, leaving, memory["gradients"])
+    optimizer = memory["optimizer"] - np.where(is_optimizer, 2.0 * size * trained, 0.0)
+    memory["optimizer"] = np.where(is_parameters, 0.0, optimizer)
+    memory["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
 
 
 def least_seconds(parameters: float, sharing: Any, host: HostShare, size: float) -> Any:
-    """Returns seconds that no layout which offloads is under, beside what it computes and sends.
+    """Returns a lower bound on the seconds that offload adds to a step: the update of a rank's mean share.
 
     Args:
-        parameters: of the model: the rank that updates most updates at least their mean.
-        sharing: ranks among which they are divided, at most; a number or an array.
-        host: a rank's part of it.
+        parameters: of the model.
+        sharing: most ranks that share the parameters, scalar or (N,).
+        host: a rank's share of its host.
         size: bytes of a master weight.
     """
     return ADAM_PASSES * size * parameters / sharing / host.kernel_bytes_per_s
 
 
 def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Array, Array]:
-    """Returns seconds of the update in host memory, and of copies that nothing hides, (N, P); 0 where none offloads.
+    """Returns seconds of the update in host memory and of exposed copies, (N, P) each; 0 without offload.
 
     Args:
         ranks: `ranks.RankTimes`, whose compute hides copies.
         trained: parameters that each rank updates, (N, P).
-        host: a rank's part of it.
+        host: a rank's share of its host.
         size: bytes of a master weight.
     """
-    d, runtime = ranks.degrees, ranks.engine.runtime
-    mode, zero, micro = d.offload[:, None], d.zero[:, None], d.microbatches[:, None]
+    layouts, runtime = ranks.layouts, ranks.engine.runtime
+    mode, zero, microbatches = layouts.offload[:, None], layouts.zero[:, None], layouts.microbatches[:, None]
     pass_s, copy_s = size * trained / host.kernel_bytes_per_s, size * trained / host.copy_bytes_per_s
-    piped = d.pp[:, None] > 1
-    adding = added(d)[:, None]
+    is_pipelined = layouts.pp[:, None] > 1
+    accumulates = added(layouts)[:, None]
     update = (ADAM_PASSES + np.where(mode == PARAMETERS, NORM_PASSES, 0.0)) * pass_s
-    late = np.where(piped, 0.0, runtime.dp_overlap) * ranks.backward_busy
-    down = np.maximum(copy_s - late, 0.0) + np.where(adding, (micro - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0)
-    hidden = np.where(piped | (d.shard[:, None] == 1), 0.0, runtime.gather_overlap)
-    ahead = np.maximum(copy_s - hidden * ranks.forward_busy, (1.0 - hidden) * copy_s)
-    back = np.maximum(copy_s - hidden * ranks.backward_busy, (1.0 - hidden) * copy_s)
-    up = np.where((zero == 3) & ~piped, micro * (ahead + back), ahead)
+    # To the host: backward hides the copy of a gradient shard, unless it is accumulated there.
+    hidden_s = np.where(is_pipelined, 0.0, runtime.dp_overlap) * ranks.backward_busy
+    accumulate_s = np.where(accumulates, (microbatches - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0)
+    down = np.maximum(copy_s - hidden_s, 0.0) + accumulate_s
+    # To the device: each gather copies a shard first, at ZeRO-3 in forward and backward of every micro-batch.
+    overlap = np.where(is_pipelined | (layouts.shard[:, None] == 1), 0.0, runtime.gather_overlap)
+    forward_s = np.maximum(copy_s - overlap * ranks.forward_busy, (1.0 - overlap) * copy_s)
+    backward_s = np.maximum(copy_s - overlap * ranks.backward_busy, (1.0 - overlap) * copy_s)
+    up = np.where((zero == 3) & ~is_pipelined, microbatches * (forward_s + backward_s), forward_s)
     copies = np.where(mode == PARAMETERS, down + up, 2.0 * copy_s)
     offloads = mode > 0
     return np.where(offloads, update, 0.0), np.where(offloads, copies, 0.0)
 
 
-def added(degrees: LayoutBatch) -> Array:
-    """Returns in which layouts parts of gradients are added up in host memory, for which the host waits, (N,) bool."""
-    d = degrees
-    return np.asarray((d.offload == PARAMETERS) & (d.zero >= 2) & (d.microbatches > 1) & (d.pp == 1))
+def added(layouts: LayoutBatch) -> Array:
+    """Returns the layouts that accumulate gradients in host memory, for which the host waits, (N,) bool."""
+    accumulates = (layouts.zero >= 2) & (layouts.microbatches > 1) & (layouts.pp == 1)
+    return np.asarray((layouts.offload == PARAMETERS) & accumulates)

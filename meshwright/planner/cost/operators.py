@@ -1,4 +1,4 @@
-"""Seconds of a model's own operators on a machine that was measured: table by table, size by size."""
+"""Seconds of a model's own operators on a calibrated machine, from its tables of measured rates by size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.planner.cost.meshwright_profile import CORE_DRAW_EXPS, DRAW_BYTE
 from meshwright.spec.model_shape import ModelWork, Operator
 
 KINDS = {"product": "matmul", "attention": "attention", "element": "elementwise"}
-"""Kinds of operators, and the parts of a step that they are."""
+"""The part of a step of each kind of operator."""
 MEASURED = {
     "exp": ("exp", 2), "cos": ("exp", 2), "sin": ("exp", 2), "log": ("exp", 2),
     "tanh": ("tanh", 2), "sigmoid": ("exp", 2), "tanh_backward": ("mul", 3), "sigmoid_backward": ("mul", 3),
@@ -24,136 +24,143 @@ MEASURED = {
     "slice_backward": ("copy", 2), "zeros_like": ("fill", 1), "zeros": ("fill", 1), "new_zeros": ("fill", 1),
     "fill_": ("fill", 1),
 }  # fmt: skip
-"""Operators of torch, the measured operation whose time they take, and how many tensors of its size that reads and
-writes; others move their bytes as a product of two tensors element by element does."""
-PLAIN = ("mul", 3)
-BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "float64": 8}
-"""Of an element."""
+"""The measured operation that stands for each torch operator, and how many tensors it reads and writes; any other
+operator counts as `DEFAULT_OPERATION`, an element-wise product of two tensors, with the same bytes."""
+DEFAULT_OPERATION = ("mul", 3)
+ELEMENT_BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "float64": 8}
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkSeconds:
-    """Seconds of a micro-batch by part of a step; ``host``: what Python and autograd take for each operator."""
+    """Seconds of a micro-batch by part of a step; ``host``: Python and autograd for each operator."""
 
     forward: dict[str, float]
     backward: dict[str, float]
     operators: int = 0
-    """Of a forward."""
+    """Number of operators of a forward."""
     last_s: float = 0.0
-    """Of the last product of a forward."""
+    """Seconds of the last product of a forward."""
 
     def plus(self, other: WorkSeconds, times: float = 1.0) -> WorkSeconds:
-        """Returns the sum of this and so many times another."""
-        ahead, back = (
-            {name: mine[name] + times * theirs[name] for name in mine}
-            for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward))
+        """Returns this plus ``times`` times another."""
+        forward, backward = (
+            {name: base[name] + times * added[name] for name in base}
+            for base, added in ((self.forward, other.forward), (self.backward, other.backward))
         )
-        return WorkSeconds(forward=ahead, backward=back, operators=self.operators + round(times * other.operators))
+        return WorkSeconds(
+            forward=forward, backward=backward, operators=self.operators + round(times * other.operators)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSeconds:
-    """A model's seconds on a micro-batch, by where they lie in a pipeline."""
+    """Seconds of a micro-batch by position in a pipeline: first end, a layer, last end."""
 
-    first: WorkSeconds
+    first_end: WorkSeconds
     """The embedding."""
     layer: WorkSeconds
     """A layer, the mean of all."""
-    last: WorkSeconds
-    """All else: what is made once for all layers, final norm, head, loss."""
+    last_end: WorkSeconds
+    """All other operators: tensors made once for all layers, final norm, head, loss."""
 
-    def whole(self, layers: int) -> WorkSeconds:
-        """Returns the sum over a model of so many layers."""
-        return self.first.plus(self.last).plus(self.layer, layers)
+    def total(self, layers: int) -> WorkSeconds:
+        """Returns the sum over a model of ``layers`` layers."""
+        return self.first_end.plus(self.last_end).plus(self.layer, layers)
 
 
-def pieces(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> PipelineSeconds:
-    """Prices what a model computes on one micro-batch.
+def price_operators(
+    work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0
+) -> PipelineSeconds:
+    """Prices a model's operators on one micro-batch.
 
     Args:
-        work: its operators.
-        calibration: what was measured.
+        work: the operators.
+        calibration: of the machine.
         dtype: of compute.
-        busy: whether other ranks of the machine compute meanwhile.
-        logits: number of logits, of which the loss and its gradient are made; that is no part of the model.
+        busy: whether other ranks of the machine compute at the same time.
+        logits: number of logits of the loss, which isn't among the model's operators.
     """
-    known: dict[tuple[Operator, bool], float] = {}
+    seconds_by_operator: dict[tuple[Operator, bool], float] = {}
 
-    def priced(ahead: Sequence[Operator], back: Sequence[Operator]) -> WorkSeconds:
+    def price(forward: Sequence[Operator], backward: Sequence[Operator]) -> WorkSeconds:
         return WorkSeconds(
-            forward=_seconds(ahead, calibration, dtype, busy, False, known),
-            backward=_seconds(back, calibration, dtype, busy, True, known),
-            operators=len(ahead),
-            last_s=next((known[item, False] for item in reversed(ahead) if item.kind == "product"), 0.0),
+            forward=_pass_seconds(forward, calibration, dtype, busy, False, seconds_by_operator),
+            backward=_pass_seconds(backward, calibration, dtype, busy, True, seconds_by_operator),
+            operators=len(forward),
+            last_s=next(
+                (seconds_by_operator[operator, False] for operator in reversed(forward) if operator.kind == "product"),
+                0.0,
+            ),
         )
 
-    layer = priced((), ())
+    layer = price((), ())
     for count, kind in zip(work.counts, work.layers):
-        one = priced(kind.forward, kind.backward)
-        layer = dataclasses.replace(layer.plus(one, count / sum(work.counts)), last_s=one.last_s)
-    ends = [
-        priced(
-            [item for item in work.rest.forward if item.name.startswith("embedding") is first],
-            [item for item in work.rest.backward if item.name.startswith("embedding") is first],
+        layer_work = price(kind.forward, kind.backward)
+        layer = dataclasses.replace(layer.plus(layer_work, count / sum(work.counts)), last_s=layer_work.last_s)
+    end_seconds = [
+        price(
+            [operator for operator in work.rest.forward if operator.name.startswith("embedding") is is_embedding],
+            [operator for operator in work.rest.backward if operator.name.startswith("embedding") is is_embedding],
         )
-        for first in (True, False)
+        for is_embedding in (True, False)
     ]
     for name in ("loss", "cross_entropy"):
         if logits and calibration.has_operation(name, "float32"):
-            ends[1].forward["elementwise"] += float(calibration.operation_s(name, logits, "float32", busy))
+            end_seconds[1].forward["elementwise"] += float(calibration.operation_s(name, logits, "float32", busy))
             break
-    return PipelineSeconds(first=ends[0], layer=layer, last=ends[1])
+    return PipelineSeconds(first_end=end_seconds[0], layer=layer, last_end=end_seconds[1])
 
 
 def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> WorkSeconds:
-    """Returns the sum of `pieces`."""
-    return pieces(work, calibration, dtype, busy, logits).whole(sum(work.counts))
+    """Returns the seconds of all operators of a micro-batch, by part."""
+    return price_operators(work, calibration, dtype, busy, logits).total(sum(work.counts))
 
 
-def _seconds(
+def _pass_seconds(
     operators: Sequence[Operator],
     calibration: Calibration,
     dtype: str,
     busy: bool,
-    back: bool,
-    known: dict[tuple[Operator, bool], float],
+    is_backward: bool,
+    seconds_by_operator: dict[tuple[Operator, bool], float],
 ) -> dict[str, float]:
-    found = dict.fromkeys((*KINDS.values(), "host"), 0.0)
-    for item in operators:
-        if (item, back) not in known:
-            known[item, back] = operator_s(item, calibration, dtype, busy, back)
-        found[KINDS[item.kind]] += known[item, back]
-    found["host"] = len(operators) * calibration.host_s("operator_backward" if back else "operator_forward")
-    return found
+    seconds = dict.fromkeys((*KINDS.values(), "host"), 0.0)
+    for operator in operators:
+        if (operator, is_backward) not in seconds_by_operator:
+            seconds_by_operator[operator, is_backward] = operator_s(operator, calibration, dtype, busy, is_backward)
+        seconds[KINDS[operator.kind]] += seconds_by_operator[operator, is_backward]
+    seconds["host"] = len(operators) * calibration.host_s("operator_backward" if is_backward else "operator_forward")
+    return seconds
 
 
-def operator_s(item: Operator, calibration: Calibration, dtype: str, busy: bool, back: bool) -> float:
-    """Returns the seconds of one operator, at least those of a small one.
+def operator_s(operator: Operator, calibration: Calibration, dtype: str, busy: bool, is_backward: bool) -> float:
+    """Returns the seconds of one operator.
 
     Args:
-        item: which.
-        calibration: what was measured.
+        operator: with its sizes.
+        calibration: of the machine.
         dtype: of compute.
-        busy: whether other ranks compute meanwhile.
-        back: whether it runs in backward: of its products one sums over the weights' rows, the other over the tokens.
+        busy: whether other ranks compute at the same time.
+        is_backward: whether it runs in backward, whose two products contract over weight rows and over tokens.
     """
-    if item.kind == "product":
-        batch, m, n, k = item.sizes
-        form = "nt" if not back else ("tn" if item.summed else "nn")
+    if operator.kind == "product":
+        batch, m, n, k = operator.sizes
+        form = "nt" if not is_backward else ("tn" if operator.summed else "nn")
         return batch * float(calibration.matmul_s(m, n, k, dtype, form, busy))
-    if item.kind == "attention" and calibration.has_attention(dtype):
-        rows, heads, queries, _, size = item.sizes
-        return float(calibration.attention_s(rows * heads, queries, size, dtype, back, busy))
-    return _element_s(item, calibration, dtype, busy)
+    if operator.kind == "attention" and calibration.has_attention(dtype):
+        rows, heads, queries, _, size = operator.sizes
+        return float(calibration.attention_s(rows * heads, queries, size, dtype, is_backward, busy))
+    return _elementwise_s(operator, calibration, dtype, busy)
 
 
-def _element_s(item: Operator, calibration: Calibration, dtype: str, busy: bool) -> float:
-    """Returns the seconds of an operator that is no product: those of the measured one that moves as many bytes."""
-    name, tensors = MEASURED.get(item.name, PLAIN)
+def _elementwise_s(operator: Operator, calibration: Calibration, dtype: str, busy: bool) -> float:
+    """Returns the seconds of a memory-bound operator: of the measured operation that moves as many bytes."""
+    name, tensors = MEASURED.get(operator.name, DEFAULT_OPERATION)
     if not calibration.has_operation(name, dtype):
         name, tensors = "copy", 2
-    elements = max(1.0, item.bytes / (tensors * BYTES[dtype]))
-    drawn = item.name == "draw" and calibration.machine.get("kind") == "cpu"
-    if drawn and calibration.has_operation("exp", dtype):
-        name, elements = "exp", max(1.0, item.bytes / DRAW_BYTES * CORE_DRAW_EXPS)
+    elements = max(1.0, operator.bytes / (tensors * ELEMENT_BYTES[dtype]))
+    is_core_draw = operator.name == "draw" and calibration.machine.get("kind") == "cpu"
+    if is_core_draw and calibration.has_operation("exp", dtype):
+        name, elements = "exp", max(1.0, operator.bytes / DRAW_BYTES * CORE_DRAW_EXPS)
     return float(calibration.operation_s(name, elements, dtype, busy))

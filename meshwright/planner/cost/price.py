@@ -1,4 +1,4 @@
-"""Prices layouts: the same formulas for one layout and for arrays of thousands."""
+"""Prices layouts, one or thousands at once, by the same formulas over arrays (N,)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from meshwright.planner.cost.ranks import LayerCosts, RankTimes
 from meshwright.spec.layout import Layout
 
 Holds = Callable[[LayoutBatch, Mapping[str, Array]], Array]
-"""(layouts, bytes of their fullest ranks by part, as `Prices` names them) to which of them may be: (N,) bool."""
+"""Maps (N layouts, bytes of their fullest ranks by part, (N,) each, as `Prices` names them) to (N,) bool."""
 
 
 def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: FrameworkProfile = MESHWRIGHT) -> Price:
-    """Returns what a layout takes.
+    """Returns the price of one layout.
 
     Args:
         job: model and batch.
         layout: any that fits the model.
-        cluster: what it runs on.
-        engine: how it is run.
+        cluster: the hardware.
+        engine: the runtime's profile.
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
     engine = engine.for_layout(layout)
     ranks = RankTimes(LayerCosts.of(job, LayoutBatch.from_layouts([layout], len(job.shape.blocks)), machine, engine))
-    parts = {name: float(values[0]) for name, values in _parts(ranks).items()}
+    parts = {name: float(values[0]) for name, values in _all_parts(ranks).items()}
     stages = stages_of(ranks, 0, ranks.memory())
-    fullest = max(range(len(stages)), key=lambda at: stages[at].peak)
+    fullest = max(range(len(stages)), key=lambda rank: stages[rank].peak)
     return Price(
         step_s=sum(parts.values()),
         parts=parts,
@@ -47,24 +47,24 @@ def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: Fr
     )
 
 
-def stages_of(ranks: RankTimes, at: int, memory: dict[str, Array]) -> tuple[StagePrice, ...]:
-    """Returns each rank of one layout's pipeline.
+def stages_of(ranks: RankTimes, layout_index: int, memory: dict[str, Array]) -> tuple[StagePrice, ...]:
+    """Returns the price of each rank of one layout's pipeline.
 
     Args:
-        ranks: of many layouts.
-        at: which layout.
-        memory: `RankTimes.memory` of them.
+        ranks: of N layouts.
+        layout_index: which layout.
+        memory: bytes by part, (N, P) each, as `RankTimes.memory` returns them.
     """
-    bounds = ranks.cut_of(at).bounds
+    bounds = ranks.cut_of(layout_index).bounds
     return tuple(
         StagePrice(
             layers=bounds[rank],
-            forward_s=float(ranks.forward[at, rank]),
-            backward_s=float(ranks.backward[at, rank]),
-            held=float(ranks.held[at, rank]),
-            memory={name: float(memory[name][at, rank]) for name in MEMORY},
-            peak=float(memory["peak"][at, rank]),
-            host=float(memory["host"][at, rank]) if "host" in memory else 0.0,
+            forward_s=float(ranks.forward[layout_index, rank]),
+            backward_s=float(ranks.backward[layout_index, rank]),
+            held=float(ranks.held[layout_index, rank]),
+            memory={name: float(memory[name][layout_index, rank]) for name in MEMORY},
+            peak=float(memory["peak"][layout_index, rank]),
+            host=float(memory["host"][layout_index, rank]) if "host" in memory else 0.0,
         )
         for rank in range(ranks.ranks)
     )
@@ -72,81 +72,85 @@ def stages_of(ranks: RankTimes, at: int, memory: dict[str, Array]) -> tuple[Stag
 
 def price_many(
     job: PricedJob,
-    degrees: LayoutBatch,
+    layouts: LayoutBatch,
     cluster: Cluster | Machine,
     engine: FrameworkProfile = MESHWRIGHT,
-    holds: Holds | None = None,
+    is_feasible: Holds | None = None,
 ) -> Prices:
-    """Returns what every layout takes; those with equally long pipelines are priced together.
+    """Returns the prices of N layouts; layouts with equally many pipeline ranks are priced together.
 
     Args:
         job: model and batch.
-        degrees: the layouts.
-        cluster: what they run on.
-        engine: how they are run.
-        holds: which may be, by their memory; the time of the others isn't priced and stands at 0.
+        layouts: N layouts.
+        cluster: the hardware.
+        engine: the runtime's profile.
+        is_feasible: selects layouts by their memory; the time of the others isn't priced and is 0.
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
-    order = np.argsort(degrees.pp, kind="stable")
-    degrees = degrees.take(order)
-    costs = LayerCosts.of(job, degrees, machine, engine, timed=holds is None)
-    columns = _Columns(degrees.count)
-    for where, ranks in _runs(costs):
-        columns.put_memory(where, ranks.memory())
-    may = np.ones(degrees.count, bool)
-    if holds is not None:
-        may = holds(degrees, columns.memory)
-        costs = LayerCosts.of(job, degrees.take(may), machine, engine) if may.any() else costs
-    at = np.flatnonzero(may)
-    for where, ranks in _runs(costs) if len(at) else ():
-        columns.put(columns.parts, at[where], _parts(ranks))
+    # Layouts with equal pp become one run of arrays (n, P); results are put back in the order of the argument.
+    order = np.argsort(layouts.pp, kind="stable")
+    layouts = layouts.take(order)
+    costs = LayerCosts.of(job, layouts, machine, engine, timed=is_feasible is None)
+    columns = _PriceColumns(layouts.count)
+    for run, ranks in _by_pipeline_length(costs):
+        columns.put_memory(run, ranks.memory())
+    feasible = np.ones(layouts.count, bool)
+    if is_feasible is not None:
+        # Memory is cheap to price; time only where a layout fits.
+        feasible = is_feasible(layouts, columns.memory)
+        costs = LayerCosts.of(job, layouts.take(feasible), machine, engine) if feasible.any() else costs
+    feasible_indices = np.flatnonzero(feasible)
+    for run, ranks in _by_pipeline_length(costs) if len(feasible_indices) else ():
+        columns.put(columns.parts, feasible_indices[run], _all_parts(ranks))
     return columns.prices(np.argsort(order))
 
 
-def piped_many(job: PricedJob, degrees: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT) -> Array:
-    """Returns seconds of a step, (N,), without what the ranks do that share the state: a bound on all ways to share it.
+def piped_many(job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT) -> Array:
+    """Returns seconds a step, (N,) float64, without data-parallel traffic and update.
+
+    It is a lower bound on every layout that shares the state in another way.
 
     Args:
         job: model and batch.
-        degrees: the layouts.
-        machine: what they run on.
-        engine: how they are run.
+        layouts: N layouts.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
-    return _summed(job, degrees, machine, engine, RankTimes.piped) + engine.runtime.host_step_s
+    return _sum_of_parts(job, layouts, machine, engine, RankTimes.piped) + engine.runtime.host_step_s
 
 
 def seconds_many(
-    job: PricedJob, degrees: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT
+    job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT
 ) -> Array:
-    """Returns seconds of a step, (N,), as `price_many` does; memory isn't priced.
+    """Returns the seconds a step of `price_many`, (N,) float64, without pricing memory.
 
     Args:
         job: model and batch.
-        degrees: the layouts.
-        machine: what they run on.
-        engine: how they are run.
+        layouts: N layouts.
+        machine: the hardware.
+        engine: the runtime's profile.
     """
-    return _summed(job, degrees, machine, engine, _parts)
+    return _sum_of_parts(job, layouts, machine, engine, _all_parts)
 
 
-def _summed(
+def _sum_of_parts(
     job: PricedJob,
-    degrees: LayoutBatch,
+    layouts: LayoutBatch,
     machine: Machine,
     engine: FrameworkProfile,
     parts: Callable[[RankTimes], Mapping[str, Array]],
 ) -> Array:
-    """Sums some parts of each layout's step, (N,)."""
-    order = np.argsort(degrees.pp, kind="stable")
-    whole = np.empty(degrees.count)
-    for where, ranks in _runs(LayerCosts.of(job, degrees.take(order), machine, engine)):
-        whole[order[where]] = sum(parts(ranks).values())
-    return whole
+    """Returns the sum of some parts of each layout's step, (N,)."""
+    order = np.argsort(layouts.pp, kind="stable")
+    step_s = np.empty(layouts.count)
+    for run, ranks in _by_pipeline_length(LayerCosts.of(job, layouts.take(order), machine, engine)):
+        step_s[order[run]] = sum(parts(ranks).values())
+    return step_s
 
 
-def _runs(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
-    """Layouts with equally long pipelines, which stand together."""
-    pp = costs.model.degrees.pp
+def _by_pipeline_length(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
+    """Yields (slice, ranks) of each run of layouts with equal pp; the layouts are sorted by pp."""
+    pp = costs.model.layouts.pp
     starts = [0, *(np.flatnonzero(np.diff(pp)) + 1), len(pp)]
     if len(starts) == 2:
         yield slice(0, len(pp)), RankTimes(costs)
@@ -155,14 +159,14 @@ def _runs(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
         yield slice(start, stop), RankTimes(costs.take(slice(start, stop)))
 
 
-def _parts(ranks: RankTimes) -> dict[str, Array]:
-    """Seconds by part of `PARTS`, (N,)."""
+def _all_parts(ranks: RankTimes) -> dict[str, Array]:
+    """Returns seconds by part of `PARTS`, (N,) each."""
     step = np.full(ranks.count, ranks.engine.runtime.host_step_s)
     return ranks.piped() | ranks.ending() | {"step": step}
 
 
-class _Columns:
-    """Prices of N layouts that come in pieces.
+class _PriceColumns:
+    """Prices of N layouts, filled run by run.
 
     Args:
         count: N.
@@ -173,29 +177,31 @@ class _Columns:
         names = ("allocated", "reserved", "peak", "first_allocated", "first_reserved", "fullest", "host", "whole")
         self.memory = {name: np.zeros(count) for name in (*MEMORY, *names)}
 
-    def put(self, columns: dict[str, Array], where: Any, values: dict[str, Array]) -> None:
+    def put(self, columns: dict[str, Array], index: Any, values: dict[str, Array]) -> None:
         """Writes some layouts' figures by name."""
-        for name, found in values.items():
-            columns[name][where] = found
+        for name, figure in values.items():
+            columns[name][index] = figure
 
-    def put_memory(self, where: Any, memory: dict[str, Array]) -> None:
-        """Writes the bytes of the fullest rank, and of the first."""
-        at = np.argmax(memory["peak"], axis=1)
-        self.put(self.memory, where, {name: values[np.arange(len(at)), at] for name, values in memory.items()})
+    def put_memory(self, index: Any, memory: dict[str, Array]) -> None:
+        """Writes the bytes of the fullest rank and of the first; ``memory`` is (n, P) by part."""
+        fullest = np.argmax(memory["peak"], axis=1)
+        self.put(
+            self.memory, index, {name: values[np.arange(len(fullest)), fullest] for name, values in memory.items()}
+        )
         for name in ("host", "whole"):
             if name in memory:
-                self.memory[name][where] = memory[name].max(axis=1)
+                self.memory[name][index] = memory[name].max(axis=1)
         first = {f"first_{name}": memory[name][:, 0] for name in ("allocated", "reserved")}
-        self.put(self.memory, where, first | {"fullest": at.astype(float)})
+        self.put(self.memory, index, first | {"fullest": fullest.astype(float)})
 
     def prices(self, order: Array) -> Prices:
-        """Returns them all, in the order of an index."""
-        rest = {name: values[order] for name, values in self.memory.items() if name not in MEMORY}
+        """Returns the prices in the order of ``order``, (N,) int64."""
+        totals = {name: values[order] for name, values in self.memory.items() if name not in MEMORY}
         parts = {name: values[order] for name, values in self.parts.items()}
         step: Any = sum(parts.values())
         return Prices(
             step_s=np.asarray(step),
             parts=parts,
             memory={name: self.memory[name][order] for name in MEMORY},
-            **rest,
+            **totals,
         )

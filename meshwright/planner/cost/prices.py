@@ -1,4 +1,4 @@
-"""What a price is: arrays over layouts, and their view for one."""
+"""Defines a price: time and memory by part, as arrays over N layouts and as numbers of one layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.planner.cost.layout_batch import Array
 from meshwright.spec.axis import Mechanics
 
 LAYER_TRAFFIC = tuple(one.value for one in (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.EXPERTS))
-"""Traffic inside layers: a part for each kind of mechanics that sends some there."""
+"""Parts of traffic inside layers: tp, cp and ep."""
 PARTS = (
     "matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC, "host", "engine", "send", "bubble",
     "gather", "reduce", "offload", "optimizer", "step",
@@ -25,7 +25,7 @@ MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "buff
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """Time, memory and traffic of N layouts."""
+    """Time and memory of N layouts; arrays are (N,) float64."""
 
     step_s: Array
     """Seconds of a step, (N,)."""
@@ -34,15 +34,15 @@ class Prices:
     memory: Mapping[str, Array]
     """Bytes of the fullest rank by part."""
     allocated: Array
-    """Bytes that tensors of the fullest rank take."""
+    """Bytes of live tensors on the fullest rank."""
     reserved: Array
-    """Bytes that its allocator holds, (N,)."""
+    """Bytes that its caching allocator has reserved."""
     peak: Array
-    """Bytes of the device that it takes, context and communicators included: what must fit."""
+    """Bytes of its device that are in use, context and communicators included: must fit."""
     host: Array
-    """Bytes in host memory of the rank that has most there."""
+    """Bytes in host memory of the rank with the most."""
     whole: Array
-    """`peak` if nothing were offloaded; 0 where nothing is."""
+    """`peak` without offload; 0 if no layout of the batch offloads."""
     first_allocated: Array
     """`allocated` of the first stage's ranks."""
     first_reserved: Array
@@ -55,8 +55,10 @@ class Prices:
         fields: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            kept = {key: one[index] for key, one in value.items()} if isinstance(value, Mapping) else value[index]
-            fields[item.name] = kept
+            selected = (
+                {key: values[index] for key, values in value.items()} if isinstance(value, Mapping) else value[index]
+            )
+            fields[item.name] = selected
         return Prices(**fields)
 
     def take(self, index: int) -> dict[str, float]:
@@ -66,20 +68,20 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePrice:
-    """A rank of the pipeline."""
+    """Price of one rank of the pipeline."""
 
     layers: tuple[int, int]
-    """First layer and one past the last; of the first stage where it runs several."""
+    """(start, stop) of its layers; of its first stage where it runs several."""
     forward_s: float
-    """Of a micro-batch, exposed traffic included."""
+    """Seconds of a micro-batch's forward, exposed traffic included."""
     backward_s: float
-    """Likewise."""
+    """Seconds of a micro-batch's backward, exposed traffic included."""
     held: float
-    """Micro-batches whose activations it holds at most."""
+    """Most in-flight micro-batches, whose activations it holds."""
     memory: Mapping[str, float]
     """Bytes by part of `MEMORY`."""
     peak: float
-    """All of them."""
+    """Sum of `memory`."""
     host: float = 0.0
     """Bytes in host memory."""
 
@@ -95,10 +97,10 @@ class Price:
     stages: tuple[StagePrice, ...]
     """Each rank of the pipeline."""
     fullest: int
-    """The one that takes most memory."""
+    """Index of the rank with the most memory."""
     memory: Mapping[str, float]
-    """Bytes of the fullest by part."""
+    """Bytes of the fullest rank by part."""
     peak: float
-    """Bytes that the fullest takes of its device."""
+    """Bytes in use on the fullest rank's device."""
     host: float = 0.0
-    """Bytes in host memory of the rank that has most there."""
+    """Bytes in host memory of the rank with the most."""

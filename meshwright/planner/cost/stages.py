@@ -1,4 +1,4 @@
-"""Which layers stand on which rank of the pipeline, by an engine's rule."""
+"""Cuts a model into pipeline stages by a framework's rule, and counts the layers of each rank."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from meshwright.spec.balanced_cuts import Cuts
 from meshwright.spec.model_shape import LayerShape, ModelShape
 
 
-class _Same:
-    """A shape as a key: the object itself, not what it says.
+class _IdentityKey:
+    """A model shape as a cache key by identity, because hashing all of its blocks is slow.
 
     Args:
-        shape: which.
+        shape: the model.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
 
     def __hash__(self) -> int:
-        """Of the object."""
+        """Returns the object's identity."""
         return id(self.shape)
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the same object."""
-        return isinstance(other, _Same) and other.shape is self.shape
+        return isinstance(other, _IdentityKey) and other.shape is self.shape
 
 
 def kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns for each block its kind, and for each kind a block that is of it."""
-    return _kinds(_Same(shape))
+    """Returns (kind of each block, index of the first block of each kind); equal blocks are one kind."""
+    return _kinds(_IdentityKey(shape))
 
 
 @lru_cache(maxsize=8)
-def _kinds(same: _Same) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As `kinds`, which a search asks for hundreds of times."""
-    shape = same.shape
-    firsts: dict[int, int] = {}
-    seen: dict[object, int] = {}
-    numbers = []
+def _kinds(key: _IdentityKey) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns `kinds`, cached: a search calls it hundreds of times."""
+    shape = key.shape
+    kind_by_identity: dict[int, int] = {}
+    kind_by_block: dict[object, int] = {}
+    kinds_of_blocks = []
     for block in shape.blocks:
-        key = firsts.get(id(block))
-        if key is None:
-            key = seen.setdefault(block, len(seen))
-            firsts[id(block)] = key
-        numbers.append(key)
-    return tuple(numbers), tuple(numbers.index(kind) for kind in range(len(seen)))
+        kind = kind_by_identity.get(id(block))
+        if kind is None:
+            kind = kind_by_block.setdefault(block, len(kind_by_block))
+            kind_by_identity[id(block)] = kind
+        kinds_of_blocks.append(kind)
+    return tuple(kinds_of_blocks), tuple(kinds_of_blocks.index(kind) for kind in range(len(kind_by_block)))
 
 
 def divide(
     shape: ModelShape, stages: int, rule: str, split: Sequence[float] | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the first and one past the last block of each stage.
+    """Returns (start, stop) of the blocks of each stage.
 
     Args:
         shape: the model.
@@ -69,31 +69,33 @@ def divide(
     Raises:
         PlanError: more stages than blocks where each must have one.
     """
-    count = len(shape.blocks)
+    layers = len(shape.blocks)
     if split:
-        return _bounds([int(size) for size in split], count)
+        return _bounds_of_sizes([int(size) for size in split], layers)
     if stages == 1:
-        return ((0, count),)
-    tail = shape.vocab * shape.width
+        return ((0, layers),)
+    head_parameters = shape.vocab * shape.width
     if rule == "compute":
-        return _thresholds([_visited(block) for block in shape.blocks], float(tail), stages)
+        return _cut_at_thresholds([_active_parameters(block) for block in shape.blocks], float(head_parameters), stages)
     if rule == "balanced":
-        return _balanced(tuple(block.parameters for block in shape.blocks), tail + shape.other_parameters, stages)
-    ends = rule == "slots" or (count % stages and not (count + 2) % stages)
-    slots = count + (2 if ends else 0)
-    sizes = [slots // stages + (stages - number <= slots % stages) for number in range(stages)]
-    if ends:
+        return _balanced(
+            tuple(block.parameters for block in shape.blocks), head_parameters + shape.other_parameters, stages
+        )
+    counts_ends = rule == "slots" or (layers % stages and not (layers + 2) % stages)
+    slots = layers + (2 if counts_ends else 0)
+    sizes = [slots // stages + (stages - stage <= slots % stages) for stage in range(stages)]
+    if counts_ends:
         sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] - 1
-    return _bounds(sizes, count)
+    return _bounds_of_sizes(sizes, layers)
 
 
-def _visited(block: LayerShape) -> float:
-    """Parameters that a token multiplies, norms among them."""
+def _active_parameters(block: LayerShape) -> float:
+    """Returns the parameters that a token visits, norms included."""
     share = block.active_experts / block.experts if block.experts else 0.0
     return block.parameters - (1.0 - share) * block.expert_parameters
 
 
-def _bounds(sizes: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
+def _bounds_of_sizes(sizes: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
     edges = [0]
     for size in sizes:
         edges.append(min(count, edges[-1] + size))
@@ -101,65 +103,65 @@ def _bounds(sizes: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(edges))
 
 
-def _thresholds(costs: Sequence[float], tail: float, stages: int) -> tuple[tuple[int, int], ...]:
-    """Fills each stage until its share of the cost is reached; later stages may stay empty of layers.
+def _cut_at_thresholds(costs: Sequence[float], tail: float, stages: int) -> tuple[tuple[int, int], ...]:
+    """Fills each stage until it reaches its share of the cost; the last stages may have no layer.
 
     Source: nanotron, src/nanotron/models/base.py, build_model.
     """
     total = sum(costs) + tail
-    edges, done, stage = [0], 0.0, 1
-    for number, cost in enumerate(costs):
-        done += cost
-        if done >= total * stage / stages * (1 - 1e-9) and stage < stages:
-            edges.append(number + 1)
+    edges, reached_cost, stage = [0], 0.0, 1
+    for layer, cost in enumerate(costs):
+        reached_cost += cost
+        if reached_cost >= total * stage / stages * (1 - 1e-9) and stage < stages:
+            edges.append(layer + 1)
             stage += 1
     edges += [len(costs)] * (stages + 1 - len(edges))
     return tuple(pairwise(edges))
 
 
 def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Makes the dearest stage as cheap as can be, the tail counted with the last layer; `divide` cuts alike."""
-    count = len(costs)
-    if stages > count:
-        raise PlanError(f"{stages} stages of {count} layers: each stage needs a layer; nearest that works: {count}")
-    bounds, _ = _cuts((*costs[:-1], costs[-1] + tail)).bounds(stages)
+    """Minimizes the most expensive stage; the last layer's cost includes the tail."""
+    layers = len(costs)
+    if stages > layers:
+        raise PlanError(f"{stages} stages of {layers} layers: each stage needs a layer; nearest that works: {layers}")
+    bounds, _ = _cached_cuts((*costs[:-1], costs[-1] + tail)).bounds(stages)
     return tuple(pairwise(bounds[0].tolist()))
 
 
 @lru_cache(maxsize=8)
-def _cuts(costs: tuple[int, ...]) -> Cuts:
-    """The cuts of a model, which are found for one number of stages after the other."""
+def _cached_cuts(costs: tuple[int, ...]) -> Cuts:
+    """Returns the cached solver of a model, which serves every number of stages."""
     return Cuts([[costs]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCut:
-    """The layers of a pipeline's ranks, of which each may run several stages."""
+    """The layers of each rank of a pipeline; a rank may run several stages."""
 
     bounds: tuple[tuple[int, int], ...]
-    """First layer of each stage, and one past its last."""
+    """(start, stop) of the layers of each stage."""
     counts: Array
-    """Layers of each kind on each rank, (kinds, P)."""
-    first: int
+    """Layers of each kind on each rank, (kinds, P) float64, read-only."""
+    first_rank: int
     """Rank of the first stage."""
-    last: int
+    last_rank: int
     """Rank of the last stage."""
 
 
 def cut(
     shape: ModelShape,
     ranks: int,
-    chunks: int,
+    stages_per_rank: int,
     owners: tuple[int, ...],
     rule: str,
     split: Sequence[float] | None,
 ) -> StageCut:
-    """Returns which layers stand on which rank.
+    """Returns the layers of each rank.
 
     Args:
         shape: the model.
-        ranks: of the pipeline.
-        chunks: stages of a rank.
+        ranks: degree of the pipeline, P.
+        stages_per_rank: stages of a rank.
         owners: the rank of each stage.
         rule: one of `engine.SPLITS`.
         split: layers of each stage where they are named.
@@ -167,28 +169,39 @@ def cut(
     Raises:
         PlanError: more stages than blocks where each must have one.
     """
-    numbers, firsts = kinds(shape)
-    if rule == "balanced" and not split and ranks * chunks > 1:
-        tail = shape.vocab * shape.width + shape.other_parameters
+    kinds_of_blocks, kind_blocks = kinds(shape)
+    if rule == "balanced" and not split and ranks * stages_per_rank > 1:
+        end_parameters = shape.vocab * shape.width + shape.other_parameters
         costs = tuple(block.parameters for block in shape.blocks)
-        return _balanced_cut(costs, tail, numbers, len(firsts), ranks, owners)
-    return _counted(divide(shape, ranks * chunks, rule, split), numbers, len(firsts), ranks, owners)
+        return _balanced_cut(costs, end_parameters, kinds_of_blocks, len(kind_blocks), ranks, owners)
+    return _count_layers(
+        divide(shape, ranks * stages_per_rank, rule, split), kinds_of_blocks, len(kind_blocks), ranks, owners
+    )
 
 
 @lru_cache(maxsize=1024)
 def _balanced_cut(
-    costs: tuple[int, ...], tail: int, numbers: tuple[int, ...], many: int, ranks: int, owners: tuple[int, ...]
+    costs: tuple[int, ...],
+    end_parameters: int,
+    kinds_of_blocks: tuple[int, ...],
+    kind_count: int,
+    ranks: int,
+    owners: tuple[int, ...],
 ) -> StageCut:
-    """As `cut`; a search asks for the same cuts of a model again and again."""
-    return _counted(_balanced(costs, tail, len(owners)), numbers, many, ranks, owners)
+    """Returns `cut` of the balanced rule, cached: a search repeats the same cuts."""
+    return _count_layers(_balanced(costs, end_parameters, len(owners)), kinds_of_blocks, kind_count, ranks, owners)
 
 
-def _counted(
-    bounds: tuple[tuple[int, int], ...], numbers: tuple[int, ...], many: int, ranks: int, owners: tuple[int, ...]
+def _count_layers(
+    bounds: tuple[tuple[int, int], ...],
+    kinds_of_blocks: tuple[int, ...],
+    kind_count: int,
+    ranks: int,
+    owners: tuple[int, ...],
 ) -> StageCut:
-    """The layers of each of ``many`` kinds on each rank, which nobody may change."""
+    """The layers of each of ``kind_count`` kinds on each rank; the counts are read-only, as they are cached."""
     sizes = [stop - start for start, stop in bounds]
-    cells = np.repeat(np.array(owners), sizes) + np.array(numbers[: sum(sizes)]) * ranks
-    counts = np.bincount(cells, minlength=many * ranks).astype(float).reshape(many, ranks)
+    kind_and_rank = np.repeat(np.array(owners), sizes) + np.array(kinds_of_blocks[: sum(sizes)]) * ranks
+    counts = np.bincount(kind_and_rank, minlength=kind_count * ranks).astype(float).reshape(kind_count, ranks)
     counts.flags.writeable = False
-    return StageCut(bounds=bounds, counts=counts, first=owners[0], last=owners[-1])
+    return StageCut(bounds=bounds, counts=counts, first_rank=owners[0], last_rank=owners[-1])

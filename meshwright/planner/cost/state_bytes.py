@@ -1,4 +1,4 @@
-"""Bytes of model state of each rank of a pipeline, and of what ZeRO-3 gathers."""
+"""Bytes of model state on each pipeline rank of N layouts, gathered parameters included."""
 
 from __future__ import annotations
 
@@ -12,54 +12,57 @@ from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 
 def state_bytes(
     states: StateBytesPerParameter,
-    degrees: LayoutBatch,
-    own: Array,
+    layouts: LayoutBatch,
+    dense: Array,
     experts: Array,
-    part: Array,
-    units: Array,
-    wide: float,
+    owned: Array,
+    gathered_at_once: Array,
+    unmixed_bytes: float,
 ) -> dict[str, Array]:
-    """Returns bytes by part, (N, P), and under ``update`` what the update adds while no activations are held.
+    """Returns bytes by part, (N, P) each; ``update`` is the update's temporaries, while no activations are alive.
 
     Args:
         states: of the engine.
-        degrees: the layouts.
-        own: parameters of each rank before the data axes shard them, experts left out; (N, P).
-        experts: those of experts, which fewer ranks share; (N, P).
-        part: of both, what the data axes leave a rank; (N, P).
-        units: parameters that ZeRO-3 has gathered at once; (N, P).
-        wide: bytes of an element where compute is in float32 or float64, which has no masters apart; else 0.
+        layouts: N layouts.
+        dense: dense parameters of each rank before the data axes shard them, (N, P).
+        experts: expert parameters of each rank, which fewer ranks shard, (N, P).
+        owned: of both, what the data axes leave a rank; (N, P).
+        gathered_at_once: parameters that ZeRO-3 has gathered at once; (N, P).
+        unmixed_bytes: bytes of an element where compute is in float32 or float64, which has no masters apart; else 0.
     """
-    d = degrees
-    zero, total = d.zero[:, None], own + experts
-    parameter = wide or states.parameter
-    optimizer: Any = np.where(zero > 0, 3.0 * wide, 2.0 * wide) if wide else states.optimizer
-    many = (d.microbatches > 1)[:, None] & states.whole_when_accumulating
-    piped = (d.pp > 1)[:, None] & states.whole_in_pipeline
-    whole = (zero < 2) & (many | (zero < 1) | (not states.whole_when_accumulating)) | piped
-    gathered = np.where(piped, total, np.minimum(units, total))
-    rest = states.parameter * part if states.rest else 0.0
-    gradient = wide or states.gradient
-    update = np.where(zero > 0, states.update[0] * total + states.update[1] * part, 0.0)
+    zero, total = layouts.zero[:, None], dense + experts
+    parameter = unmixed_bytes or states.parameter
+    optimizer: Any = np.where(zero > 0, 3.0 * unmixed_bytes, 2.0 * unmixed_bytes) if unmixed_bytes else states.optimizer
+    accumulates = (layouts.microbatches > 1)[:, None] & states.whole_when_accumulating
+    is_pipelined = (layouts.pp > 1)[:, None] & states.whole_in_pipeline
+    full_gradients = (zero < 2) & (accumulates | (zero < 1) | (not states.whole_when_accumulating)) | is_pipelined
+    gathered = np.where(is_pipelined, total, np.minimum(gathered_at_once, total))
+    resting_shard = states.parameter * owned if states.rest else 0.0
+    gradient = unmixed_bytes or states.gradient
+    update = np.where(zero > 0, states.update[0] * total + states.update[1] * owned, 0.0)
     return {
-        "parameters": np.where(zero < 3, parameter * total, parameter * gathered + rest),
-        "gradients": np.where(whole, gradient * total, gradient * part)
-        + states.working_gradient * np.where(zero < 2, total, part),
-        "optimizer": np.where(zero > 0, optimizer * part, optimizer * total),
-        "buffers": states.bucket_bytes * (d.readers > 1)[:, None] * np.ones_like(total),
+        "parameters": np.where(zero < 3, parameter * total, parameter * gathered + resting_shard),
+        "gradients": np.where(full_gradients, gradient * total, gradient * owned)
+        + states.working_gradient * np.where(zero < 2, total, owned),
+        "optimizer": np.where(zero > 0, optimizer * owned, optimizer * total),
+        "buffers": states.bucket_bytes * (layouts.readers > 1)[:, None] * np.ones_like(total),
         "update": update,
     }
 
 
-def divided(states: StateBytesPerParameter, degrees: LayoutBatch, own: Any, experts: Any, count: int) -> Any:
-    """Returns what the data axes leave a rank of its parameters, whose update it computes, (N, P).
+def owned_parameters(
+    states: StateBytesPerParameter, layouts: LayoutBatch, dense: Any, experts: Any, experts_of_layer: int
+) -> Any:
+    """Returns the parameters that a rank owns, and updates, after the data axes shard them, (N, P).
 
     Args:
         states: of the engine.
-        degrees: the layouts.
-        own: parameters of each rank before the data axes shard them, experts left out; (N, P).
-        experts: those of experts; (N, P).
-        count: X, experts of a layer.
+        layouts: N layouts.
+        dense: dense parameters of each rank before the data axes shard them, (N, P).
+        experts: expert parameters of each rank, (N, P).
+        experts_of_layer: X, experts of a layer.
     """
-    parts = degrees.expert_parts(count) if states.whole_experts and count else degrees.expert_shards
-    return own / degrees.state_shards[:, None] + experts / parts[:, None]
+    expert_shards = (
+        layouts.expert_parts(experts_of_layer) if states.whole_experts and experts_of_layer else layouts.expert_shards
+    )
+    return dense / layouts.state_shards[:, None] + experts / expert_shards[:, None]

@@ -1,6 +1,6 @@
-"""Time of a step and micro-batches held, for layouts of any schedules: each schedule's own forms, or its actions.
+"""Makespan and in-flight micro-batches of layouts with mixed schedules: by each schedule's formula, or its actions.
 
-The forms are exact for equal stages and for 1F1B with any; `schedules.simulate` runs the actions of the chosen layouts.
+The formulas are exact for equal stages, and for 1F1B with any stages; `schedules.simulate` runs the finalists' actions.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from meshwright.schedules.evaluate import held_microbatches, step_seconds
 from meshwright.schedules.spec import ScheduleSpec
 
 
-def makespan(degrees: LayoutBatch, forward: Array, backward: Array, weight: Array) -> Array:
-    """Returns seconds from the first start to the last end, (N,).
+def makespan(layouts: LayoutBatch, forward: Array, backward: Array, weight: Array) -> Array:
+    """Returns seconds from the first start to the last end of the pipeline, (N,) float64.
 
     Args:
-        degrees: N layouts with P ranks along pp each.
+        layouts: N layouts with P ranks along pp each.
         forward: of each rank on one micro-batch, all its stages together, sends included; (N, P).
         backward: of each rank on one micro-batch; (N, P).
-        weight: the part of a backward that nobody waits for; (N, P).
+        weight: weight gradients of a backward, which no other rank waits for; (N, P).
     """
-    both = forward + backward
-    sums = PassSums(dearest=both.max(axis=1), whole=both.sum(axis=1), weight=weight.max(axis=1))
-    ranks, found = both.shape[1], np.empty(degrees.count)
-    for spec, index in _by_schedule(degrees.schedules, degrees.schedule):
-        stages, micro = degrees.stages[index], degrees.microbatches[index]
-        found[index] = step_seconds(spec, ranks, stages, micro, sums.take(index))
-    return found
+    both_passes = forward + backward
+    sums = PassSums(dearest=both_passes.max(axis=1), whole=both_passes.sum(axis=1), weight=weight.max(axis=1))
+    ranks, seconds = both_passes.shape[1], np.empty(layouts.count)
+    for spec, index in _by_schedule(layouts.schedules, layouts.schedule):
+        stages, microbatches = layouts.stages[index], layouts.microbatches[index]
+        seconds[index] = step_seconds(spec, ranks, stages, microbatches, sums.take(index))
+    return seconds
 
 
-def held(degrees: LayoutBatch, ranks: int) -> Array:
-    """Returns micro-batches of a whole rank's layers that each rank holds at most, (N, P).
+def held(layouts: LayoutBatch, ranks: int) -> Array:
+    """Returns the most in-flight micro-batches of each rank, in units of all its stages, (N, P) float64.
 
     Args:
-        degrees: N layouts.
+        layouts: N layouts.
         ranks: P, along pp of each.
     """
-    found = np.empty((degrees.count, ranks))
-    for spec, index in _by_schedule(degrees.schedules, degrees.schedule):
-        found[index] = held_microbatches(spec, ranks, degrees.stages[index], degrees.microbatches[index])
-    return found
+    in_flight = np.empty((layouts.count, ranks))
+    for spec, index in _by_schedule(layouts.schedules, layouts.schedule):
+        in_flight[index] = held_microbatches(spec, ranks, layouts.stages[index], layouts.microbatches[index])
+    return in_flight
 
 
 def _by_schedule(specs: Sequence[ScheduleSpec], codes: Array) -> Iterator[tuple[ScheduleSpec, Array]]:
-    """Yields each schedule that some layout has, and the index of these layouts."""
+    """Yields (schedule, indices of its layouts) for each schedule in ``codes``, (N,)."""
     for code in np.unique(codes):
         yield specs[int(code)], np.flatnonzero(codes == code)
