@@ -187,7 +187,7 @@ def run_rank(
         elif step >= WARM_UP:
             found.append(list(taken))
         taken.clear()
-    send_s = _send_time(torch.zeros(rows, TOKENS, WIDTH), program.mesh.wires["pp"].group)
+    send_s = _send_time(torch.zeros(rows, TOKENS, WIDTH), program.mesh.axis_groups["pp"].group)
     dist.destroy_process_group()
     return found, send_s
 
