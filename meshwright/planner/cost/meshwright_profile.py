@@ -7,7 +7,7 @@ FUSED_WIDTH = 38.0
 """Bytes moved per element of D in a compiled layer's forward, in bf16. Source: counted by `models.fused` off a layer's
 operators, what eager code keeps for backward written too: 58, 78 and 70 bytes of a GPT-2 with F = 4 D and of Llamas
 with F = 4 and 3.5 D, where eager's are 164, 164 and 144; of which these and `FUSED_FFN` give 58, 78 and 73. For
-comparison: of torchtitan's passes torch.compile left 70 of 190 (`framework_profiles.TITAN`, `TITAN_EAGER`), of 90 that is 33."""
+comparison: of torchtitan's passes torch.compile left 70 of 190 (`TITAN`, `TITAN_EAGER`), of 90 that is 33."""
 FUSED_FFN = 5.0
 """The same per element of F of each branch."""
 FUSED_LAYER_S = 2e-4
