@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.snapshot import Segment, State, peek, read_snapshots, whole_states
+from meshwright.checkpoint.snapshot import Segment, Snapshot, State, peek, read_snapshots, whole_states
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
 from meshwright.forking import die_with_parent
@@ -88,6 +88,10 @@ class DiskWriter:
         identities = {peek(segment) for segment in segments}
         # All ranks must have left the same (generation, step): a mixture is a snapshot in progress.
         if len(identities) == 1 and (identity := identities.pop()) is not None and identity != self._last_written:
+            # `peek` sees a header's first fields. One that a rank, preempted in between, has written in part fails its
+            # checksum: the next poll looks again, and the rank overwrites nothing before its checkpoint is reported.
+            if len(read_snapshots(segments)) < len(segments):
+                return
             self._last_written, self._step, self._control = identity, identity[1], control
             self._start(segments, layout)
 
@@ -112,7 +116,7 @@ class DiskWriter:
             # Writing must not slow down the ranks on the same cores.
             os.nice(5)
             snapshots = read_snapshots(segments)
-            state = State(self._step, snapshots) if self._share is not None else whole_states(snapshots)[0]
+            state = State(self._step, snapshots) if self._share is not None else _complete_state(snapshots)
             origin = replace(self._origin, layout=layout)
             saved = self._store(state.step).save_state(state.step, state, state.meta, origin)
             report = saved.told()
@@ -195,3 +199,16 @@ class DiskWriter:
             os.close(self._pipe)
             os.waitpid(self._pid, 0)
             self._pid = 0
+
+
+def _complete_state(snapshots: Sequence[Snapshot]) -> State:
+    """Returns the state that the snapshots of all ranks make.
+
+    Raises:
+        CheckpointError: when they don't hold every element of every tensor exactly once.
+    """
+    states = whole_states(snapshots)
+    if not states:
+        ranks = ", ".join(f"rank {snapshot.rank} of step {snapshot.step}" for snapshot in snapshots)
+        raise CheckpointError(f"the snapshots in memory don't make a whole state: {ranks or 'none is readable'}")
+    return states[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 
@@ -358,6 +359,11 @@ def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path
     writer.poll(segments, Layout(), control)
     assert not writer._pid, "rank 1 has not even opened its own"
     leave(1, [])
+    checksum = os.pread(segments[1].fd, 4, 56)
+    os.pwrite(segments[1].fd, bytes(4), 56)
+    writer.poll(segments, Layout(), control)
+    assert not writer._pid, "rank 1 was preempted in the middle of its header"
+    os.pwrite(segments[1].fd, checksum, 56)
     writer.poll(segments, Layout(), control)
     other = Control()
     writer.finish(30)
