@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.build import BuiltModel
 from meshwright.parallel.axis_group import TrafficLog
@@ -33,11 +34,15 @@ class ModuleStack:
         return {"module": self.module, "type": self.type, "lines": list(self.lines)}
 
 
+@computed_by_helper
 def module_stacks(built: BuiltModel, layout: Layout, name: str, rank: int = 0) -> list[ModuleStack]:
     """Builds one rank of a layout without memory or other ranks, and reads off what its modules are wrapped in.
 
+    It does so in a process of its own: something of the pretended group outlives its end, and ranks that were forked
+    from the same process afterwards didn't sum their gradients.
+
     Args:
-        built: the model on meta; it is changed for good.
+        built: the model on meta; it stays as it is.
         layout: any that the model allows.
         name: a module of the model; it and everything inside of it that a hook or wrapper changes is returned.
         rank: whose stage of the model is shown.

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import meshwright
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError
 from meshwright.jobs.module_stack import module_stacks
@@ -81,3 +82,11 @@ def test_the_command_shows_a_layer_under_each_layout(capfd: pytest.CaptureFixtur
 def test_what_shows_nothing_is_refused(words: list[str], rule: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "llama", "--model.layers", "2", "--model.width", "32", *words]) == 2
     assert rule in capfd.readouterr().err
+
+
+def test_ranks_that_are_forked_later_have_groups_of_their_own() -> None:
+    """What is left of a group that was only pretended must not reach ranks that this process forks afterwards."""
+    for layout in ("pp=2,microbatches=2", "tp=2", "cp=2,attention=gather", "shard=2,zero=3"):
+        module_stacks(model("llama"), Layout.parse(layout), "")
+    config = meshwright.ModelConfig(name="llama", layers=2, width=32, heads=4)
+    assert meshwright.verify(model=config, layout=["shard=2,zero=2", "replicate=2"], steps=2).passed

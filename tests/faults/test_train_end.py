@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_takes_the_others_down(root: Path) -> None:
     status, text = call(
         argv, root / "lost.log", before=at_step(5, 1, lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
     )
-    assert status == 1 and last_step(run) in (3, 4, 5), "rank 0 may be ended before it has written its last two lines"
+    assert status == 1 and last_step(run) in (4, 5), "rank 0 may be ended before it has written its fifth line"
     assert "rank 1" in text and "SIGKILL" in text
 
 
