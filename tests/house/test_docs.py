@@ -14,7 +14,7 @@ def missing(text: str) -> list[str]:
     """Names of files that neither the repository nor the package nor its tests have."""
     found = []
     for name in sorted(set(FILE.findall(text))):
-        roots = [ROOT, PACKAGE, ROOT / "tests"]
+        roots = [ROOT, PACKAGE, *(ROOT / folder for folder in ("tests", "benchmarks", "examples"))]
         exact = any(next(iter(root.glob(name)), None) for root in roots)
         # A bare name may stand beside the folder that a sentence speaks of.
         if not exact and ("/" in name or not any(next(iter(root.rglob(name)), None) for root in roots[1:])):
