@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,19 @@ from meshwright.strategy.loop_proof import LoopVerdict
 
 Outcome = Literal["passed", "failed", "refused"]
 """Every layout equals one device; one doesn't; one couldn't run, and none failed."""
+
+
+def outcome_of(verdicts: Sequence[Verdict | JobVerdict | LoopVerdict], named: bool) -> Outcome:
+    """Returns what verdicts come to.
+
+    Args:
+        verdicts: at least one.
+        named: whether the layouts were named: one that was may not be refused, one that nobody asked for may.
+    """
+    refused = sum(bool(verdict.refused) for verdict in verdicts)
+    if any(not verdict.passed and not verdict.refused for verdict in verdicts):
+        return "failed"
+    return "refused" if refused and (named or refused == len(verdicts)) else "passed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,15 +44,12 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         """Whether every layout equals one device."""
-        fine = all(verdict.passed or (verdict.refused and not self.named) for verdict in self.verdicts)
-        return fine and self.refused < len(self.verdicts)
+        return self.outcome == "passed"
 
     @property
     def outcome(self) -> Outcome:
         """What the verdicts come to."""
-        if any(verdict.outcome in ("wrong", "crashed") for verdict in self.verdicts):
-            return "failed"
-        return "passed" if self.passed else "refused"
+        return outcome_of(self.verdicts, self.named)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values: ``passed``, and ``layouts`` with a verdict each."""
@@ -57,14 +68,12 @@ class JobReport:
     @property
     def passed(self) -> bool:
         """Whether every pair trains as the plain loop does."""
-        return all(verdict.passed for verdict in self.verdicts)
+        return self.outcome == "passed"
 
     @property
     def outcome(self) -> Outcome:
         """What the verdicts come to."""
-        if any(not verdict.passed and not verdict.refused for verdict in self.verdicts):
-            return "failed"
-        return "passed" if self.passed else "refused"
+        return outcome_of(self.verdicts, named=True)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values: ``passed``, ``proven``, and ``jobs`` with a verdict each."""
@@ -94,9 +103,7 @@ class LoopReport:
     @property
     def outcome(self) -> Outcome:
         """What the verdicts come to."""
-        if any(not verdict.passed and not verdict.refused for verdict in self.verdicts):
-            return "failed"
-        return "refused" if self.refused and (self.named or self.refused == len(self.verdicts)) else "passed"
+        return outcome_of(self.verdicts, self.named)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values: ``passed``, and ``layouts`` with a verdict each."""
