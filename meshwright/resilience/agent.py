@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.events import Event
+from meshwright.launch.addresses import listen_at
 from meshwright.launch.devices import Devices
-from meshwright.launch.rendezvous import listen_at
 from meshwright.launch.signals import interrupts_to
 from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink

@@ -16,9 +16,9 @@ from meshwright.checkpoint.remote import Shelf, remote
 from meshwright.checkpoint.snapshot import Segment, Snapshot, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.launch.addresses import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
-from meshwright.launch.rendezvous import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.monitor.progress import RankStamp
 from meshwright.resilience.courier import Helper, Inlet, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
