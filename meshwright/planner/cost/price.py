@@ -116,36 +116,11 @@ def piped_many(job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: F
         machine: the hardware.
         engine: the runtime's profile.
     """
-    return _sum_of_parts(job, layouts, machine, engine, RankTimes.piped) + engine.runtime.host_step_s
-
-
-def seconds_many(
-    job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT
-) -> Array:
-    """Returns the seconds a step of `price_many`, (N,) float64, without pricing memory.
-
-    Args:
-        job: model and batch.
-        layouts: N layouts.
-        machine: the hardware.
-        engine: the runtime's profile.
-    """
-    return _sum_of_parts(job, layouts, machine, engine, _all_parts)
-
-
-def _sum_of_parts(
-    job: PricedJob,
-    layouts: LayoutBatch,
-    machine: Machine,
-    engine: FrameworkProfile,
-    parts: Callable[[RankTimes], Mapping[str, Array]],
-) -> Array:
-    """Returns the sum of some parts of each layout's step, (N,)."""
     order = np.argsort(layouts.pp, kind="stable")
     step_s = np.empty(layouts.count)
     for run, ranks in _by_pipeline_length(LayerCosts.of(job, layouts.take(order), machine, engine)):
-        step_s[order[run]] = sum(parts(ranks).values())
-    return step_s
+        step_s[order[run]] = sum(ranks.piped().values())
+    return step_s + engine.runtime.host_step_s
 
 
 def _by_pipeline_length(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:

@@ -349,13 +349,12 @@ class RankTimes:
 
     def _activations(self) -> Array:
         """Returns bytes of activations at the peak of each rank, (N, P)."""
-        layouts, max_extra = self.layouts, self.engine.saved.in_flight_extra
-        in_flight = self.held + np.maximum(np.minimum(layouts.microbatches[:, None] - self.held, max_extra), 0.0)
+        layouts = self.layouts
         working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
         another_follows = layouts.microbatches[:, None] > self.held
         another_follows &= (layouts.pp[:, None] == 1) | (self.held > 2)
-        late_bytes = self.summed(lambda cost: cost.freed_late) * np.where(another_follows, in_flight, 0.0)
-        return np.asarray(self.summed(lambda cost: cost.saved) * in_flight + late_bytes + working[:, None])
+        late_bytes = self.summed(lambda cost: cost.freed_late) * np.where(another_follows, self.held, 0.0)
+        return np.asarray(self.summed(lambda cost: cost.saved) * self.held + late_bytes + working[:, None])
 
     def _gathered_parameters(self, dense: Array) -> Array:
         """Returns the parameters that ZeRO-3 has gathered at once, (N, P): the ends, and the two largest layers."""
