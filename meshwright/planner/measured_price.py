@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from meshwright.planner.activation_bytes import read_kept
+from meshwright.planner.activation_bytes import count_activation_bytes
 from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of
 from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.cost.prices import Price
@@ -74,8 +74,8 @@ def informed(question: Question, measure: Measure) -> Question:
     work = measure(Layout(), 1)
     if work is None:
         return question
-    activations = read_kept(question.job, question.machine, question.runtime, work)
-    return dataclasses.replace(question, activations=activations)
+    activations = count_activation_bytes(question.job, question.machine, question.runtime, work)
+    return dataclasses.replace(question, job=dataclasses.replace(question.job, activations=activations))
 
 
 def repriced(question: Question, original: Candidate, price: Price) -> Candidate:

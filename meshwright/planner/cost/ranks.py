@@ -354,7 +354,11 @@ class RankTimes:
         another_follows = layouts.microbatches[:, None] > self.held
         another_follows &= (layouts.pp[:, None] == 1) | (self.held > 2)
         late_bytes = self.summed(lambda cost: cost.freed_late) * np.where(another_follows, self.held, 0.0)
-        return np.asarray(self.summed(lambda cost: cost.saved) * self.held + late_bytes + working[:, None])
+        activations = self.summed(lambda cost: cost.saved) * self.held + late_bytes + working[:, None]
+        measured = self.job.activations
+        if measured is None:
+            return np.asarray(activations)
+        return np.asarray(activations * measured.ratio(layouts.recompute, layouts.recompute_share)[:, None])
 
     def _gathered_parameters(self, dense: Array) -> Array:
         """Returns the parameters that ZeRO-3 has gathered at once, (N, P): the ends, and the two largest layers."""
