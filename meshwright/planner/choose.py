@@ -257,14 +257,19 @@ def candidate(question: Question, layout: Layout) -> Candidate:
     question = dataclasses.replace(question, job=job)
     check_host(job, layout, cluster, question.runtime)
     layout_price = _with_simulated_pipeline(question, layout, price(job, layout, question.machine, question.runtime))
-    tokens = job.rows * job.sequence
-    dollars, watts = cluster.price_per_hour, cluster.watts
+    return priced_candidate(question, layout, layout_price)
+
+
+def priced_candidate(question: Question, layout: Layout, layout_price: Price) -> Candidate:
+    """Returns a layout with its price, and the rates that follow from its seconds a step."""
+    tokens, step_s = question.job.rows * question.job.sequence, layout_price.step_s
+    dollars, watts = question.cluster.price_per_hour, question.cluster.watts
     return Candidate(
         layout=layout,
         price=layout_price,
-        tokens_per_s=tokens / layout_price.step_s,
-        cost_per_mtoken=None if dollars is None else dollars / 3600.0 * layout_price.step_s / tokens * 1e6,
-        joules_per_token=watts * layout_price.step_s / tokens if watts else None,
+        tokens_per_s=tokens / step_s,
+        cost_per_mtoken=None if dollars is None else dollars / 3600.0 * step_s / tokens * 1e6,
+        joules_per_token=watts * step_s / tokens if watts else None,
     )
 
 

@@ -56,7 +56,7 @@ class CommunicationTimes:
 
     def _gathers_s(self, ranks: Any, collectives: Any = None) -> Array:
         """Returns seconds to gather all parameters of a rank once, (N, P)."""
-        groups, (dense, experts) = self._model.groups, ranks.parameters()
+        groups, (dense, experts) = self._model.groups, ranks.parameters
         seconds = self._collective_s(traffic.all_gather_s, dense * self._gather_bytes, groups.shard_cp, collectives)
         return seconds + self._collective_s(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
 
