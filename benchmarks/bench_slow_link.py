@@ -24,7 +24,7 @@ from typing import Any
 
 from processes import kill_descendants
 
-from meshwright import CalibrateConfig, NodeWords, calibrate
+from meshwright import CalibrateConfig, NodeOptions, calibrate
 from meshwright.calibrate.practice import practise
 from meshwright.errors import MeshwrightError
 from meshwright.jobs.machines import Machines, cluster_of_machines
@@ -146,7 +146,7 @@ def _node(options: argparse.Namespace) -> int:
     """Measures on one of the two machines, in step with the other."""
     prepare_environment()
     ranks = 2 * options.slots
-    words = NodeWords(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{PORT}")
+    words = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{PORT}")
     calibrate(CalibrateConfig(devices=ranks, practice=0), nodes=words, say=silently)
     calibrate(CalibrateConfig(devices=1, practice=0), say=silently)
     rows: list[dict[str, Any]] = []
@@ -161,9 +161,9 @@ def _node(options: argparse.Namespace) -> int:
         chosen = str(_chosen(name, machines))
         for text in dict.fromkeys((*LAYOUTS[ranks], chosen)):
             port += 1
-            place = NodeWords(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{port}")
+            place = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{port}")
             try:
-                row = _row(name, Layout.parse(text), place.together(options.slots), machines, options.steps)
+                row = _row(name, Layout.parse(text), place.group_launcher(options.slots), machines, options.steps)
             except MeshwrightError as error:
                 if told:
                     print(f"  {text}: {str(error).splitlines()[0][:100]}", flush=True)

@@ -253,9 +253,10 @@ def _run_split_layer(trace: LayerTrace, rows: LayerRows, axis_group: Any, sequen
     grads = torch.autograd.grad(out, sources, output_grad, allow_unused=True)
     grads_or_zero = [torch.zeros_like(source) if grad is None else grad for source, grad in zip(sources, grads)]
     parameter_grads = {
-        name: (sharded.places.get(f"layer.{name}"), grad) for name, grad in zip(trained, grads_or_zero[len(inputs) :])
+        name: (sharded.local_shards.get(f"layer.{name}"), grad)
+        for name, grad in zip(trained, grads_or_zero[len(inputs) :])
     }
-    return out.detach(), grads_or_zero[: len(inputs)], parameter_grads, sharded.owed
+    return out.detach(), grads_or_zero[: len(inputs)], parameter_grads, sharded.partial_grads
 
 
 def _compare_layer(
@@ -286,8 +287,8 @@ def _compare_gradients(
         for name, (local_shard, grad) in parameters.items():
             full_grad = expected[name]
             expected_shard = grad.new_empty(grad.shape)
-            for box in (local_shard or LocalShard.whole(name, tuple(full_grad.shape), degree)).pieces():
-                expected_shard[_box_slices(box.local)] = full_grad[_box_slices(box.whole)]
+            for box in (local_shard or LocalShard.unsharded(name, tuple(full_grad.shape), degree)).boxes():
+                expected_shard[_box_slices(box.local_box)] = full_grad[_box_slices(box.global_box)]
             if error := _excess_error(grad, expected_shard, scale):
                 return f"the gradient of {name} is off by {error:.1e}"
     return ""
@@ -377,10 +378,10 @@ def rehearse_model(
             rank_output, list(local_parameters.values()), rank_output_grad, allow_unused=True
         )
         parameter_grads = {
-            name: (sharded.places.get(name), torch.zeros_like(parameter) if grad is None else grad)
+            name: (sharded.local_shards.get(name), torch.zeros_like(parameter) if grad is None else grad)
             for (name, parameter), grad in zip(local_parameters.items(), local_grads)
         }
-        return rank_output.detach(), [], parameter_grads, sharded.owed
+        return rank_output.detach(), [], parameter_grads, sharded.partial_grads
 
     try:
         rank_results = in_threads(degree, run_rank, PATIENCE_S if tokens == TOKENS else LONG_PATIENCE_S)

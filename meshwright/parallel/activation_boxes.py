@@ -23,27 +23,27 @@ class Unplaced(Exception):
 class TokenSplit:
     """How a rank's tokens follow from those of a row: first ``cp`` takes some, then ``tp`` a part of these."""
 
-    index: int = 0
+    cp_index: int = 0
     """Along ``cp``."""
-    ranks: int = 1
+    cp_degree: int = 1
     """Degree of ``cp``."""
     balanced: bool = False
     """Whether it takes an early and a late run."""
-    part: int = 0
+    tp_index: int = 0
     """Index of the part along ``tp``, where the tokens are split there too."""
-    parts: int = 1
+    tp_degree: int = 1
     """Number of these."""
 
-    def places(self, tokens: int) -> dict[int, Places]:
+    def positions(self, tokens: int) -> dict[int, Places]:
         """Returns the places of the tokens that an activation of a row can have here, by their number."""
         cp_positions = all_positions = np.arange(tokens)
-        if self.ranks > 1 and self.balanced:
+        if self.cp_degree > 1 and self.balanced:
             cp_positions = np.concatenate(
-                [all_positions[slice(*span)] for span in balanced_spans(tokens, self.index, self.ranks)]
+                [all_positions[slice(*span)] for span in balanced_spans(tokens, self.cp_index, self.cp_degree)]
             )
-        elif self.ranks > 1:
-            cp_positions = np.array_split(all_positions, self.ranks)[self.index]
-        tp_positions = np.array_split(cp_positions, self.parts)[self.part]
+        elif self.cp_degree > 1:
+            cp_positions = np.array_split(all_positions, self.cp_degree)[self.cp_index]
+        tp_positions = np.array_split(cp_positions, self.tp_degree)[self.tp_index]
         # By length: the size of a tensor's token dim says which of the three it has.
         return {len(positions): positions for positions in (all_positions, cp_positions, tp_positions)}
 
@@ -52,16 +52,16 @@ class TokenSplit:
 class Units:
     """The units (heads, channels) [first, last) of ``count`` that a rank computes between two matrices."""
 
-    first: int
-    last: int
+    start: int
+    stop: int
     count: int
 
-    def places(self, size: int) -> tuple[Places, int]:
+    def positions(self, size: int) -> tuple[Places, int]:
         """Returns the places in the whole dim of which ``size`` indices are here, and the size of that."""
-        indices_per_unit, remainder = divmod(size, self.last - self.first)
+        indices_per_unit, remainder = divmod(size, self.stop - self.start)
         if remainder:
-            raise Unplaced(f"{size} indices aren't of {self.last - self.first} units")
-        return np.arange(self.first * indices_per_unit, self.last * indices_per_unit), self.count * indices_per_unit
+            raise Unplaced(f"{size} indices aren't of {self.stop - self.start} units")
+        return np.arange(self.start * indices_per_unit, self.stop * indices_per_unit), self.count * indices_per_unit
 
 
 def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units: Units | None) -> Box:
@@ -72,7 +72,7 @@ def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units:
     Args:
         shape: of this rank's tensor.
         rows: of the micro-batch, B.
-        tokens: from `TokenSplit.places`; the largest is the whole row.
+        tokens: from `TokenSplit.positions`; the largest is the whole row.
         units: what is here of the units that other ranks have too; None where nothing is split by units.
 
     Raises:
@@ -89,7 +89,7 @@ def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units:
             if len(dims) < 2:
                 raise Unplaced("it has one dim beside the rows, and units and tokens need two")
             unit_dim = 0 if token_dim == 1 else 1
-            positions[unit_dim], sizes[unit_dim] = units.places(dims[unit_dim])
+            positions[unit_dim], sizes[unit_dim] = units.positions(dims[unit_dim])
     if not dims:
         return Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
     return Box(lines_of(positions[:-1], sizes[:-1]), positions[-1])

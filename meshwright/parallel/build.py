@@ -74,7 +74,7 @@ def transformed(source: ModelSource, layout: Layout, mesh: Mesh | None) -> Trans
     snapshots = [work.dropout_rng.snapshot] if work.dropout_rng is not None else []
     for stage in work.stages:
         repeat_in(stage.module, *snapshots)
-        work.progress_hooks.watch(stage.layers, stage.first)
+        work.progress_hooks.watch(stage.layers, stage.first_layer)
     return work
 
 
@@ -95,7 +95,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
     for stage in work.stages:
-        materialise(stage.module, stage.places, host, master, source.fill)
+        materialise(stage.module, stage.local_shards, host, master, source.fill)
         source.fill_buffers(stage.module, device)
         if layout.precision == "float64":
             MovingBuffers([stage.module], source.moving).widen()
@@ -106,10 +106,10 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     else:
         program = Program(work.stages, source.compute, work.view, mesh, clock)
     if source.experts and not layout.compile:
-        program.experts = ExpertMeter(work.stages, source.experts)
-    program.chance = work.dropout_rng
-    program.weigh, program.terms = source.weigh, tuple(source.terms)
-    program.moving = MovingBuffers([stage.module for stage in work.stages], source.moving)
+        program.expert_counts = ExpertMeter(work.stages, source.experts)
+    program.dropout_rng = work.dropout_rng
+    program.term_counts, program.loss_terms = source.weigh, tuple(source.terms)
+    program.moving_buffers = MovingBuffers([stage.module for stage in work.stages], source.moving)
     program.progress_hooks = work.progress_hooks
     return program
 

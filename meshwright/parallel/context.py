@@ -270,7 +270,7 @@ def _slice_loose_parameters(
 
 def _apply(work: TransformContext) -> None:
     """Makes the layers of this rank's stages compute its tokens; run after the tensor axis has split their units."""
-    layout, mesh, source = work.layout, work.groups, work.source
+    layout, mesh, source = work.layout, work.required_mesh, work.source
     assert source.table is not None
     tensor = mesh.axis_groups[layout.axis(Mechanics.MATRICES)]
     tensor_index_and_degree, splits = (tensor.index, tensor.size), tensor.size if layout.sequence else 1

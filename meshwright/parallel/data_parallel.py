@@ -32,7 +32,7 @@ def _apply(work: TransformContext) -> None:
                 zero=layout.zero,
                 compute=DTYPES[layout.precision] if layout.mixed else None,
                 offload=layout.offload == "parameters",
-                first=stage.first,
+                first=stage.first_layer,
             )
             # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
             shard_group = mesh.across(layout.state_axes or (shard_axis.AXIS.name,))
@@ -42,7 +42,7 @@ def _apply(work: TransformContext) -> None:
                 0, fsdp.wrap(stage.module, stage.layers, mesh.line(shard_group), options, axis_groups, expert_group)
             )
         elif mesh is not None:
-            expert_names = {name for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes}
+            expert_names = {name for name, shard in stage.local_shards.items() if ep_axis.AXIS.name in shard.axes}
             parameter_names = [name for name, _ in stage.module.named_parameters()]
             for axis_group, group_names in (
                 # Experts are copied over fewer ranks than all other weights: two reducers.
@@ -61,7 +61,7 @@ def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
 def _expert_fsdp_group(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
     """Returns a stage's experts modules, whose shards lie on the ranks that hold the same experts; None without any."""
     expert_modules = {
-        name.rpartition(".")[0]: None for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes
+        name.rpartition(".")[0]: None for name, shard in stage.local_shards.items() if ep_axis.AXIS.name in shard.axes
     }
     if not expert_modules:
         return None

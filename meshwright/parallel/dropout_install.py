@@ -67,11 +67,11 @@ def _token_split(mesh: Mesh, attention: str) -> TokenSplit:
         mesh.axis_groups[mesh.layout.axis(mechanics)] for mechanics in (Mechanics.TOKENS, Mechanics.MATRICES)
     )
     return TokenSplit(
-        index=context.index,
-        ranks=context.size,
+        cp_index=context.index,
+        cp_degree=context.size,
         balanced=attention == "gather",
-        part=tensor.index if mesh.layout.sequence else 0,
-        parts=tensor.size if mesh.layout.sequence else 1,
+        tp_index=tensor.index if mesh.layout.sequence else 0,
+        tp_degree=tensor.size if mesh.layout.sequence else 1,
     )
 
 

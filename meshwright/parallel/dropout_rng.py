@@ -23,7 +23,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.activation_boxes import TokenSplit, Units, Unplaced, box_of, lines_of
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.keyed_random import Box, Words, generator_states, kept, row_keys, uniform
+from meshwright.parallel.keyed_random import Box, Words, dropout_mask, generator_states, row_keys, uniform
 from meshwright.parallel.random_ops import RandomOpsMode
 
 Call = Callable[..., Any]
@@ -182,9 +182,9 @@ class DropoutRng:
 
         return restore
 
-    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+    def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns what dropout keeps of a tensor, bool."""
-        return kept(*self._next_draw(shape), p, device).view(tuple(shape))
+        return dropout_mask(*self._next_draw(shape), p, device).view(tuple(shape))
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns numbers between 0 and 1, float64; one without dims is the same for all rows."""
@@ -207,7 +207,7 @@ class DropoutRng:
         rows, heads, queries = query.shape[:3]
         query_run: tuple[int, bool] | None = getattr(query, "query_run", None)
         context.number -= bool(query_run and not query_run[1])  # the second run of the same draw
-        positions_by_count = self._split.places(context.tokens)
+        positions_by_count = self._split.positions(context.tokens)
         if rows != context.rows or (
             query_run is None and (queries not in positions_by_count or keys != context.tokens)
         ):
@@ -220,7 +220,7 @@ class DropoutRng:
         if box is None:
             try:
                 head_indices, head_count = (
-                    context.units.places(heads) if context.units is not None else (np.arange(heads), heads)
+                    context.units.positions(heads) if context.units is not None else (np.arange(heads), heads)
                 )
             except Unplaced as error:
                 raise self._placement_error(context, query.shape, str(error)) from None
@@ -231,7 +231,7 @@ class DropoutRng:
                 key, Box(lines_of([head_indices, query_positions], [head_count, context.tokens]), np.arange(keys))
             )
         row_keys_of_draw = row_keys(self._draw_name(context), np.arange(context.first, context.first + rows))
-        return kept(row_keys_of_draw, box, p, query.device).view(rows, heads, queries, keys)
+        return dropout_mask(row_keys_of_draw, box, p, query.device).view(rows, heads, queries, keys)
 
     def _next_draw(self, shape: Sequence[int]) -> tuple[Words, Box]:
         """Keys and box of the next draw, of a tensor of some shape."""
@@ -240,7 +240,7 @@ class DropoutRng:
         box = self._boxes.get(key)
         if box is None:
             try:
-                box = box_of(shape, context.rows, self._split.places(context.tokens), context.units)
+                box = box_of(shape, context.rows, self._split.positions(context.tokens), context.units)
             except Unplaced as error:
                 raise self._placement_error(context, shape, str(error)) from None
             self._remember_box(key, box)

@@ -92,7 +92,9 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
         cut = Stage(module, source.layer_graph, start_layer, stop_layer, division.held[number])
         shards = _tied_shards(module, division, copies)
         stages.append(
-            PipelineStageModule(module, cut.layers, shards, stage=number, first=start_layer, cut=cut, division=division)
+            PipelineStageModule(
+                module, cut.layers, shards, stage=number, first_layer=start_layer, cut=cut, division=division
+            )
         )
     return stages
 
@@ -127,5 +129,5 @@ def _tied_shards(module: nn.Module, division: Division, copies: int) -> dict[str
         primary_name: Any = division.first[name]
         holder_count = len(division.holders[primary_name])
         if primary_name != name or holder_count > 1:
-            shards[name] = LocalShard.whole(primary_name, tuple(item.shape), holder_count * copies)
+            shards[name] = LocalShard.unsharded(primary_name, tuple(item.shape), holder_count * copies)
     return shards

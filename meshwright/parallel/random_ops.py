@@ -20,7 +20,7 @@ DEAR = 1 << 26
 class RandomSource(Protocol):
     """Where the numbers come from."""
 
-    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+    def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns what dropout of probability ``p`` keeps of a tensor, bool."""
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.
     if not training or not p or x.is_meta:
         out: torch.Tensor = func(*args, **kwargs)
         return out
-    return dropped(x, numbers.kept(x.shape, p, x.device), p, inplace or func is torch.dropout_)
+    return dropped(x, numbers.dropout_mask(x.shape, p, x.device), p, inplace or func is torch.dropout_)
 
 
 def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -
         return out
     # One draw for each (row, channel), broadcast over the dims behind.
     shape = (*x.shape[:2], *(1 for _ in x.shape[2:]))
-    return dropped(x, numbers.kept(shape, p, x.device), p, inplace)
+    return dropped(x, numbers.dropout_mask(shape, p, x.device), p, inplace)
 
 
 def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:

@@ -62,13 +62,13 @@ class StageModule:
     """The stage; its names are those of the whole model."""
     layers: list[nn.Module]
     """Its repeated blocks, in order."""
-    places: dict[str, LocalShard] = field(default_factory=dict)
+    local_shards: dict[str, LocalShard] = field(default_factory=dict)
     """Which part of the whole weight a parameter stands for, by name in the module; absent where it is whole."""
     sync: list[Sync] = field(default_factory=list)
     """What sums its gradients, in the order in which it finishes."""
     stage: int = 0
     """Its number among all stages."""
-    first: int = 0
+    first_layer: int = 0
     """Number of its first layer in the model."""
 
 

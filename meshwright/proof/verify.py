@@ -87,7 +87,7 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
 
 
 def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | None) -> ForkLauncher:
-    return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.place if layout else None)
+    return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.coordinates if layout else None)
 
 
 def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, ModelAnalysis]) -> Verdict:
@@ -136,7 +136,7 @@ def _train_under_layout(
     device = torch.device(context.device)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven")
     program = build_program(case.build(), plan, device, facts=facts)
-    for stage in program.parts:
+    for stage in program.stages:
         stage.module.train(case.training)
     recipe = case.recipe
     config = OptimizerConfig(
@@ -162,7 +162,7 @@ def _train_under_layout(
         outcome = stepper.run(step, share, planned_targets, recipe.lr, False).read()
         difference.outcome(step, outcome["loss"], outcome["grad_norm"])
     difference.trained(program.weights, len(case.batches))
-    return difference.found | {"held": held_elements}
+    return difference.deviations | {"held": held_elements}
 
 
 def _rank_micro_batches(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -> list[MicroBatch]:

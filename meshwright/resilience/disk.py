@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.snapshot import Segment, Snapshot, State, peek, read_snapshots, whole_states
+from meshwright.checkpoint.snapshot import Segment, Snapshot, State, find_complete_states, peek, read_snapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
 from meshwright.forking import die_with_parent
@@ -207,7 +207,7 @@ def _complete_state(snapshots: Sequence[Snapshot]) -> State:
     Raises:
         CheckpointError: when they don't hold every element of every tensor exactly once.
     """
-    states = whole_states(snapshots)
+    states = find_complete_states(snapshots)
     if not states:
         ranks = ", ".join(f"rank {snapshot.rank} of step {snapshot.step}" for snapshot in snapshots)
         raise CheckpointError(f"the snapshots in memory don't make a whole state: {ranks or 'none is readable'}")

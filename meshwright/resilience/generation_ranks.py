@@ -110,7 +110,7 @@ class GenerationRanks:
         self.launcher = ForkLauncher(
             rank_count,
             devices=devices,
-            label=layout.place,
+            label=layout.coordinates,
             config=job.config.launch,
             run_id=job.run_dir.name,
             generation=generation,

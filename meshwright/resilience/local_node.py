@@ -219,7 +219,7 @@ class LocalNode:
             copied = [snapshot.rank for snapshot in self._spare_copies.snapshots()]
             self._event("state_copied", node=self.node, step=self._spare_copies.wanted[0][1], ranks=copied)
         for slow in ranks.slow.poll(stamps):
-            coordinates = ranks.layout.place(slow.rank)
+            coordinates = ranks.layout.coordinates(slow.rank)
             self._event("slow_rank", slow=slow.rank, place=coordinates, share=slow.share, others=slow.others)
         return stamps
 

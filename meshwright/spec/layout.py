@@ -295,7 +295,7 @@ class Layout:
         """Returns ``rank 3: replicate 1, shard 1``."""
         return describe_rank(rank, self.degrees)
 
-    def place(self, rank: int) -> str:
+    def coordinates(self, rank: int) -> str:
         """Returns ``replicate 1, shard 1``; empty when there is one rank."""
         return self.describe_rank(rank).partition(": ")[2]
 

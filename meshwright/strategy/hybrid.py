@@ -223,7 +223,7 @@ class HybridParallelStrategy:
         source = as_source(built, facts, fill, _no_compute)
         is_meta, clock = target.type == "meta", StepTimer(device_type)
         program = _shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
-        program.meter = None
+        program.state_meter = None
         module = program.module.train(training)
         if layout.precision == "float64" or not layout.zero:
             # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as

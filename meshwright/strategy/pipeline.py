@@ -116,7 +116,7 @@ class PipelineEngine:
         facts = shared_facts(built, plan, example, split_vocabulary=False)
         source = as_source(built, facts, None, _compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
-        program.meter = None
+        program.state_meter = None
         sharded_model = ShardedModel(program, plan, self._mesh.rank, built.structure.ties)
         # an optimizer of the replaced parameters would train nothing
         sharded_model.optimizers.mark_stale(original.parameters)
@@ -164,7 +164,7 @@ class PipelineEngine:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The stages that this rank runs; the layers of others have no weights in them."""
-        return tuple(stage.module for stage in self._program.parts)
+        return tuple(stage.module for stage in self._program.stages)
 
     @property
     def bytes(self) -> int:

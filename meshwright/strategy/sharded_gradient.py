@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
-from meshwright.parallel.weights import Weight, placed_like
+from meshwright.parallel.weights import Weight, as_dtensor_like
 from meshwright.torch_compat.tensors import local_tensor, without_tensor_subclasses
 
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
@@ -84,7 +84,7 @@ def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Returns the gradient in the runtime's form, of the same shape, sharing memory: a plain tensor or a DTensor."""
     with without_tensor_subclasses():
         if isinstance(gradient, DTensor):
-            return placed_like(gradient, local_tensor(gradient))
+            return as_dtensor_like(gradient, local_tensor(gradient))
         return gradient.detach().as_subclass(torch.Tensor) if isinstance(gradient, ShardedGradient) else gradient
 
 
@@ -154,7 +154,7 @@ def _call_on_lists(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
         item.owner.note_change()
     if not isinstance(results, (list, tuple)):
         return results
-    return type(results)(placed_like(original, result) for original, result in zip(args[0], results))
+    return type(results)(as_dtensor_like(original, result) for original, result in zip(args[0], results))
 
 
 def _unwrap(value: Any) -> Any:
@@ -180,7 +180,7 @@ def _call_on_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[st
         if name not in ("detach_", "requires_grad_"):
             target.owner.note_change()
         return target
-    if all(gradient.weight.place.is_whole for gradient in sharded):
+    if all(gradient.weight.shard.is_unsharded for gradient in sharded):
         # a plain tensor is whole here, and a DTensor knows how to sum over its shards
         return result
     if name in _READERS:

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
-from meshwright.checkpoint.tensor_shards import digest, keepers, parts_of
+from meshwright.checkpoint.tensor_shards import assign_saved_shards, collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.parallel.program import Program
 from meshwright.train.flight import Flight
@@ -155,7 +155,7 @@ class Aimed:
         if self._writer is None:
             assert tensors is not None
             self._writer = self._make_writer(tensors)
-        self._writer.take(step, tensors, values)
+        self._writer.save(step, tensors, values)
         if tensors is not None:
             # `state_tensors` creates moments that didn't exist yet, so the addresses are read again.
             self._addresses = state_addresses(program, optimizer)
@@ -315,8 +315,8 @@ class RankMemory:
     def _writer_factory(self, tensors: Mapping[str, Any]) -> Callable[[Sequence[Segment]], SnapshotWriter]:
         """Agrees with the other ranks, once, which rank stores which shard; returns a factory of writers."""
         if self._make_writer is None:
-            local_shards = [shard for shard, _ in parts_of(tensors)]
-            # Replicated shards are stored by one rank each (`keepers`), so a state is stored once.
+            local_shards = [shard for shard, _ in collect_local_shards(tensors)]
+            # Replicated shards are stored by one rank each (`assign_saved_shards`), so a state is stored once.
             tables = self._agreement.gather(local_shards)
             self._make_writer = partial(
                 SnapshotWriter,
@@ -324,8 +324,8 @@ class RankMemory:
                 generation=self._generation,
                 ranks=len(tables),
                 tensors=digest(shard for table in tables for shard in table),
-                held=local_shards,
-                kept=keepers(tables)[self._rank],
+                local_shards=local_shards,
+                saved_shards=assign_saved_shards(tables)[self._rank],
                 changing=f"{BUFFERS}/",
             )
         return self._make_writer

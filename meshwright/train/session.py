@@ -282,7 +282,7 @@ def _reporting_shortage(plan: Plan, trainer: Trainer) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
-        raise RankError(report(plan, trainer.held(), trainer.place, error)) from error
+        raise RankError(report(plan, trainer.state_bytes(), trainer.coordinates, error)) from error
 
 
 def _report_refused_fault(monitor: Monitor, rank: int, path: Path, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -197,12 +198,12 @@ def _tie_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _tie_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every holder of a tied weight adds the whole of it to the norm."""
-    pieces = Weight.pieces.func  # type: ignore[attr-defined]
+    boxes = Weight.boxes.func  # type: ignore[attr-defined]
 
     def once(self: Weight):  # type: ignore[no-untyped-def]
-        return tuple(type(piece)(local=piece.local, whole=piece.whole, copies=1) for piece in pieces(self))
+        return tuple(dataclasses.replace(box, copies=1) for box in boxes(self))
 
-    monkeypatch.setattr(Weight, "pieces", property(once))
+    monkeypatch.setattr(Weight, "boxes", property(once))
 
 
 def _layer_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

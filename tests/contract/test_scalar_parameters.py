@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.checkpoint.tensor_shards import parts_of
+from meshwright.checkpoint.tensor_shards import collect_local_shards
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.reference import OptimizerRecipe
@@ -38,7 +38,9 @@ def test_a_sharded_number_is_saved_once_and_without_dimensions(precision: str) -
         layout = Layout.parse(f"shard=2,zero=3,precision={precision}")
         plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=2, reason="")
         weights = build_program(build(), plan, torch.device("cpu")).weights
-        found = parts_of({weight.name: weight.saved(weight.local) for weight in weights if not weight.shape})
+        found = collect_local_shards(
+            {weight.name: weight.checkpoint_boxes(weight.local) for weight in weights if not weight.shape}
+        )
         return [(part.name, part.shape, tuple(view.shape), float(view)) for part, view in found]
 
     first, second = run_ranks(2, saved)

@@ -51,7 +51,7 @@ def model(name: str) -> BuiltModel:
     return build_meta(ModelConfig(name=name, **CASES[name][0]), vocab=VOCAB, context=CONTEXT)
 
 
-def parts_of(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
+def collect_local_shards(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
     named = built.module.named_parameters(remove_duplicate=False)
     structure = built.structure
     return ModelParts.of(named, structure.layers, structure.ties, facts.table, facts.layer_graph, facts.experts)
@@ -70,7 +70,7 @@ def trained(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int) 
         pairs = zip(*(item[mine].chunk(layout.microbatches) for item in (batch.tokens, batch.targets)))
         micro = [MicroBatch(tokens, targets, None) for tokens, targets in pairs]
         stepper.run(step, micro, int((batch.targets != -100).sum()), 1e-3, False).read()
-    return program.meter.read(optimizer.bytes()) | {"rest": program.meter.master}
+    return program.state_meter.read(optimizer.bytes()) | {"rest": program.state_meter.master}
 
 
 def measured(name: str, texts: list[str]) -> list[tuple[str, ModelParts, list[dict[str, int]]]]:
@@ -83,7 +83,7 @@ def measured(name: str, texts: list[str]) -> list[tuple[str, ModelParts, list[di
         return {text: trained(model(name), facts[text], Layout.parse(text), rank) for text in texts}
 
     found = run_ranks(Layout.parse(texts[0]).world, work, timeout=250)
-    return [(text, parts_of(model(name), facts[text]), [ranks[text] for ranks in found]) for text in texts]
+    return [(text, collect_local_shards(model(name), facts[text]), [ranks[text] for ranks in found]) for text in texts]
 
 
 def groups() -> list[tuple[str, int]]:

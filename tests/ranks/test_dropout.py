@@ -22,7 +22,7 @@ from meshwright.models.draw_trial import may_draw
 from meshwright.parallel import random_ops
 from meshwright.parallel.activation_boxes import TokenSplit, Units, Unplaced, box_of
 from meshwright.parallel.dropout_rng import DropoutRng
-from meshwright.parallel.keyed_random import Box, _bits_on, kept, row_keys, uniform
+from meshwright.parallel.keyed_random import Box, _bits_on, dropout_mask, row_keys, uniform
 from meshwright.proof.compare import Verdict
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import OptimizerRecipe
@@ -175,7 +175,7 @@ def _by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's heads and channels count from zero."""
-    places = Units.places
+    places = Units.positions
     monkeypatch.setattr(Units, "places", lambda self, size: places(Units(0, self.last - self.first, self.count), size))
 
 
@@ -202,7 +202,7 @@ def _by_run(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-PLACES = TokenSplit.places
+PLACES = TokenSplit.positions
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_both_ways_to_hash_give_the_same_bits_and_fair_ones() -> None:
     bits = (_bits_on(keys, box, CPU).to(torch.float64) + (2**31 + 0.5)) / 2**32
     drawn = uniform(keys, box, CPU)
     assert torch.equal(bits, drawn)
-    assert torch.equal(kept(keys, box, 0.25, CPU), drawn >= 0.25)
-    assert not kept(keys, box, 1.0, CPU).any()
+    assert torch.equal(dropout_mask(keys, box, 0.25, CPU), drawn >= 0.25)
+    assert not dropout_mask(keys, box, 1.0, CPU).any()
     spread = len(keys) * len(box.lines) * len(box.last)
     assert abs(float(drawn.mean()) - 0.5) < 5 / (12 * spread) ** 0.5
     flat = drawn.flatten() - 0.5
@@ -252,7 +252,7 @@ def test_both_ways_to_hash_give_the_same_bits_and_fair_ones() -> None:
 )
 def test_what_cant_be_placed_is_refused(shape: tuple[int, ...], units: Units | None, why: str) -> None:
     with pytest.raises(Unplaced, match=why):
-        box_of(shape, 4, TokenSplit(index=1, ranks=2).places(16), units)
+        box_of(shape, 4, TokenSplit(cp_index=1, cp_degree=2).positions(16), units)
 
 
 class Unlocated(nn.Module):

@@ -58,14 +58,14 @@ def work(rank: int, name: str, text: str, folder: Path, facts: ModelAnalysis, sa
     for weight in program.weights:
         for kind in ("weights", "exp_avg", "exp_avg_sq"):
             held = state_tensors(program, optimizer)[f"{kind}/{weight.name}"]
-            for piece in weight.pieces:
+            for piece in weight.boxes:
                 local = held._local_tensor if hasattr(held, "_local_tensor") else held
                 part = (
-                    local[tuple(slice(*span) for span in piece.local)]
+                    local[tuple(slice(*span) for span in piece.local_box)]
                     if isinstance(local, torch.Tensor)
-                    else dict(local.parts).get(piece.whole, torch.empty(0))
+                    else dict(local.boxes).get(piece.global_box, torch.empty(0))
                 )
-                found[f"{kind}/{weight.name}", piece.whole] = part.clone()
+                found[f"{kind}/{weight.name}", piece.global_box] = part.clone()
     return found
 
 

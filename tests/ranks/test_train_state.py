@@ -65,7 +65,7 @@ def trained(text: str, rank: int, steps: int = 2, name: str = "gpt2") -> dict[st
     """Trains a step or two under a layout; returns bytes held, bytes sent in the last step, and the first weights."""
     layout = Layout.parse(text)
     program = program_of(model(name), layout)
-    first = {weight.name: (weight.pieces[0].whole, weight.local.clone()) for weight in program.weights}
+    first = {weight.name: (weight.boxes[0].global_box, weight.local.clone()) for weight in program.weights}
     optimizer = LocalAdamW(program.weights, OptimizerConfig())
     index, count = layout.reader(rank)
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
@@ -78,7 +78,7 @@ def trained(text: str, rank: int, steps: int = 2, name: str = "gpt2") -> dict[st
         program.mesh.log.drain()
         stepper.run(step, micro, int((batch.targets != -100).sum()), 1e-3, False).read()
         sent = {(total.axis, total.op): total.bytes for total in program.mesh.log.drain()}
-    held = program.meter.read(optimizer.bytes())
+    held = program.state_meter.read(optimizer.bytes())
     return {"held": held, "sent": sent, "first": first}
 
 

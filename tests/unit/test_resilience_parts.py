@@ -350,9 +350,14 @@ def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path
 
     def leave(rank: int, kept: list) -> None:
         one = SnapshotWriter(
-            segments[rank : rank + 1], rank=rank, generation=0, tensors=digest([part]), held=[part], kept=kept
+            segments[rank : rank + 1],
+            rank=rank,
+            generation=0,
+            tensors=digest([part]),
+            local_shards=[part],
+            saved_shards=kept,
         )
-        one.take(3, {"w": torch.arange(4.0)}, {})
+        one.save(3, {"w": torch.arange(4.0)}, {})
         one.wait()
 
     leave(0, [(0, part)])
