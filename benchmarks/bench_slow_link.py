@@ -28,7 +28,7 @@ from meshwright import CalibrateConfig, NodeOptions, calibrate
 from meshwright.calibrate.practice import practise
 from meshwright.errors import MeshwrightError
 from meshwright.jobs.machines import Machines, cluster_of_machines
-from meshwright.jobs.model_reading import measure_of, model_parts
+from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.jobs.progress import silently
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
@@ -182,12 +182,12 @@ def _node(options: argparse.Namespace) -> int:
 def _asked(name: str, machines: Machines) -> Question:
     built = build_meta(MODELS[name])
     job = PricedJob(shape=measure_shape(built), sequence=TOKENS, rows=ROWS, precision="float32")
-    return informed(Question(job=job, cluster=cluster_of_machines(machines)), measure_of(built, TOKENS, "float32"))
+    return informed(Question(job=job, cluster=cluster_of_machines(machines)), make_measure(built, TOKENS, "float32"))
 
 
 def _chosen(name: str, machines: Machines) -> Layout:
     asked = _asked(name, machines)
-    return recosted(asked, choose(asked), measure_of(build_meta(MODELS[name]), TOKENS, "float32")).best[0].layout
+    return recosted(asked, choose(asked), make_measure(build_meta(MODELS[name]), TOKENS, "float32")).best[0].layout
 
 
 def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, steps: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, 
     facts = analyse_model(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
     asked = _asked(name, machines)
-    one = priced(asked, layout, measure_of(built, TOKENS, "float32"))
+    one = priced(asked, layout, make_measure(built, TOKENS, "float32"))
     planned = prediction(asked, one, model_parts(built, facts)).step_s
     assert planned is not None
     found = launcher.run(practise, MODELS[name], layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S)

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
-from meshwright.checkpoint.files import SummedWriter
+from meshwright.checkpoint.files import ChecksumWriter
 from meshwright.checkpoint.snapshot import Snapshot, State, encode, find_complete_states, padded
 from meshwright.checkpoint.tensor_shards import TensorShard, assign_saved_shards, collect_local_shards, digest, within
 from meshwright.errors import CheckpointError
@@ -92,7 +92,7 @@ def write_image(
     """
     path = folder / f"rank-{rank:05d}{_SUFFIX}"
     try:
-        with SummedWriter(path, "crc32") as stream:
+        with ChecksumWriter(path, "crc32") as stream:
             stream.write(encode(rank, shards, data, tensors))
             for shard_bytes in data:
                 stream.write(shard_bytes)

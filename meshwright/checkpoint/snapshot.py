@@ -177,7 +177,7 @@ class Snapshot:
         return data
 
 
-def peek(segment: Segment) -> tuple[int, int] | None:
+def read_step(segment: Segment) -> tuple[int, int] | None:
     """Reads (generation, step) of a segment's snapshot; None while it is being written."""
     header_fields = header(os.pread(segment.fd, _HEADER_BYTES, 0))
     return header_fields[:2] if header_fields is not None else None

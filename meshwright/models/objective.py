@@ -153,7 +153,7 @@ class _NoDropout:
         """Returns 0.5 everywhere, float64 of ``shape``."""
         return torch.full(tuple(shape), 0.5, dtype=torch.float64, device=device)
 
-    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+    def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns a mask (B, H, S, keys) that keeps every attention weight."""
         return self.dropout_mask((*query.shape[:3], keys), p, query.device)
 

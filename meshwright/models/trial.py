@@ -18,7 +18,7 @@ from meshwright.models.trace import LayerTrace, first_tensor
 from meshwright.parallel import tensor
 from meshwright.parallel.axis_group import DifferentiableCollectives
 from meshwright.parallel.float64_ops import Float64Ops
-from meshwright.parallel.model_checkpointing import repeated
+from meshwright.parallel.model_checkpointing import restoring_first_run
 from meshwright.spec.placement import Box, LocalShard
 from meshwright.spec.sharding_table import LayerRows, ShardingTable, vocabulary_span
 from meshwright.torch_compat.tensors import tree_map_only
@@ -204,7 +204,7 @@ def _run_traced_call(layer: nn.Module, trace: LayerTrace, inputs: dict[int, torc
         return inputs[id(item)].clone() if id(item) in inputs else item
 
     args, kwargs = tree_map_only(torch.Tensor, substitute_input, (trace.args, trace.kwargs))
-    with Float64Ops(), repeated():
+    with Float64Ops(), restoring_first_run():
         out = first_tensor(layer(*args, **kwargs))
     if out is None:
         raise RuntimeError("the layer returns no tensor")

@@ -109,7 +109,7 @@ class _Masks:
         """Returns float64 numbers of ``shape``, fake."""
         return torch.empty(tuple(shape), dtype=torch.float64, device=device).bernoulli_()
 
-    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+    def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns a bool mask (B, H, S, keys) for attention weights, fake."""
         return self.dropout_mask((*query.shape[:3], keys), p, query.device)
 

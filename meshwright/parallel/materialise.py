@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.parallel.model_source import Fill
 from meshwright.parallel.scalar_parameters import unsharded_shape
-from meshwright.parallel.weights import Weight, as_dtensor_like, cut, owners
+from meshwright.parallel.weights import Weight, as_dtensor_like, parameter_holders, view_box
 from meshwright.spec.placement import LocalShard, element_count
 
 
@@ -26,7 +26,7 @@ def materialise(
         fill: values by name and box.
     """
     with torch.no_grad():
-        for name, parameter, holders in list(owners(module)):
+        for name, parameter, holders in list(parameter_holders(module)):
             shard = shards.get(name) or LocalShard.unsharded(name, unsharded_shape(*holders[0], parameter), 1)
             local_parameter = _allocate_local(Weight(parameter, shard), device, dtype, fill)
             for owner, attribute in holders:
@@ -39,7 +39,7 @@ def _allocate_local(weight: Weight, device: torch.device, dtype: torch.dtype, fi
     local = torch.empty(weight.local.shape, dtype=local_dtype, device=device)
     for box in weight.boxes:
         if element_count(box.global_box):
-            cut(local, box.local_box).copy_(fill(weight.name, box.global_box))
+            view_box(local, box.local_box).copy_(fill(weight.name, box.global_box))
     local_parameter = nn.Parameter(as_dtensor_like(parameter, local), requires_grad=parameter.requires_grad)
     local_parameter.__dict__.update(parameter.__dict__)
     return local_parameter

@@ -48,7 +48,7 @@ def copied_runs(
     return tuple(runs)
 
 
-def place_of(
+def make_local_shard(
     name: str, full_shape: torch.Size, split: ParameterSplit, spans: tuple[Span, ...], copies: int, axis: str
 ) -> LocalShard:
     """Returns the place of a parameter of which ``spans`` of one dim are held."""

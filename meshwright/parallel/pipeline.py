@@ -117,7 +117,7 @@ class PipelineProgram(Program):
         if self.state_meter is not None:
             self.state_meter.sample()
         for stage in self.stages:
-            for sync in stage.sync:
+            for sync in stage.gradient_syncs:
                 # Only now: a backward in halves doesn't call the hooks by which a sum would start earlier.
                 sync.begin(True)
                 sync.finish()
@@ -184,7 +184,7 @@ class PipelineProgram(Program):
         reported_sums = len(self._sums)
 
         def forward() -> Any:
-            # `drawn` may run a forward twice; only the second one's sums count.
+            # `forward_with_rng` may run a forward twice; only the second one's sums count.
             del self._sums[reported_sums:]
             return self._compute_stage(stage, microbatch, received)
 

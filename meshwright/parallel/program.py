@@ -110,10 +110,10 @@ class Program:
         buffers_before = self.moving_buffers.copy() if len(batches) > 1 else None
         for microbatch, batch in enumerate(batches):
             if microbatch and buffers_before:
-                self.moving_buffers.put(
+                self.moving_buffers.restore(
                     buffers_before
                 )  # a step is one call of the model, in however many micro-batches
-            for sync in self.stages[0].sync:
+            for sync in self.stages[0].gradient_syncs:
                 sync.begin(microbatch == len(batches) - 1, no_gradients and microbatch == 0)
             if stamp:
                 stamp.phase("forward", microbatch)
@@ -132,7 +132,7 @@ class Program:
             self.step_timer.lap("backward")
             if self.state_meter is not None:
                 self.state_meter.sample()
-        for sync in self.stages[0].sync:
+        for sync in self.stages[0].gradient_syncs:
             sync.finish()
         self.step_timer.lap("reduce")
         assert total is not None
@@ -145,7 +145,7 @@ class Program:
         rows = [len(batch.tokens) for batch in batches]
         first_row = 0
         if self.mesh is not None:
-            layout, shares = self.mesh.layout, self.mesh.layout.shares()
+            layout, shares = self.mesh.layout, self.mesh.layout.reader_shares()
             share = shares[layout.reader(self.mesh.rank)[0]]
             # Global rows follow from this rank's rows and its reader's share; `span` gives the first of them.
             first_row = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
@@ -155,7 +155,7 @@ class Program:
         if self.dropout_rng is None:
             return forward()
         # A forward that runs twice must start from the same buffers (batch norm's statistics).
-        undo = functools.partial(self.moving_buffers.put, self.moving_buffers.copy())
+        undo = functools.partial(self.moving_buffers.restore, self.moving_buffers.copy())
         return self.dropout_rng.run(key, first_row, batches[microbatch].tokens.shape, forward, undo)
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class Program:
             return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
             self.module.train(training)
-            self.moving_buffers.put(buffers_before)
+            self.moving_buffers.restore(buffers_before)
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.parallel import collectives, parameter_slices, tensor_hooks, unit_slices
 from meshwright.parallel.axis_group import AxisGroup
-from meshwright.parallel.stage import held_layer
+from meshwright.parallel.stage import local_layer
 from meshwright.spec.axes.tp import AXIS
 from meshwright.spec.placement import LocalShard, Span
 from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable, vocabulary_span
@@ -104,7 +104,9 @@ def _slice_group_parameters(
         spans = parameter_slices.spans_of(split, units, group, full_weight.shape[split.dim])
         replicated_runs = parameter_slices.copied_runs(split, units, group, axis_group.size)
         name = f"{prefix}.{split.name}"
-        shard = parameter_slices.place_of(name, full_weight.shape, split, spans, copies // axis_group.size, "tp")
+        shard = parameter_slices.make_local_shard(
+            name, full_weight.shape, split, spans, copies // axis_group.size, "tp"
+        )
         # Fewer key heads than ranks: neighbouring ranks hold some runs equal, and sum these runs' gradients.
         if replicated_runs:
             copied_runs = tuple((start, stop, shard.copies * ranks) for start, stop, ranks in replicated_runs)
@@ -141,7 +143,7 @@ def _attach_group_collectives(
         tensor_hooks.on_input(
             row_linear,
             _enter_each_tensor(axis_group, sequence),
-            tensor_hooks.anything if sequence else tensor_hooks.differentiable,
+            tensor_hooks.any_tensor if sequence else tensor_hooks.differentiable,
             purpose=entering,
         )
     else:
@@ -278,7 +280,7 @@ def wrap_model(
     """
     sharded = ShardedLayer()
     for name, rows in table.layers.items():
-        layer = held_layer(module, name)
+        layer = local_layer(module, name)
         if layer is not None:
             sharded_layer = wrap_layer(layer, name, rows, axis_group, copies, sequence)
             sharded.local_shards |= sharded_layer.local_shards
@@ -288,7 +290,7 @@ def wrap_model(
     if sequence:
         # Embedding and head see all tokens: split in front of the first layer, gathered behind the last.
         names = list(table.layers)
-        first_layer, last_layer = (held_layer(module, name) for name in (names[0], names[-1]))
+        first_layer, last_layer = (local_layer(module, name) for name in (names[0], names[-1]))
         if first_layer is not None:
             tensor_hooks.on_hidden(
                 first_layer,

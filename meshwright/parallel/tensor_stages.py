@@ -40,14 +40,14 @@ def split(
     expert_prefixes = tuple(f"{name}." for name in expert_modules)
     copies = mesh.world.size // layout.degree("pp")
     # Of the whole model's table: all ranks must make the same groups, whatever stage they have.
-    neighbours = {number: mesh.neighbours("tp", number) for number in _shared_by(table, axis_group.size)}
+    neighbours = {number: mesh.subgroup("tp", number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:
         sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence)
         for name, shard in sharded.local_shards.items():
             stage.local_shards[name] = _with_tied_copies(shard, stage.local_shards.get(name), copies)
         # Experts that another axis spreads aren't split here, so their gradients are no summands.
         owed = [item for item in sharded.partial_grads if not item.name.startswith(expert_prefixes)]
-        stage.sync.append(PartialGradReducer(stage.module, owed, axis_group, neighbours))
+        stage.gradient_syncs.append(PartialGradReducer(stage.module, owed, axis_group, neighbours))
     if not table.vocabulary or table.headless:
         return None
     return VocabShard(axis_group, *vocabulary_span(table.vocab, axis_group.size, axis_group.index))

@@ -102,7 +102,7 @@ class Weight:
         """Returns the values of a tensor of the whole weight's shape that belong to this rank, laid out as `local`."""
         out = torch.empty(self.local.shape, dtype=full_tensor.dtype, device=full_tensor.device)
         for shard_box in self.boxes:
-            cut(out, shard_box.local_box).copy_(cut(full_tensor, shard_box.global_box))
+            view_box(out, shard_box.local_box).copy_(view_box(full_tensor, shard_box.global_box))
         return out
 
     def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
@@ -114,14 +114,14 @@ class Weight:
         as_row = not self.shape and local.dim() > 0
         if self.shard.is_unsharded and not as_row:
             return self.as_dtensor(local)
-        boxes = [(shard_box.global_box, cut(local, shard_box.local_box)) for shard_box in self.boxes]
+        boxes = [(shard_box.global_box, view_box(local, shard_box.local_box)) for shard_box in self.boxes]
         if as_row:
             # FSDP2 holds a number as one row (`scalar_parameters`); a checkpoint has it with no dims.
             boxes = [(box, view.reshape(())) for box, view in boxes]
         return LocalBoxes(self.shape, boxes, local.dtype)
 
 
-def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def view_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Returns a box of a tensor of any shape, as a view."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
@@ -145,7 +145,7 @@ def named_weights(
         frozen: parameters that aren't trained as well.
     """
     weights = []
-    for name, parameter, ((owner, key), *_) in owners(module):
+    for name, parameter, ((owner, key), *_) in parameter_holders(module):
         if parameter.requires_grad or frozen:
             weights.append(
                 Weight(
@@ -156,7 +156,7 @@ def named_weights(
     return weights
 
 
-def owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
+def parameter_holders(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
     """Yields (first name, parameter, every (module, attribute) that holds it), so that ties stay ties."""
     # By the parameter's identity: a tied weight comes once, with all its holders.
     holders_of: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}

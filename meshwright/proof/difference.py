@@ -86,7 +86,7 @@ class Difference:
 
     @property
     def deviations(self) -> dict[str, Any]:
-        """What `compare.merged` takes of a rank."""
+        """What `compare.merge_ranks` takes of a rank."""
         return {"loss": self.loss, "norm": self.norm, "gradients": self.gradients, "weights": self.weights}
 
     def _compare_scalar(self, kind: str, step: int, measured: float) -> Deviation:

@@ -261,8 +261,8 @@ class Supervisor:
         for slow in ranks.slow.poll(stamps):
             coordinates = ranks.layout.coordinates(slow.rank)
             self._event("slow_rank", slow=slow.rank, place=coordinates, share=slow.share, others=slow.others)
-        if self._roster.due() and not ranks.control.cut:
-            ranks.control.ask_cut()
+        if self._roster.due() and not ranks.control.reconfiguration_requested:
+            ranks.control.request_reconfiguration()
         # Past the first steps the run is likely to last: plan in advance for the loss of one or two ranks.
         if stamps and all(stamp.step > 2 for stamp in stamps):
             count = ranks.launcher.ranks

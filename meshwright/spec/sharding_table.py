@@ -66,8 +66,8 @@ class Cutting:
     """A tensor that is whole where it comes from, and of which each rank takes what its units use."""
 
     kind: str
-    """``output``: of a module that is computed whole; ``global_norm``: of a norm over all units at once, whose inputs are
-    put together first; ``argument``: what the group's module is called with; ``buffer``: a tensor that a module holds and
+    """``output``: of a module that is computed whole; ``global_norm``: of a norm over all units, whose inputs are put
+    together first; ``argument``: what the group's module is called with; ``buffer``: a tensor that a module holds and
     doesn't train."""
     module: str
     """Dotted name of the module, from the layer on."""

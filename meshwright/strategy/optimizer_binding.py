@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
 from meshwright.strategy.gradient_sync import GradientSync
-from meshwright.strategy.sharded_gradient import plain_gradient, watched
+from meshwright.strategy.sharded_gradient import plain_gradient, wrap_gradient
 from meshwright.strategy.zero import TorchZeroOptimizer
 
 STALE = (
@@ -122,7 +122,7 @@ class OptimizerBinding:
                 if gradient is not None:
                     gradient = plain_gradient(gradient)
                     assert self._sync is not None
-                    gradient = watched(gradient, weight, self._sync) if self.split else gradient
+                    gradient = wrap_gradient(gradient, weight, self._sync) if self.split else gradient
                     self._published[weight] = gradient
                 self._local_parameters[weight].grad = gradient
 

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
-from meshwright.parallel.weights import cut
+from meshwright.parallel.weights import view_box
 from meshwright.torch_compat.tensors import foreach_norm
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -88,7 +88,7 @@ def local_norm_squared(program: Program) -> torch.Tensor:
             by_copies.setdefault(boxes[0].copies, []).append(grad)
             continue
         for box in boxes:
-            by_copies.setdefault(box.copies, []).append(cut(grad, box.local_box).contiguous())
+            by_copies.setdefault(box.copies, []).append(view_box(grad, box.local_box).contiguous())
     device = program.weights[0].local.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():

@@ -104,7 +104,7 @@ class Trainer:
             assert values is not None
             self.step = deps.memory.state.step
             self._adopt(values)
-            deps.store.went_on(self.step)
+            deps.store.resumed_after(self.step)
             self._skip_anomalous_rows()
             fields = {"tier": deps.memory.state.tier, "bytes": deps.memory.state.size_bytes}
             self._event("restored", step=self.step, seconds=time.monotonic() - started, **fields)
@@ -177,7 +177,7 @@ class Trainer:
                 return self._rewound_result(last)
             if saves:
                 self.save()
-            if copies and deps.memory is not None and deps.memory.taken < self.step:
+            if copies and deps.memory is not None and deps.memory.snapshot_step < self.step:
                 self._copy()
         result: dict[str, Any] = {"finished": not stopped, "step": self.step, "loss": last.loss if last else None}
         if cut and not stopped:
@@ -211,12 +211,13 @@ class Trainer:
 
     def _copy(self) -> None:
         """Takes a snapshot of the state; writes a checkpoint instead where host memory doesn't allow snapshots."""
-        deps = self._deps
-        assert deps.memory is not None
-        if not deps.memory.copies:
+        deps, memory = self._deps, self._deps.memory
+        assert memory is not None
+        if not memory.takes_snapshots:
             return self.save() if self._saved_at < self.step else None
         self._phase("snapshot", 0)
-        deps.memory.take(self.step, deps.program, deps.optimizer, deps.stepper.scaler, self.tokens, **self._values())
+        scaler = deps.stepper.scaler
+        memory.save_snapshot(self.step, deps.program, deps.optimizer, scaler, self.tokens, **self._values())
         deps.program.step_timer.lap("snapshot")
         self._phase("record", 0)
 
@@ -237,7 +238,7 @@ class Trainer:
         deps.program.step_timer.lap("data")
         rate = learning_rate(self.step, steps, config.optimizer.lr, config.schedule)
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
-        if deps.memory is not None and deps.memory.cut:
+        if deps.memory is not None and deps.memory.reconfiguration_requested:
             stop_share += CUT_SHARE
 
         def run(limits: Limits | None) -> StepOutcome:
@@ -365,23 +366,22 @@ class Trainer:
         """Writes a checkpoint, or copies the state for the supervisor to write it."""
         deps = self._deps
         self._phase("checkpoint", 0)
-        if deps.memory is not None and deps.memory.writes:
-            scaler, limit_s = deps.stepper.scaler, deps.config.checkpoint.wait_s
-            deps.memory.save(self.step, deps.program, deps.optimizer, scaler, self.tokens, limit_s, **self._values())
+        program, optimizer, scaler = deps.program, deps.optimizer, deps.stepper.scaler
+        if deps.memory is not None and deps.memory.supervisor_writes:
+            limit_s = deps.config.checkpoint.wait_s
+            deps.memory.save_checkpoint(self.step, program, optimizer, scaler, self.tokens, limit_s, **self._values())
             self._saved_at = self.step
-            deps.program.step_timer.lap("snapshot")
+            program.step_timer.lap("snapshot")
             return
-        scaler, counters = deps.stepper.scaler, self._counters()
-        saved = save_state(
-            deps.store, self.step, deps.program, deps.optimizer, scaler, deps.origin, self.tokens, **counters
-        )
+        counters = self._counters()
+        saved = save_state(deps.store, self.step, program, optimizer, scaler, deps.origin, self.tokens, **counters)
         self._saved_at = self.step
-        self._event("checkpoint_saved", step=self.step, **saved.told())
+        self._event("checkpoint_saved", step=self.step, **saved.event_fields())
         deps.program.step_timer.drain()
 
     @property
-    def coordinates(self) -> str:
-        """This rank's position: ``backward of step 12``."""
+    def position(self) -> str:
+        """What this rank is doing: ``backward of step 12``."""
         return str(self._position)
 
     def state_bytes(self) -> dict[str, int]:
@@ -396,5 +396,5 @@ class Trainer:
     def _phase(self, phase: str, micro: int) -> None:
         self._position.phase(phase, micro)
         if phase == "reduce" and self._deps.memory is not None:
-            self._deps.memory.settle(self.step + 1)
+            self._deps.memory.complete_snapshot(self.step + 1)
         self._position.inject()

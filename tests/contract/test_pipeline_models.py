@@ -19,7 +19,7 @@ from meshwright.parallel.pipeline import PipelineProgram
 from meshwright.parallel.stage import Stage
 from meshwright.parallel.weights import Weight
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
@@ -36,7 +36,7 @@ def case(name: str) -> Case:
     def build() -> BuiltModel:
         return build_meta(config(name), vocab=VOCAB, context=SEQUENCE)
 
-    batches = made_up_batches(2, 8, SEQUENCE, VOCAB, documents=name in ("gpt2", "llama"))
+    batches = random_batches(2, 8, SEQUENCE, VOCAB, documents=name in ("gpt2", "llama"))
     return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
 
 

@@ -9,7 +9,7 @@ from meshwright.checkpoint.tensor_shards import collect_local_shards
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.session import build_program
@@ -25,7 +25,7 @@ def build() -> BuiltModel:
 
 @pytest.mark.parametrize("layout", ["shard=2,zero=1", "shard=2", "tp=2", "pp=2,microbatches=2"])
 def test_a_number_trains_as_on_one_device(layout: str) -> None:
-    batches = made_up_batches(2, 4, 8, VOCAB, documents=False)
+    batches = random_batches(2, 4, 8, VOCAB, documents=False)
     # Under tp the head stays whole: the scale multiplies its logits.
     case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=50, allow_whole=True)
     (verdict,) = verify(case, [Layout.parse(f"{layout},precision=float64")])

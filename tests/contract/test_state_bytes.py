@@ -11,7 +11,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.table import sharding_table
 from meshwright.planner.memory import ModelParts, rest_bytes, state_memory
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -66,7 +66,7 @@ def trained(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int) 
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
     rows = ROWS // count
     mine = slice(index * rows, (index + 1) * rows)
-    for step, batch in enumerate(made_up_batches(2, ROWS, CONTEXT, VOCAB, documents=False)):
+    for step, batch in enumerate(random_batches(2, ROWS, CONTEXT, VOCAB, documents=False)):
         pairs = zip(*(item[mine].chunk(layout.microbatches) for item in (batch.tokens, batch.targets)))
         micro = [MicroBatch(tokens, targets, None) for tokens, targets in pairs]
         stepper.run(step, micro, int((batch.targets != -100).sum()), 1e-3, False).read()

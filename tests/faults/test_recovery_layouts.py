@@ -66,7 +66,7 @@ def noted(folder: Path) -> Callable[[], None]:
         from meshwright.train.memory import RankMemory
         from meshwright.train.state import state_tensors
 
-        take, restore = RankMemory.take, RankMemory.restore
+        take, restore = RankMemory.save_snapshot, RankMemory.restore
 
         def note(self: RankMemory, kind: str, step: int, program: Any, optimizer: Any) -> None:
             held = collect_local_shards(state_tensors(program, optimizer))
@@ -85,7 +85,7 @@ def noted(folder: Path) -> Callable[[], None]:
                 note(self, "restored", self.state.step, program, optimizer)
             return values
 
-        RankMemory.take, RankMemory.restore = taken, restored  # type: ignore[method-assign]
+        RankMemory.save_snapshot, RankMemory.restore = taken, restored  # type: ignore[method-assign]
 
     return before
 

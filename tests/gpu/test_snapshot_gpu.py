@@ -15,7 +15,7 @@ from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, find_complet
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.parallel.weights import named_weights
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.memory import Aimed
+from meshwright.train.memory import StateSnapshots
 from meshwright.train.optimizer import LocalAdamW
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.device_count(), reason="no GPU")]
@@ -49,13 +49,13 @@ def check() -> None:
             changing="buffers/",
         )
 
-    aimed, wanted = Aimed(make), []
+    aimed, wanted = StateSnapshots(make), []
     for step in range(1, 5):
         module.weight.grad, module.bias.grad = torch.randn_like(module.weight), torch.randn_like(module.bias)
         optimizer.step(1e-1, torch.ones((), dtype=torch.float64, device="cuda"))
         module.count += 1
         wanted.append((module.weight.detach().clone(), module.count.clone()))
-        aimed.take(step, program, optimizer, {})  # type: ignore[arg-type]
+        aimed.save(step, program, optimizer, {})  # type: ignore[arg-type]
         # What a forward does, without a wait.
         module.count += 100
         module.count -= 100

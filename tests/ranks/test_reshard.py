@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -46,7 +46,7 @@ def work(rank: int, name: str, text: str, folder: Path, facts: ModelAnalysis, sa
     if save:
         index, count = layout.reader(rank)
         stepper = Stepper(program, optimizer, scaler, clip=1.0, seed=0)
-        (batch,) = made_up_batches(1, ROWS, CONTEXT, VOCAB, documents=False)
+        (batch,) = random_batches(1, ROWS, CONTEXT, VOCAB, documents=False)
         rows = slice(index * ROWS // count, (index + 1) * ROWS // count)
         chunks = zip(batch.tokens[rows].chunk(layout.microbatches), batch.targets[rows].chunk(layout.microbatches))
         micro = [MicroBatch(tokens, targets, None) for tokens, targets in chunks]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, find_complete_states, peek, read_snapshots
+from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, find_complete_states, read_snapshots, read_step
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.parallel.weights import named_weights
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.memory import Aimed
+from meshwright.train.memory import StateSnapshots
 from meshwright.train.optimizer import LocalAdamW
 
 
@@ -77,7 +77,7 @@ def test_no_header_stands_while_checksums_are_made(monkeypatch: pytest.MonkeyPat
     checksum = zlib.crc32
 
     def looked(*data: Any) -> int:
-        seen.append(peek(segment))
+        seen.append(read_step(segment))
         return checksum(*data)
 
     monkeypatch.setattr("meshwright.checkpoint.snapshot.zlib", SimpleNamespace(crc32=looked))
@@ -85,7 +85,7 @@ def test_no_header_stands_while_checksums_are_made(monkeypatch: pytest.MonkeyPat
     for step in (1, 2):
         writer.save(step, state, {})
         writer.wait()
-        assert peek(segment) == (0, step)
+        assert read_step(segment) == (0, step)
     assert seen and set(seen) == {None}
 
 
@@ -139,7 +139,7 @@ def test_a_state_that_moved_is_looked_up_again(moved: str, monkeypatch: pytest.M
         "meshwright.checkpoint.copier.collect_local_shards",
         lambda tensors: looked.append(len(tensors)) or collect_local_shards(tensors),
     )
-    aimed = Aimed(lambda tensors: writer_of(dict(tensors), segments))
+    aimed = StateSnapshots(lambda tensors: writer_of(dict(tensors), segments))
     for step in range(1, 4):
         if step == 3 and moved == "buffer":
             buffers["b"] = torch.zeros(4)
@@ -147,7 +147,7 @@ def test_a_state_that_moved_is_looked_up_again(moved: str, monkeypatch: pytest.M
             optimizer.moments = [torch.full((3,), 2.0)]
         buffers["b"].fill_(step)
         optimizer.moments and optimizer.moments[0].fill_(10 * step)
-        aimed.take(step, program, optimizer, {})  # type: ignore[arg-type]
+        aimed.save(step, program, optimizer, {})  # type: ignore[arg-type]
     aimed.wait()
     step, found = newest(segments)
     assert step == 3 and found["buffers/b"].tolist() == [3.0] * 4 and found["exp_avg/w"].tolist() == [30.0] * 3

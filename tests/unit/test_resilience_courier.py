@@ -14,7 +14,7 @@ from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.launch.rendezvous import listen_at
 from meshwright.resilience.courier import Inlet, start_courier, start_shelf
-from meshwright.train.memory import Copied
+from meshwright.train.memory import PeerCopies
 from meshwright.transport.key import RunKey
 
 KEY = RunKey.fresh()
@@ -32,7 +32,7 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
         own, rank=4, generation=2, tensors=digest(held), ranks=5, local_shards=held, saved_shards=list(enumerate(held))
     )
     to, at = listen_at("127.0.0.1"), listen_at("127.0.0.1")
-    copied, nothing = Copied(1), Copied(1)
+    copied, nothing = PeerCopies(1), PeerCopies(1)
     address = to.getsockname()
     receiver = start_courier(to, [at.getsockname()], {}, inlet({4: others}), nothing)
     sender = start_courier(at, [address], {4: own}, inlet({}), copied)
@@ -79,22 +79,22 @@ def test_snapshots_travel_to_two_nodes_and_the_next_waits_for_the_slower_one() -
         own, rank=0, generation=0, tensors=digest(held), ranks=1, local_shards=held, saved_shards=list(enumerate(held))
     )
     at, listeners = listen_at("127.0.0.1"), [listen_at("127.0.0.1") for _ in peers]
-    copied, nothing = Copied(1, 2), Copied(1)
+    copied, nothing = PeerCopies(1, 2), PeerCopies(1)
     receivers = [start_courier(listeners[0], [at.getsockname()], {}, inlet({0: peers[0]}), nothing)]
     sender = start_courier(at, [one.getsockname() for one in listeners], {0: own}, inlet({}), copied)
     try:
         writer.save(1, tensors, {"tokens": 1})
         writer.wait()
-        one = Copied(1, 2)
-        one.arrived(0, 1, 0)
-        assert one.step(0) == -1, "the other one has nothing yet"
+        one = PeerCopies(1, 2)
+        one.record(0, 1, 0)
+        assert one.newest_step(0) == -1, "the other one has nothing yet"
         one.close()
         receivers.append(start_courier(listeners[1], [at.getsockname()], {}, inlet({0: peers[1]}), nothing))
         for step in (1, 2, 3, 4):
             if step > 1:
                 writer.save(step, tensors, {"tokens": step})
                 writer.wait()
-            while copied.step(0) < step:
+            while copied.newest_step(0) < step:
                 copied.wait(0, step)
     finally:
         for helper in (sender, *receivers):

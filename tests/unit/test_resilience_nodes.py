@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.remote import whole_steps
+from meshwright.checkpoint.remote import complete_steps
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
@@ -162,7 +162,7 @@ def test_the_newest_state_that_is_whole_anywhere_is_chosen() -> None:
         0: [[0, 4, 0, 3, True], [0, 5, 0, 3, True], [0, 4, 2, 3, False]],
         2: [[0, 4, 2, 3, True], [0, 5, 2, 3, True], [0, 4, 1, 3, False]],
     }
-    assert whole_steps([row for rows in held.values() for row in rows]) == [(4, 0)]
+    assert complete_steps([row for rows in held.values() for row in rows]) == [(4, 0)]
     reports = {node: report(node, rows) for node, rows in held.items()}
     state, _ = choose(reports, set(), -1)
     places = {"0": 0, "1": 2, "2": 0}
