@@ -199,7 +199,7 @@ def _by_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's tokens count from zero."""
     monkeypatch.setattr(
         TokenSplit,
-        "places",
+        "positions",
         lambda self, tokens: {len(held): np.arange(len(held)) for held in PLACES(self, tokens).values()},
     )
 
