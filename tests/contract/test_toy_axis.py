@@ -21,8 +21,8 @@ from meshwright.cli.main import main
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.jobs.model_reading import model_parts
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.measure import measure_shape
-from meshwright.models.table import sharding_table
 from meshwright.monitor.grid import layout_grid
 from meshwright.monitor.rundir import read_run
 from meshwright.parallel.build import check
