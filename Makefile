@@ -47,7 +47,7 @@ train: $(READY) ## train a small model on real text, on all devices found, and s
 
 check: $(READY) ## style, types, import floors, docstrings
 	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check --quiet meshwright tests benchmarks examples docs
+	@$(BIN)/ruff format --check --quiet meshwright tests benchmarks examples docs/site_pages.py
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python -m tests.house.source
