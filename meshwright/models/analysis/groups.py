@@ -175,7 +175,12 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
         cuttings=tuple(cuttings),
         heads=mixes_tokens(target, [matrices[name].output for name in sources], graph.rows),
     )
-    return group, dataclasses.replace(dependence, mixes_tokens=group.heads)
+    by_units = {split.name for split in loose_splits}
+    loose = {
+        name: "units" if name in by_units else "shared" if name in shared else "untouched"
+        for name in graph.trace.loose()
+    }
+    return group, dataclasses.replace(dependence, mixes_tokens=group.heads, loose=loose)
 
 
 def _find_units(target: torch.Tensor, sources: Mapping[str, torch.Tensor], rows: int) -> Dependence:

@@ -177,12 +177,21 @@ class _GroupTrials:
         with_groups = [(candidate, candidate.group) for candidate in candidates if candidate.group is not None]
         # largest first, so that of two overlapping groups the one with more weights is accepted
         for candidate, group in sorted(with_groups, key=lambda pair: -_split_elements(self._traced, pair[1])):
-            taken_matrices = {name for accepted_group in self.accepted for name in matrix_names(accepted_group)}
-            if not taken_matrices & set(matrix_names(group)):
+            overlapping = [item for item in self.accepted if set(matrix_names(item)) & set(matrix_names(group))]
+            if not overlapping:
                 self._try_group(candidate, group)
+            elif all(item.row_linear != group.row_linear for item in overlapping):
+                self._leave_out(candidate, group, overlapping[0])
         for group in self.accepted:
             for name in matrix_names(group):
                 self.refused.pop(name, None)
+
+    def _leave_out(self, candidate: GroupEvidence, group: ShardingGroup, larger: ShardingGroup) -> None:
+        """Records that a larger group has taken a matrix of a candidate."""
+        taken = ", ".join(name for name in matrix_names(group) if name in matrix_names(larger))
+        reason = f"{taken}, which it reads, is split with {larger.row_linear}, a group of more weights"
+        self.refused.setdefault(group.row_linear, reason)
+        self.evidence.append(dataclasses.replace(candidate, group=None, refusal=reason))
 
     def _try_group(self, candidate: GroupEvidence, group: ShardingGroup) -> None:
         """Rehearses one group under likely shape attributes until it passes."""
