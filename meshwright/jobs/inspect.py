@@ -26,7 +26,7 @@ from meshwright.parallel.build import check
 from meshwright.planner.memory import Position, paper_memory, position_memory
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_override import overridden
+from meshwright.spec.sharding_override import apply_overrides
 from meshwright.spec.sharding_table import LayerRows
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
@@ -135,7 +135,7 @@ def _read_sharding(built: BuiltModel, objective: Objective | None, degree: int) 
     if not built.config.sharding:
         return analysis
     names = [name for name, _ in built.module.named_parameters(remove_duplicate=False)]
-    return dataclasses.replace(analysis, table=overridden(analysis.table, built.config.sharding, names))
+    return dataclasses.replace(analysis, table=apply_overrides(analysis.table, built.config.sharding, names))
 
 
 def _read_stacks(config: InspectConfig, layout: Layout) -> dict[str, Any]:

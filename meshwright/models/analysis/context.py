@@ -167,14 +167,14 @@ def _rehearse_attention(
         return run_passes(
             lambda: clone.run(rows, module, tokens=tokens, parts=degree).reshape(rows, -1, full_logits.shape[-1]),
             module,
-            lambda _: context.own_tokens(output_grad, axis_group.index, axis_group.size, gathers),
+            lambda _: context.local_tokens(output_grad, axis_group.index, axis_group.size, gathers),
         )
 
     comparison = Comparison()
     try:
         rank_results = run_in_threads(degree, run_rank, patience_s=LONG_PATIENCE_S)
         for index, rank in enumerate(rank_results):
-            if comparison.differs(rank.output, context.own_tokens(full_logits, index, degree, gathers)):
+            if comparison.differs(rank.output, context.local_tokens(full_logits, index, degree, gathers)):
                 return (
                     f"with rows of {tokens} tokens, of which each rank has some, its logits are off by "
                     f"{comparison.error:.1e}, so some layer mixes tokens, or uses their number, elsewhere than in "

@@ -25,7 +25,7 @@ from meshwright.models.analysis.evidence import LayerGraphEvidence, TensorUse
 from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.stage_rehearsal import Tokens, rehearse_stages
 from meshwright.models.build import BuiltModel
-from meshwright.parallel.model_checkpointing import inlined
+from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.parallel.stage import copied
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 from meshwright.torch_compat.tensors import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
@@ -127,7 +127,7 @@ class _Probe:
         buffers_before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         with contextlib.ExitStack() as stack:
             # a checkpoint would hide the graph of its inside
-            stack.enter_context(inlined())
+            stack.enter_context(without_checkpoints())
             for name in self._clone.structure.layers:
                 layer = self._module.get_submodule(name)
                 for hook in (

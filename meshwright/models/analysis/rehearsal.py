@@ -28,7 +28,7 @@ from meshwright.models.analysis.thread_group import (
 from meshwright.models.analysis.trace import LayerTrace, first_tensor
 from meshwright.parallel import tensor
 from meshwright.parallel.float64_ops import Float64Ops
-from meshwright.parallel.model_checkpointing import repeated
+from meshwright.parallel.model_checkpointing import restoring_first_run
 from meshwright.parallel.parameter_slices import read_number
 from meshwright.spec.placement import Box, LocalShard
 from meshwright.spec.sharding_table import LayerRows, ShardingTable, vocabulary_span
@@ -215,7 +215,7 @@ def _run_traced_call(layer: nn.Module, trace: LayerTrace, inputs: Mapping[int, t
         return inputs[id(item)].clone() if id(item) in inputs else item
 
     args, kwargs = tree_map_only(torch.Tensor, substitute_input, (trace.args, trace.kwargs))
-    with Float64Ops(), repeated():
+    with Float64Ops(), restoring_first_run():
         out = first_tensor(layer(*args, **kwargs))
     if out is None:
         raise RuntimeError("the layer returns no tensor")
@@ -241,8 +241,10 @@ def _run_split_layer(trace: LayerTrace, rows: LayerRows, axis_group: Any, sequen
     passes = run_passes(lambda: _run_traced_call(layer, trace, inputs), layer, output_grad_of, [*inputs.values()])
     return RankResult(
         passes=passes,
-        shards={name.removeprefix("layer."): shard for name, shard in sharded.places.items()},
-        partial_grads=[dataclasses.replace(item, name=item.name.removeprefix("layer.")) for item in sharded.owed],
+        shards={name.removeprefix("layer."): shard for name, shard in sharded.local_shards.items()},
+        partial_grads=[
+            dataclasses.replace(item, name=item.name.removeprefix("layer.")) for item in sharded.partial_grads
+        ],
         shapes={name: tuple(parameter.shape) for name, parameter in layer.named_parameters()},
         attributes=dict(_local_attributes(layer, rows)),
     )
@@ -266,9 +268,9 @@ def _compare_gradients(
         for name, grad in rank.passes.grads.items():
             full_grad = expected[name]
             expected_shard = grad.new_empty(grad.shape)
-            shard = rank.shards.get(name) or LocalShard.whole(name, tuple(full_grad.shape), degree)
-            for box in shard.pieces():
-                expected_shard[_box_slices(box.local)] = full_grad[_box_slices(box.whole)]
+            shard = rank.shards.get(name) or LocalShard.unsharded(name, tuple(full_grad.shape), degree)
+            for box in shard.boxes():
+                expected_shard[_box_slices(box.local_box)] = full_grad[_box_slices(box.global_box)]
             if comparison.differs(grad, expected_shard, scale):
                 return f"the gradient of {name} is off by {comparison.error:.1e}"
     return ""
@@ -339,7 +341,7 @@ def rehearse_model(
             return output_grad
 
         passes = run_passes(lambda: clone.run(rows, module, tokens=tokens), module, output_grad_of)
-        return RankResult(passes, sharded.places, sharded.owed)
+        return RankResult(passes, sharded.local_shards, sharded.partial_grads)
 
     def compare(rank_results: list[RankResult], comparison: Comparison) -> str:
         for index, rank in enumerate(rank_results):

@@ -13,7 +13,7 @@ from meshwright.models.analysis.clone import Clone
 from meshwright.models.analysis.evidence import StageTrial
 from meshwright.models.analysis.rehearsal import Comparison, run_passes
 from meshwright.parallel.stage import Stage, copied
-from meshwright.spec.layer_graph import LayerGraph, held_names
+from meshwright.spec.layer_graph import LayerGraph, weights_by_stage
 from meshwright.torch_compat.pipelining import stage_backward_input, stage_backward_weight
 
 _STAGES = 16
@@ -53,7 +53,7 @@ def rehearse_stages(clone: Clone, layer_graph: LayerGraph, arguments: Tokens) ->
     expected = run_passes(lambda: clone.output_of(shared_copy, *arguments), module, draw_output_grad)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     bounds = _spread_bounds(layer_graph)
-    stage_weights = held_names(layer_graph, names, bounds, clone.structure.ties)
+    stage_weights = weights_by_stage(layer_graph, names, bounds, clone.structure.ties)
     run_model = functools.partial(_boundary_output, clone=clone, arguments=arguments)
     comparison = Comparison(_BOUND)
     try:

@@ -140,7 +140,7 @@ def _read_layer_rows(
             [
                 dataclasses.replace(candidate, through_norms=True)
                 for candidate in find_groups(opened(), ROWS).candidates
-                if candidate.group and any(item.kind == "meeting" for item in candidate.group.cuttings)
+                if candidate.group and any(item.kind == "global_norm" for item in candidate.group.cuttings)
             ]
         )
     rows = LayerRows(
