@@ -90,7 +90,9 @@ def inspect(
     trial = try_forward(built) if config.explain else None
     objective = trial.objective if trial is not None else None
     degree = next((split for layout in layouts if (split := layout.degree(Mechanics.MATRICES)) > 1), 2)
-    sharding_analysis = _attempt(lambda: _read_sharding(built, objective, degree if config.explain else 2))
+    sharding_analysis = _attempt(lambda: analyse_sharding(built, degree if config.explain else 2, objective))
+    if config.model.sharding and not isinstance(sharding_analysis, MeshwrightError):
+        sharding_analysis = _apply_user_rows(built, sharding_analysis)
     graph_analysis = _attempt(lambda: analyse_layer_graph(built, objective))
     experts = tuple(
         {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
@@ -129,11 +131,12 @@ def _attempt(analyse: Callable[[], _Analysis]) -> _Analysis | MeshwrightError:
         return error
 
 
-def _read_sharding(built: BuiltModel, objective: Objective | None, degree: int) -> ShardingAnalysis:
-    """Returns the sharding table as a run applies it, with the user's rows over it, and its evidence."""
-    analysis = analyse_sharding(built, degree, objective)
-    if not built.config.sharding:
-        return analysis
+def _apply_user_rows(built: BuiltModel, analysis: ShardingAnalysis) -> ShardingAnalysis:
+    """Returns the sharding table under the user's rows, as a run applies it.
+
+    Raises:
+        ConfigError: for rows of the user's that the table doesn't allow.
+    """
     names = [name for name, _ in built.module.named_parameters(remove_duplicate=False)]
     return dataclasses.replace(analysis, table=apply_overrides(analysis.table, built.config.sharding, names))
 
