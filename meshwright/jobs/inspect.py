@@ -15,7 +15,6 @@ from meshwright.jobs.module_stack import module_stacks
 from meshwright.jobs.requests import InspectConfig, Layouts, with_fields
 from meshwright.models.analysis.experts import find_experts
 from meshwright.models.analysis.layer_graph import LayerGraphAnalysis, analyse_layer_graph
-from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.analysis.table import ShardingAnalysis, analyse_sharding
 from meshwright.models.build import BuiltModel, build_meta

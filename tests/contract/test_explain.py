@@ -17,16 +17,16 @@ from meshwright.autograd_helper import run_in_helper
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError
 from meshwright.models.analysis import groups, table
-from meshwright.models.analysis.evidence import Trial
+from meshwright.models.analysis.evidence import SplitTrial
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.axis_group import TrafficLog
-from meshwright.parallel.build import transformed
+from meshwright.parallel.build import apply_transforms
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat.fake_group import fake_process_group
 from meshwright.train.model_analysis import analyse_model
-from meshwright.train.session import source_of
+from meshwright.train.session import make_model_source
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -103,9 +103,9 @@ def local_shapes(config: ModelConfig, rank: int) -> dict[str, tuple[int, ...]]:
 
     def build() -> dict[str, tuple[int, ...]]:
         built = build_meta(config)
-        source = source_of(built, layout, analyse_model(built, layout), filled=False)
+        source = make_model_source(built, layout, analyse_model(built, layout), filled=False)
         with fake_process_group(rank, layout.world):
-            (stage,) = transformed(source, layout, Mesh(layout, "cpu", TrafficLog())).stages
+            (stage,) = apply_transforms(source, layout, Mesh(layout, "cpu", TrafficLog())).stages
             named = stage.module.named_parameters(remove_duplicate=False)
             return {name: tuple(parameter.shape) for name, parameter in named}
 
@@ -174,7 +174,7 @@ def test_a_mutated_trace_shows_in_the_explanation(monkeypatch: pytest.MonkeyPatc
 def test_a_failed_trial_shows_in_the_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     plain_rehearsal = table.rehearse_layer
 
-    def failing(traced: Any, rows: Any, degree: int, sequence: bool = False) -> Trial:
+    def failing(traced: Any, rows: Any, degree: int, sequence: bool = False) -> SplitTrial:
         trial = plain_rehearsal(traced, rows, degree, sequence)
         return dataclasses.replace(trial, failure="its output is off by 7.0e-01") if rows.groups else trial
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.models.analysis import table as tables
-from meshwright.models.analysis.evidence import ModelTrial, Trial
+from meshwright.models.analysis.evidence import ModelTrial, SplitTrial
 from meshwright.models.analysis.rescale import rescale_group
 from meshwright.models.analysis.units import blocks_of, finest_units, parameter_blocks, unit_masks
 from meshwright.parallel.context import refusal
@@ -47,9 +47,9 @@ def test_a_kind_of_layer_that_does_not_fit_is_refused_and_the_others_stay(monkey
     table = ShardingTable(layers={"a.0": good, "a.1": bad, "a.2": good, "a.3": plain})
     tried: list[set[str]] = []
 
-    def rehearse(_: object, table: ShardingTable, ranks: int) -> Trial:
+    def rehearse(_: object, table: ShardingTable, ranks: int) -> SplitTrial:
         tried.append({name for name, rows in table.layers.items() if rows.groups})
-        return Trial(degree=ranks, failure="its logits are off by 2.0e-01" if table.layers["a.1"].groups else "")
+        return SplitTrial(degree=ranks, failure="its logits are off by 2.0e-01" if table.layers["a.1"].groups else "")
 
     monkeypatch.setattr(tables, "rehearse_model", rehearse)
     clone = tables.Clone(module=nn.Module(), structure=None, vocab=7, full_size=True)  # type: ignore[arg-type]

@@ -8,7 +8,13 @@ import torch
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.models.analysis.clone import CONTEXT, SMALL, TOKENS, Clone, duplicate_module, make_clone
-from meshwright.models.analysis.rehearsal import Comparison, PassResult, random_output_grad, rehearse_model, run_passes
+from meshwright.models.analysis.rehearsal import (
+    PassComparison,
+    PassResult,
+    random_output_grad,
+    rehearse_model,
+    run_passes,
+)
 from meshwright.models.analysis.small_config import narrow_config
 from meshwright.models.analysis.table import sharding_table
 from meshwright.models.analysis.thread_group import LONG_PATIENCE_S, ThreadGroup, describe_error, run_in_threads
@@ -170,7 +176,7 @@ def _rehearse_attention(
             lambda _: context.local_tokens(output_grad, axis_group.index, axis_group.size, gathers),
         )
 
-    comparison = Comparison()
+    comparison = PassComparison()
     try:
         rank_results = run_in_threads(degree, run_rank, patience_s=LONG_PATIENCE_S)
         for index, rank in enumerate(rank_results):

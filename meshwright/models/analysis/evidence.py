@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class SplitTrial:
     """One comparison of a split layer or model, run in threads, with the unsplit one: output and every gradient."""
 
     degree: int
@@ -87,7 +87,7 @@ class GroupEvidence:
     """The trace's rule that refuses a group; "" where there is a candidate."""
     through_norms: bool = False
     """Whether norms over all features were passed through, to get a global reduction."""
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[SplitTrial, ...] = ()
     """In order; the last is the one that decided."""
     accepted: ShardingGroup | None = None
     """The group that entered the table, in the clone's sizes; None where no trial passed."""
@@ -105,7 +105,7 @@ class LayerEvidence:
     """In order of their calls."""
     groups: tuple[GroupEvidence, ...] = ()
     """In the order in which they were tried."""
-    sequence: Trial | None = None
+    sequence: SplitTrial | None = None
     """The trial of a split of tokens between the groups."""
 
     def group_of(self, row_linear: str) -> GroupEvidence | None:
@@ -121,7 +121,7 @@ class ModelTrial:
     """Modules that were split by vocabulary."""
     layers: tuple[str, ...]
     """Layers that were split; all of one kind where kinds were added one by one."""
-    trial: Trial
+    trial: SplitTrial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

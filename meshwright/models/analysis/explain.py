@@ -12,7 +12,7 @@ from meshwright.models.analysis.evidence import (
     MatrixReads,
     Shape,
     ShardingEvidence,
-    Trial,
+    SplitTrial,
 )
 from meshwright.models.analysis.groups import matrix_names
 from meshwright.spec.experts import ExpertRows
@@ -255,7 +255,7 @@ def _trial_evidence(evidence: GroupEvidence, parameter: str) -> Iterator[str]:
         yield f"trial: {subject} is cut to the rank's units along dim {cutting.dim}"
 
 
-def _fits(trial: Trial, evidence: GroupEvidence) -> bool:
+def _fits(trial: SplitTrial, evidence: GroupEvidence) -> bool:
     """Returns whether a trial was of the group that was accepted."""
     group = evidence.accepted
     return group is not None and trial.numbers == group.numbers and trial.cuttings == group.cuttings
@@ -374,7 +374,7 @@ def _explain_outer_weight(
     )
 
 
-def _model_trial_text(vocabulary: Sequence[str], trial: Trial) -> str:
+def _model_trial_text(vocabulary: Sequence[str], trial: SplitTrial) -> str:
     """Returns a trial of the model in words."""
     subject = f"trial: with {_names(vocabulary)} split by vocabulary over {trial.degree} threads, the model"
     if trial.failure:

@@ -117,10 +117,7 @@ def _build_graph(trace: LayerTrace, rows: int) -> Graph:
 
 
 def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
-    """Builds the group of the row-parallel linear ``row``: all from its column-parallel sources to its input.
-
-    Returns:
-        The group, and the dependence of the row's input off which its units were read.
+    """Builds the group of the row-parallel linear ``row``, all from its columns to its input, and what shows its units.
 
     Raises:
         SplitRefusal: the trace shows no units, or readers outside of the group.
@@ -175,11 +172,8 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
         cuttings=tuple(cuttings),
         heads=mixes_tokens(target, [matrices[name].output for name in sources], graph.rows),
     )
-    by_units = {split.name for split in loose_splits}
-    loose = {
-        name: "units" if name in by_units else "shared" if name in shared else "untouched"
-        for name in graph.trace.loose()
-    }
+    loose = dict.fromkeys(graph.trace.loose(), "untouched") | dict.fromkeys(shared, "shared")
+    loose |= {split.name: "units" for split in loose_splits}
     return group, dataclasses.replace(dependence, mixes_tokens=group.heads, loose=loose)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.models.analysis.clone import TOKENS, duplicate_module
-from meshwright.models.analysis.evidence import Shape, Trial
+from meshwright.models.analysis.evidence import Shape, SplitTrial
 from meshwright.models.analysis.thread_group import (
     LONG_PATIENCE_S,
     PATIENCE_S,
@@ -65,7 +65,7 @@ class RankResult:
     """Values of its adapted shape attributes, by ``module.attribute``."""
 
 
-class Comparison:
+class PassComparison:
     """Compares tensors with expected ones until one differs, and remembers the largest relative error.
 
     Args:
@@ -129,7 +129,7 @@ def random_output_grad(output: torch.Tensor) -> torch.Tensor:
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=output.dtype)
 
 
-def rehearse_layer(trace: LayerTrace, rows: LayerRows, degree: int, sequence: bool = False) -> Trial:
+def rehearse_layer(trace: LayerTrace, rows: LayerRows, degree: int, sequence: bool = False) -> SplitTrial:
     """Compares a split layer with the unsplit layer.
 
     Args:
@@ -143,7 +143,7 @@ def rehearse_layer(trace: LayerTrace, rows: LayerRows, degree: int, sequence: bo
         lambda: _run_traced_call(trace.layer, trace, inputs), trace.layer, random_output_grad, [*inputs.values()]
     )
 
-    def compare(rank_results: list[RankResult], comparison: Comparison) -> str:
+    def compare(rank_results: list[RankResult], comparison: PassComparison) -> str:
         # before any comparison: a partial gradient alone never equals the full one
         _sum_partial_grads(rank_results, degree)
         for index, rank in enumerate(rank_results):
@@ -181,8 +181,8 @@ def _rehearse(
     run_rank: Callable[[ThreadGroup], RankResult],
     degree: int,
     patience_s: float,
-    compare: Callable[[list[RankResult], Comparison], str],
-) -> Trial:
+    compare: Callable[[list[RankResult], PassComparison], str],
+) -> SplitTrial:
     """Runs the ranks of a split in threads and compares their results; what their code raises is the failure.
 
     Args:
@@ -191,14 +191,14 @@ def _rehearse(
         patience_s: how long a thread waits for the others.
         compare: names the first difference; "" for none.
     """
-    comparison = Comparison()
+    comparison = PassComparison()
     try:
         rank_results = run_in_threads(degree, run_rank, patience_s)
         failure = compare(rank_results, comparison)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-        return Trial(degree=degree, failure=describe_error(error))
+        return SplitTrial(degree=degree, failure=describe_error(error))
     first_rank = rank_results[0]
-    return Trial(
+    return SplitTrial(
         degree=degree,
         failure=failure,
         error=comparison.error,
@@ -259,7 +259,7 @@ def _local_attributes(layer: nn.Module, rows: LayerRows) -> Iterator[tuple[str, 
 
 
 def _compare_gradients(
-    expected: Mapping[str, torch.Tensor], rank_results: Sequence[RankResult], degree: int, comparison: Comparison
+    expected: Mapping[str, torch.Tensor], rank_results: Sequence[RankResult], degree: int, comparison: PassComparison
 ) -> str:
     """Names the first parameter whose gradient, summed already, differs on some rank; "" for none."""
     # errors are relative to the largest gradient: a gradient of rounding noise must not fail
@@ -313,7 +313,7 @@ class _Model(Protocol):
 
 def rehearse_model(
     clone: _Model, table: ShardingTable, degree: int, rows: int = 4, tokens: int = TOKENS, sequence: bool = False
-) -> Trial:
+) -> SplitTrial:
     """Compares a split model with the unsplit model.
 
     Args:
@@ -343,7 +343,7 @@ def rehearse_model(
         passes = run_passes(lambda: clone.run(rows, module, tokens=tokens), module, output_grad_of)
         return RankResult(passes, sharded.local_shards, sharded.partial_grads)
 
-    def compare(rank_results: list[RankResult], comparison: Comparison) -> str:
+    def compare(rank_results: list[RankResult], comparison: PassComparison) -> str:
         for index, rank in enumerate(rank_results):
             expected_logits = full_logits
             if rank.passes.output.shape != full_logits.shape:

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.models.analysis.clone import Clone
 from meshwright.models.analysis.evidence import StageTrial
-from meshwright.models.analysis.rehearsal import Comparison, run_passes
+from meshwright.models.analysis.rehearsal import PassComparison, run_passes
 from meshwright.parallel.stage import Stage, copied
 from meshwright.spec.layer_graph import LayerGraph, weights_by_stage
 from meshwright.torch_compat.pipelining import stage_backward_input, stage_backward_weight
@@ -55,7 +55,7 @@ def rehearse_stages(clone: Clone, layer_graph: LayerGraph, arguments: Tokens) ->
     bounds = _spread_bounds(layer_graph)
     stage_weights = weights_by_stage(layer_graph, names, bounds, clone.structure.ties)
     run_model = functools.partial(_boundary_output, clone=clone, arguments=arguments)
-    comparison = Comparison(_BOUND)
+    comparison = PassComparison(_BOUND)
     try:
         output = _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad[0])
         _compare(comparison, "its output", output, expected.output)
@@ -96,7 +96,9 @@ def _spread_bounds(layer_graph: LayerGraph) -> tuple[int, ...]:
     return (0, *open_boundaries, layer_count)
 
 
-def _compare_gradients(comparison: Comparison, module: nn.Module, expected_grads: Mapping[str, torch.Tensor]) -> None:
+def _compare_gradients(
+    comparison: PassComparison, module: nn.Module, expected_grads: Mapping[str, torch.Tensor]
+) -> None:
     """Compares a module's gradients with the full model's, by name and of the parameter's shape; clears them."""
     largest = max((float(grad.abs().max()) for grad in expected_grads.values()), default=1.0)
     for name, item in module.named_parameters():
@@ -166,7 +168,7 @@ def _boundary_output(module: nn.Module, clone: Clone, arguments: Tokens) -> tupl
 
 
 def _compare(
-    comparison: Comparison, subject: str, actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0
+    comparison: PassComparison, subject: str, actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0
 ) -> None:
     """Refuses a tensor that differs from the full model's by more than rounding; both have one shape."""
     if comparison.differs(actual.detach(), expected.detach(), scale):

@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError
 from meshwright.models.analysis.clone import ROWS, Clone, make_clone, with_objective
-from meshwright.models.analysis.evidence import GroupEvidence, LayerEvidence, ModelTrial, ShardingEvidence, Trial
+from meshwright.models.analysis.evidence import GroupEvidence, LayerEvidence, ModelTrial, ShardingEvidence, SplitTrial
 from meshwright.models.analysis.groups import find_groups, matrix_names
 from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.rehearsal import rehearse_layer, rehearse_model
@@ -197,11 +197,11 @@ class _GroupTrials:
         """Rehearses one group under likely shape attributes until it passes."""
         # fewer units than ranks: rehearse at degree 2
         ranks = self._degree if group.shares(self._degree) is not None else 2
-        trials: list[Trial] = []
+        trials: list[SplitTrial] = []
 
         def works(adapted_group: ShardingGroup) -> str:
             if adapted_group.shares(ranks) is None:
-                trials.append(Trial(degree=ranks, failure=f"its {group.units} heads or channels don't divide"))
+                trials.append(SplitTrial(degree=ranks, failure=f"its {group.units} heads or channels don't divide"))
             else:
                 trials.append(rehearse_layer(self._traced, LayerRows(groups=(adapted_group,)), ranks))
             return trials[-1].failure
