@@ -33,7 +33,7 @@ def corrected(question: Question, closed_candidate: Candidate, measure: Measure)
     layout, job, calibration = closed_candidate.layout, question.job, question.cluster.calibration
     if calibration is None or not calibration.has_matmul(job.dtype):
         return closed_candidate
-    shares = layout.shares()
+    shares = layout.reader_shares()
     rows = job.rows * max(shares) // (sum(shares) * layout.microbatches)
     work = measure(layout, max(1, rows))
     if work is None:

@@ -94,7 +94,7 @@ def rest_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
 
 def _has_sharded_masters(layout: Layout) -> bool:
     """Whether FSDP2 holds sharded master weights, separate from the weights that compute."""
-    return bool(layout.zero) or layout.mixed or layout.offload == "parameters"
+    return bool(layout.zero) or layout.is_mixed_precision or layout.offload == "parameters"
 
 
 def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dict[str, int], dict[str, str]]:
@@ -115,7 +115,7 @@ def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dic
         ),
         keeps_full_gradients=keeps_full_gradients,
         has_masters=has_masters,
-        unmixed_bytes=0.0 if layout.mixed else master_bytes(layout.precision),
+        unmixed_bytes=0.0 if layout.is_mixed_precision else master_bytes(layout.precision),
     )
     shard_formula = "((n - x) / d + x / e)" if weights.experts else "n / d"
     return {kind: int(size) for kind, size in memory.items()}, {
@@ -165,7 +165,7 @@ def paper_memory(layout: Layout, count: int) -> int:
     Source: Rajbhandari et al., ZeRO (SC 2020), figure 1, with compute elements and gradients of c bytes and K = 3w.
     """
     master_size = master_bytes(layout.precision)
-    compute_bytes = 2 if layout.mixed else master_size
+    compute_bytes = 2 if layout.is_mixed_precision else master_size
     shards = layout.state_shards
     sharded_bytes = (3 * master_size, compute_bytes, compute_bytes)[: layout.zero]
     replicated_bytes = (3 * master_size, compute_bytes, compute_bytes)[layout.zero :]

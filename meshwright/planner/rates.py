@@ -51,7 +51,7 @@ class MeasuredTimes:
         self._serial = calibration.machine.get("kind") == "cpu"
         # Operators were traced on full rows of `work.rows`; cp and uneven rows give a rank a share of their tokens.
         self._share = 1.0 / candidate.layout.degree(Mechanics.TOKENS)
-        shares = candidate.layout.shares()
+        shares = candidate.layout.reader_shares()
         rows = question.job.rows * max(shares) / (sum(shares) * candidate.layout.microbatches)
         self._share *= rows / work.rows
 

@@ -166,7 +166,7 @@ def _divides_batch(question: Question, layout: Layout) -> bool:
 
 def _readers(question: Question, kinds: Sequence[Kind], layout: Layout) -> list[tuple[int, int]]:
     """Returns the distinct readers of a data layout: (batch rows if all readers were like it, index of the kind)."""
-    reader_kinds, shares = places_of(kinds, layout.degree(Mechanics.MATRICES)), layout.shares()
+    reader_kinds, shares = places_of(kinds, layout.degree(Mechanics.MATRICES)), layout.reader_shares()
     rows_per_share = question.job.rows // sum(shares) * len(shares)
     return sorted({(share * rows_per_share, kind) for share, kind in zip(shares, reader_kinds or ())})
 

@@ -313,8 +313,8 @@ class Agent:
                 if isinstance(message, Fence) and message.generation == order["generation"]:
                     # Only this generation's fence counts: one of an earlier generation may still be on its way.
                     raise _Fenced("the leader ends this generation")
-                if isinstance(message, Reconfigure) and not ranks.control.cut:
-                    ranks.control.ask_cut()
+                if isinstance(message, Reconfigure) and not ranks.control.reconfiguration_requested:
+                    ranks.control.request_reconfiguration()
 
         try:
             self._local.run(order, watch, self._hub.fileno(), fence)

@@ -32,7 +32,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.copies import SHARE
 from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage
-from meshwright.train.memory import RESTORING, Control, Memory
+from meshwright.train.memory import RESTORING, RecoveryMemory, SupervisorRequests
 from meshwright.train.session import TrainJob
 
 _COPY_BYTES_S = 2e9
@@ -105,12 +105,12 @@ class GenerationRanks:
         self.segments = tuple(tuple(Segment() for _ in range(copies)) for _ in range(rank_count))
         writes = (self.room.disk if disk is None else disk) and job.config.checkpoint.backend == IMAGE
         self.disk = tuple(Segment() for _ in range(rank_count)) if writes else ()
-        self.control = Control()
+        self.control = SupervisorRequests()
         self.flight = Flight(rank_count) if devices.kind == "cuda" else None
         self.launcher = ForkLauncher(
             rank_count,
             devices=devices,
-            label=layout.place,
+            label=layout.coordinates,
             config=job.config.launch,
             run_id=job.run_dir.name,
             generation=generation,
@@ -140,9 +140,9 @@ class GenerationRanks:
         peak_flops: float | None,
         sick_step: int,
         damage: Damage | None = None,
-    ) -> Memory:
+    ) -> RecoveryMemory:
         """Returns the memory to share with the ranks."""
-        return Memory(
+        return RecoveryMemory(
             segments=self.segments,
             disk=self.disk,
             control=self.control,
@@ -232,9 +232,9 @@ def keep_on_disk(store: CheckpointStore, state: State, origin: Origin) -> dict[s
     latest = store.latest()
     if latest is not None and latest.step >= state.step:
         return None
-    store.went_on(state.step)
+    store.resumed_after(state.step)
     try:
         saved = store.save_state(state.step, state, state.meta, origin)
     except CheckpointError as failed:
         return {"kind": "checkpoint_failed", "step": state.step, "reason": str(failed)}
-    return {"kind": "checkpoint_saved", "step": state.step, **saved.told()}
+    return {"kind": "checkpoint_saved", "step": state.step, **saved.event_fields()}

@@ -289,8 +289,8 @@ class Leader:
             if member.report["generation"] == self.generation and member.report["failure"]:
                 raise GenerationAborted(f"node {node} reports a failure")
         # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
-        if not ranks.control.cut and (self._roster.due() or self._returned_nodes()):
-            ranks.control.ask_cut()
+        if not ranks.control.reconfiguration_requested and (self._roster.due() or self._returned_nodes()):
+            ranks.control.request_reconfiguration()
             self._hub.broadcast(Reconfigure(self.generation))
         if stamps and all(entry.step > 2 for entry in stamps):
             # Past the first steps: plan in advance for the loss of one rank, and of any one node.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from meshwright.checkpoint.remote import Shelf, remote
+from meshwright.checkpoint.remote import Shelf, remote_snapshot
 from meshwright.checkpoint.snapshot import Segment, Snapshot, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.errors import CheckpointError, MeshwrightError
@@ -36,7 +36,7 @@ from meshwright.resilience.spare_copies import SpareCopies, ranks_to_copy
 from meshwright.spec.plan import Plan
 from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.integrity import Damage
-from meshwright.train.memory import Copied
+from meshwright.train.memory import PeerCopies
 from meshwright.train.session import TrainJob, run_rank
 from meshwright.transport.key import RunKey
 
@@ -136,7 +136,7 @@ class LocalNode:
         }
         shelves = {node: Shelf(address[0], address[1], self._key) for node, address in order["shelves"].items()}
         snapshots = [
-            local_snapshots.get(int(rank)) or remote(shelves[str(node)], (generation, step, int(rank)))
+            local_snapshots.get(int(rank)) or remote_snapshot(shelves[str(node)], (generation, step, int(rank)))
             for rank, node in sorted(holders.items(), key=lambda item: int(item[0]))
         ]
         return State(step, snapshots, order["state"]["tier"])
@@ -161,7 +161,7 @@ class LocalNode:
         self._disk = self._make_disk_writer(order, job, fence) if ranks.disk else None
         peers = order["peers"] if order["every"] else 0
         # Shared by ranks and courier, so created before either is forked.
-        copied = Copied(len(share["slots"]), peers) if peers else None
+        copied = PeerCopies(len(share["slots"]), peers) if peers else None
         peer_segments = self._peer_segments(order, peers)
         self._spare_copies = self._start_spare_copies(order)
         error: MeshwrightError | None = None
@@ -179,7 +179,7 @@ class LocalNode:
                 self._courier = self._start_courier()
             lost_at = None if order["since"] is None else time.monotonic() - order["since"]
             past = (lost_at, order["peak"], order["sick"], order["damage"] and Damage.from_json(order["damage"]))
-            memory = dataclasses.replace(ranks.memory(state, *past), copied=copied, fence=fence)
+            memory = dataclasses.replace(ranks.memory(state, *past), peer_copies=copied, fence=fence)
             ranks.launcher.start(run_rank, dataclasses.replace(job, memory=memory))
             result = ranks.launcher.wait(watch=lambda: watch(ranks), wake=wake)[0]
             self._await_disk_writer(ranks, watch)
@@ -219,7 +219,7 @@ class LocalNode:
             copied = [snapshot.rank for snapshot in self._spare_copies.snapshots()]
             self._event("state_copied", node=self.node, step=self._spare_copies.wanted[0][1], ranks=copied)
         for slow in ranks.slow.poll(stamps):
-            coordinates = ranks.layout.place(slow.rank)
+            coordinates = ranks.layout.coordinates(slow.rank)
             self._event("slow_rank", slow=slow.rank, place=coordinates, share=slow.share, others=slow.others)
         return stamps
 
@@ -339,7 +339,7 @@ class LocalNode:
         ]
 
     def _release(
-        self, ranks: GenerationRanks, peer_segments: dict[int, tuple[Segment, ...]], copied: Copied | None
+        self, ranks: GenerationRanks, peer_segments: dict[int, tuple[Segment, ...]], copied: PeerCopies | None
     ) -> None:
         self.ranks = None
         ranks.close()

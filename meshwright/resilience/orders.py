@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from meshwright.checkpoint.remote import whole_steps
+from meshwright.checkpoint.remote import complete_steps
 from meshwright.resilience.generation_ranks import steps_between
 from meshwright.resilience.host_memory_budget import nodes_have_room, state_bytes
 from meshwright.resilience.peers import Message
@@ -114,7 +114,7 @@ def choose(
     """
     rows = [row for entry in reports.values() for row in entry["held"]]
     peak = next((entry["peak"] for entry in reports.values() if entry["peak"]), None)
-    complete = [entry for entry in whole_steps(rows) if entry not in refused and entry[1] > floor]
+    complete = [entry for entry in complete_steps(rows) if entry not in refused and entry[1] > floor]
     if not complete or on_disk > complete[0][0]:
         return None, peak
     step, generation = complete[0]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from meshwright.checkpoint.snapshot import Segment, State, read_snapshots, whole_states
+from meshwright.checkpoint.snapshot import Segment, State, find_complete_states, read_snapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError, ClusterError, LaunchError, MeshwrightError, PlanError, RankError
 from meshwright.events import Event
@@ -164,7 +164,7 @@ class Supervisor:
         layout, old_layout = ranks.layout, self._layout
 
         def save() -> None:
-            states = whole_states(read_snapshots(segments))
+            states = find_complete_states(read_snapshots(segments))
             state = states[0] if states else older_state
             if state is None:
                 return
@@ -259,10 +259,10 @@ class Supervisor:
         stamps = ranks.hang.poll()
         self._disk.poll(ranks.disk, ranks.layout, ranks.control)
         for slow in ranks.slow.poll(stamps):
-            coordinates = ranks.layout.place(slow.rank)
+            coordinates = ranks.layout.coordinates(slow.rank)
             self._event("slow_rank", slow=slow.rank, place=coordinates, share=slow.share, others=slow.others)
-        if self._roster.due() and not ranks.control.cut:
-            ranks.control.ask_cut()
+        if self._roster.due() and not ranks.control.reconfiguration_requested:
+            ranks.control.request_reconfiguration()
         # Past the first steps the run is likely to last: plan in advance for the loss of one or two ranks.
         if stamps and all(stamp.step > 2 for stamp in stamps):
             count = ranks.launcher.ranks
@@ -301,7 +301,7 @@ class Supervisor:
 
     def _collect_states(self, segments: Sequence[Segment]) -> None:
         """Keeps the newest complete states of an ended generation, in place of older ones."""
-        states = whole_states(read_snapshots(segments))
+        states = find_complete_states(read_snapshots(segments))
         if states:
             # After a damage, older states are kept until the recomputed ones have proven intact.
             self._states = [*states, *(self._states if self._rewinds.damage is not None else ())]

@@ -61,7 +61,7 @@ class Damage:
         return cls(**dict(values) | fields)
 
 
-class Past(Protocol):
+class DamageHistory(Protocol):
     """The previous ranks' legacy (`train.memory.RankMemory`)."""
 
     @property
@@ -87,7 +87,7 @@ class Integrity:
         program: Program,
         optimizer: LocalAdamW,
         agreement: Agreement,
-        memory: Past | None,
+        memory: DamageHistory | None,
         event: Callable[..., None],
     ) -> None:
         self._health, self._event, config = health, event, health.config

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster
-from meshwright.jobs.model_reading import measure_of, model_parts
+from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
@@ -29,7 +29,7 @@ RATE, ELEMENTS = 1e10, 1e9
 SIZES = (16, 4096)
 BUILT = build_meta(MODEL)
 JOB = PricedJob(shape=measure_shape(BUILT), sequence=32, rows=16, precision="float32")
-MEASURE = measure_of(BUILT, 32, "float32")
+MEASURE = make_measure(BUILT, 32, "float32")
 
 
 def calibration(ranks: int, cores: int, **host: float) -> Calibration:
@@ -105,7 +105,7 @@ def test_cp_sends_tensors_of_the_type_of_compute(
     layout = Layout.parse(f"cp=2,attention={attention},precision={precision}")
     job = dataclasses.replace(JOB, precision=precision)
     question = Question(job=job, cluster=Cluster.parse("2xh100"), base=Layout(precision=precision))
-    work = measure_of(BUILT, 32, precision)(layout, 16)
+    work = make_measure(BUILT, 32, precision)(layout, 16)
     assert work is not None
     none = WorkSeconds(forward={}, backward={})
     seconds = PipelineSeconds(first_end=none, layer=none, last_end=none)
