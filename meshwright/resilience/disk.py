@@ -201,6 +201,23 @@ class DiskWriter:
             self._pid = 0
 
 
+def save_newest_state(store: CheckpointStore, state: State, origin: Origin) -> dict[str, Any] | None:
+    """Writes a state to disk before a run ends by an error, unless the newest checkpoint is as new.
+
+    Returns:
+        The event's fields: ``kind``, step, and path and bytes or a reason; None when nothing was to be written.
+    """
+    latest = store.latest()
+    if latest is not None and latest.step >= state.step:
+        return None
+    store.went_on(state.step)
+    try:
+        saved = store.save_state(state.step, state, state.meta, origin)
+    except CheckpointError as failed:
+        return {"kind": "checkpoint_failed", "step": state.step, "reason": str(failed)}
+    return {"kind": "checkpoint_saved", "step": state.step, **saved.told()}
+
+
 def _complete_state(snapshots: Sequence[Snapshot]) -> State:
     """Returns the state that the snapshots of all ranks make.
 

@@ -21,7 +21,7 @@ from meshwright.train.scaler import LossScaler
 from meshwright.train.state import BUFFERS, adopt_values, plain_values, state_addresses, state_tensors
 
 _INT64 = struct.Struct("<q")
-CUT_SHARE = 2.0**-20
+RECONFIGURE_SHARE = 2.0**-20
 """A rank's contribution to the all-reduced stop count when a reconfiguration was requested: all together below 1."""
 
 
@@ -30,18 +30,18 @@ RESTORING = "restoring from memory failed"
 
 
 class Control:
-    """Three shared int64 words that a supervisor writes and every rank reads: cut, written step, write succeeded."""
+    """Three shared int64 words, written by a supervisor: reconfiguration requested, written step, write succeeded."""
 
     def __init__(self) -> None:
         self._segment = Segment()
         self._map = self._segment.map(3 * _INT64.size)
 
-    def ask_cut(self) -> None:
+    def request_reconfigure(self) -> None:
         """Requests that all ranks end after a step that they agree on, with a snapshot of its state."""
         _INT64.pack_into(self._map, 0, 1)
 
     @property
-    def cut(self) -> bool:
+    def reconfigures(self) -> bool:
         """Whether a reconfiguration was requested."""
         return _INT64.unpack_from(self._map, 0)[0] != 0
 
@@ -120,7 +120,7 @@ class Memory:
     """The state to restore; None to restore from disk or start anew."""
     lost_at: float | None = None
     """time.monotonic() at which the failure of the previous ranks was noticed; None without one."""
-    sick_step: int = 0
+    anomalous_step: int = 0
     """Step up to whose batches the data is skipped; 0 for none."""
     damage: Damage | None = None
     """The damage that ended the previous ranks; None without one."""
@@ -216,9 +216,9 @@ class RankMemory:
             self._memory.fence()
 
     @property
-    def cut(self) -> bool:
+    def reconfigures(self) -> bool:
         """Whether the supervisor requested a reconfiguration."""
-        return self._memory.control.cut
+        return self._memory.control.reconfigures
 
     def restore(self, program: Program, optimizer: LocalAdamW, scaler: LossScaler) -> Mapping[str, Any] | None:
         """Fills weights, moments and counters from the previous ranks' state; returns its plain values, if any.
@@ -268,7 +268,7 @@ class RankMemory:
         A rank that finishes the step overwrites its older snapshot. None may do so until every rank has completed the
         last one, or no state would be complete on all ranks for a moment. The all-reduce provides that barrier.
         """
-        if self._writer is not None and (self.cut or self.due(step)):
+        if self._writer is not None and (self.reconfigures or self.due(step)):
             self._writer.wait()
 
     @property
@@ -335,5 +335,5 @@ class RankMemory:
         for writer in (self._writer, self._disk):
             if writer is not None:
                 writer.wait()
-        if self.cut and self._memory.copied is not None and self.taken >= 0:
+        if self.reconfigures and self._memory.copied is not None and self.taken >= 0:
             self._memory.copied.wait(self._local_rank, self.taken)
