@@ -230,7 +230,8 @@ class Order:
 
     def neighbours(self, node: int, first: int, last: int) -> list[NodeShare]:
         """Returns the shares from ``first`` to ``last`` places after a node in the ring; negative is before it."""
-        index = self.nodes.index(node)
+        # A member without ranks stands before the first node of the ring.
+        index = self.nodes.index(node) if node in self.nodes else -1
         return [self.shares[(index + offset) % len(self.shares)] for offset in range(first, last + 1)]
 
 

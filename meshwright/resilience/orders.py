@@ -186,6 +186,5 @@ def ranks_to_copy(order: Order, node: int) -> dict[int, int]:
     return {
         rank: holder
         for rank, holder in holders.items()
-        if node != holder
-        and node in [share.node for share in order.neighbours(holder, 1, order.peers) if holder in order.nodes]
+        if node != holder and node in [share.node for share in order.neighbours(holder, 1, order.peers)]
     }

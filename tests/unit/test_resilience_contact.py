@@ -71,7 +71,7 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
     job = SimpleNamespace(run_dir=tmp_path, config=config, plan=SimpleNamespace(layout=Layout.parse("replicate=2")))
     devices = SimpleNamespace(count=1, kind="cpu", slot=lambda at: at)
     seat = Seat(node=1, nodes=2, address="127.0.0.1", key=key)
-    agent = Agent(job, devices, seat, None, None, None)  # type: ignore[arg-type]
+    agent = Agent(job, devices, seat, SimpleNamespace(remake=None))  # type: ignore[arg-type]
     timer = threading.Timer(1.0, lambda: setattr(agent._local, "interrupts", 1))
     leader = threading.Thread(target=lead)
     leader.start()
@@ -83,9 +83,7 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
     finally:
         over.set()
         leader.join()
-        agent._local.clear()
-        agent._hub.close()
-        agent._sink.close()
+        agent._close()
         hub.close()
     assert 1 <= dropped <= 12
     assert len(events(tmp_path, "leader_lost")) == 1

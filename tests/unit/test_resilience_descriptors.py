@@ -62,8 +62,8 @@ def test_a_run_whose_ranks_could_not_be_replaced_is_refused_before_the_first_one
     )
     devices = SimpleNamespace(count=2, kind="cpu")
     for begin in (
-        lambda: Supervisor(job, devices, None, None),  # type: ignore[arg-type]
-        lambda: Agent(job, devices, SimpleNamespace(nodes=2), None, None, None),  # type: ignore[arg-type]
+        lambda: Supervisor(job, devices, None),  # type: ignore[arg-type]
+        lambda: Agent(job, devices, SimpleNamespace(nodes=2), None),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match="the limit is 16") as caught:
             begin()

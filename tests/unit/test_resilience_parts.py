@@ -24,9 +24,9 @@ from meshwright.resilience import devices as devices_module
 from meshwright.resilience import hang_watch as hang_module
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
-from meshwright.resilience.generation_ranks import steps_between
 from meshwright.resilience.hang_watch import LEAST_S, UNKNOWN_S, HangError, HangWatch
 from meshwright.resilience.host_memory_budget import room_for, state_bytes
+from meshwright.resilience.orders import steps_between
 from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.slow_ranks import SAMPLES, SlowWatch
 from meshwright.spec.layout import Layout
@@ -160,7 +160,7 @@ def test_no_rank_writes_over_a_snapshot_before_all_have_the_next_one() -> None:
     for step in range(1, 9):
         memory.settle(step)
         assert slow.waited == step // 4
-    control.ask_cut()
+    control.request_reconfigure()
     memory.settle(9)
     assert slow.waited == 3, "an end that was asked for takes one as well"
     control.close()

@@ -19,6 +19,7 @@ from meshwright.launch.rendezvous import listen_at
 from meshwright.records import RecordError
 from meshwright.resilience.messages import VERSION, End, Ready, Reconfigure, decode, encode
 from meshwright.resilience.peers import Hub, until
+from meshwright.train.outcome import TrainOutcome
 from meshwright.transport.connection import Connection, connect, notify
 from meshwright.transport.gate import MOST_STRANGERS, Gate
 from meshwright.transport.key import RunKey, read_key, run_key
@@ -215,10 +216,11 @@ def test_a_message_that_is_none_ends_the_line_and_not_the_process(listener: sock
 
 
 def test_messages_come_back_as_they_were_and_are_checked_field_by_field() -> None:
-    for message in (Reconfigure(3), End(result={"step": 5, "loss": 1.5}, error=""), End(result=None, error="gone")):
+    outcome = TrainOutcome(step=5, loss=1.5, finished=True, metrics={"accuracy": 0.5})
+    for message in (Reconfigure(3), End(outcome=outcome, error=""), End(outcome=None, error="gone")):
         assert decode(encode(message)) == message
     with pytest.raises(RecordError, match=r"Ready\.report is a dict unlike NodeReport"):
-        decode(encode(Ready("s", {"node": 1})))  # type: ignore[typeddict-item]
+        decode(encode(Ready({"node": 1})))  # type: ignore[arg-type]
     with pytest.raises(RecordError, match="version"):
         of_another = encode(Reconfigure(1)).replace(b"[%d," % VERSION, b"[%d," % (VERSION + 1), 1)
         assert of_another != encode(Reconfigure(1))
