@@ -297,11 +297,7 @@ class Script:
 
     def report(self) -> NodeReport:
         generation, ranks = self.end.generation, (0,) if self._remembers and self.end.generation >= 0 else ()
-        records = tuple(
-            SnapshotRecord(generation, 4 + generation, rank, 1, True)
-            for rank in (0,)
-            if generation >= 0 and self._remembers
-        )
+        records = tuple(SnapshotRecord(generation, 4 + generation, rank, 1, True) for rank in ranks)
         return dataclasses.replace(report(0, self.end, slots=3), ports=None, snapshots=records)
 
     def run(self, order: Order, *more: Any) -> None:
