@@ -124,6 +124,8 @@ class Agent(Supervisor):
         if isinstance(leader, Claim):
             return self._lead(leader)
         connection, claim = leader
+        # A leader that answers is of this run, even if it led before this process began.
+        self._newest_at_start = min(self._newest_at_start, claim.generation - 1)
         try:
             return self._follow(connection, claim)
         except GenerationAborted as error:
@@ -315,9 +317,11 @@ class Agent(Supervisor):
         # Checked before the connection: a deposed leader may still be connected and send orders.
         if newest is not None and newest.session != claim.session:
             raise LeaderLost(f"node {newest.node} leads")
-        if not connection.open:
+        messages = [message for sender, message in received if sender is connection]
+        # The last messages of a leader that ends arrive together with the end of its connection.
+        if not connection.open and not messages:
             raise LeaderLost("it was silent" if connection.silent else "its connection ended")
-        return [message for sender, message in received if sender is connection]
+        return messages
 
 
 class _Fenced(GenerationAborted):

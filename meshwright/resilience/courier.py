@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
-import signal
 import socket
 import struct
 import threading
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from meshwright.checkpoint.remote import serve
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header, peek
 from meshwright.errors import CheckpointError
-from meshwright.forking import die_with_parent
+from meshwright.resilience.helper import Helper
 from meshwright.train.faults import Faults
 from meshwright.train.memory import Copied
 from meshwright.transport.connection import Connection, connect
@@ -38,38 +36,6 @@ _POLL_S = 0.004
 _RECONNECT_S = 0.2
 STALL_S = 30.0
 """A transfer that stalls for so long is aborted, so that a restarted sender isn't blocked by its lock."""
-
-
-class Helper:
-    """A forked process that works for a supervisor, and dies with it."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                # Its own process group: Ctrl-C in the terminal reaches the supervisor alone.
-                os.setpgid(0, 0)
-                die_with_parent(parent)
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, signal.SIG_DFL)
-                work()
-            finally:
-                os._exit(0)
-
-    @property
-    def died(self) -> bool:
-        """Whether it has ended by itself."""
-        if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
-            self.pid = 0
-        return not self.pid
-
-    def close(self) -> None:
-        """Ends it; a second call does nothing."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.pid = 0
 
 
 def start_shelf(

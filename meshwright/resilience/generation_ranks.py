@@ -28,6 +28,10 @@ _IDLE_LIMIT_GROWTH = 4.0
 """Factor on the idle limit after each failure without a new step: the last one may have been no hang."""
 
 
+Fence = Callable[[], None]
+"""Raises once another generation was claimed."""
+
+
 class GenerationAborted(MeshwrightError):
     """The leader or another node ends this generation; its ranks didn't fail."""
 
@@ -143,6 +147,10 @@ class GenerationRanks:
     def all_segments(self) -> list[Segment]:
         """Returns all segments to which the ranks write their state."""
         return [*(segment for segments in self.segments for segment in segments), *self.disk]
+
+
+Watch = Callable[[GenerationRanks], None]
+"""Called some times a second while ranks run; an exception of it ends them."""
 
 
 def job_origin(job: TrainJob, layout: Layout | None = None) -> Origin:

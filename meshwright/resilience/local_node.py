@@ -5,81 +5,30 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from meshwright.checkpoint.remote import Shelf, remote
-from meshwright.checkpoint.snapshot import Snapshot, State, read_snapshots
+from meshwright.checkpoint.remote import remote
+from meshwright.checkpoint.snapshot import State, read_snapshots
 from meshwright.errors import MeshwrightError
-from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
 from meshwright.monitor.progress import RankStamp
 from meshwright.resilience import host_memory_budget
 from meshwright.resilience.generation import NodeSnapshot, retain_snapshots
-from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks
+from meshwright.resilience.generation_ranks import Fence, GenerationAborted, GenerationRanks, Watch
 from meshwright.resilience.hang_watch import HangError
+from meshwright.resilience.local_storage import LocalStorage
 from meshwright.resilience.messages import (
     Address,
     GenerationEnd,
     NodeFailure,
     NodeReport,
     Order,
-    Ports,
     SnapshotRecord,
     StateLocation,
 )
+from meshwright.resilience.peer_storage import PeerStorage
 from meshwright.spec.plan import Plan
-from meshwright.train.memory import Copied
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.session import TrainJob, run_rank
-
-Fence = Callable[[], None]
-"""Raises once another generation was claimed."""
-Watch = Callable[[GenerationRanks], None]
-"""Called some times a second while ranks run; an exception of it ends them."""
-
-
-class StateStorage(Protocol):
-    """Carries the state of a generation beyond its ranks: to disk, and to other nodes."""
-
-    @property
-    def host(self) -> str:
-        """Address by which other nodes reach this one; empty on a run of one node."""
-
-    @property
-    def link_bytes_s(self) -> float | None:
-        """Rate of the network interface; None when unknown."""
-
-    def open_ports(self, snapshots: list[Snapshot]) -> Ports | None:
-        """Opens this node's listeners for another generation, and serves its snapshots; None without other nodes."""
-
-    def open_shelves(self, addresses: Mapping[int, Address]) -> dict[int, Shelf]:
-        """Returns clients of other nodes' snapshots, by node, which connect at the first read."""
-
-    def place_ranks(self, order: Order) -> NodeRanks | None:
-        """Returns this node's ranks within the world; None on a run of one node."""
-
-    def start(
-        self, order: Order, job: TrainJob, ranks: GenerationRanks, state: State | None, fence: Fence | None
-    ) -> Copied | None:
-        """Starts the processes beside a generation's ranks; returns what has arrived at peers, None without any."""
-
-    def poll(self, ranks: GenerationRanks) -> None:
-        """Collects finished checkpoints and copies, starts the next ones, and restarts processes that died."""
-
-    def await_checkpoint(self, ranks: GenerationRanks, watch: Watch) -> None:
-        """Waits until the checkpoint of ranks that have ended in order is written."""
-
-    def stop(self, ranks: GenerationRanks, in_order: bool) -> list[Snapshot]:
-        """Ends what `start` started, once the ranks are gone; returns the snapshots received from other nodes."""
-
-    def settle(self, rewinds: bool = False) -> None:
-        """Waits for the checkpoint under way between generations; ``rewinds`` disowns the state in memory."""
-
-    def finish(self) -> None:
-        """Waits for the last checkpoint of a run; raises `CheckpointError` when it couldn't be written."""
-
-    def close(self) -> None:
-        """Ends all processes and closes all listeners."""
 
 
 class LocalNode:
@@ -101,7 +50,7 @@ class LocalNode:
         devices: Devices,
         remake: Callable[[Plan, ModelAnalysis | None], TrainJob],
         event: Callable[..., None],
-        storage: StateStorage,
+        storage: LocalStorage | PeerStorage,
         node: int = 0,
         session: str = "",
     ) -> None:

@@ -13,9 +13,8 @@ from meshwright.events import Event
 from meshwright.launch.contract import NodeRanks
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.resilience.disk import DiskWriter, save_newest_state
-from meshwright.resilience.generation_ranks import GenerationRanks, job_origin
+from meshwright.resilience.generation_ranks import Fence, GenerationRanks, Watch, job_origin
 from meshwright.resilience.keeper import Keeper
-from meshwright.resilience.local_node import Fence, Watch
 from meshwright.resilience.messages import Address, Order, Ports
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import parse_faults
@@ -24,7 +23,9 @@ from meshwright.train.session import TrainJob
 
 
 class LocalStorage:
-    """Writes the state of a run on one node to disk, also when the supervisor is killed; a `StateStorage`.
+    """Writes the state of a run on one node to disk, also when the supervisor is killed.
+
+    `PeerStorage` has the same methods.
 
     Args:
         job: of the run.

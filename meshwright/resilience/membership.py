@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.resilience.claims import PRESENCE_S, Claim, Claims
+from meshwright.resilience.generation_ranks import Fence as FenceCheck
 from meshwright.resilience.generation_ranks import GenerationAborted
-from meshwright.resilience.local_node import Fence as FenceCheck
 from meshwright.resilience.local_node import LocalNode
 from meshwright.resilience.messages import Device, Fence, Message, NodeReport, Order, Ready
 from meshwright.resilience.peers import Hub, PeerConnection, until

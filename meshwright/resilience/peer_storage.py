@@ -17,11 +17,11 @@ from meshwright.checkpoint.star import StarAgreement
 from meshwright.errors import CheckpointError
 from meshwright.launch.contract import NodeRanks
 from meshwright.launch.rendezvous import interface_of, link_bytes_s, listen_at, open_store_socket
-from meshwright.resilience.courier import Helper, Inlet, start_courier, start_shelf
+from meshwright.resilience.courier import Inlet, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
-from meshwright.resilience.generation_ranks import GenerationRanks, job_origin
+from meshwright.resilience.generation_ranks import Fence, GenerationRanks, Watch, job_origin
+from meshwright.resilience.helper import Helper
 from meshwright.resilience.host_memory_budget import held_for_others, largest_snapshot
-from meshwright.resilience.local_node import Fence, Watch
 from meshwright.resilience.messages import Address, Order, Ports
 from meshwright.resilience.orders import ranks_to_copy
 from meshwright.resilience.spare_copies import SpareCopies
@@ -35,7 +35,7 @@ _LISTENERS = ("store", "shelf", "courier", "disk")
 
 
 class PeerStorage:
-    """Copies the state of a node's ranks to other nodes and to their common disk; a `StateStorage`.
+    """Copies the state of a node's ranks to other nodes and to their common disk.
 
     Args:
         node: this node's number.

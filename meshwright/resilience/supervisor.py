@@ -18,7 +18,7 @@ from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.resilience.controller import Controller, Planning
 from meshwright.resilience.descriptors import ensure, needed
-from meshwright.resilience.local_node import LocalNode, StateStorage
+from meshwright.resilience.local_node import LocalNode
 from meshwright.resilience.local_storage import LocalStorage
 from meshwright.resilience.membership import Membership
 from meshwright.train.outcome import TrainOutcome
@@ -47,7 +47,7 @@ class Supervisor:
         self._local = self._make_node()
 
     def _make_node(self) -> LocalNode:
-        storage: StateStorage = LocalStorage(self._job, self.event)
+        storage = LocalStorage(self._job, self.event)
         return LocalNode(self._job, self._devices, self._planning.remake, self.event, storage)
 
     def run(self) -> TrainOutcome:

@@ -208,7 +208,7 @@ def test_plans_are_made_ahead_by_another_process() -> None:
     ahead.learn(8, "the first")
     ahead.start([7, 5])
     end = time.monotonic() + 20
-    while ahead._pid and time.monotonic() < end:
+    while ahead._helper and time.monotonic() < end:
         ahead._collect()
         time.sleep(0.01)
     assert ahead.answer(8) == ("the first", True) and ahead.answer(7) == ("layout of 7", True)
@@ -357,12 +357,12 @@ def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path
 
     leave(0, [(0, part)])
     writer.poll(segments, Layout(), control)
-    assert not writer._pid, "rank 1 has not even opened its own"
+    assert not writer.busy, "rank 1 has not even opened its own"
     leave(1, [])
     checksum = os.pread(segments[1].fd, 4, 56)
     os.pwrite(segments[1].fd, bytes(4), 56)
     writer.poll(segments, Layout(), control)
-    assert not writer._pid, "rank 1 was preempted in the middle of its header"
+    assert not writer.busy, "rank 1 was preempted in the middle of its header"
     os.pwrite(segments[1].fd, checksum, 56)
     writer.poll(segments, Layout(), control)
     other = Control()
