@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.models.table import sharding_table
 from meshwright.parallel import build as builder
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.mesh import Mesh

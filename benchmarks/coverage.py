@@ -189,9 +189,9 @@ def _read(pipe: int) -> bytes:
 def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
     """Builds and verifies one type, writing each result as it is reached."""
     from meshwright.errors import MeshwrightError
+    from meshwright.models.analysis.experts import find_experts
     from meshwright.models.build import BuiltModel, build_meta
     from meshwright.models.config import ModelConfig
-    from meshwright.models.experts import find_experts
     from meshwright.proof.reference import OptimizerRecipe
     from meshwright.proof.verify import Case, made_up_batches, verify
     from meshwright.spec.layout import Layout
@@ -269,7 +269,7 @@ def runs_alone(built: Any) -> str:
 
 def remember_tables(built: Any, tell: Any) -> None:
     """Reads each table once, and tells what share of the layers' parameters it splits and what stays whole."""
-    from meshwright.models import table as tables
+    from meshwright.models.analysis import table as tables
     from meshwright.train import model_analysis
 
     held: dict[int, Any] = {}

@@ -10,7 +10,7 @@ from rich.table import Table
 
 import meshwright
 from meshwright.cli.arguments import answer
-from meshwright.cli.plan_page import write_page
+from meshwright.cli.main import load_file
 from meshwright.jobs.plan_model import ScalingResult, model_of_sizes, plan_model, scale_model, spans_devices
 from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.requests import PlanConfig
@@ -39,7 +39,8 @@ def answer_plan(config: PlanConfig, as_json: bool) -> int:
     result = plan_model(config, model)
     question, choice, compared = result.question, result.choice, dict(result.compared)
     if config.html:
-        to_stderr(f"page: {write_page(Path(config.html), question, choice, compared)}")
+        page = load_file("plan_page").write_page(Path(config.html), question, choice, compared)
+        to_stderr(f"page: {page}")
     if as_json:
         answer(json.dumps(result.to_json(), indent=2))
     else:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
-from meshwright.monitor.bars import stacked_bars
-from meshwright.monitor.page import page, table, tiles
+from markupsafe import Markup
+
+from meshwright.monitor.charts import scatter_chart, stacked_bars
+from meshwright.monitor.page import Section, drawing, note, page, table, tiles, title
 from meshwright.planner.choose import Choice, Question
 from meshwright.planner.explain import NAMES, against, reason
 from meshwright.planner.timeline import timeline
@@ -31,23 +32,21 @@ def write_page(path: Path, question: Question, choice: Choice, compared: dict[st
         compared: layouts that the user named, with why they lose.
     """
     job, best = question.job, choice.best[0]
-    title = f"{job.shape.name} on {question.cluster}"
-    summary = f"{best.layout}: {reason(question, choice)}"
-    sections = [f"<h1>{escape(title)}</h1>", f'<p class="sub">{escape(summary)}</p>']
-    sections.append(_summary_tiles(question, choice))
-    sections.append("<h2>The best layouts</h2>" + _ranking_table(question, choice))
-    if compared:
-        sections.append("<h2>Your layouts</h2>" + table(("layout", "why"), list(compared.items())))
+    name = f"{job.shape.name} on {question.cluster}"
+    sections: list[Section] = [
+        ("", [title(name, f"{best.layout}: {reason(question, choice)}"), _summary_tiles(question, choice)]),
+        ("The best layouts", [_ranking_table(question, choice)]),
+        ("Your layouts", [table(("layout", "why"), list(compared.items()))] if compared else []),
+    ]
     rows = [
         (
             str(candidate.layout.degrees or "one device"),
-            {NAMES[name]: value for name, value in candidate.price.parts.items()},
+            {NAMES[part]: seconds for part, seconds in candidate.price.parts.items()},
         )
         for candidate in choice.shown[:6]
     ]
-    sections.append(
-        "<h2>Parts of a step</h2>" + stacked_bars(_drop_invisible_parts(rows), "seconds of a step", format_seconds)
-    )
+    seconds_figure = stacked_bars(_drop_invisible_parts(rows), "seconds of a step", format_seconds)
+    sections.append(("Parts of a step", [seconds_figure]))
     stages = best.price.stages
     # Of more stages than fit, every so many has a bar.
     stage_stride = max(1, math.ceil(len(stages) / MOST_BARS))
@@ -55,18 +54,19 @@ def write_page(path: Path, question: Question, choice: Choice, compared: dict[st
         (f"stage {stage_index}", dict(stages[stage_index].memory))
         for stage_index in range(0, len(stages), stage_stride)
     ]
-    sections.append("<h2>Memory of a rank of each stage</h2>" + stacked_bars(bars, "bytes of a rank", format_bytes))
+    sections.append(("Memory of a rank of each stage", [stacked_bars(bars, "bytes of a rank", format_bytes)]))
     simulated = timeline(job, best.layout, question.machine, question.runtime) if question.cluster.uniform else None
     if simulated is not None and len(simulated.timeline) <= MOST_SPANS:
-        sections.append("<h2>The pipeline of one step</h2><figure>" + draw.svg(simulated, 1060) + "</figure>")
-    sections.append("<h2>Time against memory</h2>" + _front_figure(question, choice))
-    sections += [f'<p class="small">{escape(note)}</p>' for note in choice.notes]
+        # The schedules draw themselves, and escape what they write.
+        sections.append(("The pipeline of one step", [drawing(Markup(draw.svg(simulated, 1060)))]))
+    sections.append(("Time against memory", _front_figure(question, choice)))
+    sections.append(("", [note(text) for text in choice.notes]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(title, "".join(sections)), encoding="utf-8")
+    path.write_text(page(name, sections), encoding="utf-8")
     return path
 
 
-def _summary_tiles(question: Question, choice: Choice) -> str:
+def _summary_tiles(question: Question, choice: Choice) -> Markup:
     best = choice.best[0]
     free = question.cluster.memory_bytes - best.price.peak
     entries = [
@@ -83,7 +83,7 @@ def _summary_tiles(question: Question, choice: Choice) -> str:
     return tiles(entries)
 
 
-def _ranking_table(question: Question, choice: Choice) -> str:
+def _ranking_table(question: Question, choice: Choice) -> Markup:
     best = choice.best[0]
     rows = []
     for candidate in choice.shown:
@@ -102,34 +102,14 @@ def _drop_invisible_parts(rows: Sequence[tuple[str, dict[str, float]]]) -> list[
     ]
 
 
-def _front_figure(question: Question, choice: Choice) -> str:
+def _front_figure(question: Question, choice: Choice) -> list[Markup]:
     """Draws the Pareto front of the layouts: seconds of a step against bytes of the fullest rank."""
-    points = choice.front
-    memory_bytes = question.cluster.memory_bytes
-    # A margin on either side, so that no point lies on the edge.
-    slow = max(step for step, _, _ in points) * 1.05
-    fast = min(step for step, _, _ in points) * 0.97
-    left_px, right_px, top_px, bottom_px = 70.0, 1030.0, 12.0, 240.0
-
-    def to_pixels(step: float, peak: float) -> tuple[float, float]:
-        fraction = (step - fast) / ((slow - fast) or 1.0)
-        return left_px + fraction * (right_px - left_px), bottom_px - peak / memory_bytes * (bottom_px - top_px)
-
-    marks = []
-    for step, peak, text in points:
-        x, y = to_pixels(step, peak)
-        note = f"{text}: {format_seconds(step)}, {format_bytes(peak)}"
-        marks.append(f'<circle class="dot f0" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(note)}</title></circle>')
-    for share in (0.25, 0.5, 0.75, 1.0):
-        y = bottom_px - share * (bottom_px - top_px)
-        marks.append(f'<line class="grid" x1="{left_px}" x2="{right_px}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(
-            f'<text x="{left_px - 6}" y="{y + 4:.1f}" text-anchor="end">{format_bytes(share * memory_bytes)}</text>'
-        )
-    for share in (0.0, 0.5, 1.0):
-        x = left_px + share * (right_px - left_px)
-        label = format_seconds(fast + share * (slow - fast))
-        marks.append(f'<text x="{x:.1f}" y="{bottom_px + 18}" text-anchor="middle">{label}</text>')
-    drawn = f'<svg viewBox="0 0 1046 264" role="img" aria-label="time against memory">{"".join(marks)}</svg>'
-    rows = [(text, format_seconds(step), format_bytes(peak)) for step, peak, text in points]
-    return f"<figure>{drawn}</figure>" + table(("layout", "step", "fullest rank"), rows, (1, 2))
+    texts = [(text, format_seconds(step), format_bytes(peak)) for step, peak, text in choice.front]
+    points = [
+        (step, float(peak), f"{text}: {seconds}, {memory}")
+        for (step, peak, _), (text, seconds, memory) in zip(choice.front, texts)
+    ]
+    labels = ("seconds of a step", "bytes of the fullest rank")
+    formats = (format_seconds, format_bytes)
+    figure = scatter_chart(points, "Time against memory", labels, formats, question.cluster.memory_bytes)
+    return [figure, table(("layout", "step", "fullest rank"), texts, (1, 2))]

@@ -12,12 +12,12 @@ from meshwright.errors import MeshwrightError
 from meshwright.jobs.model_reading import model_parts
 from meshwright.jobs.module_stack import module_stacks
 from meshwright.jobs.requests import InspectConfig, Layouts, with_fields
+from meshwright.models.analysis.experts import find_experts
+from meshwright.models.analysis.layer_graph import read_layer_graph
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.models.experts import find_experts
-from meshwright.models.layer_graph import read_layer_graph
 from meshwright.models.measure import measure_shape
-from meshwright.models.table import sharding_table
 from meshwright.parallel import expert
 from meshwright.parallel.build import check
 from meshwright.planner.memory import Position, paper_memory, position_memory

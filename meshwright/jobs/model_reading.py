@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.errors import MeshwrightError
+from meshwright.models.analysis.experts import routes_wide
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.experts import routes_wide
-from meshwright.models.table import sharding_table
 from meshwright.models.work import measure_model
 from meshwright.planner.measured_price import Measure
 from meshwright.planner.memory import ModelParts, StateSizes

@@ -38,8 +38,9 @@ class ModuleStack:
 def module_stacks(built: BuiltModel, layout: Layout, name: str, rank: int = 0) -> list[ModuleStack]:
     """Builds one rank of a layout without memory or other ranks, and reads off what its modules are wrapped in.
 
-    It does so in a process of its own: something of the pretended group outlives its end, and ranks that were forked
-    from the same process afterwards didn't sum their gradients.
+    It does so in a process of its own. DTensor caches, per process, the mesh on which a result lies, under a
+    key that leaves out which rank the process is: a rank that is forked later would get results that take it for the
+    pretended one, and wouldn't sum its gradients.
 
     Args:
         built: the model on meta; it stays as it is.

@@ -37,8 +37,8 @@ from meshwright.launch.choice import choose_launcher
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.torchrun import TorchrunLauncher
+from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.measure import measure_shape
-from meshwright.models.probe import check_documents
 from meshwright.resilience.agent import Agent, Seat
 from meshwright.resilience.controller import Planning
 from meshwright.resilience.keeper import await_keeper

@@ -16,12 +16,12 @@ from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.proof_reports import VerifyReport
 from meshwright.jobs.requests import Layouts, VerifyConfig, with_fields
 from meshwright.launch.devices import found_devices
+from meshwright.models.analysis.clone import shrink, with_every_kind
+from meshwright.models.analysis.document_masks import check_documents
+from meshwright.models.analysis.experts import find_experts
+from meshwright.models.analysis.table import SMALL, clone_of
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import shrink, with_every_kind
 from meshwright.models.config import ModelConfig
-from meshwright.models.experts import find_experts
-from meshwright.models.probe import check_documents
-from meshwright.models.table import SMALL, clone_of
 from meshwright.proof.compare import Verdict
 from meshwright.proof.layouts import all_layouts, layers_needed
 from meshwright.proof.reference import OptimizerRecipe

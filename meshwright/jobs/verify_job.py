@@ -13,8 +13,8 @@ from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.proof_reports import JobReport
 from meshwright.jobs.requests import Layouts
 from meshwright.jobs.run_directory import PLAN, refuse_code, run_config
+from meshwright.models.analysis.clone import shrink
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.proof.job import JobCase, JobVerdict, scaled_config
 from meshwright.proof.job import verify_job as prove_job

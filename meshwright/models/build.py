@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.config import ModelConfig
@@ -24,6 +25,7 @@ from meshwright.models.deferred import (
     materialise_tensor,
     recipe_of,
 )
+from meshwright.models.family import check_kernels, directory_config, family_config
 from meshwright.models.recorder import record
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.models.weights import SafetensorsSource
@@ -171,10 +173,6 @@ def use_float64(module: nn.Module) -> None:
 
 def _transformers_factory(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
     """Returns a function that builds a transformers model of the config."""
-    from transformers import AutoModelForCausalLM
-
-    from meshwright.models.family import check_kernels, directory_config, family_config
-
     config_of = directory_config if config.kind == "directory" else family_config
     hf_config = config_of(config, vocab, context)
     check_kernels(config.name, hf_config)

@@ -81,7 +81,7 @@ def model_output(
 
     A transformers model isn't handed the targets here. Another module gets them when its forward has an argument for
     them (``targets``, ``labels``, ``y``); if it returns logits for every token these are used, else its loss. Terms
-    that a model adds to the cross-entropy of its logits are found by `models.objective_trial` and trained by
+    that a model adds to the cross-entropy of its logits are found by `models.analysis.objective_trial` and trained by
     `author_output`.
 
     Args:

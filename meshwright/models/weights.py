@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from meshwright.errors import CheckpointError
 from meshwright.models.deferred import Box
@@ -196,9 +198,6 @@ def _conversions(module: nn.Module) -> tuple[Any, dict[str, Any]]:
     """Returns transformers' renaming of one key to (name, pattern), and its conversions by pattern."""
     if not hasattr(module, "base_model_prefix"):
         return (lambda key: (key, None)), {}
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     mapping = get_model_conversion_mapping(module)
     renamings = [value for value in mapping if isinstance(value, WeightRenaming)]
     converters = [value for value in mapping if isinstance(value, WeightConverter)]

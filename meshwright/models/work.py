@@ -16,9 +16,9 @@ from torch import nn
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel
-from meshwright.models.draw_trial import may_draw
 from meshwright.models.forward import model_output
 from meshwright.models.operators import BlankGroup, faked, measure_work
+from meshwright.models.random_draws import may_draw
 from meshwright.parallel import tensor
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.random_ops import RandomOpsMode

@@ -1,15 +1,34 @@
-"""Curves with axes as inline SVG text; colours are CSS classes of the page."""
+"""Charts as inline SVG: this module computes positions, ``templates/charts.html`` writes them as markup."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import ArrayLike, NDArray
+
+from meshwright.monitor.page import macro
 
 COLOURS = 7
+"""Colours of the page: s0 to s6 for lines, f0 to f6 for areas."""
 _MAX_POINTS = 360
+_WIDTH = 1046
+"""CSS pixels of a chart as wide as the page."""
+_NARROW_CELL = 90.0
+"""Pixels of a cell's width below which it shows its name alone."""
+
+_empty = macro("charts.html", "empty")
+_render_lines = macro("charts.html", "line_chart")
+_render_scatter = macro("charts.html", "scatter_chart")
+_render_bars = macro("charts.html", "bar_chart")
+_render_cells = macro("charts.html", "cell_grid")
+
+Ticks = Sequence[tuple[float, str]]
+"""Position or value, and text, of each tick of an axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,22 +61,47 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The mapping from values to the drawing."""
+    """The mapping from values to the drawing, and the ticks of both axes in pixels."""
 
     x0: float
     x1: float
     y0: float
     y1: float
-    right: float
+    width: int
     left: float = 62.0
     top: float = 18.0
     bottom: float = 236.0
+    x_values: Ticks = ()
+    y_values: Ticks = ()
+
+    @property
+    def right(self) -> float:
+        return self.width - 16.0
 
     def at_x(self, value: float) -> float:
         return self.left + (value - self.x0) / (self.x1 - self.x0) * (self.right - self.left)
 
     def at_y(self, value: float) -> float:
         return self.bottom - (value - self.y0) / (self.y1 - self.y0) * (self.bottom - self.top)
+
+    @property
+    def x_ticks(self) -> Ticks:
+        return [(self.at_x(value), text) for value, text in self.x_values]
+
+    @property
+    def y_ticks(self) -> Ticks:
+        return [(self.at_y(value), text) for value, text in self.y_values]
+
+    def path(self, x: Sequence[float], y: Sequence[float]) -> str:
+        """Returns the SVG path of a curve; a value that isn't finite lifts the pen."""
+        commands, command = [], "M"
+        for x_value, y_value in zip(x, y):
+            if not math.isfinite(y_value):
+                command = "M"
+                continue
+            commands.append(f"{command}{self.at_x(x_value):.1f} {self.at_y(y_value):.1f}")
+            command = "L"
+        return "".join(commands)
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -102,7 +146,7 @@ def line_chart(
     skipped: Sequence[float] = (),
     from_zero: bool = False,
     width: int = 520,
-) -> str:
+) -> Markup:
     """Draws curves over steps.
 
     Args:
@@ -119,24 +163,21 @@ def line_chart(
     """
     drawn_series = [curve for curve in series if any(math.isfinite(value) for value in curve.y)]
     if not drawn_series:
-        return f'<figure><p class="none">No values for {escape(title)}.</p></figure>'
+        return _empty(title)
     frame, clipped_count = _frame(drawn_series, from_zero, width)
-    elements = [_axes(frame, "step", y_label)]
-    mark_elements = [_mark(frame, mark) for mark in marks if frame.x0 <= mark.x <= frame.x1]
-    elements += [line for line, _ in mark_elements] + [label for _, label in mark_elements]
-    elements += [_triangle(frame, x) for x in skipped if frame.x0 <= x <= frame.x1]
-    body = "".join(_curve(frame, curve) for curve in drawn_series)
-    # Ids of clip paths share one page: a checksum of the title keeps them apart.
-    clip = f"clip{zlib.crc32(title.encode())}"
-    size = f'width="{frame.right - frame.left + 4}" height="{frame.bottom - frame.top + 8}"'
-    rect = f'<rect x="{frame.left}" y="{frame.top - 4}" {size}/>'
-    elements.append(f'<clipPath id="{clip}">{rect}</clipPath><g clip-path="url(#{clip})">{body}</g>')
-    if clipped_count:
-        note = f"{clipped_count} value{'s' if clipped_count > 1 else ''} above the frame"
-        elements.append(f'<text class="note" x="{frame.right}" y="{frame.top - 5}" text-anchor="end">{note}</text>')
-    legend_keys = [(curve.colour, curve.label) for curve in drawn_series] if len(drawn_series) > 1 else []
-    remark = f'<span class="tri">▲</span> skipped step ({len(skipped)})' if skipped else ""
-    return f"<figure>{legend(title, legend_keys, remark)}{svg(width, 282, title, ''.join(elements))}</figure>"
+    return _render_lines(
+        title=title,
+        frame=frame,
+        curves=[_curve(frame, curve) for curve in drawn_series],
+        marks=[(frame.at_x(mark.x), mark.label) for mark in marks if frame.x0 <= mark.x <= frame.x1],
+        skipped=[(frame.at_x(step), f"{step:g}") for step in skipped if frame.x0 <= step <= frame.x1],
+        x_label="step",
+        y_label=y_label,
+        keys=[(curve.colour, curve.label) for curve in drawn_series] if len(drawn_series) > 1 else [],
+        remark=f"{clipped_count} value{'s' if clipped_count > 1 else ''} above the frame" if clipped_count else "",
+        # Ids of clip paths share one page: a checksum of the title keeps them apart.
+        clip=f"clip{zlib.crc32(title.encode())}",
+    )
 
 
 def _frame(series: Sequence[Series], from_zero: bool, width: int) -> tuple[_Frame, int]:
@@ -151,83 +192,31 @@ def _frame(series: Sequence[Series], from_zero: bool, width: int) -> tuple[_Fram
     low = min(0.0, values[0]) if from_zero else values[0]
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     x0, x1 = min(steps), max(steps)
-    bottom = low if from_zero else low - margin
-    frame = _Frame(x0, x1 if x1 > x0 else x0 + 1, bottom, high + margin, right=width - 16.0)
-    return frame, sum(value > frame.y1 for value in values)
-
-
-def _axes(frame: _Frame, x_label: str, y_label: str) -> str:
-    """Draws grid lines, ticks and labels of both axes."""
-    elements = []
-    y_ticks = ticks(frame.y0, frame.y1)
-    step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else 1.0
-    for value in y_ticks:
-        y = frame.at_y(value)
-        elements.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        text = tick_text(value, step)
-        elements.append(f'<text class="tick" x="{frame.left - 7}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
+    x1, y0, y1 = x1 if x1 > x0 else x0 + 1, low if from_zero else low - margin, high + margin
     # Steps are whole numbers, so fractional ticks are dropped.
-    step_ticks = [value for value in ticks(frame.x0, frame.x1, 6 if frame.right < 600 else 11) if value == int(value)]
-    step = step_ticks[1] - step_ticks[0] if len(step_ticks) > 1 else 1.0
-    for value in step_ticks:
-        x, text = frame.at_x(value), tick_text(value, step)
-        elements.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.bottom}" y2="{frame.bottom + 4}"/>')
-        elements.append(f'<text class="tick" x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{text}</text>')
-    elements.append(
-        f'<line class="axis" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>'
-    )
-    centre_x, centre_y = (frame.left + frame.right) / 2, (frame.top + frame.bottom) / 2
-    elements.append(f'<text class="label" x="{centre_x}" y="274" text-anchor="middle">{escape(x_label)}</text>')
-    rotation = f'transform="rotate(-90 14 {centre_y})"'
-    elements.append(
-        f'<text class="label" x="14" y="{centre_y}" text-anchor="middle" {rotation}>{escape(y_label)}</text>'
-    )
-    return "".join(elements)
+    step_ticks = [value for value in ticks(x0, x1, 6 if width < 616 else 11) if value == int(value)]
+    frame = _Frame(x0, x1, y0, y1, width, x_values=_with_text(step_ticks), y_values=_with_text(ticks(y0, y1)))
+    return frame, sum(value > y1 for value in values)
 
 
-def _mark(frame: _Frame, mark: Mark) -> tuple[str, str]:
-    """Draws a mark; returns line and label apart, since labels are drawn over all lines."""
-    x = frame.at_x(mark.x)
-    # A label near the right edge is written to the left of its line, or it would leave the drawing.
-    anchor, shift = ("end", -4) if x > frame.right - 80 else ("start", 4)
-    line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>'
-    attributes = f'x="{x + shift:.1f}" y="{frame.top + 9}" text-anchor="{anchor}"'
-    return line, f'<text class="note halo" {attributes}>{escape(mark.label)}</text>' if mark.label else ""
+def _with_text(values: Sequence[float]) -> Ticks:
+    distance = values[1] - values[0] if len(values) > 1 else 1.0
+    return [(value, tick_text(value, distance)) for value in values]
 
 
-def _triangle(frame: _Frame, step: float) -> str:
-    x, y = frame.at_x(step), frame.bottom
-    return f'<path class="skip" d="M{x:.1f} {y - 8:.1f}l4 7h-8z"><title>step {step:g} skipped</title></path>'
-
-
-def _curve(frame: _Frame, curve: Series) -> str:
-    """Draws one series: raw values and mean where it is smoothed, else a line, with dots if wanted."""
-    colour = f"s{curve.colour % COLOURS}"
+def _curve(frame: _Frame, curve: Series) -> dict[str, object]:
+    """Returns a curve's colour, its paths by CSS class, and its dots in pixels with their text."""
+    paths, dots = [("line", frame.path(*envelope(curve.x, curve.y)))], []
     if curve.smooth and len(curve.y) >= 30:
         # A spike counts as the frame's edge, or it would lift the mean over its whole window.
         mean = smoothed([min(value, frame.y1) if math.isfinite(value) else math.nan for value in curve.y])
         # The raw values stay visible behind the mean, thinned by envelope so that spikes show.
-        raw = f'<path class="raw {colour}" d="{_path(frame, *envelope(curve.x, curve.y))}"/>'
-        return raw + f'<path class="line {colour}" d="{_path(frame, *thinned(curve.x, mean))}"/>'
-    path = f'<path class="line {colour}" d="{_path(frame, *envelope(curve.x, curve.y))}"/>'
-    if curve.dots:
-        for x, y in zip(curve.x, curve.y):
-            if math.isfinite(y):
-                attributes = f'cx="{frame.at_x(x):.1f}" cy="{frame.at_y(y):.1f}"'
-                path += f'<circle class="dot {colour}" {attributes} r="3"><title>step {x:g}: {y:.5g}</title></circle>'
-    return path
-
-
-def _path(frame: _Frame, x: Sequence[float], y: Sequence[float]) -> str:
-    """Returns the SVG path of a curve; a value that isn't finite lifts the pen."""
-    commands, command = [], "M"
-    for x_value, y_value in zip(x, y):
-        if not math.isfinite(y_value):
-            command = "M"
-            continue
-        commands.append(f"{command}{frame.at_x(x_value):.1f} {frame.at_y(y_value):.1f}")
-        command = "L"
-    return "".join(commands)
+        paths = [("raw", paths[0][1]), ("line", frame.path(*_thinned(curve.x, mean)))]
+    elif curve.dots:
+        dots = [
+            (frame.at_x(x), frame.at_y(y), f"step {x:g}: {y:.5g}") for x, y in zip(curve.x, curve.y) if math.isfinite(y)
+        ]
+    return {"colour": curve.colour % COLOURS, "paths": paths, "dots": dots}
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -235,58 +224,143 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
     The window shrinks towards both ends to stay centred, so that the ends are not bent.
     """
-    # Half of a fortieth on each side.
-    max_half = max(2, len(values) // 80)
+    y = np.asarray(values, dtype=np.float64)
+    is_finite = np.isfinite(y)
     # Prefix sums make each window two look-ups.
-    sums, counts = [0.0], [0]
-    for value in values:
-        is_finite = math.isfinite(value)
-        sums.append(sums[-1] + (value if is_finite else 0.0))
-        counts.append(counts[-1] + is_finite)
-    means = []
-    for index in range(len(values)):
-        half_width = min(max_half, index, len(values) - 1 - index)
-        low, high = index - half_width, index + half_width + 1
-        count = counts[high] - counts[low]
-        means.append((sums[high] - sums[low]) / count if count else math.nan)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, y, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_finite)])
+    index = np.arange(len(y))
+    # Half of a fortieth on each side.
+    half_width = np.minimum(max(2, len(y) // 80), np.minimum(index, len(y) - 1 - index))
+    low, high = index - half_width, index + half_width + 1
+    # A window without a finite value is 0 / 0.
+    with np.errstate(invalid="ignore"):
+        means: list[float] = ((sums[high] - sums[low]) / (counts[high] - counts[low])).tolist()
     return means
 
 
-def thinned(x: Sequence[float], y: Sequence[float], max_points: int = _MAX_POINTS) -> tuple[list[float], list[float]]:
-    """Selects at most about ``max_points`` evenly spaced points, including the last one."""
-    stride = max(1, math.ceil(len(x) / max_points))
-    indices = list(range(0, len(x), stride))
-    if indices and indices[-1] != len(x) - 1:
-        # The last point is the current value.
-        indices.append(len(x) - 1)
-    return [x[index] for index in indices], [y[index] for index in indices]
+def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Selects at most about `_MAX_POINTS` evenly spaced points, and the last one, which is the current value."""
+    stride = max(1, math.ceil(len(x) / _MAX_POINTS))
+    return _select(x, y, np.append(np.arange(0, len(x), stride), len(x) - 1))
 
 
 def envelope(x: Sequence[float], y: Sequence[float], span_count: int = _MAX_POINTS) -> tuple[list[float], list[float]]:
     """Selects the lowest and highest point of each of ``span_count`` spans, so that thinning loses no spike."""
     if len(x) <= 2 * span_count:
         return list(x), list(y)
-    indices: set[int] = {0, len(x) - 1}
-    for span in range(span_count):
-        finite = [
-            index
-            for index in range(len(x) * span // span_count, len(x) * (span + 1) // span_count)
-            if math.isfinite(y[index])
-        ]
-        if finite:
-            indices |= {min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)}
-    order = sorted(indices)
-    return [x[index] for index in order], [y[index] for index in order]
+    values, indices = np.asarray(y, dtype=np.float64), [0, len(x) - 1]
+    for span in np.array_split(np.arange(len(x)), span_count):
+        finite = span[np.isfinite(values[span])]
+        if len(finite):
+            indices += [finite[values[finite].argmin()], finite[values[finite].argmax()]]
+    return _select(x, y, indices)
 
 
-def legend(title: str, entries: Sequence[tuple[int, str]], extra: str = "") -> str:
-    """Renders a figure's caption: title, colours with their names, and a remark as HTML."""
-    colour_keys = [f'<i class="b{colour % COLOURS}"></i>{escape(name)}' for colour, name in entries]
-    key_spans = "".join(f'<span class="key">{entry}</span>' for entry in [*colour_keys, *([extra] if extra else [])])
-    return f"<figcaption><b>{escape(title)}</b>{key_spans}</figcaption>"
+def _select(x: Sequence[float], y: Sequence[float], indices: ArrayLike) -> tuple[list[float], list[float]]:
+    order: NDArray[np.int64] = np.unique(indices)
+    return np.asarray(x, dtype=np.float64)[order].tolist(), np.asarray(y, dtype=np.float64)[order].tolist()
 
 
-def svg(width: int, height: int, title: str, body: str) -> str:
-    """Wraps elements into an SVG drawing that shrinks where the page is narrower."""
-    attributes = f'viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{escape(title)}"'
-    return f"<svg {attributes}>{body}</svg>"
+def scatter_chart(
+    points: Sequence[tuple[float, float, str]],
+    title: str,
+    labels: tuple[str, str],
+    formats: tuple[Callable[[float], str], Callable[[float], str]],
+    y_end: float,
+) -> Markup:
+    """Draws points; the y axis goes from zero to a given value.
+
+    Args:
+        points: x, y and text of each.
+        title: caption.
+        labels: quantity of each axis.
+        formats: format a value of x, and one of y.
+        y_end: upper end of the y axis.
+    """
+    # A margin on either side, so that no point lies on the edge.
+    x1 = max(x for x, _, _ in points) * 1.05
+    x0 = min(x for x, _, _ in points) * 0.97
+    x_values = [(value, formats[0](value)) for value in (x0, (x0 + x1) / 2, x1)]
+    y_values = [(share * y_end, formats[1](share * y_end)) for share in (0.25, 0.5, 0.75, 1.0)]
+    # The left edge leaves room for ticks such as "512.0 GiB".
+    frame = _Frame(x0, x1, 0.0, y_end, _WIDTH, left=92.0, x_values=x_values, y_values=y_values)
+    return _render_scatter(title, frame, [(frame.at_x(x), frame.at_y(y), text) for x, y, text in points], *labels)
+
+
+def stacked_bars(
+    rows: Sequence[tuple[str, Mapping[str, float]]], title: str, format_value: Callable[[float], str]
+) -> Markup:
+    """Draws one bar of stacked segments a row, a colour for each name; arguments as of `bar_chart`."""
+    names = dict.fromkeys(name for _, segments in rows for name in segments)
+    colours = {name: index for index, name in enumerate(names)}
+    return bar_chart([(label, [segments]) for label, segments in rows], title, format_value, colours)
+
+
+def bar_chart(
+    rows: Sequence[tuple[str, Sequence[Mapping[str, float | None]]]],
+    title: str,
+    format_value: Callable[[float], str],
+    colours: Mapping[str, int],
+) -> Markup:
+    """Draws horizontal bars of stacked segments on one scale, each with its sum behind it.
+
+    Args:
+        rows: label of each row, and its bars: value of each segment by name; None is written as not known.
+        title: caption.
+        format_value: formats a value.
+        colours: colour of each segment's name; the legend lists them where a row has several values.
+    """
+    bar_count = max((len(bars) for _, bars in rows), default=1)
+    longest = max((sum(value or 0.0 for value in bar.values()) for _, bars in rows for bar in bars), default=0.0)
+    if not longest > 0:
+        return _empty(title)
+    # Two bars of a row are thinner and closer than those of two rows.
+    left, width, thickness = 150.0, 760.0, 22 if bar_count == 1 else 12
+    pitch = bar_count * (thickness + 3) + 8
+    drawn_rows = []
+    for row_index, (label, bars) in enumerate(rows):
+        top, drawn_bars = 6 + pitch * row_index, []
+        for bar_index, bar in enumerate(bars):
+            total, x, segments = sum(value or 0.0 for value in bar.values()), left, []
+            for name, value in bar.items():
+                segment_width = (value or 0.0) / longest * width
+                share = f"{(value or 0.0) / total:.0%}" if total and len(bar) > 1 else ""
+                note = f"{name}: {format_value(value or 0.0)}, {share}" if share else ""
+                segments.append((x, segment_width, colours[name] % COLOURS, share, note))
+                x += segment_width
+            unknown = [name for name, value in bar.items() if value is None]
+            text = f"not {unknown[0]}" if unknown else format_value(total)
+            drawn_bars.append((top + (thickness + 3) * bar_index, segments, x, text))
+        drawn_rows.append((top + (bar_count * (thickness + 3) - 3) / 2, label, drawn_bars))
+    has_legend = any(len(bars) > 1 or len(bar) > 1 for _, bars in rows for bar in bars)
+    keys = [(colour % COLOURS, name) for name, colour in colours.items()] if has_legend else []
+    return _render_bars(title, 6 + pitch * len(rows), left, thickness, drawn_rows, keys)
+
+
+def cell_grid(
+    cells: Sequence[tuple[str, Sequence[str]]], columns: int, title: str, remark: str, axes: tuple[str, str]
+) -> Markup:
+    """Draws cells with text in rows from left to right.
+
+    Args:
+        cells: name of each, and its lines of text, all as many; where cells are narrow, names alone are drawn.
+        columns: cells of a row.
+        title: caption.
+        remark: text beside it.
+        axes: what runs to the right and what downwards; empty for nothing.
+    """
+    cell_width = min(190.0, 990.0 / columns)
+    is_narrow = cell_width < _NARROW_CELL
+    cell_height = 32 + (0 if is_narrow else 15 * max(len(lines) for _, lines in cells))
+    drawn_cells = [
+        (
+            46 + index % columns * cell_width,
+            26 + index // columns * cell_height,
+            name.rpartition(" ")[2] if is_narrow else name,
+            () if is_narrow else lines,
+        )
+        for index, (name, lines) in enumerate(cells)
+    ]
+    height = 34 + math.ceil(len(cells) / columns) * cell_height
+    return _render_cells(title, remark, drawn_cells, _WIDTH, height, cell_width, cell_height, *axes)

@@ -12,27 +12,26 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from html import escape
 from pathlib import Path
 
-from meshwright.monitor.drift import measure
-from meshwright.monitor.grid import layout_grid
-from meshwright.monitor.page import page, table, tiles
+from markupsafe import Markup
+
+from meshwright.monitor.page import Section, folded, note, page, preformatted, table, tiles, title
 from meshwright.monitor.progress import spans
 from meshwright.monitor.rundir import RunFiles, column, number, read_run
-from meshwright.monitor.sections import compression, compressors, course, drift, memory, time, traffic
+from meshwright.monitor.sections import compression, compressors, course, drift, layout_grid, memory, time, traffic
 from meshwright.units import format_bytes, format_count, format_seconds
 
 REPORT = "report.html"
 _MAX_EVENTS = 300
 
 
-def _render_safely(render: Callable[[], str]) -> str:
+def _render_safely(render: Callable[[], list[Markup]]) -> list[Markup]:
     """Renders a section; where its files hold values of other types, a sentence says so."""
     try:
         return render()
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        return f"<p>The files that this is drawn from are damaged ({type(error).__name__}).</p>"
+        return [note(f"The files that this is drawn from are damaged ({type(error).__name__}).")]
 
 
 def write_report(run_dir: Path, bound: float = 0.25) -> Path:
@@ -49,34 +48,30 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
         OSError: when it can't be written.
     """
     run = read_run(run_dir)
-    measured = measure(run.steps)
-    section_renderers: list[tuple[str, Callable[[], str]]] = [
+    renderers: list[tuple[str, Callable[[], list[Markup]]]] = [
         ("", lambda: _head(run)),
         ("What ran", lambda: _what_ran(run)),
         ("Course", lambda: course(run)),
         ("Compression of the held-out text", lambda: compression(run)),
         ("Layout", lambda: layout_grid(run)),
         ("Time by part", lambda: time(run)),
-        ("Memory by part", lambda: memory(run, measured)),
+        ("Memory by part", lambda: memory(run)),
         ("Traffic", lambda: traffic(run)),
-        ("Planned against measured", lambda: drift(run, measured, bound)),
+        ("Planned against measured", lambda: drift(run, bound)),
         ("Samples", lambda: _samples(run)),
         ("Events", lambda: _events(run)),
     ]
     # Sections are rendered one by one: damaged files spoil their own section alone.
-    sections = [(name, _render_safely(draw)) for name, draw in section_renderers]
-    body = "".join(
-        (f"<h2>{name}</h2>" if name else "") + section_html for name, section_html in sections if section_html
-    )
+    sections: list[Section] = [(heading, _render_safely(render)) for heading, render in renderers]
     path = run_dir / REPORT
     temporary = path.with_name(f"{REPORT}.{os.getpid()}.new")
-    temporary.write_text(page(f"{run.path.name} · meshwright", body), encoding="utf-8")
+    temporary.write_text(page(f"{run.path.name} · meshwright", sections), encoding="utf-8")
     # A browser that reloads never sees half a report.
     temporary.replace(path)
     return path
 
 
-def _head(run: RunFiles) -> str:
+def _head(run: RunFiles) -> list[Markup]:
     """Renders title, state and the tiles of main figures."""
     steps_done = run.steps[-1]["step"] if run.steps else 0
     started = number(run.events[0].get("time")) if run.events else math.nan
@@ -85,8 +80,7 @@ def _head(run: RunFiles) -> str:
         facts.append(run.layout)
     if math.isfinite(started):
         facts.append(datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"))
-    subtitle = f'<p class="sub">{escape(" · ".join(facts))}</p>'
-    return f"<h1>{escape(run.path.resolve().name)}</h1>{subtitle}{tiles(_numbers(run))}"
+    return [title(run.path.resolve().name, " · ".join(facts)), tiles(_numbers(run))]
 
 
 def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
@@ -129,7 +123,7 @@ def _wall_time_text(run: RunFiles) -> str:
     return f"{format_seconds(max(times) - min(times))} from first to last event" if times else ""
 
 
-def _what_ran(run: RunFiles) -> str:
+def _what_ran(run: RunFiles) -> list[Markup]:
     """Renders the run's setup: its start event, config, layout and the plan's reasons."""
     rows: list[tuple[str, str]] = []
     # A resumed run has several; the last one describes the current setup.
@@ -148,8 +142,8 @@ def _what_ran(run: RunFiles) -> str:
     rows += [(f"not {name}", str(reason)) for name, reason in (run.plan.get("rejected") or {}).items()]
     elements = [table((), rows)] if rows else []
     if run.config_text:
-        elements.append(f"<details><summary>config.toml</summary><pre>{escape(run.config_text)}</pre></details>")
-    return "".join(elements)
+        elements.append(folded("config.toml", [preformatted(run.config_text)]))
+    return elements
 
 
 def _format_value(value: object) -> str:
@@ -160,22 +154,23 @@ def _format_value(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _samples(run: RunFiles) -> str:
+def _samples(run: RunFiles) -> list[Markup]:
     """Renders the last samples, the newest open and the others folded."""
     samples = run.of_kind("sampled")
-    elements = []
+    elements: list[list[Markup]] = []
     for event in reversed(samples[-6:]):
         origin = f"step {event.get('step', '?')}" + (f", prompt {event['prompt']!r}" if event.get("prompt") else "")
-        elements.append(f'<p class="small">{escape(origin)}</p><pre>{escape(str(event.get("text", "")))}</pre>')
+        elements.append([note(origin), preformatted(str(event.get("text", "")))])
     if len(elements) > 1:
-        elements[1:] = [f"<details><summary>earlier samples</summary>{''.join(elements[1:])}</details>"]
-    return "".join(elements)
+        earlier = [element for sample in elements[1:] for element in sample]
+        elements[1:] = [[folded("earlier samples", earlier)]]
+    return [element for sample in elements for element in sample]
 
 
-def _events(run: RunFiles) -> str:
+def _events(run: RunFiles) -> list[Markup]:
     """Renders the table of events; starts of consecutive ranks share a line."""
     if not run.events:
-        return ""
+        return []
     start_time = number(run.events[0].get("time"))
     table_rows: list[tuple[str, ...]] = []
     for kind, group in itertools.groupby(run.events, key=lambda event: event["kind"]):
@@ -190,7 +185,7 @@ def _events(run: RunFiles) -> str:
     if hidden_count > 0:
         # The first hundred and the latest events are kept, with the number of those between.
         table_rows[100 : 100 + hidden_count] = [("", "", f"{hidden_count} more", "", "")]
-    return table(("after", "who", "what", "data", "process"), table_rows, (0,))
+    return [table(("after", "who", "what", "data", "process"), table_rows, (0,))]
 
 
 def _event_row(event: Mapping[str, object], start_time: float) -> tuple[str, ...]:

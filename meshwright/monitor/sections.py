@@ -1,25 +1,34 @@
-"""Sections of the report with numbers: training curves, compression, time, memory, traffic, drift."""
+"""Sections of the report with figures: training curves, compression, layout, time, memory, traffic, drift."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from meshwright.monitor.bars import bars, paired_bars, stacked_bars
-from meshwright.monitor.charts import Mark, Series, line_chart
-from meshwright.monitor.drift import compare
-from meshwright.monitor.page import table
+from markupsafe import Markup
+
+from meshwright.errors import PlanError
+from meshwright.monitor.charts import Mark, Series, bar_chart, cell_grid, line_chart, stacked_bars
+from meshwright.monitor.drift import compare, measure
+from meshwright.monitor.page import note, strong, table, two_columns
 from meshwright.monitor.rundir import RunFiles, column, number
+from meshwright.records import JsonObject
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import row_axes
+from meshwright.spec.layout import Layout
 from meshwright.units import format_bytes, format_seconds
 
 _COMPRESSORS = ("gzip", "xz", "bzip2", "zstd")
+_MAX_RANKS = 256
+_MAX_COLUMNS = 16
+_GREY = 5
+"""The colour of what a run is compared with."""
 
 
-def course(run: RunFiles) -> str:
+def course(run: RunFiles) -> list[Markup]:
     """Renders the training curves: loss, gradient norm, learning rate, throughput, accuracy."""
     if not run.steps:
-        return '<p class="none">No step was recorded.</p>'
+        return [note("No step was recorded.", "none")]
     x = column(run.steps, "step")
     resumed = [step for step in column(run.of_kind("resumed"), "step") if math.isfinite(step)]
     resumed_text = "resumed" if len(resumed) < 4 else f"resumed {len(resumed)} times"
@@ -31,7 +40,7 @@ def course(run: RunFiles) -> str:
     evaluated = [event for event in run.of_kind("evaluated") if math.isfinite(number(event.get("step")))]
     evaluated.sort(key=lambda event: event["step"])
 
-    def chart(name: str, title: str, unit: str, more_series: Sequence[Series] = (), from_zero: bool = False) -> str:
+    def chart(name: str, title: str, unit: str, more_series: Sequence[Series] = (), from_zero: bool = False) -> Markup:
         training_series = Series(label="training", x=x, y=column(run.steps, name), smooth=name != "lr")
         skipped_steps = skipped if name in ("loss", "grad_norm") else ()
         return line_chart(
@@ -58,10 +67,10 @@ def course(run: RunFiles) -> str:
     if any(value > 0 for value in column(run.steps, "accuracy")):
         charts.append(chart("accuracy", "Accuracy", "share of tokens", validation("accuracy"), True))
     loss = chart("loss", "Loss", "nats per token", validation("loss"))
-    return f'{loss}<div class="two">{"".join(charts)}</div>'
+    return [loss, two_columns(charts)]
 
 
-def compressors(final: Mapping[str, Any]) -> list[tuple[str, float]]:
+def compressors(final: JsonObject) -> list[tuple[str, float]]:
     """Finds compressors' bits per byte in an event by substrings of its field names, also in nested fields."""
     # An event may have the figures one level down, in a table of compressors.
     nested = [value for value in final.values() if isinstance(value, Mapping)]
@@ -73,23 +82,64 @@ def compressors(final: Mapping[str, Any]) -> list[tuple[str, float]]:
     return bits_per_byte
 
 
-def compression(run: RunFiles) -> str:
+def compression(run: RunFiles) -> list[Markup]:
     """Renders the model's bits per byte beside those of compressors; empty where no evaluation has them."""
     final = run.final()
     ours = number(final.get("bits_per_byte"))
     if not math.isfinite(ours):
-        return ""
+        return []
     rows = [("this model", ours), *compressors(final)]
-    note = '<p class="small">Bits that each byte of the held-out text costs: fewer is better.</p>'
-    return note + bars(rows, "Bits per byte", lambda value: f"{value:.3f}")
+    return [
+        note("Bits that each byte of the held-out text costs: fewer is better."),
+        bar_chart(
+            [(name, [{name: value}]) for name, value in rows],
+            "Bits per byte",
+            lambda value: f"{value:.3f}",
+            {name: _GREY if index else 0 for index, (name, _) in enumerate(rows)},
+        ),
+    ]
 
 
-def time(run: RunFiles) -> str:
+def layout_grid(run: RunFiles) -> list[Markup]:
+    """Draws every rank at its position in the mesh: the innermost axis from left to right, all others downwards.
+
+    Args:
+        run: the run; the layout comes from its plan or step records, devices from its ``rank_started`` events.
+    """
+    try:
+        layout = Layout.parse(run.layout) if run.layout else None
+    except PlanError:
+        layout = None
+    if layout is None:
+        return []
+    shape = {name: degree for name, degree in layout.shape().items() if degree > 1} or {row_axes(Holds.COPY)[0]: 1}
+    # The innermost axis has consecutive ranks: it runs along a row.
+    *outer_names, inner_name = shape
+    drawn_ranks = min(layout.world, _MAX_RANKS)
+    devices = {
+        event.get("rank"): " ".join(str(event[key]) for key in ("host", "device") if event.get(key))
+        for event in run.of_kind("rank_started")
+    }
+    cells = []
+    for rank in range(drawn_ranks):
+        coordinates = layout.describe_rank(rank).partition(": ")[2].split(", ")
+        cells.append((f"rank {rank}", [*coordinates, *([devices.get(rank, "")] if devices else [])]))
+    figure = cell_grid(
+        cells,
+        min(shape[inner_name], _MAX_COLUMNS),
+        f"{layout.world} rank{'s' if layout.world > 1 else ''}",
+        f"the first {drawn_ranks} are drawn" if drawn_ranks < layout.world else "",
+        (f"{inner_name} ({shape[inner_name]})", " x ".join(f"{name} ({shape[name]})" for name in outer_names)),
+    )
+    return [strong(str(layout)), figure]
+
+
+def time(run: RunFiles) -> list[Markup]:
     """Renders the parts of a step's time as bars and a table."""
     # The first steps fill caches and choose kernels.
     warm = [step for step in run.steps[min(5, len(run.steps) // 2) :] if step.get("parts")]
     if not warm:
-        return ""
+        return []
     # The slowest hundredth, whose parts show what a slow step waits for.
     slow = sorted(warm, key=lambda step: number(step.get("step_s")))[-max(1, len(warm) // 100) :]
     rows = [("mean step", _mean_parts(warm))]
@@ -105,12 +155,13 @@ def time(run: RunFiles) -> str:
         for name in names
     ]
     headings = ("part", *(label for label, _ in rows))
-    return stacked_bars(rows, "Seconds of a step on rank 0", format_seconds) + table(
-        headings, table_rows, range(1, len(headings))
-    )
+    return [
+        stacked_bars(rows, "Seconds of a step on rank 0", format_seconds),
+        table(headings, table_rows, range(1, len(headings))),
+    ]
 
 
-def _mean_parts(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _mean_parts(steps: Sequence[JsonObject]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for step in steps:
         for name, seconds in step["parts"].items():
@@ -118,19 +169,27 @@ def _mean_parts(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: total / len(steps) for name, total in sums.items()}
 
 
-def memory(run: RunFiles, measured: Mapping[str, Any]) -> str:
+def memory(run: RunFiles) -> list[Markup]:
     """Renders the parts of a rank's memory, planned and measured, with the plan's formulas."""
     prediction = run.plan.get("prediction") or {}
     planned, formula = prediction.get("memory") or {}, prediction.get("formula") or {}
-    measured_bytes = measured["memory"]
+    measured_bytes = measure(run.steps)["memory"]
     names = [*planned, *(name for name in measured_bytes if name not in planned)]
     if not names:
-        return ""
+        return []
     group_order = ("parameters", "gradients", "optimizer")
     # State first, then activations and buffers; the peak sums them up and comes last.
     names.sort(key=lambda name: (group_order.index(name) if name in group_order else len(group_order), name == "peak"))
     rows = [(name, planned.get(name), measured_bytes.get(name)) for name in names]
-    figure = paired_bars(rows, ("planned", "measured"), "Bytes per rank", format_bytes)
+    figure = bar_chart(
+        [
+            (name, [{"planned": planned_value}, {"measured": measured_value}])
+            for name, planned_value, measured_value in rows
+        ],
+        "Bytes per rank",
+        format_bytes,
+        {"planned": _GREY, "measured": 0},
+    )
     table_rows = [
         (
             name,
@@ -139,11 +198,14 @@ def memory(run: RunFiles, measured: Mapping[str, Any]) -> str:
         )
         for name, planned_value, measured_value in rows
     ]
-    note = '<p class="small">Planned: of the fullest rank. Measured: the most that rank 0 held in any step.</p>'
-    return note + figure + table(("part", "planned bytes", "measured bytes", "formula"), table_rows, (1, 2))
+    return [
+        note("Planned: of the fullest rank. Measured: the most that rank 0 held in any step."),
+        figure,
+        table(("part", "planned bytes", "measured bytes", "formula"), table_rows, (1, 2)),
+    ]
 
 
-def traffic(run: RunFiles) -> str:
+def traffic(run: RunFiles) -> list[Markup]:
     """Renders rank 0's traffic by axis and operation."""
     warm = run.steps[min(5, len(run.steps) // 2) :]
     sums: dict[tuple[str, str], list[float]] = {}
@@ -153,7 +215,7 @@ def traffic(run: RunFiles) -> str:
             for index, name in enumerate(("calls", "bytes", "seconds", "exposed_s")):
                 entry[index] += total.get(name) or 0.0
     if not sums:
-        return '<p class="none">One rank, or no traffic recorded: nothing was sent.</p>' if run.steps else ""
+        return [note("One rank, or no traffic recorded: nothing was sent.", "none")] if run.steps else []
     table_rows, rows = [], []
     for (axis, op), values in sorted(sums.items()):
         calls, size, seconds, exposed = (value / len(warm) for value in values)
@@ -162,22 +224,25 @@ def traffic(run: RunFiles) -> str:
         table_rows.append((axis, op, f"{calls:.3g}", format_bytes(size), *times, speed))
         rows.append((f"{axis} {op}", {"stood still": exposed, "overlapped": max(0.0, seconds - exposed)}))
     headings = ("axis", "operation", "calls", "bytes", "time", "stood still", "bandwidth")
-    note = '<p class="small">Per step, as rank 0 saw it. Bytes that it put on the wire.</p>'
-    return note + stacked_bars(rows, "Seconds of a step", format_seconds) + table(headings, table_rows, range(2, 7))
+    return [
+        note("Per step, as rank 0 saw it. Bytes that it put on the wire."),
+        stacked_bars(rows, "Seconds of a step", format_seconds),
+        table(headings, table_rows, range(2, 7)),
+    ]
 
 
-def drift(run: RunFiles, measured: Mapping[str, Any], bound: float) -> str:
+def drift(run: RunFiles, bound: float) -> list[Markup]:
     """Renders the table of all quantities that were both planned and measured."""
-    drifts = compare(run.plan, measured, bound)
+    drifts = compare(run.plan, measure(run.steps), bound)
     if not drifts:
-        return ""
+        return []
     table_rows = []
     for drift in drifts:
         format_value = format_bytes if drift.part.startswith(("memory", "traffic")) else format_seconds
         relative = f"{drift.relative:+.1%}" if math.isfinite(drift.relative) else "not planned"
         values = (format_value(drift.planned), format_value(drift.measured))
         table_rows.append((drift.part, *values, relative, "beyond" if drift.beyond else "within"))
-    note = f'<p class="small">Marked where the difference exceeds {bound:.0%} of the plan. Times are medians.</p>'
-    return note + table(
-        ("part", "planned", "measured", "difference", "bound"), table_rows, (1, 2, 3), warning_text="beyond"
-    )
+    return [
+        note(f"Marked where the difference exceeds {bound:.0%} of the plan. Times are medians."),
+        table(("part", "planned", "measured", "difference", "bound"), table_rows, (1, 2, 3), "beyond"),
+    ]

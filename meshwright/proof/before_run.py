@@ -19,10 +19,10 @@ from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import count_cores, found_devices
 from meshwright.launch.fork import ForkLauncher
+from meshwright.models.analysis.clone import shrink, with_every_kind
+from meshwright.models.analysis.table import SMALL
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import shrink, with_every_kind
 from meshwright.models.config import ModelConfig
-from meshwright.models.table import SMALL
 from meshwright.parallel.build import check
 from meshwright.proof.compare import Verdict, one_line
 from meshwright.proof.layouts import layers_needed

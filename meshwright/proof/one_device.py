@@ -15,10 +15,10 @@ from meshwright.errors import PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
+from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.build import use_float64
 from meshwright.models.deferred import retie
 from meshwright.models.forward import author_output, model_output
-from meshwright.models.objective_trial import ForwardTrial
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import inlined
 from meshwright.parallel.moving_buffers import MovingBuffers

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.models.analysis.experts import find_experts
 from meshwright.models.build import BuiltModel
-from meshwright.models.experts import find_experts
 from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics

@@ -21,8 +21,8 @@ from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
-from meshwright.models.objective_trial import ForwardTrial, try_forward
-from meshwright.models.table import sharding_table
+from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
+from meshwright.models.analysis.table import sharding_table
 from meshwright.parallel.build import check
 from meshwright.proof.case import Case
 from meshwright.proof.compare import Verdict, merged, one_line

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.build import BuiltModel, is_transformers, use_float64, without_cache
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import check_complete, recipe_of
-from meshwright.models.draw_trial import drawing_parts
+from meshwright.models.random_draws import drawing_parts
 from meshwright.models.recorder import Recording, record
 from meshwright.models.sizes import DROPOUTS
 from meshwright.models.structure import ModelStructure, read_structure

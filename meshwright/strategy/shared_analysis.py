@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError, error_of
+from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.build import BuiltModel
-from meshwright.models.objective_trial import ForwardTrial
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.byte_collectives import broadcast_bytes
 from meshwright.records import RecordCodec, RecordError

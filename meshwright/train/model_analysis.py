@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
+from meshwright.models.analysis.context import Context, read_context, read_sequence
+from meshwright.models.analysis.experts import require_experts
+from meshwright.models.analysis.layer_graph import read_layer_graph
+from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel
-from meshwright.models.context import Context, read_context, read_sequence
-from meshwright.models.draw_trial import drawing_parts
-from meshwright.models.experts import require_experts
-from meshwright.models.layer_graph import read_layer_graph
-from meshwright.models.objective_trial import ForwardTrial, try_forward
-from meshwright.models.table import sharding_table
+from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel import tensor_stages
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows

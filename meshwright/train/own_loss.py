@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.models.analysis.objective import Objective
 from meshwright.models.forward import author_output
-from meshwright.models.objective import Objective
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.train.feed import MicroBatch

@@ -21,11 +21,11 @@ from meshwright.errors import ConfigError, RankError
 from meshwright.events import Event
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
+from meshwright.models.analysis.objective import Objective
+from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.build import BuiltModel, use_float64
-from meshwright.models.draw_trial import may_draw
 from meshwright.models.forward import model_output
-from meshwright.models.objective import Objective
-from meshwright.models.objective_trial import ForwardTrial
+from meshwright.models.random_draws import may_draw
 from meshwright.monitor.display import RunHeader
 from meshwright.monitor.flight import find_recorder
 from meshwright.monitor.monitor import Monitor

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.experts import find_experts
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
-from meshwright.models.experts import find_experts
 from meshwright.parallel import data_parallel, expert, token_dispatch
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.proof.reference import OptimizerRecipe

@@ -11,11 +11,11 @@ import torch
 
 from meshwright.cluster.calibration import Calibration
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.forward import model_forward
 from meshwright.models.measure import measure_shape
-from meshwright.models.table import sharding_table
 from meshwright.models.work import measure_model
 from meshwright.planner.cost.operators import work_seconds
 from meshwright.spec.model_shape import ModelWork

@@ -8,13 +8,13 @@ import torch
 import transformers
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.document_masks import check_documents, document_leak
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.export import export_hf
 from meshwright.models.forward import model_forward
 from meshwright.models.generate import generate_tokens
-from meshwright.models.probe import check_documents, document_leak
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
-from meshwright.models.objective_trial import try_forward
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward
-from meshwright.models.objective_trial import try_forward
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify

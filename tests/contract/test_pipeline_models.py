@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.layer_graph import read_layer_graph
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
-from meshwright.models.layer_graph import read_layer_graph
 from meshwright.parallel import pipeline
 from meshwright.parallel.pipeline import PipelineProgram
 from meshwright.parallel.stage import Stage
@@ -215,7 +215,7 @@ def _layer_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
             self.layers[0].forward = lambda hidden, *args, **kwargs: hidden
 
     monkeypatch.setattr(Stage, "arm", skip)
-    monkeypatch.setattr("meshwright.models.stage_rehearsal._compare", lambda *args: None)
+    monkeypatch.setattr("meshwright.models.analysis.stage_rehearsal._compare", lambda *args: None)
 
 
 def _wrong_share_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import transformers
 
 from meshwright.cli.main import main
 from meshwright.errors import PlanError
-from meshwright.models import context, table
+from meshwright.models.analysis import context, table
+from meshwright.models.analysis.clone import kinds_of, pairs, shrink, walk, with_every_kind
+from meshwright.models.analysis.context import trial_tokens
+from meshwright.models.analysis.rescale import rescale_group
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import kinds_of, pairs, shrink, walk, with_every_kind
 from meshwright.models.config import ModelConfig
-from meshwright.models.context import trial_tokens
-from meshwright.models.rescale import rescale_group
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, made_up_batches, verify
 from meshwright.spec.layout import Layout

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.models.table import sharding_table
 from meshwright.planner.memory import ModelParts, rest_bytes, state_memory
 from meshwright.proof.verify import made_up_batches
 from meshwright.spec.layout import Layout

@@ -21,10 +21,10 @@ from meshwright.cli.main import main
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.jobs.model_reading import model_parts
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.measure import measure_shape
-from meshwright.models.table import sharding_table
-from meshwright.monitor.grid import layout_grid
 from meshwright.monitor.rundir import read_run
+from meshwright.monitor.sections import layout_grid
 from meshwright.parallel.build import check
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
@@ -266,7 +266,10 @@ def test_a_run_is_that_of_the_original_and_goes_on_under_other_layouts(root: Pat
     plans = [json.loads((root / name / "plan.json").read_text()) for name in ("toy", "original")]
     assert plans[0]["layout"]["degrees"] == {"twin": 2, "shard": 2}
     assert plans[0]["prediction"]["memory"] == plans[1]["prediction"]["memory"]
-    assert "twin (2)" in layout_grid(read_run(root / "toy")) and "twin" in (root / "toy" / "report.html").read_text()
+    assert (
+        "twin (2)" in "".join(layout_grid(read_run(root / "toy")))
+        and "twin" in (root / "toy" / "report.html").read_text()
+    )
     later = train(root, "toy", "tp=2", 6, 2)
     again = train(root, "toy", "ring=2", 8, 2)
     last = train(root, "toy", "twin=2", 10, 2)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from meshwright.cli.main import main
+from meshwright.models.analysis.clone import shrink
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.gradient_reducer import GradientReducer

@@ -25,10 +25,10 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import MeshwrightError
 from meshwright.jobs.model_reading import model_parts
 from meshwright.launch.contract import RankContext
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.models.table import sharding_table
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.price import price

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "meshwright"
 FILE_LINES = 400
 FUNCTION_LINES = 60
-EAGER_ROOMS = ("spec", "parallel", "jobs", "cli")
+EAGER_ROOMS = ("spec", "parallel", "models", "jobs", "cli")
 """Rooms without imports inside functions: what a module needs stands at its head."""
-TYPED_ROOMS = ("spec", "parallel")
+TYPED_ROOMS = ("spec", "parallel", "models")
 """Rooms without imports for types alone: these hide circles."""
 TORCH_FREE_ROOMS = ("spec", "schedules", "cluster", "planner")
 """Rooms that a plan from sizes alone reads, which starts without torch."""
@@ -26,6 +26,10 @@ PRIVATE_OF_TENSORS = ("_local_tensor", "_is_view", "_get_fsdp_state", "_unsharde
 """Private attributes of torch's own objects."""
 PRIVATE_ELSEWHERE: dict[str, str] = {}
 """Private names of torch that may stand outside of `torch_compat`, with the reason."""
+SUB_ROOMS_BELOW = {
+    "spec/axes": "files that each state one axis's facts; the room asks for all of them",
+}
+"""Sub-rooms that their room imports, each with its reason; every other one builds on its room, or the room on it."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -209,6 +213,23 @@ def import_circles() -> Iterator[str]:
             yield f"{' <-> '.join(sorted(circle))} import each other"
 
 
+def two_way_rooms() -> Iterator[str]:
+    """Sub-rooms that import their room and are imported by it, so that neither can be read first."""
+    imports: dict[tuple[str, str], list[str]] = {}
+    for path, module in modules().items():
+        room = path.parent.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(module):
+            for name in _imported(node):
+                target = ROOT / name.replace(".", "/")
+                if name.startswith("meshwright.") and target.with_suffix(".py").exists():
+                    other = target.parent.relative_to(PACKAGE).as_posix()
+                    imports.setdefault((room, other), []).append(f"{place(path, node)} imports {name}")
+    for (room, other), lines in sorted(imports.items()):
+        nested = other.startswith(f"{room}/") and room != "."
+        if nested and (other, room) in imports and other not in SUB_ROOMS_BELOW:
+            yield f"{lines[0]}, and {other}/ imports {room}/"
+
+
 def _imported(node: ast.AST) -> Iterator[str]:
     """Modules that a statement imports; of ``from a import b`` both a.b, which may be one, and a."""
     if isinstance(node, ast.Import):
@@ -242,6 +263,7 @@ RULES = (
     torch_below,
     private_torch,
     import_circles,
+    two_way_rooms,
 )
 
 

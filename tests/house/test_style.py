@@ -50,6 +50,9 @@ def test_the_structure_of_imports_is_seen(monkeypatch, tmp_path):
         "spec/one.py": "def f():\n    import meshwright.spec.two\n    import torch\n",
         "spec/two.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from meshwright.spec import one\n",
         "parallel/three.py": "def g(module):\n    module.forward = print\n",
+        "models/four.py": "import meshwright.models.analysis.five\n",
+        "models/analysis/five.py": "from meshwright.models.six import name\n",
+        "models/six.py": "",
     }
     for name, text in texts.items():
         (tmp_path / "meshwright" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +65,9 @@ def test_the_structure_of_imports_is_seen(monkeypatch, tmp_path):
     assert list(source.torch_below()) == ["meshwright/spec/one.py:3 imports torch"]
     assert list(source.import_circles()) == ["meshwright.spec.one <-> meshwright.spec.two import each other"]
     assert len(list(source.forward_assignments())) == 1
+    assert [line.split(" ", 1)[1] for line in source.two_way_rooms()] == [
+        "imports meshwright.models.analysis.five, and models/analysis/ imports models/"
+    ]
 
 
 LAZY = """

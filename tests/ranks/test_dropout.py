@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 from meshwright.errors import PlanError
+from meshwright.models.analysis.clone import shrink
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
-from meshwright.models.draw_trial import may_draw
+from meshwright.models.random_draws import may_draw
 from meshwright.parallel import random_ops
 from meshwright.parallel.activation_boxes import TokenSplit, Units, Unplaced, box_of
 from meshwright.parallel.dropout_rng import DropoutRng

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from meshwright.jobs.model_reading import model_parts
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.models.table import sharding_table
 from meshwright.monitor.drift import compare
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.traffic import step_collectives

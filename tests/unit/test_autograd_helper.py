@@ -15,7 +15,7 @@ import torch
 from meshwright import autograd_helper, forking
 from meshwright.autograd_helper import computed_by_helper, run_in_helper
 from meshwright.errors import ConfigError, PlanError
-from meshwright.models.trial import ThreadGroup, in_threads
+from meshwright.models.analysis.trial import ThreadGroup, in_threads
 
 
 class _Demanding(Exception):

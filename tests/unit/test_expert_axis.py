@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.models.experts import find_experts, require_experts
+from meshwright.models.analysis.experts import find_experts, require_experts
 from meshwright.parallel import expert
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Reads

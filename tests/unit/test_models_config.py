@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.clone import shrink
 from meshwright.models.build import build_meta
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 
 

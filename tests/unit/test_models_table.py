@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.models import table as tables
-from meshwright.models.rescale import rescale_group
-from meshwright.models.units import blocks_of, finest_units, parameter_blocks, unit_masks
+from meshwright.models.analysis import table as tables
+from meshwright.models.analysis.rescale import rescale_group
+from meshwright.models.analysis.units import blocks_of, finest_units, parameter_blocks, unit_masks
 from meshwright.parallel.context import refusal
 from meshwright.spec.sharding_table import Block, Cutting, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 

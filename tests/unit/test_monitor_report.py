@@ -146,6 +146,60 @@ def test_text_from_files_is_escaped(tmp_path):
     assert "What &lt;light&gt; through yonder &amp; window" in text
 
 
+class Strings(HTMLParser):
+    """Collects elements, attributes' names and the text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+def test_every_string_of_a_run_directory_is_data(tmp_path):
+    """Each string and key of each file becomes hostile: the page has no other elements and attributes than before."""
+    hostile = "\"'></text></title></style></pre><img src=x onerror=alert(1)>{{ 7 * 7 }}{% raw %}&lt;"
+
+    def spoil(value: object, keys: bool) -> object:
+        if isinstance(value, dict):
+            known = ("kind", "step", "rank", "axis", "op", "text", "layout", "time")
+            return {
+                (key + hostile if keys and key not in known else key): spoil(item, keys)
+                if key not in ("kind", "layout")
+                else item
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [spoil(item, keys) for item in value]
+        return value + hostile if isinstance(value, str) else value
+
+    plain = Strings()
+    plain.feed(write_report(make_run(tmp_path / "plain", 40)).read_text())
+    for keys in (False, True):
+        run = make_run(tmp_path / f"run <b onclick=x> {keys}", 40)
+        for name in ("plan.json", "metrics.jsonl", "events.jsonl"):
+            lines = [json.dumps(spoil(json.loads(line), keys)) for line in (run / name).read_text().splitlines()]
+            (run / name).write_text("\n".join(lines) + "\n")
+        (run / "config.toml").write_text(CONFIG.replace("tinyshakespeare.txt", "</pre><script>x</script>{{ 7 * 7 }}"))
+        spoiled = Strings()
+        text = write_report(run).read_text()
+        spoiled.feed(text)
+        assert spoiled.tags <= plain.tags and spoiled.attributes <= plain.attributes
+        # What looks like a template in data is text, rendered once.
+        assert "{{ 7 * 7 }}" in text and "{% raw %}&amp;lt;" in text and ">49" not in text
+
+
+def test_damaged_steps_spoil_their_own_sections_alone(tmp_path):
+    run = make_run(tmp_path / "run", 12)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "comm": [3], "parts": {"forward": "long"}}\n' * 2)
+    text, _ = parsed(write_report(run))
+    assert text.count("damaged (") >= 2
+    assert "ROMEO" in text and "rank_started" in text
+
+
 def test_parts_that_are_missing_are_left_out(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()

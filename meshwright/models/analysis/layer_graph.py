@@ -3,7 +3,7 @@
 The clone has as many layers as the model, each narrow. Every tensor that enters or leaves a layer is replaced by a
 marker: a copy with a fresh autograd leaf. Autograd's graph then shows the sources of each tensor: the layer before, an
 earlier layer, or weights outside of the layers. Sources that autograd can't see (integers, values behind a detach) are
-found by the rehearsal, `models.stage_rehearsal`.
+found by the rehearsal, `models.analysis.stage_rehearsal`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import nn
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.objective import Objective
+from meshwright.models.analysis.stage_rehearsal import Tokens, output_of, rehearse
 from meshwright.models.build import BuiltModel, build_meta, use_float64
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
-from meshwright.models.objective import Objective
 from meshwright.models.sizes import layer_count
-from meshwright.models.stage_rehearsal import Tokens, output_of, rehearse
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.model_checkpointing import inlined
 from meshwright.parallel.stage import copied

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.models.trace import LayerTrace
+from meshwright.models.analysis.trace import LayerTrace
 from meshwright.parallel.parameter_slices import read_number
 from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShapeAttribute, ShardingGroup
 

@@ -11,10 +11,10 @@ import torch
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
+from meshwright.models.analysis.table import Clone, clone_of
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
-from meshwright.models.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
-from meshwright.models.table import Clone, clone_of
 from meshwright.parallel.float64_ops import Float64Ops
 
 LARGE = 1 << 28

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.clone import shrink
 from meshwright.models.build import BuiltModel, build_meta, use_float64
-from meshwright.models.clone import shrink
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward

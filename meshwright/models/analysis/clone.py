@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.experts import find_experts
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.models.experts import find_experts
 from meshwright.models.family import directory_config, family_config
 from meshwright.models.sizes import ACTIVE_EXPERTS, SYNONYMS, WINDOWS, layer_count, size_of
 

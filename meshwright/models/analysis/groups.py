@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.models.trace import LayerTrace, TracedMatrix, dependence, mixes_tokens, reached, touched
-from meshwright.models.units import Blocks, blocks_of, finest_units, parameter_blocks, probes, unit_masks
+from meshwright.models.analysis.trace import LayerTrace, TracedMatrix, dependence, mixes_tokens, reached, touched
+from meshwright.models.analysis.units import Blocks, blocks_of, finest_units, parameter_blocks, probes, unit_masks
 from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
 
 ROUNDS = 4

@@ -18,17 +18,17 @@ from torch import nn
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.clone import narrowed, with_windows
+from meshwright.models.analysis.groups import find_groups
+from meshwright.models.analysis.objective import Objective, nothing_dropped, trial_output
+from meshwright.models.analysis.rescale import rescale_group
+from meshwright.models.analysis.shape_attributes import find_numbers
+from meshwright.models.analysis.trace import LayerTrace, trace
+from meshwright.models.analysis.trial import TOKENS, rehearse_layer, rehearse_model
 from meshwright.models.build import BuiltModel, build_meta, use_float64
-from meshwright.models.clone import narrowed, with_windows
 from meshwright.models.deferred import retie
 from meshwright.models.forward import model_output
-from meshwright.models.groups import find_groups
-from meshwright.models.objective import Objective, nothing_dropped, trial_output
-from meshwright.models.rescale import rescale_group
-from meshwright.models.shape_attributes import find_numbers
 from meshwright.models.structure import ModelStructure
-from meshwright.models.trace import LayerTrace, trace
-from meshwright.models.trial import TOKENS, rehearse_layer, rehearse_model
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from meshwright.models.trace import is_matrix
+from meshwright.models.analysis.trace import is_matrix
 from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
 
 

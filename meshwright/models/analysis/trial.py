@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from meshwright.models.trace import LayerTrace, first_tensor
+from meshwright.models.analysis.trace import LayerTrace, first_tensor
 from meshwright.parallel import tensor
 from meshwright.parallel.axis_group import DifferentiableCollectives
 from meshwright.parallel.float64_ops import Float64Ops

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.models.analysis.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.forward import model_output
-from meshwright.models.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.stage import Stage, copied

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from meshwright.autograd_helper import computed_by_helper
+from meshwright.models.analysis.clone import narrowed
+from meshwright.models.analysis.table import CONTEXT, SMALL, Clone, clone_of, sharding_table
+from meshwright.models.analysis.trial import LONG_PATIENCE_S, TOKENS, TOLERANCE, in_threads, reason_of, rehearse_model
 from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.clone import narrowed
-from meshwright.models.table import CONTEXT, SMALL, Clone, clone_of, sharding_table
-from meshwright.models.trial import LONG_PATIENCE_S, TOKENS, TOLERANCE, in_threads, reason_of, rehearse_model
 from meshwright.parallel import context
 from meshwright.spec.sharding_table import ShardingTable
 
