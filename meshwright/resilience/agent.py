@@ -151,7 +151,7 @@ class Agent(Supervisor):
         deadline = time.monotonic() + max(_FIND_LEADER_S, self._job.config.launch.group_s)
         refused_at: float | None = None
         while True:
-            self._claims.be_present(self._seat.node)
+            self._claims.renew_presence(self._seat.node)
             newest = self._claims.newest()
             age_s = self._claims.age_s()
             ended = self._claims.ending(self._newest_at_start)
@@ -310,7 +310,7 @@ class Agent(Supervisor):
             LeaderLost: when it is lost, or another leads.
         """
         received, _ = self._hub.pump(seconds)
-        self._claims.be_present(self._seat.node)
+        self._claims.renew_presence(self._seat.node)
         # Called for its effect: the lease's age counts from the last change that was read.
         self._claims.age_s()
         newest = self._claims.newest()

@@ -123,7 +123,7 @@ class Claims:
                 self._last_stamp, self._changed_at = stamp, now_s
         return now_s - self._changed_at
 
-    def be_present(self, node: int) -> None:
+    def renew_presence(self, node: int) -> None:
         """Renews a node's presence file, at most every `RENEW_S`; needs no connection to any node."""
         now_s = time.monotonic()
         if now_s - self._present_at >= RENEW_S:

@@ -39,7 +39,7 @@ from meshwright.resilience.orders import (
     plan_local_copies,
     states_after,
 )
-from meshwright.resilience.peers import until
+from meshwright.resilience.peers import pump_until
 from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.rewinds import Rewinds
 from meshwright.spec.plan import Plan
@@ -116,7 +116,7 @@ class Controller:
         members = self._members
         try:
             members.report_local()
-            all_present = until(lambda: expected <= members.reports.keys(), limit_s, self._pump_idle)
+            all_present = pump_until(lambda: expected <= members.reports.keys(), limit_s, self._pump_idle)
             if not all_present and self._first_generation and members.generation == 0:
                 missing = sorted(expected - members.reports.keys())
                 raise LaunchError(f"nodes {missing} didn't come within launch.group_s = {limit_s:g} s; start them too")
@@ -177,7 +177,7 @@ class Controller:
             pause_s, present = self._roster.next_s(), len(self._usable_devices())
             known = {"seconds": pause_s} if pause_s else {}
             self._event("waiting", **known, present=present, minimum=self._config.minimum)
-            until(
+            pump_until(
                 lambda present=present: bool(self._roster.due()) or len(self._usable_devices()) > present,  # type: ignore[misc]
                 math.inf,
                 self._pump_idle,
@@ -196,14 +196,14 @@ class Controller:
             newer = max(steps, default=-1) > self._disk_step()
             return newer and bool(nodes - reports.keys()) and self._newest_state() is None
 
-        until(lambda: not may_wait(), _RETURN_S, self._pump_idle)
+        pump_until(lambda: not may_wait(), _RETURN_S, self._pump_idle)
 
     def _plan_for(self, count: int) -> tuple[tuple[Plan, ModelAnalysis], bool]:
         """Returns the planner's answer for a number of ranks, and whether it was prefetched."""
         if not self._members.alone:
             # In another process, since other nodes must hear of this one meanwhile.
             self._planner.start([count])
-            until(lambda: not self._planner.pending(count), _BUSY_S, self._members.pump)
+            pump_until(lambda: not self._planner.pending(count), _BUSY_S, self._members.pump)
             self._members.broadcast(Busy(_BUSY_S))
         return self._planner.answer(count)
 
@@ -265,7 +265,7 @@ class Controller:
             else:
                 local.skip(order.generation)
             members.report_local()
-            until(self._all_ended, math.inf, members.pump)
+            pump_until(self._all_ended, math.inf, members.pump)
         except LeadershipLost:
             raise
         except GenerationAborted:
@@ -315,7 +315,7 @@ class Controller:
             if report.end.generation == order.generation and report.end.failure is not None:
                 raise GenerationAborted(f"node {node} reports a failure")
         # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
-        if not ranks.control.reconfigures and (self._roster.due() or members.joined_nodes()):
+        if not ranks.control.reconfigures and (self._roster.due() or members.awaits_reconfiguration()):
             ranks.control.request_reconfigure()
             members.broadcast(Reconfigure(order.generation))
         if stamps and all(stamp.step > 2 for stamp in stamps):

@@ -50,9 +50,9 @@ def start_shelf(
 class Inlet:
     """Where and under which limits a courier receives snapshots of the preceding nodes."""
 
-    others: Mapping[int, Sequence[Segment]]
+    segments: Mapping[int, Sequence[Segment]]
     """Segments for the snapshots of each of their ranks, by rank."""
-    most_bytes: int
+    max_bytes: int
     """Size of the largest snapshot that is accepted."""
     key: RunKey
     """The run's secret."""
@@ -166,7 +166,7 @@ def _send_snapshot(connection: Connection, rank: int, memory: mmap.mmap, faults:
 def _receive_forever(listener: socket.socket, inlet: Inlet) -> None:
     """Receives snapshots over the oldest segment of each rank, so that a complete one exists at any moment."""
     # One lock for each rank: an old and a new connection may both deliver the same rank.
-    locks = {rank: threading.Lock() for rank in inlet.others}
+    locks = {rank: threading.Lock() for rank in inlet.segments}
     gate = Gate(listener, inlet.key, Channel.COURIER, inlet.refused)
     while True:
         for connection in gate.poll(1.0):
@@ -183,7 +183,7 @@ def _receive_from(connection: Connection, inlet: Inlet, locks: Mapping[int, thre
                 # The bytes of a courier that died may still be arriving when its successor sends the same rank.
                 with locks[rank]:
                     connection.limit(STALL_S)
-                    _receive_snapshot(connection, inlet.others[rank], size)
+                    _receive_snapshot(connection, inlet.segments[rank], size)
                 connection.send(_STORED)
         except (WireError, CheckpointError) as error:
             # An authenticated peer that sends garbage is a bug or an attack: reported, and disconnected.
@@ -202,10 +202,10 @@ def _receive_announcement(connection: Connection, inlet: Inlet) -> tuple[int, in
     if len(contents) != _ANNOUNCEMENT.size:
         raise WireError("not the beginning of a snapshot")
     rank, size = _ANNOUNCEMENT.unpack(contents)
-    if rank not in inlet.others:
+    if rank not in inlet.segments:
         raise WireError(f"a snapshot of rank {rank} came, which this node doesn't take in")
-    if not HEADER_BYTES <= size <= inlet.most_bytes:
-        raise WireError(f"a snapshot of {size} bytes came, where the plan allows {inlet.most_bytes}")
+    if not HEADER_BYTES <= size <= inlet.max_bytes:
+        raise WireError(f"a snapshot of {size} bytes came, where the plan allows {inlet.max_bytes}")
     return rank, size
 
 

@@ -12,7 +12,7 @@ from meshwright.resilience.generation_ranks import Fence as FenceCheck
 from meshwright.resilience.generation_ranks import GenerationAborted
 from meshwright.resilience.local_node import LocalNode
 from meshwright.resilience.messages import Device, Fence, Message, NodeReport, Order, Ready
-from meshwright.resilience.peers import Hub, PeerConnection, until
+from meshwright.resilience.peers import Hub, PeerConnection, pump_until
 
 _FENCE_S = 20.0
 
@@ -66,6 +66,10 @@ class Membership:
     def joined_nodes(self) -> list[int]:
         """Returns the nodes that joined since the generation began, sorted."""
         return []
+
+    def awaits_reconfiguration(self) -> bool:
+        """Whether a node joined that may be used now."""
+        return False
 
     def check_majority(self, order: Order | None) -> None:
         """Raises `MinorityPartition` when a network partition leaves most live nodes out of reach."""
@@ -152,7 +156,7 @@ class PeerMembership(Membership):
                     reason = "its connection ended" if not connection.silent else "it was silent"
                     self._remove(node, reason)
         self._claims.renew(self.generation)
-        self._claims.be_present(self.local.node)
+        self._claims.renew_presence(self.local.node)
 
     def _handle_ready(self, connection: PeerConnection, report: NodeReport) -> None:
         node = report.node
@@ -182,17 +186,14 @@ class PeerMembership(Membership):
         self._hub.broadcast(message)
 
     def joined_nodes(self) -> list[int]:
-        """Returns the nodes that joined since the generation began, sorted.
+        """Returns the nodes that joined since the generation began, sorted."""
+        return sorted(node for node, _ in self._sessions() - self._sessions_at_start)
 
-        A node that was lost twice or more counts once its back-off time is over.
-        """
-        back_s, joined = self.local.job.config.recovery.back_s, []
-        for node, _ in self._sessions() - self._sessions_at_start:
-            losses = self._loss_times.get(node, [])
-            pause_s = 0.0 if len(losses) < 2 else back_s * 2.0 ** (len(losses) - 2)
-            if not losses or time.monotonic() - losses[-1] >= pause_s:
-                joined.append(node)
-        return sorted(joined)
+    def awaits_reconfiguration(self) -> bool:
+        """Whether a node joined that may be used now; one that was lost twice or more waits for its back-off time."""
+        back_s, now = self.local.job.config.recovery.back_s, time.monotonic()
+        losses = [self._loss_times.get(node, []) for node in self.joined_nodes()]
+        return any(len(times) < 2 or now - times[-1] >= back_s * 2.0 ** (len(times) - 2) for times in losses)
 
     def check_majority(self, order: Order | None) -> None:
         """Yields the lead when a network partition leaves most live nodes out of reach.
@@ -210,7 +211,7 @@ class PeerMembership(Membership):
             later_stamps = self._claims.stamps(earlier_stamps.keys() - self.reports.keys())
             return sum(stamp != earlier_stamps[node] for node, stamp in later_stamps.items()) > len(self.reports)
 
-        if until(majority_is_elsewhere, PRESENCE_S, self.pump):
+        if pump_until(majority_is_elsewhere, PRESENCE_S, self.pump):
             reached = sorted(self.reports)
             self._event("gave_way", node=self.local.node, reached=reached, generation=self.generation)
             self._claims.give_way(self.generation)
@@ -224,7 +225,7 @@ class PeerMembership(Membership):
             reports = {node: self.reports[node] for node in order.nodes if node in self.reports}
             return [node for node, report in reports.items() if report.end.generation != self.generation]
 
-        until(lambda: not unfenced_nodes(), _FENCE_S, self.pump)
+        pump_until(lambda: not unfenced_nodes(), _FENCE_S, self.pump)
         for node in unfenced_nodes():
             self._remove(node, f"its ranks didn't end within {_FENCE_S:g} s")
 

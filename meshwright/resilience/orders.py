@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from meshwright.checkpoint.remote import whole_steps
-from meshwright.resilience.host_memory_budget import nodes_have_room, room_for, state_bytes
+from meshwright.resilience.host_memory_budget import copies_fit, fit_local_copies, state_bytes
 from meshwright.resilience.messages import CopyPlan, Device, NodeReport, NodeShare, Order, StateLocation
 from meshwright.spec.plan import Plan
 from meshwright.train.config import RecoveryConfig
@@ -28,7 +28,7 @@ StateKey = tuple[int, int]
 """Step and generation of a state in memory."""
 
 
-def steps_between(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
+def choose_snapshot_interval(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
     """Returns the steps between snapshots: as configured, or so that they cost about 1 % of the planned step time.
 
     Args:
@@ -131,14 +131,16 @@ def plan_copies(plan: Plan, shares: Sequence[NodeShare], reports: Reports, confi
     available = [reports[share.node].available_bytes for share in shares]
     wanted_peers = min(config.copies, len(shares) - 1)
     # Prefer as many copies as configured, then fewer, before giving up snapshots.
-    peers = next(
-        (number for number in range(wanted_peers, 0, -1) if nodes_have_room(plan, ranks, available, 0, number)), 0
-    )
+    peers = next((number for number in range(wanted_peers, 0, -1) if copies_fit(plan, ranks, available, 0, number)), 0)
     # Over several nodes a snapshot that no other node holds would be lost with its node.
-    fits = peers > 0 or (wanted_peers == 0 and nodes_have_room(plan, ranks, available))
+    fits = peers > 0 or (wanted_peers == 0 and copies_fit(plan, ranks, available))
     link = min(reports[share.node].link_bytes_s or LINK_BYTES_S for share in shares)
-    every = steps_between(plan, config.snapshot_every, peers * state_bytes(plan, max(ranks)) / link) if fits else 0
-    return CopyPlan(every=every, disk=nodes_have_room(plan, ranks, available, 1, max(1, peers)), peers=peers)
+    every = (
+        choose_snapshot_interval(plan, config.snapshot_every, peers * state_bytes(plan, max(ranks)) / link)
+        if fits
+        else 0
+    )
+    return CopyPlan(every=every, disk=copies_fit(plan, ranks, available, 1, max(1, peers)), peers=peers)
 
 
 def plan_local_copies(plan: Plan, report: NodeReport, config: RecoveryConfig) -> tuple[CopyPlan, dict[str, Any] | None]:
@@ -149,9 +151,9 @@ def plan_local_copies(plan: Plan, report: NodeReport, config: RecoveryConfig) ->
         report: of the node.
         config: steps between snapshots; None chooses by cost.
     """
-    room = room_for(plan, plan.ranks, report.available_bytes)
+    room = fit_local_copies(plan, plan.ranks, report.available_bytes)
     if room.snapshots:
-        return CopyPlan(every=steps_between(plan, config.snapshot_every), disk=room.disk), None
+        return CopyPlan(every=choose_snapshot_interval(plan, config.snapshot_every), disk=room.disk), None
     sizes = {"state_bytes": room.state_bytes, "available_bytes": room.available_bytes}
     return CopyPlan(every=0, disk=room.disk), {"kind": "snapshots_off", **sizes, "from_disk_only": True}
 

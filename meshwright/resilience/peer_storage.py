@@ -21,7 +21,7 @@ from meshwright.resilience.courier import Inlet, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.generation_ranks import Fence, GenerationRanks, Watch, job_origin
 from meshwright.resilience.helper import Helper
-from meshwright.resilience.host_memory_budget import held_for_others, largest_snapshot
+from meshwright.resilience.host_memory_budget import max_snapshot_bytes, peer_snapshots_per_rank
 from meshwright.resilience.messages import Address, Order, Ports
 from meshwright.resilience.orders import ranks_to_copy
 from meshwright.resilience.spare_copies import SpareCopies
@@ -113,13 +113,13 @@ class PeerStorage:
             )
         if not order.peers:
             return None
-        copies = held_for_others(order.peers)
+        copies = peer_snapshots_per_rank(order.peers)
         preceding_ranks = [rank for share in order.neighbours(self._node, -order.peers, -1) for rank in share.ranks]
         self._peer_segments = {rank: tuple(Segment() for _ in range(copies)) for rank in preceding_ranks}
         # Shared by ranks and courier, so created before either is forked.
         self._copied = Copied(len(ranks.segments), order.peers)
         inlet = Inlet(
-            others=self._peer_segments, most_bytes=largest_snapshot(job.plan), key=self._key, refused=self._event
+            segments=self._peer_segments, max_bytes=max_snapshot_bytes(job.plan), key=self._key, refused=self._event
         )
         faults = parse_faults(job.config.recovery.faults)
         self._start_courier = partial(

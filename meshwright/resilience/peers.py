@@ -25,7 +25,7 @@ SILENCE_S = 3.0
 """A node that is silent for so long counts as lost."""
 MESSAGE_BYTES = 1 << 26
 """Size of the longest message that is accepted: an order of some 100,000 ranks."""
-MOST_LINES = 4096
+MAX_CONNECTIONS = 4096
 """Most authenticated connections of a supervisor."""
 _CONNECT_S = 2.0
 _READ_BYTES = 1 << 22
@@ -214,7 +214,7 @@ class Hub:
                 received += [(key.data, message) for message in key.data.receive()]
         # On every call: the gate also drops strangers that don't authenticate in time.
         for connection in self._gate.poll():
-            if len(self._connections) < MOST_LINES:
+            if len(self._connections) < MAX_CONNECTIONS:
                 self._add(connection)
             else:
                 connection.close()
@@ -249,7 +249,7 @@ class Hub:
         self._listener.close()
 
 
-def until(condition: Callable[[], bool], limit_s: float, pump: Callable[[float], None]) -> bool:
+def pump_until(condition: Callable[[], bool], limit_s: float, pump: Callable[[float], None]) -> bool:
     """Pumps messages until a condition holds, for a limited time; returns whether it holds."""
     deadline = time.monotonic() + limit_s
     while not condition():

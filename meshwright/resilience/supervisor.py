@@ -17,7 +17,7 @@ from meshwright.launch.signals import interrupts_to
 from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.resilience.controller import Controller, Planning
-from meshwright.resilience.descriptors import ensure, needed
+from meshwright.resilience.descriptors import count_descriptors, raise_descriptor_limit
 from meshwright.resilience.local_node import LocalNode
 from meshwright.resilience.local_storage import LocalStorage
 from meshwright.resilience.membership import Membership
@@ -41,7 +41,7 @@ class Supervisor:
     def __init__(self, job: TrainJob, devices: Devices, planning: Planning, nodes: int = 1) -> None:
         # Checked before any rank or socket: the limit must also suffice for the ranks after a failure.
         peers = min(job.config.recovery.copies, nodes - 1)
-        ensure(needed(job.plan.layout, devices.count, nodes, peers, devices.kind == "cuda"))
+        raise_descriptor_limit(count_descriptors(job.plan.layout, devices.count, nodes, peers, devices.kind == "cuda"))
         self._job, self._devices, self._planning = job, devices, planning
         self._sink = JsonlSink(job.run_dir, metrics=False)
         self._local = self._make_node()

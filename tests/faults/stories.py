@@ -24,7 +24,7 @@ from typing import Any
 
 from meshwright.resilience import host_memory_budget
 from meshwright.train import trainer
-from meshwright.train.memory import RankMemory
+from meshwright.train.memory import RESTORING, RankMemory
 from meshwright.train.trainer import Trainer
 from tests.runs import Running, events, happened, rows, wait_until, words, write_corpus
 
@@ -205,6 +205,9 @@ def told_of(row: dict[str, Any]) -> list[Any] | None:
     if kind in BESIDE or not (row["rank"] == -1 or (row["rank"] == 0 and kind in OF_RANK_0)):
         return None
     values = {key: row[key] for key in FIXED if key in row} | ({"why": plain(row["why"])} if "why" in row else {})
+    if RESTORING in row.get("why", ""):
+        # All ranks say so together.
+        values = {key: value for key, value in values.items() if key not in ("lost", "place")}
     return [kind, sorted(row.keys() - {"kind", "rank", "pid", "host", "time"}), values]
 
 

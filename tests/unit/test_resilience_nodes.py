@@ -44,7 +44,7 @@ from meshwright.resilience.orders import (
     plan_local_copies,
     ranks_to_copy,
 )
-from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection, until
+from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection, pump_until
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig
@@ -58,7 +58,7 @@ def called(server: Hub, client: Hub, port: int) -> PeerConnection:
     """A line from one hub to another, which both belong to this process."""
     with ThreadPoolExecutor(1) as pool:
         line = pool.submit(client.call, "127.0.0.1", port)
-        assert until(line.done, 20.0, server.pump)
+        assert pump_until(line.done, 20.0, server.pump)
         found = line.result()
     assert found is not None
     return found
@@ -129,11 +129,11 @@ def test_lines_carry_messages_and_tell_of_their_end() -> None:
             client.pump(0.0)
             heard.extend(message for _, message in server.pump(seconds)[0])
 
-        assert until(lambda: bool(heard), 100.0, pump)
+        assert pump_until(lambda: bool(heard), 100.0, pump)
         assert isinstance(heard[0], End) and len(heard[0].error) == 300_000
         client.drop(line)
         lost: list = []
-        assert until(lambda: bool(lost), 100.0, lambda seconds: lost.extend(server.pump(seconds)[1]))
+        assert pump_until(lambda: bool(lost), 100.0, lambda seconds: lost.extend(server.pump(seconds)[1]))
     finally:
         server.close()
         with pytest.raises(ConnectionRefusedError):
@@ -149,7 +149,7 @@ def test_who_slept_gives_others_time_to_speak(monkeypatch: pytest.MonkeyPatch) -
         line = called(server, client, port)
         line.send(Reconfigure(0))
         heard: list = []
-        assert until(lambda: bool(heard), 100.0, lambda seconds: heard.extend(server.pump(seconds)[0]))
+        assert pump_until(lambda: bool(heard), 100.0, lambda seconds: heard.extend(server.pump(seconds)[0]))
         clock = SimpleNamespace(now=time.monotonic())
         monkeypatch.setattr(wire_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
         clock.now += 10 * SILENCE_S
@@ -293,12 +293,12 @@ def test_most_nodes_are_those_that_live_and_are_not_reached(tmp_path: Path) -> N
     leaders, others = Claims(tmp_path), [Claims(tmp_path) for _ in (1, 2)]
     assert leaders.try_claim(claim(0, 0)) and leaders.stamps([1, 2]) == {}
     for node, one in enumerate(others, 1):
-        one.be_present(node)
+        one.renew_presence(node)
     first = leaders.stamps([1, 2])
     assert sorted(first) == [1, 2]
     others[0]._present_at = 0.0
     time.sleep(0.02)
-    others[0].be_present(1)
+    others[0].renew_presence(1)
     now = leaders.stamps([1, 2])
     assert now[1] > first[1] and now[2] == first[2]
     others[1].newest()
