@@ -25,7 +25,7 @@ from pathlib import Path
 from meshwright.calibrate.practice import WARM_UP, practise_paced
 from meshwright.errors import MeshwrightError
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
-from meshwright.jobs.model_reading import measure_of, model_parts
+from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.launch.devices import Devices, count_cores
 from meshwright.launch.fork import ForkLauncher
 from meshwright.models.build import build_meta
@@ -126,7 +126,7 @@ def _group(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
         cluster=cluster_of_machines(machines),
         lesson=learn(*run_history_file(machines)),
     )
-    measure = measure_of(build_meta(config), TOKENS, "float32")
+    measure = make_measure(build_meta(config), TOKENS, "float32")
     question = informed(question, measure)
     chosen = str(recosted(question, choose(question), measure).best[0].layout)
     layouts = {str(layout): layout for layout in all_layouts(ranks)}

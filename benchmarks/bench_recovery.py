@@ -42,14 +42,14 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.resilience.disk import DiskWriter
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.faults import FOLDER
 from meshwright.train.feed import MicroBatch
-from meshwright.train.memory import Control, Memory, RankMemory
+from meshwright.train.memory import RankMemory, RecoveryMemory, SupervisorRequests
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -137,8 +137,8 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     config = ModelConfig(name="gpt2", layers=6, width=options.width, heads=8, vocab=8192, context=128)
     devices = Devices(kind="cpu", count=2, found=count_cores(), cores=count_cores())
     segments = tuple((Segment(), Segment()) for _ in range(2))
-    disk, control = tuple(Segment() for _ in range(2)), Control()
-    memory = Memory(segments=segments, disk=disk, control=control, every=BLOCK)
+    disk, control = tuple(Segment() for _ in range(2)), SupervisorRequests()
+    memory = RecoveryMemory(segments=segments, disk=disk, control=control, every=BLOCK)
     layout = Layout.parse("shard=2,zero=2")
     store = CheckpointConfig(keep=1)
     writer = DiskWriter(folder / "ours", store, Origin(), lambda kind, **data: None)
@@ -167,7 +167,7 @@ def train(
     context: RankContext,
     config: ModelConfig,
     layout: Layout,
-    memory: Memory,
+    memory: RecoveryMemory,
     blocks: int,
     folder: Path,
     modes: Sequence[str],
@@ -184,7 +184,7 @@ def train(
     stepper = Stepper(program, optimizer, scaler, clip=1.0, seed=0)
     group = build_group(LIMIT_S)
     rank_memory = RankMemory(memory, context.rank, 0, Agreement(group))
-    batch = made_up_batches(1, 4, 128, config.vocab or 1000, False)[0]
+    batch = random_batches(1, 4, 128, config.vocab or 1000, False)[0]
     mine = slice(*layout.span(context.rank, 4))
     batches, targets = [MicroBatch(batch.tokens[mine], batch.targets[mine], None)], int((batch.targets >= 0).sum())
     times: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -202,9 +202,9 @@ def train(
                     continue
                 paused = time.perf_counter()
                 if mode == "snapshot":
-                    rank_memory.take(step, program, optimizer, scaler, 0)
+                    rank_memory.save_snapshot(step, program, optimizer, scaler, 0)
                 elif mode == "checkpoint":
-                    rank_memory.save(step, program, optimizer, scaler, 0, LIMIT_S)
+                    rank_memory.save_checkpoint(step, program, optimizer, scaler, 0, LIMIT_S)
                 else:
                     if pending is not None:
                         pending.result()

@@ -24,11 +24,11 @@ from typing import Any
 
 from processes import kill_descendants
 
-from meshwright import CalibrateConfig, NodeWords, calibrate
+from meshwright import CalibrateConfig, NodeOptions, calibrate
 from meshwright.calibrate.practice import practise
 from meshwright.errors import MeshwrightError
 from meshwright.jobs.machines import Machines, cluster_of_machines
-from meshwright.jobs.model_reading import measure_of, model_parts
+from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.jobs.progress import silently
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
@@ -146,7 +146,7 @@ def _node(options: argparse.Namespace) -> int:
     """Measures on one of the two machines, in step with the other."""
     prepare_environment()
     ranks = 2 * options.slots
-    words = NodeWords(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{PORT}")
+    words = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{PORT}")
     calibrate(CalibrateConfig(devices=ranks, practice=0), nodes=words, say=silently)
     calibrate(CalibrateConfig(devices=1, practice=0), say=silently)
     rows: list[dict[str, Any]] = []
@@ -161,9 +161,9 @@ def _node(options: argparse.Namespace) -> int:
         chosen = str(_chosen(name, machines))
         for text in dict.fromkeys((*LAYOUTS[ranks], chosen)):
             port += 1
-            place = NodeWords(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{port}")
+            place = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{port}")
             try:
-                row = _row(name, Layout.parse(text), place.together(options.slots), machines, options.steps)
+                row = _row(name, Layout.parse(text), place.group_launcher(options.slots), machines, options.steps)
             except MeshwrightError as error:
                 if told:
                     print(f"  {text}: {str(error).splitlines()[0][:100]}", flush=True)
@@ -182,12 +182,12 @@ def _node(options: argparse.Namespace) -> int:
 def _asked(name: str, machines: Machines) -> Question:
     built = build_meta(MODELS[name])
     job = PricedJob(shape=measure_shape(built), sequence=TOKENS, rows=ROWS, precision="float32")
-    return informed(Question(job=job, cluster=cluster_of_machines(machines)), measure_of(built, TOKENS, "float32"))
+    return informed(Question(job=job, cluster=cluster_of_machines(machines)), make_measure(built, TOKENS, "float32"))
 
 
 def _chosen(name: str, machines: Machines) -> Layout:
     asked = _asked(name, machines)
-    return recosted(asked, choose(asked), measure_of(build_meta(MODELS[name]), TOKENS, "float32")).best[0].layout
+    return recosted(asked, choose(asked), make_measure(build_meta(MODELS[name]), TOKENS, "float32")).best[0].layout
 
 
 def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, steps: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, 
     facts = analyse_model(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
     asked = _asked(name, machines)
-    one = priced(asked, layout, measure_of(built, TOKENS, "float32"))
+    one = priced(asked, layout, make_measure(built, TOKENS, "float32"))
     planned = prediction(asked, one, model_parts(built, facts)).step_s
     assert planned is not None
     found = launcher.run(practise, MODELS[name], layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S)

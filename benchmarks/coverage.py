@@ -193,7 +193,7 @@ def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
     from meshwright.models.build import BuiltModel, build_meta
     from meshwright.models.config import ModelConfig
     from meshwright.proof.reference import OptimizerRecipe
-    from meshwright.proof.verify import Case, made_up_batches, verify
+    from meshwright.proof.verify import Case, random_batches, verify
     from meshwright.spec.layout import Layout
 
     def tell(**facts: Any) -> None:
@@ -215,7 +215,7 @@ def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
     remember_tables(built, tell)
     mixture = bool(find_experts(built.module))
     tell(mixture=mixture)
-    batches = made_up_batches(len(LENGTHS), ROWS, LENGTHS, VOCAB, False)
+    batches = random_batches(len(LENGTHS), ROWS, LENGTHS, VOCAB, False)
     case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=patience * LIMIT_S)
     todo = [layout for layout in layouts if mixture or "ep=" not in layout]
     for layout in set(layouts) - set(todo):

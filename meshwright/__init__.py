@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from meshwright.jobs.generate import generate as generate
     from meshwright.jobs.inspect import InspectResult as InspectResult
     from meshwright.jobs.inspect import inspect as inspect
-    from meshwright.jobs.nodes import NodeWords as NodeWords
+    from meshwright.jobs.nodes import NodeOptions as NodeOptions
     from meshwright.jobs.plan import plan as plan
     from meshwright.jobs.plan import plannable_model as plannable_model
     from meshwright.jobs.plan import scaling as scaling
@@ -108,7 +108,7 @@ _MODULES = {
     "generate": "meshwright.jobs.generate",
     "InspectResult": "meshwright.jobs.inspect",
     "inspect": "meshwright.jobs.inspect",
-    "NodeWords": "meshwright.jobs.nodes",
+    "NodeOptions": "meshwright.jobs.nodes",
     "plan": "meshwright.jobs.plan",
     "plannable_model": "meshwright.jobs.plan",
     "scaling": "meshwright.jobs.plan",

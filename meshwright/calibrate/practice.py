@@ -137,7 +137,7 @@ def _run_steps(
         # Barriers on both sides: the probe must not run beside another rank's step.
         pace_s = pace.seconds() if pace else 0.0
         dist.barrier()
-        program.clock.drain()
+        program.step_timer.drain()
         start_times = time.perf_counter(), time.thread_time(), time.process_time()
         stepper.run(step, batches, targets, 1e-4, 0.0).read()
         seconds, thread_s, process_s = (
@@ -147,12 +147,12 @@ def _run_steps(
         # Warm-up steps run the same code, but aren't recorded.
         if step < WARM_UP:
             continue
-        parts = program.clock.drain()
+        parts = program.step_timer.drain()
         if pace:
             dist.barrier()
             # Speed before and after the step: their mean is the speed during it.
             pace_s = (pace_s + pace.seconds()) / 2
-        state_bytes = program.meter.read(optimizer.bytes())
+        state_bytes = program.state_meter.read(optimizer.bytes())
         yield _TimedStep(
             seconds=seconds, parts=parts, thread_s=thread_s, process_s=process_s, pace_s=pace_s, state_bytes=state_bytes
         )

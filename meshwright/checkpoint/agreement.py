@@ -70,9 +70,9 @@ class Agreement:
 
     def outcomes(self, action: Callable[[], Any]) -> list[RankOutcome]:
         """Runs an action on every rank and gathers the outcomes."""
-        return self.gather(attempt(action))
+        return self.gather(capture_outcome(action))
 
-    def everywhere(self, activity: str, action: Callable[[], Any]) -> list[Any]:
+    def run_on_all(self, activity: str, action: Callable[[], Any]) -> list[Any]:
         """Runs an action on every rank and raises on all of them when it failed on any.
 
         Args:
@@ -90,19 +90,19 @@ class Agreement:
         except CheckpointError as error:
             raise CheckpointError(f"{activity}: {error}") from error
         if any(outcome.error for outcome in outcomes):
-            raise CheckpointError(f"{activity}: {blame(outcomes)}")
+            raise CheckpointError(f"{activity}: {format_failures(outcomes)}")
         return [outcome.value for outcome in outcomes]
 
-    def once(self, activity: str, action: Callable[[], T]) -> T:
+    def run_on_first(self, activity: str, action: Callable[[], T]) -> T:
         """Runs an action on rank 0 only and returns its value on every rank.
 
         Raises:
             CheckpointError: the same on every rank when it failed.
         """
-        return self.everywhere(activity, action if self.rank == 0 else lambda: None)[0]  # type: ignore[arg-type, return-value]
+        return self.run_on_all(activity, action if self.rank == 0 else lambda: None)[0]  # type: ignore[arg-type, return-value]
 
 
-def blame(outcomes: list[RankOutcome]) -> str:
+def format_failures(outcomes: list[RankOutcome]) -> str:
     """Formats the failures as one line; a text that all ranks share appears once, without ranks."""
     failures = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
     # A full disk fails all ranks with the same text: show it once, and else at most four ranks.
@@ -114,7 +114,7 @@ def blame(outcomes: list[RankOutcome]) -> str:
     return "; ".join(shown_failures) + (f"; and {hidden_count} more ranks" if hidden_count else "")
 
 
-def attempt(action: Callable[[], Any]) -> RankOutcome:
+def capture_outcome(action: Callable[[], Any]) -> RankOutcome:
     """Runs an action and returns its value or its error's text; never raises."""
     try:
         return RankOutcome(action(), None)

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.tensor_shards import TensorShard, parts_of, within
+from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, within
 from meshwright.errors import CheckpointError
 from meshwright.torch_compat.tensors import foreach_copy_
 
@@ -23,16 +23,16 @@ class Copier:
     copied on the compute stream, in order with it.
 
     Args:
-        held: this rank's shards, in the order of `tensor_shards.parts_of`.
-        kept: (index into ``held``, shard) of those that it saves (`tensor_shards.keepers`).
+        local_shards: this rank's shards, in the order of `tensor_shards.collect_local_shards`.
+        saved_shards: (index into ``local_shards``, shard) of those that it saves (`tensor_shards.assign_saved_shards`).
         changing: name prefix of the tensors that a forward may change (buffers); empty for none.
     """
 
     def __init__(
-        self, held: Sequence[TensorShard], kept: Sequence[tuple[int, TensorShard]], changing: str = ""
+        self, local_shards: Sequence[TensorShard], saved_shards: Sequence[tuple[int, TensorShard]], changing: str = ""
     ) -> None:
-        self._local_table, self._saved = list(held), list(kept)
-        self._changing = [bool(changing) and shard.name.startswith(changing) for _, shard in kept]
+        self._local_table, self._saved = list(local_shards), list(saved_shards)
+        self._changing = [bool(changing) and shard.name.startswith(changing) for _, shard in saved_shards]
         self._sources: list[Tensor] | None = None
         self._registered: dict[int, bool] = {}
         self._stream: Any = None
@@ -43,12 +43,12 @@ class Copier:
         """Resolves the views of the saved shards, which costs more than copying a small state.
 
         Args:
-            tensors: name to tensor, as for `tensor_shards.parts_of`; later copies read the same memory.
+            tensors: name to tensor, as for `tensor_shards.collect_local_shards`; later copies read the same memory.
 
         Raises:
             CheckpointError: when the state's shards aren't those of the constructor.
         """
-        local_shards = parts_of(tensors)
+        local_shards = collect_local_shards(tensors)
         # The snapshot's table was written for these shards; other ones would be stored under wrong names.
         if [shard for shard, _ in local_shards] != self._local_table:
             raise CheckpointError("the state has other parts than those that snapshots were planned for")

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
-from meshwright.checkpoint.files import SummedWriter
+from meshwright.checkpoint.files import ChecksumWriter
 from meshwright.errors import CheckpointError
 from meshwright.names import plain_name
 from meshwright.torch_compat.checkpoints import MemoryFormatCode, StorageInfo
@@ -96,7 +96,7 @@ class _SummedFiles(FileSystem):
         if mode != "wb":
             raise CheckpointError(f"{path} is opened with '{mode}'; a checkpoint's files are only written new")
         path = Path(path)
-        with SummedWriter(path, "sha256" if path.name.startswith(_METADATA) else "crc32") as stream:
+        with ChecksumWriter(path, "sha256" if path.name.startswith(_METADATA) else "crc32") as stream:
             yield stream
         self.records[path.name] = stream.record
 

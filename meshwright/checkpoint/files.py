@@ -39,7 +39,7 @@ class Checksum:
         return FileRecord(self.size, text)
 
 
-class SummedWriter(io.BufferedWriter):
+class ChecksumWriter(io.BufferedWriter):
     """A new file, written front to back; it updates a checksum with each write and syncs when it is closed."""
 
     def __init__(self, path: Path, algorithm: str) -> None:
@@ -102,7 +102,7 @@ def measure(path: Path, algorithm: str, *, cold: bool = False) -> FileRecord:
     return checksum.record
 
 
-def damage(path: Path, expected: FileRecord, *, contents: bool = True, cold: bool = False) -> str | None:
+def find_damage(path: Path, expected: FileRecord, *, contents: bool = True, cold: bool = False) -> str | None:
     """Compares a file with its record; returns the fault as a sentence, or None.
 
     Args:

@@ -52,7 +52,7 @@ def merge(tables: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
     return union
 
 
-def misfit(targets: Mapping[str, TensorRecord], saved: Mapping[str, TensorRecord]) -> str | None:
+def describe_misfit(targets: Mapping[str, TensorRecord], saved: Mapping[str, TensorRecord]) -> str | None:
     """Returns why a checkpoint doesn't fit the targets, with tensor names, or None when it does."""
     common_names = [name for name in targets if name in saved]
     # All differences at once: a user who mends one name a run would need many runs.
@@ -92,7 +92,7 @@ def check(path: Path, manifest: Manifest, targets: Mapping[str, TensorRecord], e
         targets: table of the tensors to fill.
         expect: fields of `Origin` and the values that they must have.
     """
-    if reason := misfit(targets, manifest.tensors):
+    if reason := describe_misfit(targets, manifest.tensors):
         raise CheckpointError(f"{path} is a checkpoint of another model: {reason}")
     for name, value in expect.items():
         if (saved_value := manifest.origin.to_json()[name]) != value:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint.files import damage, remove, sync_folder
+from meshwright.checkpoint.files import find_damage, remove, sync_folder
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.errors import CheckpointError
 
@@ -138,4 +138,4 @@ def is_complete(path: Path) -> bool:
         manifest = Manifest.read(path)
     except CheckpointError:
         return False
-    return not any(damage(path / name, record, contents=False) for name, record in manifest.files.items())
+    return not any(find_damage(path / name, record, contents=False) for name, record in manifest.files.items())

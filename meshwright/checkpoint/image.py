@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
-from meshwright.checkpoint.files import SummedWriter
-from meshwright.checkpoint.snapshot import Snapshot, State, encode, padded, whole_states
-from meshwright.checkpoint.tensor_shards import TensorShard, digest, keepers, parts_of, within
+from meshwright.checkpoint.files import ChecksumWriter
+from meshwright.checkpoint.snapshot import Snapshot, State, encode, find_complete_states, padded
+from meshwright.checkpoint.tensor_shards import TensorShard, assign_saved_shards, collect_local_shards, digest, within
 from meshwright.errors import CheckpointError
 
 _SUFFIX = ".image"
@@ -32,10 +32,10 @@ class ImageBackend:
     def write(self, folder: Path, tensors: Mapping[str, Any], group: ProcessGroup | None) -> dict[str, FileRecord]:
         """Writes this rank's shards; a replicated one is written once, balanced over the ranks that hold it."""
         agreement = Agreement(group)
-        local_shards = parts_of(tensors)
+        local_shards = collect_local_shards(tensors)
         # Every rank computes the same assignment from all tables; no rank plans for others.
         tables = agreement.gather([shard for shard, _ in local_shards])
-        saved_shards = [(shard, local_shards[index]) for index, shard in keepers(tables)[agreement.rank]]
+        saved_shards = [(shard, local_shards[index]) for index, shard in assign_saved_shards(tables)[agreement.rank]]
         if not saved_shards:
             return {}
         # A saved shard may be a cell of the local one; only its elements are copied to the host.
@@ -92,7 +92,7 @@ def write_image(
     """
     path = folder / f"rank-{rank:05d}{_SUFFIX}"
     try:
-        with SummedWriter(path, "crc32") as stream:
+        with ChecksumWriter(path, "crc32") as stream:
             stream.write(encode(rank, shards, data, tensors))
             for shard_bytes in data:
                 stream.write(shard_bytes)
@@ -129,7 +129,7 @@ def _open_state(folder: Path) -> State:
             raise CheckpointError(f"{folder.name}: {path.name} is {error}") from error
     if not snapshots:
         raise CheckpointError(f"{folder.name} holds no file of the form rank-00000{_SUFFIX}")
-    states = whole_states(snapshots)
+    states = find_complete_states(snapshots)
     # One folder is one state; files of two saves, or a missing rank, are refused.
     if len(states) != 1 or len(states[0].snapshots) != len(snapshots):
         raise CheckpointError(f"{folder.name}: its files don't hold every element of each tensor exactly once")

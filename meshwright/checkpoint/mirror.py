@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.contract import FileRecord
-from meshwright.checkpoint.files import Checksum, SummedWriter, remove
+from meshwright.checkpoint.files import Checksum, ChecksumWriter, remove
 from meshwright.checkpoint.folder import Folder, is_complete
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.errors import CheckpointError, ConfigError
@@ -39,7 +39,7 @@ class FetchedCheckpoint(NamedTuple):
     size_bytes: int
     """Bytes of all its files."""
 
-    def told(self, mirror: Mirror, seconds: float) -> dict[str, Any]:
+    def event_fields(self, mirror: Mirror, seconds: float) -> dict[str, Any]:
         """Returns the fields of its event."""
         return {
             "step": self.step, "mirror": str(mirror), "path": str(self.path), "bytes": self.size_bytes,
@@ -192,7 +192,7 @@ class Mirror:
                 kind = record.checksum.partition(":")[0]
                 with (
                     file_system.open(f"{self._root}/{name}/{file_name}", "rb") as source,
-                    SummedWriter(temporary / file_name, kind) as target,
+                    ChecksumWriter(temporary / file_name, kind) as target,
                 ):
                     # The writer sums on the way, so that a file is read once.
                     shutil.copyfileobj(source, target, _BLOCK_BYTES)

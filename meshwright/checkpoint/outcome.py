@@ -31,7 +31,7 @@ class SavedCheckpoint:
     copied: Mapping[str, Any] = field(default_factory=dict)
     """Event fields of its copy in ``config.mirror``: path and seconds, or the failure (known on rank 0)."""
 
-    def told(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         """Returns the fields of its event, without the step."""
         return {"path": str(self.path), "bytes": self.size_bytes, "seconds": self.seconds, **self.copied}
 

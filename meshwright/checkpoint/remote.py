@@ -88,7 +88,7 @@ class RemoteSnapshot(Snapshot):
         return self._shelf.read(self._key, offset, size)[0]
 
 
-def remote(shelf: Shelf, key: Key) -> Callable[[], Snapshot]:
+def remote_snapshot(shelf: Shelf, key: Key) -> Callable[[], Snapshot]:
     """Returns a function that opens a snapshot on another node."""
     return partial(RemoteSnapshot, shelf, key)
 
@@ -142,7 +142,7 @@ def _receive_fields(layout: struct.Struct, connection: Connection) -> tuple[int,
     return layout.unpack(contents)
 
 
-def whole_steps(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def complete_steps(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Returns the (step, generation) of which every rank's snapshot is present, newest first.
 
     Args:

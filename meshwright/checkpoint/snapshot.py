@@ -177,7 +177,7 @@ class Snapshot:
         return data
 
 
-def peek(segment: Segment) -> tuple[int, int] | None:
+def read_step(segment: Segment) -> tuple[int, int] | None:
     """Reads (generation, step) of a segment's snapshot; None while it is being written."""
     header_fields = header(os.pread(segment.fd, _HEADER_BYTES, 0))
     return header_fields[:2] if header_fields is not None else None
@@ -266,7 +266,7 @@ class State:
         fill(targets, sources)
 
 
-def whole_states(snapshots: Iterable[Snapshot]) -> list[State]:
+def find_complete_states(snapshots: Iterable[Snapshot]) -> list[State]:
     """Returns the states whose snapshots hold every element exactly once, newest first."""
     by_step: dict[tuple[int, int], list[Snapshot]] = {}
     for snapshot in snapshots:
@@ -297,8 +297,8 @@ class SnapshotWriter:
         generation: how many times the ranks of this run were started before.
         tensors: fingerprint of the whole state's tensors.
         ranks: how many ranks write snapshots; 0 when unknown.
-        held: this rank's shards, in the order of `tensor_shards.parts_of`.
-        kept: (index into ``held``, shard) of those that it saves (`tensor_shards.keepers`).
+        local_shards: this rank's shards, in the order of `tensor_shards.collect_local_shards`.
+        saved_shards: (index into ``local_shards``, shard) of those that it saves (`tensor_shards.assign_saved_shards`).
         changing: name prefix of the tensors that a forward may change (buffers); empty for none.
     """
 
@@ -310,20 +310,20 @@ class SnapshotWriter:
         generation: int,
         tensors: str,
         ranks: int = 0,
-        held: Sequence[TensorShard],
-        kept: Sequence[tuple[int, TensorShard]],
+        local_shards: Sequence[TensorShard],
+        saved_shards: Sequence[tuple[int, TensorShard]],
         changing: str = "",
     ) -> None:
         self._generation = generation
-        self._kept = [shard for _, shard in kept]
-        self._table = _encode_table(rank, self._kept, tensors, ranks)
-        table_end = _HEADER_BYTES + len(self._table) + 4 * len(self._kept) + _META_BYTES
+        self._saved_shards = [shard for _, shard in saved_shards]
+        self._table = _encode_table(rank, self._saved_shards, tensors, ranks)
+        table_end = _HEADER_BYTES + len(self._table) + 4 * len(self._saved_shards) + _META_BYTES
         # Data starts on a page boundary, behind the room reserved for the trainer's values.
         self._data_at = (table_end + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-        size = self._data_at + sum(padded(shard.size_bytes) for shard in self._kept)
+        size = self._data_at + sum(padded(shard.size_bytes) for shard in self._saved_shards)
         self._memories = [segment.map(max(size, mmap.PAGESIZE)) for segment in segments]
         self._views = [self._map_views(memory) for memory in self._memories]
-        self.copier = Copier(held, kept, changing)
+        self.copier = Copier(local_shards, saved_shards, changing)
         """Copies the state; the next update waits for its event."""
         self._next_segment = 0
         self._thread: threading.Thread | None = None
@@ -335,7 +335,7 @@ class SnapshotWriter:
         import torch
 
         views, offset = [], self._data_at
-        for shard in self._kept:
+        for shard in self._saved_shards:
             flat_view = torch.frombuffer(
                 memory,
                 dtype=getattr(torch, shard.dtype),
@@ -346,12 +346,12 @@ class SnapshotWriter:
             offset += padded(shard.size_bytes)
         return views
 
-    def take(self, step: int, tensors: Mapping[str, Any] | None, meta: Mapping[str, Any]) -> float:
+    def save(self, step: int, tensors: Mapping[str, Any] | None, meta: Mapping[str, Any]) -> float:
         """Copies the state after ``step`` steps; the snapshot is complete moments later, with its checksums.
 
         Args:
             step: optimizer steps done.
-            tensors: name to tensor, as for `tensor_shards.parts_of`; None for the same memory as in the last call.
+            tensors: name to tensor, as for `tensor_shards.collect_local_shards`; None for the memory of the last call.
             meta: plain values of the trainer, the same on every rank.
 
         Returns:
@@ -398,7 +398,7 @@ class SnapshotWriter:
         self.copier.wait()
         data = memoryview(memory)
         checksums, offset = [], self._data_at
-        for shard in self._kept:
+        for shard in self._saved_shards:
             checksums.append(zlib.crc32(data[offset : offset + shard.size_bytes]))
             offset += padded(shard.size_bytes)
         header_bytes, tables = _pack_header(self._generation, step, self._table, checksums, meta, self._data_at)

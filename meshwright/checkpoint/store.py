@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.checkpoint import fit
-from meshwright.checkpoint.agreement import Agreement, blame, build_group
+from meshwright.checkpoint.agreement import Agreement, build_group, format_failures
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.contract import FileRecord, TensorRecord, find_backend
-from meshwright.checkpoint.files import SummedWriter, damage
+from meshwright.checkpoint.files import ChecksumWriter, find_damage
 from meshwright.checkpoint.folder import CheckpointEntry, Folder, RefusedCheckpoint, is_complete
 from meshwright.checkpoint.image import copy_image
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
@@ -91,7 +91,7 @@ class CheckpointStore:
         config = config or CheckpointConfig()
         return cls(root, config, build_group(config.wait_s) if dist.is_initialized() else None, stamp, fence)
 
-    def went_on(self, step: int) -> None:
+    def resumed_after(self, step: int) -> None:
         """Records that the run continues from a state of this step from another tier; later checkpoints may exist."""
         self._step = step
 
@@ -162,15 +162,15 @@ class CheckpointStore:
         started, activity = time.monotonic(), f"saving the checkpoint of step {step} failed"
         self._stamp("open")
         # Phase 1: all ranks check their inputs, so that no rank enters the backend's collectives alone.
-        opened_names = self._ranks.everywhere(activity, lambda: self._open_folder(step, check_inputs, meta, origin))
+        opened_names = self._ranks.run_on_all(activity, lambda: self._open_folder(step, check_inputs, meta, origin))
         folder, target = (self.root / name for name in opened_names[0])
         self._stamp("write")
         try:
             # Phase 2: every rank writes and verifies its files, and reports their records.
-            reports = self._ranks.everywhere(activity, lambda: self._write_and_check(folder, write_files))
+            reports = self._ranks.run_on_all(activity, lambda: self._write_and_check(folder, write_files))
             files = {name: FileRecord(*record) for report in reports for name, record in report.items()}
             # Phase 3: rank 0 alone writes the manifest and renames.
-            self._ranks.once(activity, lambda: self._commit(folder, target, step, backend, files, meta, origin))
+            self._ranks.run_on_first(activity, lambda: self._commit(folder, target, step, backend, files, meta, origin))
         except CheckpointError as error:
             # Every rank raises the same error; one of them alone cleans up the temporary folder.
             if self._ranks.rank == 0:
@@ -236,7 +236,7 @@ class CheckpointStore:
             backend = find_backend(manifest.backend)
             outcomes = self._ranks.outcomes(partial(backend.read, path, targets, self._ranks.group))
             if any(outcome.error for outcome in outcomes):
-                self._refuse(path, blame(outcomes), search)
+                self._refuse(path, format_failures(outcomes), search)
                 continue
             return self._accept(path, manifest, search)
         self._raise_none_found(step, search, required)
@@ -289,7 +289,7 @@ class CheckpointStore:
         files = write_files(folder)
         for name, record in files.items():
             # cold: read from the disk, since the page cache would confirm what was never written.
-            if fault := damage(folder / name, record, contents=self._config.verify, cold=True):
+            if fault := find_damage(folder / name, record, contents=self._config.verify, cold=True):
                 raise CheckpointError(f"right after writing, {fault}")
         self._stamp("written")
         return files
@@ -324,7 +324,7 @@ class CheckpointStore:
                 f"({', '.join(sorted(names_on_disk ^ set(files))[:4])}); "
                 f"{self.root} must be a folder that all nodes share"
             )
-        with SummedWriter(folder / MANIFEST, "sha256") as stream:
+        with ChecksumWriter(folder / MANIFEST, "sha256") as stream:
             stream.write(manifest.render())
         self._stamp("rename")
         # Last moment to stop a writer of a deposed leader: after the rename the checkpoint exists.
@@ -352,7 +352,7 @@ class CheckpointStore:
         After one that doesn't verify, the mirror's newest is fetched if it is newer than the next local one.
         """
         # Rank 0 lists for all: on a network file system listings of ranks may differ for seconds.
-        remaining_names = self._ranks.once(
+        remaining_names = self._ranks.run_on_first(
             f"listing {self.root} failed",
             lambda: [entry.path.name for entry in reversed(self.entries()) if step in (None, entry.step)],
         )
@@ -361,7 +361,7 @@ class CheckpointStore:
             verified: list[Manifest] = []
             outcomes = self._ranks.outcomes(partial(self._verify, path, verified))
             if any(outcome.error for outcome in outcomes):
-                self._refuse(path, blame(outcomes), search)
+                self._refuse(path, format_failures(outcomes), search)
             else:
                 yield path, verified[0]
             # Also reached after a yielded candidate that turned out unreadable in `load`.
@@ -374,7 +374,9 @@ class CheckpointStore:
         """Fetches the mirror's newest checkpoint after ``newer_than``; returns its name in a list, empty for none."""
         began, mirror = time.monotonic(), Mirror(self._config.mirror, self.root.parent.name)
         try:
-            fetched = self._ranks.once("asking the mirror failed", lambda: mirror.fetch(self.root, newer_than, step))
+            fetched = self._ranks.run_on_first(
+                "asking the mirror failed", lambda: mirror.fetch(self.root, newer_than, step)
+            )
         except CheckpointError as error:
             search.mirror_events.append({"kind": "mirror_failed", "reason": str(error)})
             return []
@@ -383,7 +385,9 @@ class CheckpointStore:
             return []
         search.fetched.add(self.root / fetched.path.name)
         self._refused.discard(self.root / fetched.path.name)
-        search.mirror_events.append({"kind": "checkpoint_fetched", **fetched.told(mirror, time.monotonic() - began)})
+        search.mirror_events.append(
+            {"kind": "checkpoint_fetched", **fetched.event_fields(mirror, time.monotonic() - began)}
+        )
         return [fetched.path.name]
 
     def _verify(self, path: Path, verified: list[Manifest]) -> None:
@@ -395,7 +399,7 @@ class CheckpointStore:
             rank = rank_bytes.index(min(rank_bytes))
             # + 1: empty files, too, are spread over ranks.
             rank_bytes[rank] += record.size + 1
-            if rank == self._ranks.rank and (fault := damage(path / name, record)):
+            if rank == self._ranks.rank and (fault := find_damage(path / name, record)):
                 raise CheckpointError(fault)
         if self._ranks.rank == 0 and find_backend(manifest.backend).describe(path) != dict(manifest.tensors):
             raise CheckpointError(f"{MANIFEST} lists other tensors than the files hold")
@@ -404,7 +408,7 @@ class CheckpointStore:
     def _gather_targets(self, targets: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
         """Returns the table of all ranks' targets; tables are sent only when they differ (pipeline stages)."""
         # A digest of some bytes first; tables of a large model would be megabytes from every rank.
-        digests = self._ranks.everywhere("loading failed", lambda: fit.digest(fit.tabulate(targets)))
+        digests = self._ranks.run_on_all("loading failed", lambda: fit.digest(fit.tabulate(targets)))
         local_table = fit.tabulate(targets)
         return local_table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(local_table))
 

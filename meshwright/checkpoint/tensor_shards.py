@@ -16,7 +16,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import CheckpointError
-from meshwright.spec.placement import Box, count
+from meshwright.spec.placement import Box, element_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class TensorShard:
     @property
     def size_bytes(self) -> int:
         """Bytes of the box's elements."""
-        return count(self.box) * itemsize(self.dtype)
+        return element_count(self.box) * itemsize(self.dtype)
 
     def to_json(self) -> list[Any]:
         """Returns plain values: name, shape, dtype, and (start, stop) of each dim."""
@@ -77,7 +77,7 @@ def itemsize(dtype: str) -> int:
     return torch_dtype.itemsize
 
 
-def parts_of(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
+def collect_local_shards(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
     """Returns every non-empty shard that this rank holds, with a view of its memory.
 
     Args:
@@ -100,7 +100,7 @@ def parts_of(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
         elif isinstance(tensor, torch.Tensor):
             boxes = [(tuple((0, size) for size in tensor.shape), tensor.detach())]
         else:
-            boxes = [(box, view.detach()) for box, view in tensor.parts]
+            boxes = [(box, view.detach()) for box, view in tensor.boxes]
         dtype = str(tensor.dtype).removeprefix("torch.")
         local_shards += [
             (TensorShard(name, tuple(tensor.shape), dtype, box), view) for box, view in boxes if view.numel()
@@ -108,7 +108,7 @@ def parts_of(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
     return local_shards
 
 
-def keepers(tables: Sequence[Sequence[TensorShard]]) -> list[list[tuple[int, TensorShard]]]:
+def assign_saved_shards(tables: Sequence[Sequence[TensorShard]]) -> list[list[tuple[int, TensorShard]]]:
     """Assigns every element to the one rank that saves it, and balances bytes over ranks.
 
     Args:
@@ -175,12 +175,12 @@ def digest(shards: Iterable[TensorShard]) -> str:
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Returns the reason why boxes aren't a partition of a tensor of this shape, or None."""
     # Empty boxes, of ranks beyond the end of an uneven dim, cover nothing.
-    filled_boxes = sorted(box for box in boxes if count(box))
+    filled_boxes = sorted(box for box in boxes if element_count(box))
     for box in filled_boxes:
         if len(box) != len(shape) or any(start < 0 or stop > size for (start, stop), size in zip(box, shape)):
             return f"has a part {box} outside its shape {tuple(shape)}"
     # Right total and no overlap make a partition; the total is the cheaper test.
-    box_elements, tensor_elements = sum(map(count, filled_boxes)), math.prod(shape)
+    box_elements, tensor_elements = sum(map(element_count, filled_boxes)), math.prod(shape)
     if box_elements != tensor_elements:
         return f"has {box_elements} of {tensor_elements} elements"
     # Boxes are sorted by their start in dim 0, so the search stops at the first one that starts behind this one's end.
@@ -222,7 +222,7 @@ def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], 
     """Fills this rank's tensors in place from boxes of any layout.
 
     Args:
-        targets: name to tensor, DTensor or `LocalBoxes`, as for `parts_of`.
+        targets: name to tensor, DTensor or `LocalBoxes`, as for `collect_local_shards`.
         sources: shards that cover each tensor exactly once (`check_covered`), each with a function that returns its
             verified values, of the box's shape and the tensor's dtype. Called at most once, and only when needed.
 
@@ -235,7 +235,7 @@ def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], 
         by_name.setdefault(shard.name, []).append(shard)
     # First plan every copy and count its elements, so that a state that doesn't fit leaves the targets untouched.
     copies_by_source: dict[TensorShard, list[tuple[TensorShard, Tensor, Box]]] = {}
-    for target, view in parts_of(targets):
+    for target, view in collect_local_shards(targets):
         # Sources don't overlap each other, so elements written add up.
         written = 0
         for source in by_name.get(target.name, ()):
@@ -245,10 +245,10 @@ def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], 
                 )
             shared = overlap(target.box, source.box)
             if shared is not None:
-                written += count(shared)
+                written += element_count(shared)
                 copies_by_source.setdefault(source, []).append((target, view, shared))
-        if written != count(target.box):
-            raise CheckpointError(f"'{target.name}': {written} of {count(target.box)} elements would be filled")
+        if written != element_count(target.box):
+            raise CheckpointError(f"'{target.name}': {written} of {element_count(target.box)} elements would be filled")
     # A source is read and verified once, however many targets overlap it.
     for source, uses in copies_by_source.items():
         values = sources[source]()

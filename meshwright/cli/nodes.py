@@ -6,10 +6,10 @@ from pathlib import Path
 
 from meshwright.cli.arguments import take_value
 from meshwright.errors import ConfigError
-from meshwright.jobs.nodes import NodeWords
+from meshwright.jobs.nodes import NodeOptions
 
 
-def take_nodes(args: list[str]) -> NodeWords | None:
+def take_nodes(args: list[str]) -> NodeOptions | None:
     """Removes the flags of a multi-node run from a command; returns None when it has none.
 
     Raises:
@@ -31,4 +31,4 @@ def take_nodes(args: list[str]) -> NodeWords | None:
     if not 0 <= node < nodes or (slots is not None and slots < 1):
         raise ConfigError(f"--nodes {nodes} --node {node}: nodes are numbered from 0, and have a slot at least")
     key = Path(flags["key-file"]).expanduser() if flags["key-file"] is not None else None
-    return NodeWords(nodes=nodes, node=node, slots=slots, meet=flags["meet"], key_file=key)
+    return NodeOptions(nodes=nodes, node=node, slots=slots, meet=flags["meet"], key_file=key)

@@ -15,7 +15,7 @@ from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.health import shortfalls
 from meshwright.errors import ClusterError, ConfigError
-from meshwright.jobs.nodes import NodeWords
+from meshwright.jobs.nodes import NodeOptions
 from meshwright.jobs.practice import practise_all
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.requests import CalibrateConfig
@@ -48,7 +48,7 @@ class CalibrationResult:
 
 
 def calibrate(
-    config: CalibrateConfig | None = None, *, nodes: NodeWords | None = None, say: Say = to_stderr
+    config: CalibrateConfig | None = None, *, nodes: NodeOptions | None = None, say: Say = to_stderr
 ) -> CalibrationResult | None:
     """Measures this machine and writes the figures; the ranks are forked from this process.
 
@@ -65,7 +65,9 @@ def calibrate(
     """
     config = config or CalibrateConfig()
     config.check_all()
-    launcher = choose_launcher(config.devices) if nodes is None else nodes.together(_slots_per_node(config, nodes))
+    launcher = (
+        choose_launcher(config.devices) if nodes is None else nodes.group_launcher(_slots_per_node(config, nodes))
+    )
     devices = found_devices(None)
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     count = nodes.nodes if nodes is not None else context.nodes if context else 1
@@ -102,7 +104,7 @@ def _practise(config: CalibrateConfig, calibration: Calibration, progress: Say) 
     return practise_all(found_devices(None), calibration.ranks, config.practice, progress)
 
 
-def _slots_per_node(config: CalibrateConfig, nodes: NodeWords) -> int:
+def _slots_per_node(config: CalibrateConfig, nodes: NodeOptions) -> int:
     """Returns the ranks of each node."""
     if nodes.slots is None and config.devices is not None and config.devices % nodes.nodes:
         raise ConfigError(

@@ -10,7 +10,7 @@ from meshwright.cluster.cluster_text import with_network
 from meshwright.cluster.node import standard_node
 from meshwright.errors import ClusterError, PlanError
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
-from meshwright.jobs.model_reading import ReadModel, measure_of, model_parts
+from meshwright.jobs.model_reading import ReadModel, make_measure, model_parts
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.models.measure import measure_shape
@@ -53,7 +53,7 @@ def make_plans(
     try:
         question = _make_question(config, model, machines, layout.precision)
         host_shortage_text = host_shortage(question.job, layout, question.cluster, question.runtime)
-        measure = measure_of(model.built, config.data.sequence, layout.precision)
+        measure = make_measure(model.built, config.data.sequence, layout.precision)
         return [(predict.named_plan(question, layout, model_weights, measure), analysis)]
     except (ClusterError, PlanError) as error:
         if host_shortage_text:
@@ -149,7 +149,7 @@ def name_leaner_layout(config: RunConfig, model: ReadModel, machines: Machines, 
         question = _make_question(config, model, machines.for_ranks(plan.ranks), precision)
         if plan.layout.offload != "none":  # the plan's total includes bytes in host memory; compare the device's alone
             planned = candidate(question, plan.layout).price.peak
-        measure = measure_of(model.built, config.data.sequence, precision)
+        measure = make_measure(model.built, config.data.sequence, precision)
         front = recosted(question, choose(question), measure).front
     except (ClusterError, PlanError):
         front = ()
@@ -192,7 +192,7 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
         microbatches = full_layout.microbatches
         layouts.append(
             dataclasses.replace(
-                layout, microbatches=microbatches if rows % (sum(layout.shares()) * microbatches) == 0 else 1
+                layout, microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1
             )
         )
     return layouts
@@ -217,7 +217,7 @@ def _planner_plans(
     precision = precision or ("bf16" if devices.kind == "cuda" else "float32")
     try:
         question = _make_question(config, model, machines, precision)
-        measure = measure_of(model.built, config.data.sequence, precision)
+        measure = make_measure(model.built, config.data.sequence, precision)
         question = informed(question, measure)
         choice = recosted(question, choose(question), measure)
     except (ClusterError, PlanError) as error:

@@ -33,7 +33,7 @@ def fetch_checkpoint(config: RunConfig, run_dir: Path, say: Say = to_stderr) -> 
     say(f"checkpoint of step {fetched.step}, {format_bytes(fetched.size_bytes)}, copied back from {mirror}")
     sink = JsonlSink(run_dir, metrics=False)
     try:
-        event_fields = fetched.told(mirror, time.monotonic() - began)
+        event_fields = fetched.event_fields(mirror, time.monotonic() - began)
         sink.event(Event(kind="checkpoint_fetched", rank=SUPERVISOR, data=event_fields))
     finally:
         sink.close()

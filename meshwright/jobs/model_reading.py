@@ -65,7 +65,7 @@ def model_parts(built: BuiltModel, analysis: ModelAnalysis) -> ModelParts:
     )
 
 
-def measure_of(built: BuiltModel, sequence: int, precision: str) -> Measure:
+def make_measure(built: BuiltModel, sequence: int, precision: str) -> Measure:
     """Returns a function that runs a model's modules on fake tensors for a layout, cached by size and split.
 
     Args:

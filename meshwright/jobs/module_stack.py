@@ -9,13 +9,13 @@ from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.build import BuiltModel
 from meshwright.parallel.axis_group import TrafficLog
-from meshwright.parallel.build import check, transformed
+from meshwright.parallel.build import apply_transforms, check
 from meshwright.parallel.forward_stack import describe, wrappers
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat.fake_group import fake_process_group
 from meshwright.train.model_analysis import analyse_model
-from meshwright.train.session import source_of
+from meshwright.train.session import make_model_source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,9 @@ def module_stacks(built: BuiltModel, layout: Layout, name: str, rank: int = 0) -
     check(layout, "cuda", len(built.structure.layers))
     analysis = analyse_model(built, layout)
     with fake_process_group(rank, layout.world):
-        work = transformed(source_of(built, layout, analysis, filled=False), layout, Mesh(layout, "cpu", TrafficLog()))
+        work = apply_transforms(
+            make_model_source(built, layout, analysis, filled=False), layout, Mesh(layout, "cpu", TrafficLog())
+        )
         stacks = []
         for stage in work.stages:
             prefix = f"{name}." if name else ""

@@ -36,8 +36,8 @@ class Nodes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeWords:
-    """Names this node's place: ``NodeWords(nodes=2, node=1, meet="10.0.0.1:29500")``."""
+class NodeOptions:
+    """Names this node's place: ``NodeOptions(nodes=2, node=1, meet="10.0.0.1:29500")``."""
 
     nodes: int
     """How many nodes there are."""
@@ -50,7 +50,7 @@ class NodeWords:
     key_file: Path | None = None
     """Where this node has the run's key; None for the run directory's."""
 
-    def place(self, config: RunConfig) -> Nodes:
+    def resolve(self, config: RunConfig) -> Nodes:
         """Looks at this machine.
 
         Raises:
@@ -77,7 +77,7 @@ class NodeWords:
             key_file=self.key_file,
         )
 
-    def together(self, slots: int) -> ForkLauncher:
+    def group_launcher(self, slots: int) -> ForkLauncher:
         """Returns what starts this node's ranks of a group over all nodes, each with as many; without a supervisor.
 
         Raises:

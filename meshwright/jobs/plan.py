@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.jobs.model_reading import measure_of
+from meshwright.jobs.model_reading import make_measure
 from meshwright.jobs.plan_model import (
     PlannableModel,
     PlanResult,
@@ -35,7 +35,7 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
     has_vocabulary = config.kind == "directory" or config.vocab
     built = build_meta(config, vocab=None if has_vocabulary else VOCABULARY, context=sequence)
     return PlannableModel(
-        shape=measure_shape(built), measure=lambda tokens, precision: measure_of(built, tokens, precision)
+        shape=measure_shape(built), measure=lambda tokens, precision: make_measure(built, tokens, precision)
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.calibrate.practice import practise_paced
 from meshwright.errors import MeshwrightError
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
-from meshwright.jobs.model_reading import measure_of, model_parts
+from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.jobs.progress import Say
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
@@ -93,7 +93,7 @@ class _Runner:
         self._tokens, self._rows = int(MODEL.context or 0), ROWS_EACH * max(ranks, 2)
         machines = Machines(devices=devices, ranks=ranks)
         self._built = build_meta(MODEL)
-        self._measure = measure_of(self._built, self._tokens, precision)
+        self._measure = make_measure(self._built, self._tokens, precision)
         job = PricedJob(shape=measure_shape(self._built), sequence=self._tokens, rows=self._rows, precision=precision)
         question = Question(job=job, cluster=cluster_of_machines(machines), base=Layout(precision=precision))
         self._question = informed(question, self._measure)

@@ -24,7 +24,7 @@ from meshwright.jobs.layouts import (
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.mirrored_run import fetch_checkpoint
 from meshwright.jobs.model_reading import ReadModel, read_model
-from meshwright.jobs.nodes import Nodes, NodeWords
+from meshwright.jobs.nodes import NodeOptions, Nodes
 from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
@@ -60,7 +60,7 @@ Starter = ForkLauncher | TorchrunLauncher | Nodes
 
 
 def train(
-    config: RunConfig, *, hooks: Sequence[Hook] = (), nodes: NodeWords | None = None, say: Say = to_stderr
+    config: RunConfig, *, hooks: Sequence[Hook] = (), nodes: NodeOptions | None = None, say: Say = to_stderr
 ) -> TrainResult | None:
     """Trains a model; the ranks are forked from this process, which must not have run a backward pass.
 
@@ -82,7 +82,7 @@ def train(
     config.check_all()
     config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
     if nodes is not None:
-        node_place, config = nodes.place(config), claim_directory(config)
+        node_place, config = nodes.resolve(config), claim_directory(config)
         with RunLock(Path(config.run), config.launch.owner_s, nodes.node):
             return _train(config, node_place, tuple(hooks), say)
     config, launcher = claim_directory(config), choose_launcher(config.devices, config=config.launch)
@@ -224,7 +224,7 @@ def _run_ranks(
 ) -> dict[str, Any]:
     """Runs the job and returns its outcome; with recovery, failed ranks of this node are started again."""
     if not isinstance(launcher, ForkLauncher) or not config.recovery.enabled:
-        launcher.label = job.plan.layout.place
+        launcher.label = job.plan.layout.coordinates
         outcome: TrainOutcome = launcher.run(run_rank, job)[0]
         return outcome.to_json() | {"terminated": isinstance(launcher, ForkLauncher) and launcher.terminated}
     supervisor = Supervisor(job, launcher.devices, _make_planning(config, model, job, launcher.devices, machines, say))

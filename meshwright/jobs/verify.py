@@ -23,9 +23,9 @@ from meshwright.models.analysis.table import SMALL, clone_of
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.compare import Verdict
-from meshwright.proof.layouts import all_layouts, layers_needed
+from meshwright.proof.layouts import all_layouts, min_layers
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import NARROW, Case, made_up_batches
+from meshwright.proof.verify import NARROW, Case, random_batches
 from meshwright.proof.verify import verify as prove_layouts
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -104,7 +104,7 @@ def _layouts_to_prove(config: VerifyConfig) -> list[Layout]:
 
 def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Case:
     max_split = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
-    model = _model_to_prove(config, layers_needed(layouts), max_split)
+    model = _model_to_prove(config, min_layers(layouts), max_split)
     batches, vocab = _make_batches(config, layouts, model, say)
 
     def build() -> BuiltModel:
@@ -117,7 +117,7 @@ def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Cas
         timeout_s=config.timeout_s,
         training=config.training,
         allow_whole=config.allow_whole,
-        grown=_reads_grown_clone(config),
+        rescaled=_reads_grown_clone(config),
     )
 
 
@@ -177,7 +177,7 @@ def _make_batches(
         built = _build_for_proof(model, config.sequence)
         # Ids must exist in a model whose vocabulary is smaller.
         vocab = min(built.vocab or VOCABULARY, VOCABULARY)
-        return made_up_batches(config.steps, rows, _row_lengths(config), vocab, _masks_documents(built)), vocab
+        return random_batches(config.steps, rows, _row_lengths(config), vocab, _masks_documents(built)), vocab
     token_set = prepare(text_config(config.model, config.data), say=say)
     masked = config.data.mask_documents
     loaders = [

@@ -18,7 +18,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.job import JobCase, JobVerdict, scaled_config
 from meshwright.proof.job import verify_job as prove_job
-from meshwright.proof.layouts import layers_needed
+from meshwright.proof.layouts import min_layers
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
@@ -148,4 +148,4 @@ def case_of(
 
 
 def _small_clone(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:
-    return shrink(model, layers_needed(layouts))
+    return shrink(model, min_layers(layouts))

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.structure import ModelStructure
-from meshwright.parallel.model_checkpointing import repeated
+from meshwright.parallel.model_checkpointing import restoring_first_run
 
 IGNORED = -100
 """Target that counts for nothing, as in `torch.nn.functional.cross_entropy`."""
@@ -169,7 +169,7 @@ def _call_module(
     # a cache of keys is of no use to training
     if structure.transformers and "use_cache" in structure.arguments:
         arguments["use_cache"] = False
-    with repeated():
+    with restoring_first_run():
         return module(**arguments)
 
 

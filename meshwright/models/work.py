@@ -101,7 +101,7 @@ def _random_ops_mode(built: BuiltModel) -> contextlib.AbstractContextManager[Any
 class _Masks:
     """Replaces `parallel.dropout_rng`: each mask is one operator that the counter recognises by its name."""
 
-    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+    def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns a bool mask of ``shape``, fake: True where an element is kept."""
         return torch.empty(tuple(shape), dtype=torch.bool, device=device).bernoulli_(1.0 - p)
 
@@ -109,9 +109,9 @@ class _Masks:
         """Returns float64 numbers of ``shape``, fake."""
         return torch.empty(tuple(shape), dtype=torch.float64, device=device).bernoulli_()
 
-    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+    def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns a bool mask (B, H, S, keys) for attention weights, fake."""
-        return self.kept((*query.shape[:3], keys), p, query.device)
+        return self.dropout_mask((*query.shape[:3], keys), p, query.device)
 
 
 @contextlib.contextmanager

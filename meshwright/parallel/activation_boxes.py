@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from meshwright.parallel.gathered_attention import balanced_spans
 from meshwright.parallel.keyed_random import Box
 
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 
-class Unplaced(Exception):
+class AmbiguousActivation(Exception):
     """Raised for an activation whose shape doesn't determine its rows, tokens or units; the text says why."""
 
 
@@ -23,27 +23,27 @@ class Unplaced(Exception):
 class TokenSplit:
     """How a rank's tokens follow from those of a row: first ``cp`` takes some, then ``tp`` a part of these."""
 
-    index: int = 0
+    cp_index: int = 0
     """Along ``cp``."""
-    ranks: int = 1
+    cp_degree: int = 1
     """Degree of ``cp``."""
     balanced: bool = False
     """Whether it takes an early and a late run."""
-    part: int = 0
+    tp_index: int = 0
     """Index of the part along ``tp``, where the tokens are split there too."""
-    parts: int = 1
+    tp_degree: int = 1
     """Number of these."""
 
-    def places(self, tokens: int) -> dict[int, Places]:
+    def positions(self, tokens: int) -> dict[int, Indices]:
         """Returns the places of the tokens that an activation of a row can have here, by their number."""
         cp_positions = all_positions = np.arange(tokens)
-        if self.ranks > 1 and self.balanced:
+        if self.cp_degree > 1 and self.balanced:
             cp_positions = np.concatenate(
-                [all_positions[slice(*span)] for span in balanced_spans(tokens, self.index, self.ranks)]
+                [all_positions[slice(*span)] for span in balanced_spans(tokens, self.cp_index, self.cp_degree)]
             )
-        elif self.ranks > 1:
-            cp_positions = np.array_split(all_positions, self.ranks)[self.index]
-        tp_positions = np.array_split(cp_positions, self.parts)[self.part]
+        elif self.cp_degree > 1:
+            cp_positions = np.array_split(all_positions, self.cp_degree)[self.cp_index]
+        tp_positions = np.array_split(cp_positions, self.tp_degree)[self.tp_index]
         # By length: the size of a tensor's token dim says which of the three it has.
         return {len(positions): positions for positions in (all_positions, cp_positions, tp_positions)}
 
@@ -52,19 +52,19 @@ class TokenSplit:
 class Units:
     """The units (heads, channels) [first, last) of ``count`` that a rank computes between two matrices."""
 
-    first: int
-    last: int
+    start: int
+    stop: int
     count: int
 
-    def places(self, size: int) -> tuple[Places, int]:
+    def positions(self, size: int) -> tuple[Indices, int]:
         """Returns the places in the whole dim of which ``size`` indices are here, and the size of that."""
-        indices_per_unit, remainder = divmod(size, self.last - self.first)
+        indices_per_unit, remainder = divmod(size, self.stop - self.start)
         if remainder:
-            raise Unplaced(f"{size} indices aren't of {self.last - self.first} units")
-        return np.arange(self.first * indices_per_unit, self.last * indices_per_unit), self.count * indices_per_unit
+            raise AmbiguousActivation(f"{size} indices aren't of {self.stop - self.start} units")
+        return np.arange(self.start * indices_per_unit, self.stop * indices_per_unit), self.count * indices_per_unit
 
 
-def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units: Units | None) -> Box:
+def locate_box(shape: Sequence[int], rows: int, tokens: Mapping[int, Indices], units: Units | None) -> Box:
     """Returns the box of each row that a tensor of ``shape`` is.
 
     The first dim counts rows: (B, ...), or with them the tokens of (B S, D), or heads of (B H, S, S).
@@ -72,7 +72,7 @@ def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units:
     Args:
         shape: of this rank's tensor.
         rows: of the micro-batch, B.
-        tokens: from `TokenSplit.places`; the largest is the whole row.
+        tokens: from `TokenSplit.positions`; the largest is the whole row.
         units: what is here of the units that other ranks have too; None where nothing is split by units.
 
     Raises:
@@ -87,15 +87,15 @@ def box_of(shape: Sequence[int], rows: int, tokens: Mapping[int, Places], units:
             positions[token_dim], sizes[token_dim] = tokens[dims[token_dim]], max(tokens)
         if units is not None:
             if len(dims) < 2:
-                raise Unplaced("it has one dim beside the rows, and units and tokens need two")
+                raise AmbiguousActivation("it has one dim beside the rows, and units and tokens need two")
             unit_dim = 0 if token_dim == 1 else 1
-            positions[unit_dim], sizes[unit_dim] = units.places(dims[unit_dim])
+            positions[unit_dim], sizes[unit_dim] = units.positions(dims[unit_dim])
     if not dims:
         return Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    return Box(lines_of(positions[:-1], sizes[:-1]), positions[-1])
+    return Box(line_numbers(positions[:-1], sizes[:-1]), positions[-1])
 
 
-def lines_of(positions: Sequence[Places], sizes: Sequence[int]) -> Places:
+def line_numbers(positions: Sequence[Indices], sizes: Sequence[int]) -> Indices:
     """Returns the numbers of lines at all combinations of places in dims of the given whole sizes."""
     lines = np.zeros(1, dtype=np.int64)
     # Row-major: line = line x size + position, for all combinations.
@@ -104,7 +104,7 @@ def lines_of(positions: Sequence[Places], sizes: Sequence[int]) -> Places:
     return lines
 
 
-def _row_dims(shape: Sequence[int], rows: int, tokens: Mapping[int, Places]) -> tuple[int, ...]:
+def _row_dims(shape: Sequence[int], rows: int, tokens: Mapping[int, Indices]) -> tuple[int, ...]:
     leading, *trailing = shape
     if leading == rows:
         return tuple(trailing)
@@ -113,10 +113,10 @@ def _row_dims(shape: Sequence[int], rows: int, tokens: Mapping[int, Places]) -> 
         return per_row, *trailing
     if not remainder and len(shape) == 3 and trailing[0] in tokens and trailing[1] == max(tokens):
         return per_row, *trailing
-    raise Unplaced(f"its first dim must count the {rows} rows of the micro-batch")
+    raise AmbiguousActivation(f"its first dim must count the {rows} rows of the micro-batch")
 
 
-def _token_dim(dims: Sequence[int], tokens: Mapping[int, Places], required: bool) -> int:
+def _token_dim(dims: Sequence[int], tokens: Mapping[int, Indices], required: bool) -> int:
     """Returns the dim of a row that counts tokens: of (S, D) the first, of (H, S, S) the second."""
     if len(dims) == 3 and dims[1] in tokens and dims[2] == max(tokens):
         return 1
@@ -124,4 +124,6 @@ def _token_dim(dims: Sequence[int], tokens: Mapping[int, Places], required: bool
         return 0 if dims[0] in tokens else 1
     if len(dims) <= 2 and (dims[0] in tokens or not required):
         return 0
-    raise Unplaced(f"which of {tuple(dims)} counts its {' or '.join(map(str, sorted(tokens)))} tokens can't be told")
+    raise AmbiguousActivation(
+        f"which of {tuple(dims)} counts its {' or '.join(map(str, sorted(tokens)))} tokens can't be told"
+    )

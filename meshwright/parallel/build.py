@@ -10,7 +10,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.expert_load import ExpertMeter
 from meshwright.parallel.materialise import materialise
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_checkpointing import repeat_in
+from meshwright.parallel.model_checkpointing import restore_first_run_in
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.program import Program
@@ -54,7 +54,7 @@ def _check_mechanics(layout: Layout) -> None:
             )
 
 
-def transformed(source: ModelSource, layout: Layout, mesh: Mesh | None) -> TransformContext:
+def apply_transforms(source: ModelSource, layout: Layout, mesh: Mesh | None) -> TransformContext:
     """Runs every transform that the layout asks for over the source's module, which stays on the meta device.
 
     Args:
@@ -73,8 +73,8 @@ def transformed(source: ModelSource, layout: Layout, mesh: Mesh | None) -> Trans
     # A layer that is computed again draws the numbers of its first time, as a model's own checkpoints do.
     snapshots = [work.dropout_rng.snapshot] if work.dropout_rng is not None else []
     for stage in work.stages:
-        repeat_in(stage.module, *snapshots)
-        work.progress_hooks.watch(stage.layers, stage.first)
+        restore_first_run_in(stage.module, *snapshots)
+        work.progress_hooks.watch(stage.layers, stage.first_layer)
     return work
 
 
@@ -91,11 +91,11 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     Returns:
         The program, its weights materialised as this rank's parts.
     """
-    work = transformed(source, layout, mesh)
+    work = apply_transforms(source, layout, mesh)
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
     for stage in work.stages:
-        materialise(stage.module, stage.places, host, master, source.fill)
+        materialise(stage.module, stage.local_shards, host, master, source.fill)
         source.fill_buffers(stage.module, device)
         if layout.precision == "float64":
             MovingBuffers([stage.module], source.moving).widen()
@@ -106,10 +106,10 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     else:
         program = Program(work.stages, source.compute, work.view, mesh, clock)
     if source.experts and not layout.compile:
-        program.experts = ExpertMeter(work.stages, source.experts)
-    program.chance = work.dropout_rng
-    program.weigh, program.terms = source.weigh, tuple(source.terms)
-    program.moving = MovingBuffers([stage.module for stage in work.stages], source.moving)
+        program.expert_counts = ExpertMeter(work.stages, source.experts)
+    program.dropout_rng = work.dropout_rng
+    program.term_counts, program.loss_terms = source.weigh, tuple(source.terms)
+    program.moving_buffers = MovingBuffers([stage.module for stage in work.stages], source.moving)
     program.progress_hooks = work.progress_hooks
     return program
 

@@ -50,26 +50,26 @@ class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.axis_group, ctx.dim, ctx.partial = axis_group, dim, partial
-        return gather(x, axis_group, dim)
+        return all_gather_dim(x, axis_group, dim)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         grad = upstream[0]
         # g-bar's backward: each rank's gradient is a summand; where all hold the same one, a sum would multiply it.
         if ctx.partial:
-            return scatter_sum(grad, ctx.axis_group, ctx.dim), None, None, None
-        return own_part(grad, ctx.axis_group, ctx.dim), None, None, None
+            return reduce_scatter_dim(grad, ctx.axis_group, ctx.dim), None, None, None
+        return local_chunk(grad, ctx.axis_group, ctx.dim), None, None, None
 
 
 class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.axis_group, ctx.dim = axis_group, dim
-        return scatter_sum(x, axis_group, dim) if partial else own_part(x, axis_group, dim).clone()
+        return reduce_scatter_dim(x, axis_group, dim) if partial else local_chunk(x, axis_group, dim).clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return gather(upstream[0], ctx.axis_group, ctx.dim), None, None, None
+        return all_gather_dim(upstream[0], ctx.axis_group, ctx.dim), None, None, None
 
 
 def copy_to_group(x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
@@ -99,7 +99,7 @@ def reduce_scatter_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, part
     return axis_group.apply(_ReduceScatterTokens, x, axis_group, dim, partial)
 
 
-def gather(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
+def all_gather_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """All-gathers ``dim``: (..., n, ...) becomes (..., size * n, ...), in rank order, without a gradient."""
     shard = x.contiguous()
     out = shard.new_empty(axis_group.size * shard.numel())
@@ -108,7 +108,7 @@ def gather(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     return torch.cat(shards.unbind(), dim=dim) if dim else shards.flatten(0, 1)
 
 
-def scatter_sum(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
+def reduce_scatter_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Reduce-scatters ``dim``: (..., size * n, ...), partial over the group, becomes (..., n, ...); no gradient."""
     # The collective takes (ranks, ...) in memory order; a split of dim 0 is that already.
     shards = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()
@@ -119,6 +119,6 @@ def scatter_sum(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tenso
     return out
 
 
-def own_part(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
+def local_chunk(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Returns this rank's 1/size of ``dim``, a view."""
     return x.chunk(axis_group.size, dim=dim)[axis_group.index]

@@ -20,9 +20,9 @@ from torch import nn
 from meshwright.parallel import collectives, gathered_attention, parameter_slices, tensor_hooks
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.gathered_attention import own_runs
+from meshwright.parallel.gathered_attention import local_runs
 from meshwright.parallel.head_exchange import to_tokens, to_units
-from meshwright.parallel.stage import held_layer
+from meshwright.parallel.stage import local_layer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.cp import AXIS
 from meshwright.spec.axis import Mechanics
@@ -49,7 +49,7 @@ def wrap_model(
         splits: number of parts into which ``tp`` splits the tokens between the groups.
     """
     for name, rows in table.layers.items():
-        layer = held_layer(module, name)
+        layer = local_layer(module, name)
         if layer is None:
             continue
         if attention == "gather":
@@ -58,9 +58,11 @@ def wrap_model(
         for group in rows.groups:
             if group.heads:
                 wrap_group(layer, local_group(group, *tensor), axis_group)
-    first_layer = held_layer(module, next(iter(table.layers)))
+    first_layer = local_layer(module, next(iter(table.layers)))
     if first_layer is not None:
-        take_tokens = partial(own_tokens, index=axis_group.index, size=axis_group.size, balanced=attention == "gather")
+        take_tokens = partial(
+            local_tokens, index=axis_group.index, size=axis_group.size, balanced=attention == "gather"
+        )
         tensor_hooks.on_hidden(
             first_layer,
             _take_from_full_rows(module, axis_group.size, take_tokens),
@@ -88,10 +90,10 @@ def _take_from_full_rows(module: nn.Module, size: int, take_tokens: Callable[[to
     return lambda x: x if x.shape[1] * size == row_length[0] else take_tokens(x)
 
 
-def own_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:
+def local_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:
     """Returns this rank's tokens of ``x: (B, S, ...)``: a run of them, or an early and a late one."""
     if balanced:
-        return own_runs(x, index, size)
+        return local_runs(x, index, size)
     if x.shape[1] % size:
         raise ValueError(f"{x.shape[1]} tokens don't divide over cp={size}")
     return x.chunk(size, dim=1)[index]
@@ -270,7 +272,7 @@ def _slice_loose_parameters(
 
 def _apply(work: TransformContext) -> None:
     """Makes the layers of this rank's stages compute its tokens; run after the tensor axis has split their units."""
-    layout, mesh, source = work.layout, work.groups, work.source
+    layout, mesh, source = work.layout, work.required_mesh, work.source
     assert source.table is not None
     tensor = mesh.axis_groups[layout.axis(Mechanics.MATRICES)]
     tensor_index_and_degree, splits = (tensor.index, tensor.size), tensor.size if layout.sequence else 1

@@ -26,31 +26,39 @@ def _apply(work: TransformContext) -> None:
     """Applies the data axes: FSDP2 where the layout shards, offloads or computes in a lower precision, else copies."""
     layout, mesh = work.layout, work.mesh
     for stage in work.stages:
-        if layout.zero or layout.mixed or layout.offload == "parameters":
+        if layout.zero or layout.is_mixed_precision or layout.offload == "parameters":
             assert mesh is not None
             options = fsdp.ShardOptions(
                 zero=layout.zero,
-                compute=DTYPES[layout.precision] if layout.mixed else None,
+                compute=DTYPES[layout.precision] if layout.is_mixed_precision else None,
                 offload=layout.offload == "parameters",
-                first=stage.first,
+                first=stage.first_layer,
             )
             # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
-            shard_group = mesh.across(layout.state_axes or (shard_axis.AXIS.name,))
-            axis_groups = _groups_in_use(shard_group, mesh.across(gradient_axes(layout.state_axes)))
+            shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
+            axis_groups = _groups_in_use(shard_group, mesh.combined_group(gradient_axes(layout.state_axes)))
             expert_group = _expert_fsdp_group(stage, mesh)
-            stage.sync.insert(
-                0, fsdp.wrap(stage.module, stage.layers, mesh.line(shard_group), options, axis_groups, expert_group)
+            stage.gradient_syncs.insert(
+                0,
+                fsdp.wrap(
+                    stage.module, stage.layers, mesh.axis_device_mesh(shard_group), options, axis_groups, expert_group
+                ),
             )
         elif mesh is not None:
-            expert_names = {name for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes}
+            expert_names = {name for name, shard in stage.local_shards.items() if ep_axis.AXIS.name in shard.axes}
             parameter_names = [name for name, _ in stage.module.named_parameters()]
             for axis_group, group_names in (
                 # Experts are copied over fewer ranks than all other weights: two reducers.
-                (mesh.across(gradient_axes(())), [name for name in parameter_names if name not in expert_names]),
+                (
+                    mesh.combined_group(gradient_axes(())),
+                    [name for name in parameter_names if name not in expert_names],
+                ),
                 (mesh.axis_groups.get("ep_copies"), [name for name in parameter_names if name in expert_names]),
             ):
                 if group_names and axis_group is not None and axis_group.size > 1:
-                    stage.sync.insert(0, LateGradientReducer(stage.module, group_names, axis_group, work.source.layers))
+                    stage.gradient_syncs.insert(
+                        0, LateGradientReducer(stage.module, group_names, axis_group, work.source.layers)
+                    )
 
 
 def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
@@ -61,16 +69,16 @@ def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
 def _expert_fsdp_group(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
     """Returns a stage's experts modules, whose shards lie on the ranks that hold the same experts; None without any."""
     expert_modules = {
-        name.rpartition(".")[0]: None for name, shard in stage.places.items() if ep_axis.AXIS.name in shard.axes
+        name.rpartition(".")[0]: None for name, shard in stage.local_shards.items() if ep_axis.AXIS.name in shard.axes
     }
     if not expert_modules:
         return None
-    axis_groups = [mesh.across((shard_axis.AXIS.name,)), mesh.axis_groups["ep_copies"]]
+    axis_groups = [mesh.combined_group((shard_axis.AXIS.name,)), mesh.axis_groups["ep_copies"]]
     if mesh.layout.zero:
-        axis_groups = [mesh.axis_groups["ep_shard"], mesh.across(gradient_axes(ep_axis.AXIS.carves))]
+        axis_groups = [mesh.axis_groups["ep_shard"], mesh.combined_group(gradient_axes(ep_axis.AXIS.carves))]
     return fsdp.ExpertFsdpGroup(
         modules=[stage.module.get_submodule(name) for name in expert_modules],
-        mesh=mesh.line(axis_groups[0]),
+        mesh=mesh.axis_device_mesh(axis_groups[0]),
         axis_groups=_groups_in_use(*axis_groups),
     )
 

@@ -26,12 +26,12 @@ class LocalBoxes:
 
     def __init__(self, shape: Sequence[int], parts: Sequence[tuple[Box, torch.Tensor]], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
-        self.parts = [(box, view) for box, view in parts if view.numel()]
+        self.boxes = [(box, view) for box, view in parts if view.numel()]
 
     @property
     def is_meta(self) -> bool:
         """Whether the local memory holds no values."""
-        return any(view.is_meta for _, view in self.parts)
+        return any(view.is_meta for _, view in self.boxes)
 
     def size(self) -> Any:
         """Returns the shape of the whole tensor."""
@@ -39,7 +39,7 @@ class LocalBoxes:
 
     def numel(self) -> int:
         """Returns the number of elements that this rank holds."""
-        return sum(view.numel() for _, view in self.parts)
+        return sum(view.numel() for _, view in self.boxes)
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
         """Returns what DCP is to write: one item a box."""
@@ -51,7 +51,7 @@ class LocalBoxes:
                     chunk=chunk, properties=TensorProperties.create_from_tensor(view), size=self.size()
                 ),
             )
-            for chunk, (_, view) in zip(self.__create_chunk_list__(), self.parts)
+            for chunk, (_, view) in zip(self.__create_chunk_list__(), self.boxes)
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -60,12 +60,12 @@ class LocalBoxes:
             ChunkStorageMetadata(
                 offsets=torch.Size([start for start, _ in box]), sizes=torch.Size([stop - start for start, stop in box])
             )
-            for box, _ in self.parts
+            for box, _ in self.boxes
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """Returns the memory of one box; ``index`` is DCP's MetadataIndex."""
-        for box, view in self.parts:
+        for box, view in self.boxes:
             if tuple(index.offset or ()) == tuple(start for start, _ in box):
                 return view
         raise ValueError(f"no box of '{index.fqn}' begins at {index.offset}")

@@ -48,11 +48,11 @@ def install(
         for name, module in modules_by_name.items():
             if name in layers:
                 if module in stage.layers:
-                    dropout_rng.own(module, name)
+                    dropout_rng.track_module(module, name)
                     if table is not None and mesh is not None:
                         _set_unit_shards(dropout_rng, module, table.layers[name].groups, mesh, attention)
             elif not name.startswith(layer_prefixes):
-                dropout_rng.own(module, name)
+                dropout_rng.track_module(module, name)
         for rows in (rows for rows in experts if rows.module in modules_by_name):
             dropout_rng.forbid(modules_by_name[rows.module], ROUTED)
     return dropout_rng
@@ -67,11 +67,11 @@ def _token_split(mesh: Mesh, attention: str) -> TokenSplit:
         mesh.axis_groups[mesh.layout.axis(mechanics)] for mechanics in (Mechanics.TOKENS, Mechanics.MATRICES)
     )
     return TokenSplit(
-        index=context.index,
-        ranks=context.size,
+        cp_index=context.index,
+        cp_degree=context.size,
         balanced=attention == "gather",
-        part=tensor.index if mesh.layout.sequence else 0,
-        parts=tensor.size if mesh.layout.sequence else 1,
+        tp_index=tensor.index if mesh.layout.sequence else 0,
+        tp_degree=tensor.size if mesh.layout.sequence else 1,
     )
 
 
@@ -80,13 +80,13 @@ def _set_unit_shards(
 ) -> None:
     """States what this rank has of each group's units, where it hasn't all."""
     for group in groups:
-        units = held_units(group, mesh, mesh.layout, attention)
+        units = local_units(group, mesh, mesh.layout, attention)
         if units is not None and group.column_linears:
             first_linear = (group.column_inputs or group.column_linears)[0]
             dropout_rng.in_shard(layer.get_submodule(first_linear), layer.get_submodule(group.row_linear), units)
 
 
-def held_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str) -> Units | None:
+def local_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str) -> Units | None:
     """Returns the units of a group that this rank computes; None where it computes all."""
     tensor, context = (mesh.axis_groups[layout.axis(mechanics)] for mechanics in (Mechanics.MATRICES, Mechanics.TOKENS))
     shares = group.shares(tensor.size) if tensor.size > 1 else None

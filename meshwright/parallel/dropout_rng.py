@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.activation_boxes import TokenSplit, Units, Unplaced, box_of, lines_of
+from meshwright.parallel.activation_boxes import AmbiguousActivation, TokenSplit, Units, line_numbers, locate_box
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.keyed_random import Box, Words, generator_states, kept, row_keys, uniform
+from meshwright.parallel.keyed_random import Box, Words, dropout_mask, generator_states, row_keys, uniform
 from meshwright.parallel.random_ops import RandomOpsMode
 
 Call = Callable[..., Any]
@@ -70,7 +70,7 @@ class DropoutRng:
         """Whether some forward drew a number; None before the first."""
         self._boxes: dict[Any, Box] = {}
 
-    def begin(self, key: tuple[int, int], first: int, shape: Sequence[int]) -> None:
+    def begin_forward(self, key: tuple[int, int], first: int, shape: Sequence[int]) -> None:
         """Starts the numbering of a training forward; called before it.
 
         Args:
@@ -82,7 +82,7 @@ class DropoutRng:
         self._drawn = self._drawn or False
         self.moment = RngContext(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
 
-    def end(self) -> None:
+    def end_forward(self) -> None:
         """Ends the numbering; called after the forward, so that an evaluation draws from torch."""
         self.moment = None
 
@@ -95,9 +95,9 @@ class DropoutRng:
         probability that grows from zero. That forward is then done again with them, before anything came of it.
 
         Args:
-            key: as `begin`.
-            first: as `begin`.
-            shape: as `begin`.
+            key: as `begin_forward`.
+            first: as `begin_forward`.
+            shape: as `begin_forward`.
             forward: may be called twice.
             undo: puts back what a forward changes in the model.
         """
@@ -110,13 +110,13 @@ class DropoutRng:
             del output
             # It drew from torch: put the buffers back, and run it again with keyed numbers.
             undo()
-        self.begin(key, first, shape)
+        self.begin_forward(key, first, shape)
         try:
             return forward()
         finally:
-            self.end()
+            self.end_forward()
 
-    def own(self, module: Any, name: str) -> None:
+    def track_module(self, module: Any, name: str) -> None:
         """Makes draws inside the calls of a module its own."""
 
         def owning(plain: Forward) -> Forward:
@@ -182,9 +182,9 @@ class DropoutRng:
 
         return restore
 
-    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+    def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns what dropout keeps of a tensor, bool."""
-        return kept(*self._next_draw(shape), p, device).view(tuple(shape))
+        return dropout_mask(*self._next_draw(shape), p, device).view(tuple(shape))
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns numbers between 0 and 1, float64; one without dims is the same for all rows."""
@@ -195,7 +195,7 @@ class DropoutRng:
             return uniform(key, Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)), device).view(())
         return uniform(*self._next_draw(shape), device).view(tuple(shape))
 
-    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+    def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns what dropout keeps of attention's weights (B, H, queries, keys), bool.
 
         Args:
@@ -207,7 +207,7 @@ class DropoutRng:
         rows, heads, queries = query.shape[:3]
         query_run: tuple[int, bool] | None = getattr(query, "query_run", None)
         context.number -= bool(query_run and not query_run[1])  # the second run of the same draw
-        positions_by_count = self._split.places(context.tokens)
+        positions_by_count = self._split.positions(context.tokens)
         if rows != context.rows or (
             query_run is None and (queries not in positions_by_count or keys != context.tokens)
         ):
@@ -220,18 +220,18 @@ class DropoutRng:
         if box is None:
             try:
                 head_indices, head_count = (
-                    context.units.places(heads) if context.units is not None else (np.arange(heads), heads)
+                    context.units.positions(heads) if context.units is not None else (np.arange(heads), heads)
                 )
-            except Unplaced as error:
+            except AmbiguousActivation as error:
                 raise self._placement_error(context, query.shape, str(error)) from None
             query_positions = (
                 positions_by_count[queries] if query_run is None else np.arange(query_run[0], query_run[0] + queries)
             )
             box = self._remember_box(
-                key, Box(lines_of([head_indices, query_positions], [head_count, context.tokens]), np.arange(keys))
+                key, Box(line_numbers([head_indices, query_positions], [head_count, context.tokens]), np.arange(keys))
             )
         row_keys_of_draw = row_keys(self._draw_name(context), np.arange(context.first, context.first + rows))
-        return kept(row_keys_of_draw, box, p, query.device).view(rows, heads, queries, keys)
+        return dropout_mask(row_keys_of_draw, box, p, query.device).view(rows, heads, queries, keys)
 
     def _next_draw(self, shape: Sequence[int]) -> tuple[Words, Box]:
         """Keys and box of the next draw, of a tensor of some shape."""
@@ -240,8 +240,8 @@ class DropoutRng:
         box = self._boxes.get(key)
         if box is None:
             try:
-                box = box_of(shape, context.rows, self._split.places(context.tokens), context.units)
-            except Unplaced as error:
+                box = locate_box(shape, context.rows, self._split.positions(context.tokens), context.units)
+            except AmbiguousActivation as error:
                 raise self._placement_error(context, shape, str(error)) from None
             self._remember_box(key, box)
         return row_keys(self._draw_name(context), np.arange(context.first, context.first + context.rows)), box

@@ -66,7 +66,7 @@ def wrap(
         spans = (((start, stop),), *(((0, size),) for size in full_parameter.shape[1:]))
         name = f"{rows.module}.{attribute}"
         shards[name] = LocalShard(
-            name=name, shape=tuple(full_parameter.shape), spans=spans, copies=copies, axes=(AXIS.name,)
+            name=name, global_shape=tuple(full_parameter.shape), spans=spans, copies=copies, axes=(AXIS.name,)
         )
     for attribute in rows.counts:
         setattr(module, attribute, stop - start)
@@ -79,7 +79,7 @@ def wrap(
 
 def _apply(work: TransformContext) -> None:
     """Spreads the experts of this rank's stages; run after the tensor axis has split what stays."""
-    layout, mesh = work.layout, work.groups
+    layout, mesh = work.layout, work.required_mesh
     check(work.source.experts, layout.degree(AXIS.name))
     replicas = mesh.axis_groups["tp"] if layout.degree("tp") > 1 and not layout.sequence else None
     group, copies = mesh.axis_groups[AXIS.name], mesh.axis_groups[f"{AXIS.name}_copies"].size
@@ -87,7 +87,7 @@ def _apply(work: TransformContext) -> None:
         modules_by_name = {name: child for name, child in stage.module.named_modules() if child._parameters}
         for rows in (rows for rows in work.source.experts if rows.module in modules_by_name):
             experts = modules_by_name[rows.module]
-            stage.places |= wrap(experts, rows, group, copies, replicas)
+            stage.local_shards |= wrap(experts, rows, group, copies, replicas)
             if layout.compile:
                 # The number of tokens that arrive is known at run time alone.
                 wrap_forward(experts, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)

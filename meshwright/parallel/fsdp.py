@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.fsdp_collectives import BookedAllGather, BookedReduceScatter, DeferredReductions
-from meshwright.parallel.layer_names import REST, spell
+from meshwright.parallel.layer_names import REST, format_layers
 from meshwright.parallel.scalar_parameters import hold_as_rows
 from meshwright.torch_compat.fsdp2 import accumulate_unsharded_gradients, clear_unsharded_gradients, set_async_unshard
 
@@ -178,9 +178,11 @@ def wrap(
         _set_prefetch_order(layers, expert_modules, options.prefetch)
     deferred, layer_names = (
         DeferredReductions(),
-        [spell([number]) for number in range(options.first, options.first + len(layers))],
+        [format_layers([number]) for number in range(options.first, options.first + len(layers))],
     )
-    replica_all_reduces = _attach_collectives((root, *layers), axis_groups, deferred, (spell([REST]), *layer_names))
+    replica_all_reduces = _attach_collectives(
+        (root, *layers), axis_groups, deferred, (format_layers([REST]), *layer_names)
+    )
     if expert_group is not None:
         expert_names = [
             f"the experts of {name}" for name in _enclosing_layer_names(expert_modules, layers, layer_names)
@@ -201,7 +203,7 @@ def accumulate_gradients(module: nn.Module) -> None:
 def _enclosing_layer_names(modules: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
     """Returns the name of the layer that each of some modules is in."""
     name_of_submodule = {submodule: name for layer, name in zip(layers, names) for submodule in layer.modules()}
-    return [name_of_submodule.get(submodule, spell([REST])) for submodule in modules]
+    return [name_of_submodule.get(submodule, format_layers([REST])) for submodule in modules]
 
 
 def _attach_collectives(

@@ -32,7 +32,7 @@ def balanced_spans(tokens: int, index: int, ranks: int) -> tuple[Span, Span]:
     return (index * size, (index + 1) * size), (late * size, (late + 1) * size)
 
 
-def in_order(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+def restore_token_order(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
     """Reorders ``x`` (..., S, ...), gathered as (early, late) runs rank by rank, into the order of the row."""
     runs = x.chunk(2 * ranks, dim=dim)
     return torch.cat([*runs[0::2], *reversed(runs[1::2])], dim=dim)
@@ -55,7 +55,7 @@ class GatheredAttention(TorchFunctionMode):
         named |= dict(zip(_NAMES, args))
         axis_group, query = self._axis_group, named.pop("query")
         keys, values = (
-            in_order(all_gather_tokens(named.pop(name), axis_group, -2, True), -2, axis_group.size)
+            restore_token_order(all_gather_tokens(named.pop(name), axis_group, -2, True), -2, axis_group.size)
             for name in ("key", "value")
         )
         mask, causal = named.pop("attn_mask", None), named.pop("is_causal", False)
@@ -84,7 +84,7 @@ class GatheredAttention(TorchFunctionMode):
         return torch.cat(outputs, dim=-2)
 
 
-def own_runs(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
+def local_runs(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
     """Returns a rank's early and late run of the tokens of ``x: (B, S, ...)``."""
     return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, ranks)], dim=1)
 
@@ -108,7 +108,7 @@ def wrap_layer(layer: Any, axis_group: AxisGroup, splits: int) -> None:
             def cut(x: torch.Tensor) -> torch.Tensor:
                 if x.dim() not in (2, 3) or x.shape[1] != tokens or x is hidden[0]:
                     return x
-                return own_runs(x, axis_group.index, axis_group.size)
+                return local_runs(x, axis_group.index, axis_group.size)
 
             args, kwargs = tree_map_only(torch.Tensor, cut, (args, kwargs))
             with GatheredAttention(axis_group):

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
-from meshwright.parallel.layer_names import spell
+from meshwright.parallel.layer_names import format_layers
 
 ALONE_BYTES = 1 << 20
 """Gradients of at least this size travel alone; smaller ones are packed until a bucket holds this much."""
@@ -64,7 +64,7 @@ class GradientReducer:
             self._assign_bucket(parameter, open_buckets)
             parameter.register_post_accumulate_grad_hook(self._ready)
         for bucket in self._buckets:
-            bucket.of = spell(layers[parameter] for parameter in bucket.parameters) if layers else ""
+            bucket.of = format_layers(layers[parameter] for parameter in bucket.parameters) if layers else ""
 
     def _assign_bucket(self, parameter: nn.Parameter, open_buckets: dict[torch.dtype, _Bucket]) -> None:
         """Puts a parameter alone or into the bucket of its dtype that is being filled."""

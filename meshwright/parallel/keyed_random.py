@@ -77,7 +77,7 @@ def row_keys(text: str, rows: NDArray[np.int64]) -> Words:
     return np.stack([z & np.uint64(0xFFFFFFFF), z >> np.uint64(32)], axis=1).astype(np.uint32)
 
 
-def kept(keys: Words, box: Box, p: float, device: torch.device) -> torch.Tensor:
+def dropout_mask(keys: Words, box: Box, p: float, device: torch.device) -> torch.Tensor:
     """Returns (B, L, J) bool: True where dropout of probability ``p`` keeps an element."""
     shape, bound = (len(keys), len(box.lines), len(box.last)), min(round(p * 2**32), 2**32)
     # p = 1 keeps nothing, and its bound doesn't fit 32 bits.

@@ -22,7 +22,7 @@ def layer_of(name: str, numbers: Mapping[str, int]) -> int:
     return REST
 
 
-def spell(numbers: Iterable[int]) -> str:
+def format_layers(numbers: Iterable[int]) -> str:
     """Returns ``layer 3``, ``layers 2-4, 7``, ``layers 0-1 and the rest`` or ``the rest``; empty for nothing."""
     ordered = sorted(set(numbers))
     runs: list[list[int]] = []

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from meshwright.parallel.model_source import Fill
-from meshwright.parallel.scalar_parameters import whole_shape
-from meshwright.parallel.weights import Weight, cut, owners, placed_like
-from meshwright.spec.placement import LocalShard, count
+from meshwright.parallel.scalar_parameters import unsharded_shape
+from meshwright.parallel.weights import Weight, as_dtensor_like, parameter_holders, view_box
+from meshwright.spec.placement import LocalShard, element_count
 
 
 def materialise(
@@ -26,8 +26,8 @@ def materialise(
         fill: values by name and box.
     """
     with torch.no_grad():
-        for name, parameter, holders in list(owners(module)):
-            shard = shards.get(name) or LocalShard.whole(name, whole_shape(*holders[0], parameter), 1)
+        for name, parameter, holders in list(parameter_holders(module)):
+            shard = shards.get(name) or LocalShard.unsharded(name, unsharded_shape(*holders[0], parameter), 1)
             local_parameter = _allocate_local(Weight(parameter, shard), device, dtype, fill)
             for owner, attribute in holders:
                 owner._parameters[attribute] = local_parameter
@@ -37,9 +37,9 @@ def _allocate_local(weight: Weight, device: torch.device, dtype: torch.dtype, fi
     parameter = weight.parameter
     local_dtype = dtype if parameter.is_floating_point() else parameter.dtype
     local = torch.empty(weight.local.shape, dtype=local_dtype, device=device)
-    for box in weight.pieces:
-        if count(box.whole):
-            cut(local, box.local).copy_(fill(weight.name, box.whole))
-    local_parameter = nn.Parameter(placed_like(parameter, local), requires_grad=parameter.requires_grad)
+    for box in weight.boxes:
+        if element_count(box.global_box):
+            view_box(local, box.local_box).copy_(fill(weight.name, box.global_box))
+    local_parameter = nn.Parameter(as_dtensor_like(parameter, local), requires_grad=parameter.requires_grad)
     local_parameter.__dict__.update(parameter.__dict__)
     return local_parameter

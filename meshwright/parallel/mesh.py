@@ -49,13 +49,13 @@ class Mesh:
             group, _ = dist.new_subgroups_by_enumeration(groups)
             self.axis_groups[name + suffix] = AxisGroup(name + suffix, group, self.log)
 
-    def line(self, axis_group: AxisGroup) -> DeviceMesh:
+    def axis_device_mesh(self, axis_group: AxisGroup) -> DeviceMesh:
         """Returns a group's ranks as a DeviceMesh of one dimension, named as the group."""
         if axis_group.axis in self.layout.shape():
             return self.device_mesh[axis_group.axis]
         return DeviceMesh.from_group(axis_group.group, self.device_type, mesh_dim_names=(axis_group.axis,))
 
-    def across(self, names: Sequence[str]) -> AxisGroup:
+    def combined_group(self, names: Sequence[str]) -> AxisGroup:
         """Returns a group over the product of some axes; a collective call, since it may make the group."""
         # Axes of degree 1 add no ranks; of none but these the first names a group of one.
         used = [name for name in names if self.layout.degree(name) > 1] or list(names[:1])
@@ -72,7 +72,7 @@ class Mesh:
             self.axis_groups[key] = AxisGroup(key, group, self.log)
         return self.axis_groups[key]
 
-    def neighbours(self, name: str, size: int) -> AxisGroup:
+    def subgroup(self, name: str, size: int) -> AxisGroup:
         """Returns a group over runs of ``size`` neighbours along an axis; a collective call."""
         key = f"{name}_{size}"
         if key not in self.axis_groups:

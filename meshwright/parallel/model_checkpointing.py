@@ -1,9 +1,10 @@
 """A model's own gradient checkpointing (`torch.utils.checkpoint` inside of its forward) under every layout.
 
 What a checkpoint leaves out is computed again in backward, after the forward that gave it its random numbers, its
-stage's input and the modes around it is over. Inside of `repeated` each checkpoint remembers these and has them again.
-The reentrant variant becomes the other one there, with what torch documents of it: without an input that needs a
-gradient its weights get none. Inside of `inlined` checkpoints keep everything, for trials that read autograd's graph.
+stage's input and the modes around it is over. Inside of `restoring_first_run` each checkpoint remembers these and has
+them again. The reentrant variant becomes the other one there, with what torch documents of it: without an input that
+needs a gradient its weights get none. Inside of `without_checkpoints` checkpoints keep everything, for trials that read
+autograd's graph.
 """
 
 from __future__ import annotations
@@ -54,29 +55,29 @@ def _under_policy(policy: _Policy) -> Iterator[None]:
         _LOCAL.policy = outer
 
 
-def inlined() -> AbstractContextManager[None]:
+def without_checkpoints() -> AbstractContextManager[None]:
     """Returns a context inside of which checkpoints keep everything; nothing is computed again in backward."""
     return _under_policy(_Policy(inline=True))
 
 
-def repeated(*snapshots: Snapshot, fed: bool = False) -> AbstractContextManager[None]:
+def restoring_first_run(*snapshots: Snapshot, fed: bool = False) -> AbstractContextManager[None]:
     """Returns a context inside of which a checkpoint's recompute sees the state of its first run.
 
     Args:
-        snapshots: of states beyond torch's function modes, added to those of an enclosing `repeated`.
+        snapshots: of states beyond torch's function modes, added to those of an enclosing `restoring_first_run`.
         fed: whether a checkpoint's input may get its gradient inside of it, as in a stage after the first.
     """
     outer = _LOCAL.policy or _Policy()
     return _under_policy(_Policy(outer.inline, outer.fed or fed, (*outer.snapshots, *snapshots)))
 
 
-def repeat_in(module: Any, *snapshots: Snapshot) -> None:
-    """Makes a module's forward run inside of `repeated`."""
+def restore_first_run_in(module: Any, *snapshots: Snapshot) -> None:
+    """Makes a module's forward run inside of `restoring_first_run`."""
 
     def repeating(plain: Forward) -> Forward:
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with repeated(*snapshots):
+            with restoring_first_run(*snapshots):
                 return plain(*args, **kwargs)
 
         return forward

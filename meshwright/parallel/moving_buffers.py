@@ -40,7 +40,7 @@ class MovingBuffers:
         """Returns copies of their values."""
         return {name: _buffer_of(owner, key).detach().clone() for name, owner, key in self._owners}
 
-    def put(self, values: Values) -> None:
+    def restore(self, values: Values) -> None:
         """Gives them other values, in their own memory."""
         with torch.no_grad():
             for name, owner, key in self._owners:
@@ -53,7 +53,7 @@ class MovingBuffers:
                 owner._buffers[key] = buffer.double()
 
     @contextlib.contextmanager
-    def standing_in(self, values: Values) -> Iterator[None]:
+    def substituted(self, values: Values) -> Iterator[None]:
         """Shows the modules copies of ``values``, which forward may change; the buffers themselves aren't touched."""
         current = [(owner, key, owner._buffers[key]) for _, owner, key in self._owners]
         for name, owner, key in self._owners:
@@ -64,7 +64,7 @@ class MovingBuffers:
             for owner, key, buffer in current:
                 owner._buffers[key] = buffer
 
-    def again(self, plain: Forward) -> Forward:
+    def with_saved_values(self, plain: Forward) -> Forward:
         """Returns a forward for one call; when repeated, it starts from the first call's buffers and changes none."""
         first_values, is_first_call = self.copy(), True
 
@@ -77,7 +77,7 @@ class MovingBuffers:
                 for value in first_values.values():
                     value.clone()
                 return plain(*args, **kwargs)
-            with self.standing_in(first_values):
+            with self.substituted(first_values):
                 return plain(*args, **kwargs)
 
         return forward

@@ -48,12 +48,12 @@ def copied_runs(
     return tuple(runs)
 
 
-def place_of(
+def make_local_shard(
     name: str, full_shape: torch.Size, split: ParameterSplit, spans: tuple[Span, ...], copies: int, axis: str
 ) -> LocalShard:
     """Returns the place of a parameter of which ``spans`` of one dim are held."""
     spans_by_dim = tuple(spans if dim == split.dim else ((0, size),) for dim, size in enumerate(full_shape))
-    return LocalShard(name=name, shape=tuple(full_shape), spans=spans_by_dim, copies=copies, axes=(axis,))
+    return LocalShard(name=name, global_shape=tuple(full_shape), spans=spans_by_dim, copies=copies, axes=(axis,))
 
 
 def select(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> torch.Tensor:

@@ -47,7 +47,7 @@ class _SharedWeight:
                 grad_sum.add_(twin.gradient)
             twin.parameter.grad = None
         # The twins' gradients are in the sum: optimizer and norm see the first copy alone.
-        parameter.grad = self._primary.like(grad_sum)  # type: ignore[assignment]
+        parameter.grad = self._primary.as_dtensor(grad_sum)  # type: ignore[assignment]
         return self._axis_group.all_reduce(grad_sum, self._of).wait if self._axis_group else lambda: None
 
 
@@ -113,18 +113,18 @@ class PipelineProgram(Program):
         self._sums.clear()
         run.step()
         self.progress_hooks.outside()
-        self.clock.lap("pipeline")
-        if self.meter is not None:
-            self.meter.sample()
-        for stage in self.parts:
-            for sync in stage.sync:
+        self.step_timer.lap("pipeline")
+        if self.state_meter is not None:
+            self.state_meter.sample()
+        for stage in self.stages:
+            for sync in stage.gradient_syncs:
                 # Only now: a backward in halves doesn't call the hooks by which a sum would start earlier.
                 sync.begin(True)
                 sync.finish()
         # All started before the first is waited for, so that the sums of tied weights overlap.
         for wait_for_sum in [shared.start() for shared in self._shared]:
             wait_for_sum()
-        self.clock.lap("reduce")
+        self.step_timer.lap("reduce")
         self._batches = ()
         return self._loss_sums()
 
@@ -133,14 +133,14 @@ class PipelineProgram(Program):
         """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""
         self._copy_to_twins()
         training = self.module.training
-        for stage in self.parts:
+        for stage in self.stages:
             stage.module.eval()
         self._sums.clear()
         self._batches, self._scale = [batch], 1.0
         try:
-            chain(self.parts, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received))
+            chain(self.stages, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received))
         finally:
-            for stage in self.parts:
+            for stage in self.stages:
                 stage.module.train(training)
                 _reshard_all(stage.module)
         return self._loss_sums()
@@ -160,7 +160,7 @@ class PipelineProgram(Program):
     def _loss_sums(self) -> torch.Tensor:
         if self._sums:
             return torch.stack(self._sums).sum(dim=0)
-        return torch.zeros(3 + 2 * len(self.terms), dtype=torch.float64, device=self._pipeline_group.device)
+        return torch.zeros(3 + 2 * len(self.loss_terms), dtype=torch.float64, device=self._pipeline_group.device)
 
     def _schedule_run(self) -> ScheduleRun:
         """Returns the schedule for micro-batches of the present shape; a new shape takes one trial forward."""
@@ -168,13 +168,13 @@ class PipelineProgram(Program):
         if self._current_run is None or self._current_run[0] != shape:
             with torch.no_grad():
                 tensor_kinds = chain(
-                    self.parts, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received)
+                    self.stages, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received)
                 )
-            for stage in self.parts:
+            for stage in self.stages:
                 _reshard_all(stage.module)
             self._current_run = (
                 shape,
-                ScheduleRun(self.parts, self._pipeline_group, tensor_kinds, self._forward, self._before_backward),
+                ScheduleRun(self.stages, self._pipeline_group, tensor_kinds, self._forward, self._before_backward),
             )
         return self._current_run[1]
 
@@ -184,13 +184,13 @@ class PipelineProgram(Program):
         reported_sums = len(self._sums)
 
         def forward() -> Any:
-            # `drawn` may run a forward twice; only the second one's sums count.
+            # `forward_with_rng` may run a forward twice; only the second one's sums count.
             del self._sums[reported_sums:]
             return self._compute_stage(stage, microbatch, received)
 
-        output = self.drawn(forward, self._batches, microbatch, self._key)
-        if self.meter is not None:
-            self.meter.sample()
+        output = self.forward_with_rng(forward, self._batches, microbatch, self._key)
+        if self.state_meter is not None:
+            self.state_meter.sample()
         return output
 
     def _compute_stage(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> Any:
@@ -206,8 +206,8 @@ class PipelineProgram(Program):
     def _before_backward(self, microbatch: int) -> None:
         if self._stamp:
             self._stamp.phase("backward", microbatch)
-        if self.meter is not None:
-            self.meter.sample()  # an early stage has whole gradients only after its last forward
+        if self.state_meter is not None:
+            self.state_meter.sample()  # an early stage has whole gradients only after its last forward
 
     def _find_shared_weights(self, division: Division, mesh: Mesh) -> list[_SharedWeight]:
         """Finds the weights that several stages hold; of those of one rank, the first alone is trained."""
@@ -263,12 +263,12 @@ def _reshard_all(module: Any) -> None:
 
 def _split(work: TransformContext) -> None:
     """Cuts the model into this rank's stages, which a schedule runs."""
-    work.stages = split(work.source, work.layout, work.groups)
+    work.stages = split(work.source, work.layout, work.required_mesh)
     work.make_program = _program
 
 
 def _program(work: TransformContext, clock: StepTimer) -> PipelineProgram:
-    return PipelineProgram(work.stages, work.source.compute, work.view, work.groups, clock, work.layout)
+    return PipelineProgram(work.stages, work.source.compute, work.view, work.required_mesh, clock, work.layout)
 
 
 TRANSFORM = Transform(layer=ForwardLayer.STAGE, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_split, check=check)

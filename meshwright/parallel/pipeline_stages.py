@@ -14,7 +14,7 @@ from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.stage import Stage, copied
 from meshwright.parallel.stage_module import StageModule
 from meshwright.schedules.action import Schedule
-from meshwright.spec.layer_graph import LayerGraph, check_split, divide, held_names
+from meshwright.spec.layer_graph import LayerGraph, check_split, divide, weights_by_stage
 from meshwright.spec.layout import Layout
 from meshwright.spec.placement import LocalShard
 
@@ -27,7 +27,7 @@ class Division:
     """What runs when, and which rank runs which stage."""
     bounds: tuple[int, ...]
     """First layer of each stage, and the number of layers."""
-    held: tuple[frozenset[str], ...]
+    weights_by_stage: tuple[frozenset[str], ...]
     """Names of each stage's weights, a tied one under each of its names there."""
     holders: dict[str, tuple[int, ...]]
     """Indices along ``pp`` that hold a weight, by the first of its names."""
@@ -89,10 +89,12 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     stages: list[StageModule] = []
     for number, module in zip(numbers, modules):
         start_layer, stop_layer = division.bounds[number : number + 2]
-        cut = Stage(module, source.layer_graph, start_layer, stop_layer, division.held[number])
+        cut = Stage(module, source.layer_graph, start_layer, stop_layer, division.weights_by_stage[number])
         shards = _tied_shards(module, division, copies)
         stages.append(
-            PipelineStageModule(module, cut.layers, shards, stage=number, first=start_layer, cut=cut, division=division)
+            PipelineStageModule(
+                module, cut.layers, shards, stage_index=number, first_layer=start_layer, cut=cut, division=division
+            )
         )
     return stages
 
@@ -105,7 +107,7 @@ def _divide_model(
     schedule = layout.pipeline().unsplit() if layer_graph.whole_backward else layout.pipeline()
     sizes = {name: item.numel() for name, item in module.named_parameters(remove_duplicate=False)}
     bounds = divide(layer_graph, sizes, ties, schedule.stages, layout.split)
-    names_of_stage = held_names(layer_graph, list(sizes), bounds, ties)
+    names_of_stage = weights_by_stage(layer_graph, list(sizes), bounds, ties)
     primary_names = {name: name for name in sizes} | {name: names[0] for names in ties for name in names}
     holders: dict[str, set[int]] = {}
     for stage, names in enumerate(names_of_stage):
@@ -114,7 +116,7 @@ def _divide_model(
     return Division(
         schedule=schedule,
         bounds=bounds,
-        held=tuple(names_of_stage),
+        weights_by_stage=tuple(names_of_stage),
         holders={name: tuple(sorted(indices)) for name, indices in holders.items()},
         first=primary_names,
     )
@@ -127,5 +129,5 @@ def _tied_shards(module: nn.Module, division: Division, copies: int) -> dict[str
         primary_name: Any = division.first[name]
         holder_count = len(division.holders[primary_name])
         if primary_name != name or holder_count > 1:
-            shards[name] = LocalShard.whole(primary_name, tuple(item.shape), holder_count * copies)
+            shards[name] = LocalShard.unsharded(primary_name, tuple(item.shape), holder_count * copies)
     return shards

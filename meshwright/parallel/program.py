@@ -35,7 +35,7 @@ class Program:
     def __init__(
         self, stages: Sequence[StageModule], compute: Compute, view: LossView, mesh: Mesh | None, clock: StepTimer
     ) -> None:
-        self.parts, self.mesh, self.clock, self.view = tuple(stages), mesh, clock, view
+        self.stages, self.mesh, self.step_timer, self.view = tuple(stages), mesh, clock, view
         self._compute = compute
         copies = 1
         if mesh is not None:
@@ -44,31 +44,31 @@ class Program:
         """Every trained weight that this rank holds a part of, once."""
         self.frozen: list[Weight] = []
         """Those that aren't trained."""
-        for stage in self.parts:
-            for weight in named_weights(stage.module, stage.places, copies, frozen=True):
+        for stage in self.stages:
+            for weight in named_weights(stage.module, stage.local_shards, copies, frozen=True):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
         self.progress_hooks = LayerProgressHooks()
         """Tells which layer runs, to whom sets its ``tell``."""
-        self.chance: DropoutRng | None = None
+        self.dropout_rng: DropoutRng | None = None
         """Random numbers of forwards that may draw some."""
-        self.experts: ExpertCounts | None = None
+        self.expert_counts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""
-        self.weigh: Callable[[Any], torch.Tensor] | None = None
+        self.term_counts: Callable[[Any], torch.Tensor] | None = None
         """What a micro-batch counts for in each term of the model's own loss, (1 + terms,) float64."""
-        self.terms: tuple[str, ...] = ()
+        self.loss_terms: tuple[str, ...] = ()
         """Names of the terms that the sums have beside the cross-entropy."""
-        self.moving = MovingBuffers([stage.module for stage in self.parts], ())
+        self.moving_buffers = MovingBuffers([stage.module for stage in self.stages], ())
         """Buffers that forward changes."""
-        self.meter: StateMeter | None = StateMeter([stage.module for stage in self.parts], self.weights)
+        self.state_meter: StateMeter | None = StateMeter([stage.module for stage in self.stages], self.weights)
         """Looks at the state's bytes while set; the trainer unsets it after the first steps."""
 
     @property
     def module(self) -> nn.Module:
         """The first part's module."""
-        return self.parts[0].module
+        return self.stages[0].module
 
     @property
-    def readers_alike(self) -> int:
+    def ranks_per_batch(self) -> int:
         """Number of ranks that read the same rows and tokens."""
         if self.mesh is None:
             return 1
@@ -78,15 +78,15 @@ class Program:
     @property
     def reporters(self) -> int:
         """Number of ranks that report the same loss sums: those along the axes that read the same data."""
-        return self.readers_alike
+        return self.ranks_per_batch
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, buffer) of the buffers that the model itself saves, and of those that forward changes."""
-        for stage in self.parts:
+        for stage in self.stages:
             for prefix, child in stage.module.named_modules():
                 for name, buffer in child._buffers.items():
                     full_name = f"{prefix}.{name}" if prefix else name
-                    is_saved = name not in child._non_persistent_buffers_set or full_name in self.moving.names
+                    is_saved = name not in child._non_persistent_buffers_set or full_name in self.moving_buffers.names
                     if buffer is not None and is_saved:
                         yield full_name, buffer
 
@@ -107,19 +107,21 @@ class Program:
         total: torch.Tensor | None = None
         # Tells the data axes whether a sum would be added to gradients, which must be complete then.
         no_gradients = all(weight.parameter.grad is None for weight in self.weights)
-        buffers_before = self.moving.copy() if len(batches) > 1 else None
+        buffers_before = self.moving_buffers.copy() if len(batches) > 1 else None
         for microbatch, batch in enumerate(batches):
             if microbatch and buffers_before:
-                self.moving.put(buffers_before)  # a step is one call of the model, in however many micro-batches
-            for sync in self.parts[0].sync:
+                self.moving_buffers.restore(
+                    buffers_before
+                )  # a step is one call of the model, in however many micro-batches
+            for sync in self.stages[0].gradient_syncs:
                 sync.begin(microbatch == len(batches) - 1, no_gradients and microbatch == 0)
             if stamp:
                 stamp.phase("forward", microbatch)
             forward = functools.partial(self._compute, self.module, batch, scale, self.view)
-            loss, sums = self.drawn(forward, batches, microbatch, key)
-            self.clock.lap("forward")
-            if self.meter is not None:
-                self.meter.sample()
+            loss, sums = self.forward_with_rng(forward, batches, microbatch, key)
+            self.step_timer.lap("forward")
+            if self.state_meter is not None:
+                self.state_meter.sample()
             if stamp:
                 stamp.phase("backward", microbatch)
             loss.backward()
@@ -127,43 +129,45 @@ class Program:
             total = sums if total is None else total + sums
             # Frees the micro-batch's graph before the next forward.
             del loss
-            self.clock.lap("backward")
-            if self.meter is not None:
-                self.meter.sample()
-        for sync in self.parts[0].sync:
+            self.step_timer.lap("backward")
+            if self.state_meter is not None:
+                self.state_meter.sample()
+        for sync in self.stages[0].gradient_syncs:
             sync.finish()
-        self.clock.lap("reduce")
+        self.step_timer.lap("reduce")
         assert total is not None
         return total
 
-    def drawn(self, forward: Callable[[], Any], batches: Sequence[Any], microbatch: int, key: tuple[int, int]) -> Any:
+    def forward_with_rng(
+        self, forward: Callable[[], Any], batches: Sequence[Any], microbatch: int, key: tuple[int, int]
+    ) -> Any:
         """Runs the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
         rows = [len(batch.tokens) for batch in batches]
         first_row = 0
         if self.mesh is not None:
-            layout, shares = self.mesh.layout, self.mesh.layout.shares()
+            layout, shares = self.mesh.layout, self.mesh.layout.reader_shares()
             share = shares[layout.reader(self.mesh.rank)[0]]
             # Global rows follow from this rank's rows and its reader's share; `span` gives the first of them.
             first_row = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
         first_row += sum(rows[:microbatch])
         # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
         seed_all(hash((*key, first_row)) % 2**63)
-        if self.chance is None:
+        if self.dropout_rng is None:
             return forward()
         # A forward that runs twice must start from the same buffers (batch norm's statistics).
-        undo = functools.partial(self.moving.put, self.moving.copy())
-        return self.chance.run(key, first_row, batches[microbatch].tokens.shape, forward, undo)
+        undo = functools.partial(self.moving_buffers.restore, self.moving_buffers.copy())
+        return self.dropout_rng.run(key, first_row, batches[microbatch].tokens.shape, forward, undo)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch, without gradients."""
-        training, buffers_before = self.module.training, self.moving.copy()
+        training, buffers_before = self.module.training, self.moving_buffers.copy()
         self.module.eval()
         try:
             return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
             self.module.train(training)
-            self.moving.put(buffers_before)
+            self.moving_buffers.restore(buffers_before)
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""

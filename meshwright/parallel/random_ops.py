@@ -20,13 +20,13 @@ DEAR = 1 << 26
 class RandomSource(Protocol):
     """Where the numbers come from."""
 
-    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+    def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns what dropout of probability ``p`` keeps of a tensor, bool."""
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns numbers between 0 and 1, float64."""
 
-    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+    def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns what dropout keeps of the weights (B, H, queries, keys) of attention, bool."""
 
 
@@ -61,7 +61,7 @@ class _DropoutFunction(torch.autograd.Function):
         return (upstream[0] * ctx.saved_tensors[0]).mul_(ctx.scale), None, None
 
 
-def dropped(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
+def apply_dropout(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
     """Returns ``x / (1 - p)`` where an element is kept, else 0."""
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     if inplace:
@@ -76,7 +76,7 @@ def _dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.
     if not training or not p or x.is_meta:
         out: torch.Tensor = func(*args, **kwargs)
         return out
-    return dropped(x, numbers.kept(x.shape, p, x.device), p, inplace or func is torch.dropout_)
+    return apply_dropout(x, numbers.dropout_mask(x.shape, p, x.device), p, inplace or func is torch.dropout_)
 
 
 def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -
         return out
     # One draw for each (row, channel), broadcast over the dims behind.
     shape = (*x.shape[:2], *(1 for _ in x.shape[2:]))
-    return dropped(x, numbers.kept(shape, p, x.device), p, inplace)
+    return apply_dropout(x, numbers.dropout_mask(shape, p, x.device), p, inplace)
 
 
 def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torc
     if query.dim() != 4:
         raise PlanError(f"attention with dropout over {tuple(query.shape)}; what works: (B, H, S, E)")
     # (B, H, queries, keys) bool, made before the recomputed region, so that backward sees the same draw.
-    keep = numbers.kept_scores(query, key.shape[-2], p)
+    keep = numbers.attention_dropout_mask(query, key.shape[-2], p)
     if kwargs.get("enable_gqa"):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scale = kwargs.get("scale") or 1.0 / math.sqrt(query.shape[-1])
@@ -121,13 +121,13 @@ def _attention_with_mask(
     scores = query @ key.transpose(-2, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return dropped(torch.softmax(scores, dim=-1), keep, p) @ value
+    return apply_dropout(torch.softmax(scores, dim=-1), keep, p) @ value
 
 
-def _drawn_in_place(from_uniform: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
+def _draw_over_uniform(from_uniform: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
     """Returns the replacement of a function that draws a tensor: torch makes it, then keyed numbers overwrite it."""
 
-    def drawn(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def draw(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         out: torch.Tensor = func(*args, **kwargs)
         # Shapes alone are asked for: no number is drawn, and none is counted.
         if out.is_meta:
@@ -137,7 +137,7 @@ def _drawn_in_place(from_uniform: Callable[[Any, torch.Tensor, Any, Any], torch.
         with torch.no_grad():
             return out.copy_(from_uniform(numbers.uniform(out.shape, out.device), out, args, kwargs))
 
-    return drawn
+    return draw
 
 
 def _uniform(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
@@ -181,18 +181,18 @@ def _arguments(args: Any, kwargs: Any, names: Sequence[str], defaults: Sequence[
     return [by_name.get(name, default) for name, default in zip(names, defaults)]
 
 
-_UNIT_UNIFORM = _drawn_in_place(lambda u, *_: u)
+_UNIT_UNIFORM = _draw_over_uniform(lambda u, *_: u)
 _REPLACEMENTS: dict[Any, Any] = {
     functional.scaled_dot_product_attention: _attention,
     **dict.fromkeys((functional.dropout, torch.dropout, torch.dropout_), _dropout),
     **dict.fromkeys((functional.dropout1d, functional.dropout2d, functional.dropout3d), _feature_dropout),
     **dict.fromkeys((torch.feature_dropout,), _feature_dropout),
     **dict.fromkeys((torch.rand, torch.rand_like), _UNIT_UNIFORM),
-    **dict.fromkeys((torch.randn, torch.randn_like), _drawn_in_place(_standard_normal)),
-    **dict.fromkeys((torch.bernoulli, torch.Tensor.bernoulli), _drawn_in_place(_bernoulli)),
-    torch.Tensor.bernoulli_: _drawn_in_place(_bernoulli_in_place),
-    torch.Tensor.uniform_: _drawn_in_place(_uniform),
-    torch.Tensor.normal_: _drawn_in_place(_normal_in_place),
+    **dict.fromkeys((torch.randn, torch.randn_like), _draw_over_uniform(_standard_normal)),
+    **dict.fromkeys((torch.bernoulli, torch.Tensor.bernoulli), _draw_over_uniform(_bernoulli)),
+    torch.Tensor.bernoulli_: _draw_over_uniform(_bernoulli_in_place),
+    torch.Tensor.uniform_: _draw_over_uniform(_uniform),
+    torch.Tensor.normal_: _draw_over_uniform(_normal_in_place),
     **dict.fromkeys((functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu), _refuse),
     **dict.fromkeys((torch.normal, torch.randint, torch.randint_like, torch.randperm, torch.multinomial), _refuse),
     **dict.fromkeys((torch.poisson, torch.Tensor.multinomial, torch.Tensor.exponential_), _refuse),

@@ -87,7 +87,7 @@ def _apply(work: TransformContext) -> None:
         for name, layer in [(name, child) for name, child in stage.module.named_modules() if name in recomputed]:
             if layer in stage.layers:
                 moving = MovingBuffers([layer], work.source.moving, name)
-                apply([layer], recompute, moving.again if moving else None)
+                apply([layer], recompute, moving.with_saved_values if moving else None)
 
 
 TRANSFORM = Transform(

@@ -42,6 +42,6 @@ def _reader(key: str) -> property:
     return property(read)
 
 
-def whole_shape(owner: nn.Module, key: str, parameter: torch.Tensor) -> tuple[int, ...]:
+def unsharded_shape(owner: nn.Module, key: str, parameter: torch.Tensor) -> tuple[int, ...]:
     """Returns the shape that the model gives a parameter, ``key`` of ``owner``: () for one that is held as a row."""
     return () if key in getattr(type(owner), _NAMES, ()) else tuple(parameter.shape)

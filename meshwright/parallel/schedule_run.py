@@ -76,7 +76,7 @@ class _TorchStage(PipelineStage):
         inputs, outputs = (tuple(kind.example() for kind in tensors) for tensors in tensor_kinds)
         super().__init__(
             stage.module,
-            stage.stage,
+            stage.stage_index,
             pipeline_group.schedule.stages,
             pipeline_group.device,
             input_args=inputs,
@@ -253,7 +253,7 @@ def chain(
     # What a stage hands to the next one where both lie on this rank: nothing is sent.
     local_output: tuple[torch.Tensor, ...] = ()
     for stage in stages:
-        stage_index = stage.stage
+        stage_index = stage.stage_index
         received: tuple[torch.Tensor, ...] = ()
         if stage_index:
             is_local = rank_of_stage[stage_index - 1] == rank_of_stage[stage_index]

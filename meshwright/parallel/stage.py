@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
-from meshwright.parallel.model_checkpointing import repeated
+from meshwright.parallel.model_checkpointing import restoring_first_run
 from meshwright.spec.layer_graph import LayerGraph, Path
 from meshwright.torch_compat.tensors import is_view, tree_unflatten
 
@@ -41,7 +41,7 @@ class Stage:
         layer_graph: of the model.
         first: number of the stage's first layer.
         stop: one more than that of its last.
-        kept: names of the weights that it holds, `held_names`.
+        kept: names of the weights that it holds, `layer_graph.weights_by_stage`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Stage:
         self._received = received
         try:
             # A checkpoint inside is computed again in backward, when `_received` may be another micro-batch's.
-            with repeated(self._snapshot, fed=not self.is_first):
+            with restoring_first_run(self._snapshot, fed=not self.is_first):
                 return call()
         except _Boundary as boundary:
             return boundary.payload
@@ -164,7 +164,7 @@ class Stage:
                     submodule.__dict__.pop(key, None)
 
 
-def held_layer(module: nn.Module, name: str) -> nn.Module | None:
+def local_layer(module: nn.Module, name: str) -> nn.Module | None:
     """Returns a layer by its name in the model; None where another stage has its weights, or all of it."""
     submodule: Any = module
     for key in name.split("."):

@@ -20,7 +20,7 @@ class LossView:
     vocab: VocabShard | None = None
     """The run of the vocabulary whose logits this rank has; None for all."""
     tokens: tuple[int, int, bool] = (0, 1, False)
-    """(index, count, balanced): which of each row's tokens this rank has logits of; see `context.own_tokens`."""
+    """(index, count, balanced): which of each row's tokens this rank has logits of; see `context.local_tokens`."""
     totals: torch.Tensor | None = None
     """(1 + terms,) float64: targets of the global batch, and what it counts for in each term of the model's own loss;
     None where the cross-entropy is all there is."""
@@ -62,13 +62,13 @@ class StageModule:
     """The stage; its names are those of the whole model."""
     layers: list[nn.Module]
     """Its repeated blocks, in order."""
-    places: dict[str, LocalShard] = field(default_factory=dict)
+    local_shards: dict[str, LocalShard] = field(default_factory=dict)
     """Which part of the whole weight a parameter stands for, by name in the module; absent where it is whole."""
-    sync: list[Sync] = field(default_factory=list)
+    gradient_syncs: list[Sync] = field(default_factory=list)
     """What sums its gradients, in the order in which it finishes."""
-    stage: int = 0
+    stage_index: int = 0
     """Its number among all stages."""
-    first: int = 0
+    first_layer: int = 0
     """Number of its first layer in the model."""
 
 

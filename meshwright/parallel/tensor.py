@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.parallel import collectives, parameter_slices, tensor_hooks, unit_slices
 from meshwright.parallel.axis_group import AxisGroup
-from meshwright.parallel.stage import held_layer
+from meshwright.parallel.stage import local_layer
 from meshwright.spec.axes.tp import AXIS
 from meshwright.spec.placement import LocalShard, Span
 from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable, vocabulary_span
@@ -47,9 +47,9 @@ class PartialGrad:
 class ShardedLayer:
     """The shards and the owed gradient sums of a module that this file has wrapped."""
 
-    places: dict[str, LocalShard] = field(default_factory=dict)
+    local_shards: dict[str, LocalShard] = field(default_factory=dict)
     """Which part of the whole weight a parameter now stands for, by name."""
-    owed: list[PartialGrad] = field(default_factory=list)
+    partial_grads: list[PartialGrad] = field(default_factory=list)
     """Gradients to sum after backward."""
 
 
@@ -81,10 +81,10 @@ def wrap_layer(
         unit_slices.attach(layer, group, shares, axis_group, sequence)
         if not sequence:
             # Each rank uses these on its own units alone, so its gradient is one summand.
-            sharded.owed += [PartialGrad(f"{prefix}.{name}") for name in (*group.shared, *partial_names)]
+            sharded.partial_grads += [PartialGrad(f"{prefix}.{name}") for name in (*group.shared, *partial_names)]
     if sequence:
         # Under sequence parallelism unsplit weights (norms, say) see a run of the tokens on each rank: summands too.
-        sharded.owed += [PartialGrad(f"{prefix}.{name}") for name in sorted(unsplit)]
+        sharded.partial_grads += [PartialGrad(f"{prefix}.{name}") for name in sorted(unsplit)]
     return sharded
 
 
@@ -104,15 +104,17 @@ def _slice_group_parameters(
         spans = parameter_slices.spans_of(split, units, group, full_weight.shape[split.dim])
         replicated_runs = parameter_slices.copied_runs(split, units, group, axis_group.size)
         name = f"{prefix}.{split.name}"
-        shard = parameter_slices.place_of(name, full_weight.shape, split, spans, copies // axis_group.size, "tp")
+        shard = parameter_slices.make_local_shard(
+            name, full_weight.shape, split, spans, copies // axis_group.size, "tp"
+        )
         # Fewer key heads than ranks: neighbouring ranks hold some runs equal, and sum these runs' gradients.
         if replicated_runs:
             copied_runs = tuple((start, stop, shard.copies * ranks) for start, stop, ranks in replicated_runs)
             shard = dataclasses.replace(shard, copied=copied_runs, copied_dim=split.dim)
         for ranks in sorted({ranks for _, _, ranks in replicated_runs}):
             runs = tuple((start, stop) for start, stop, sharing_ranks in replicated_runs if sharing_ranks == ranks)
-            sharded.owed.append(PartialGrad(name, runs, split.dim, ranks))
-        sharded.places[name] = shard
+            sharded.partial_grads.append(PartialGrad(name, runs, split.dim, ranks))
+        sharded.local_shards[name] = shard
         parameter_slices.cut_parameter(layer, split, spans)
 
 
@@ -141,7 +143,7 @@ def _attach_group_collectives(
         tensor_hooks.on_input(
             row_linear,
             _enter_each_tensor(axis_group, sequence),
-            tensor_hooks.anything if sequence else tensor_hooks.differentiable,
+            tensor_hooks.any_tensor if sequence else tensor_hooks.differentiable,
             purpose=entering,
         )
     else:
@@ -216,9 +218,9 @@ def wrap_vocabulary(
     for name, full_weight in module.named_parameters():
         if full_weight in sliced_parameters:
             spans = (((start, stop),), *(((0, size),) for size in full_weight.shape[1:]))
-            sharded.places[name] = LocalShard(
+            sharded.local_shards[name] = LocalShard(
                 name=name,
-                shape=tuple(full_weight.shape),
+                global_shape=tuple(full_weight.shape),
                 spans=spans,
                 copies=copies // axis_group.size,
                 axes=(AXIS.name,),
@@ -278,17 +280,17 @@ def wrap_model(
     """
     sharded = ShardedLayer()
     for name, rows in table.layers.items():
-        layer = held_layer(module, name)
+        layer = local_layer(module, name)
         if layer is not None:
             sharded_layer = wrap_layer(layer, name, rows, axis_group, copies, sequence)
-            sharded.places |= sharded_layer.places
-            sharded.owed += sharded_layer.owed
+            sharded.local_shards |= sharded_layer.local_shards
+            sharded.partial_grads += sharded_layer.partial_grads
     if table.vocabulary:
-        sharded.places |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).places
+        sharded.local_shards |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).local_shards
     if sequence:
         # Embedding and head see all tokens: split in front of the first layer, gathered behind the last.
         names = list(table.layers)
-        first_layer, last_layer = (held_layer(module, name) for name in (names[0], names[-1]))
+        first_layer, last_layer = (local_layer(module, name) for name in (names[0], names[-1]))
         if first_layer is not None:
             tensor_hooks.on_hidden(
                 first_layer,

@@ -172,6 +172,6 @@ def differentiable(value: torch.Tensor) -> bool:
     return value.requires_grad and value.is_floating_point()
 
 
-def anything(_: torch.Tensor) -> bool:
+def any_tensor(_: torch.Tensor) -> bool:
     """Accepts every tensor."""
     return True

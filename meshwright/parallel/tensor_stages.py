@@ -40,14 +40,14 @@ def split(
     expert_prefixes = tuple(f"{name}." for name in expert_modules)
     copies = mesh.world.size // layout.degree("pp")
     # Of the whole model's table: all ranks must make the same groups, whatever stage they have.
-    neighbours = {number: mesh.neighbours("tp", number) for number in _shared_by(table, axis_group.size)}
+    neighbours = {number: mesh.subgroup("tp", number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:
         sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence)
-        for name, shard in sharded.places.items():
-            stage.places[name] = _with_tied_copies(shard, stage.places.get(name), copies)
+        for name, shard in sharded.local_shards.items():
+            stage.local_shards[name] = _with_tied_copies(shard, stage.local_shards.get(name), copies)
         # Experts that another axis spreads aren't split here, so their gradients are no summands.
-        owed = [item for item in sharded.owed if not item.name.startswith(expert_prefixes)]
-        stage.sync.append(PartialGradReducer(stage.module, owed, axis_group, neighbours))
+        owed = [item for item in sharded.partial_grads if not item.name.startswith(expert_prefixes)]
+        stage.gradient_syncs.append(PartialGradReducer(stage.module, owed, axis_group, neighbours))
     if not table.vocabulary or table.headless:
         return None
     return VocabShard(axis_group, *vocabulary_span(table.vocab, axis_group.size, axis_group.index))
@@ -118,7 +118,7 @@ def _apply(work: TransformContext) -> None:
     """Splits this rank's stages; experts that another axis spreads stay whole here."""
     assert work.source.table is not None
     spread = [rows.module for rows in work.source.experts] if work.layout.degree("ep") > 1 else []
-    work.view.vocab = split(work.stages, work.source.table, work.groups, spread)
+    work.view.vocab = split(work.stages, work.source.table, work.required_mesh, spread)
 
 
 TRANSFORM = Transform(layer=ForwardLayer.TENSOR, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

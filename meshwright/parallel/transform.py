@@ -53,7 +53,7 @@ class TransformContext:
     """Makes the `Program` of a layout whose stages a schedule runs; None where the rank has the whole model."""
 
     @property
-    def groups(self) -> Mesh:
+    def required_mesh(self) -> Mesh:
         """The mesh, of a layout that has one."""
         if self.mesh is None:
             raise RuntimeError(f"layout {self.layout} needs process groups, and none were made")

@@ -33,7 +33,7 @@ def attach(
     for cutting in group.cuttings:
         module = layer.get_submodule(cutting.module)
         slice_tensor = cut_to(cutting, local_units, group.units)
-        if cutting.kind == "meeting":
+        if cutting.kind == "global_norm":
             # The module (a norm over all heads, say) runs on all units, gathered; its output is cut to this rank's.
             _gather_inputs(module, _feature_order(cutting, shares, group.units), axis_group)
             tensor_hooks.on_output(module, slice_tensor, purpose="a rank's units")

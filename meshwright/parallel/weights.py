@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.parallel.dcp_shards import LocalBoxes
-from meshwright.parallel.scalar_parameters import whole_shape
+from meshwright.parallel.scalar_parameters import unsharded_shape
 from meshwright.spec.placement import Box, LocalShard, ShardBox
 from meshwright.torch_compat.dtensors import dtensor_like, local_box
 from meshwright.torch_compat.tensors import local_tensor
@@ -23,22 +23,22 @@ from meshwright.torch_compat.tensors import local_tensor
 class Weight:
     """One parameter of the model on this rank.
 
-    ``place`` says which part of the whole weight the parameter stands for; a data axis may shard that part once more,
+    ``shard`` says which part of the whole weight the parameter stands for; a data axis may shard that part once more,
     in which case ``parameter`` is a DTensor of the part's shape. A tied weight has one entry.
     """
 
     parameter: nn.Parameter
-    place: LocalShard
+    shard: LocalShard
 
     @property
     def name(self) -> str:
         """Fully qualified name in the whole model; of tied names the first."""
-        return self.place.name
+        return self.shard.name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole weight."""
-        return self.place.shape
+        return self.shard.global_shape
 
     @property
     def local(self) -> torch.Tensor:
@@ -60,16 +60,16 @@ class Weight:
     def sharded_on(self) -> tuple[str, ...]:
         """Axes that split this weight."""
         if not isinstance(self.parameter, DTensor):
-            return self.place.axes
+            return self.shard.axes
         names = self.parameter.device_mesh.mesh_dim_names or ()
         # A mesh dim may stand for several axes ("shard+cp"), over whose product the state is sharded.
         sharding_dims = [
             name for name, placement in zip(names, self.parameter.placements) if isinstance(placement, Shard)
         ]
-        return (*self.place.axes, *(axis for name in sharding_dims for axis in name.split("+")))
+        return (*self.shard.axes, *(axis for name in sharding_dims for axis in name.split("+")))
 
     @property
-    def shards(self) -> int:
+    def data_shards(self) -> int:
         """Number of parts that a data axis cuts the place into."""
         if not isinstance(self.parameter, DTensor):
             return 1
@@ -79,50 +79,54 @@ class Weight:
         )
 
     @cached_property
-    def pieces(self) -> tuple[ShardBox, ...]:
+    def boxes(self) -> tuple[ShardBox, ...]:
         """Boxes that the local part is made of; ``copies`` counts the ranks of the world that hold each."""
         row_range = None
         if isinstance(self.parameter, DTensor):
             # FSDP2 shards dim 0 of the local part once more.
             row_range = local_box(self.parameter)[0]
-        shards = self.shards
+        shards = self.data_shards
         if row_range is not None and not self.shape:  # a number, which one of the shards holds as its row
-            copies = max(1, self.place.copies // shards)
-            return tuple(ShardBox(local=((0, 1),), whole=(), copies=copies) for _ in range(*row_range))
+            copies = max(1, self.shard.copies // shards)
+            return tuple(ShardBox(local_box=((0, 1),), global_box=(), copies=copies) for _ in range(*row_range))
         return tuple(
-            ShardBox(local=shard_box.local, whole=shard_box.whole, copies=max(1, shard_box.copies // shards))
-            for shard_box in self.place.pieces(row_range)
+            ShardBox(
+                local_box=shard_box.local_box,
+                global_box=shard_box.global_box,
+                copies=max(1, shard_box.copies // shards),
+            )
+            for shard_box in self.shard.boxes(row_range)
         )
 
-    def part(self, full_tensor: torch.Tensor) -> torch.Tensor:
+    def extract_shard(self, full_tensor: torch.Tensor) -> torch.Tensor:
         """Returns the values of a tensor of the whole weight's shape that belong to this rank, laid out as `local`."""
         out = torch.empty(self.local.shape, dtype=full_tensor.dtype, device=full_tensor.device)
-        for shard_box in self.pieces:
-            cut(out, shard_box.local).copy_(cut(full_tensor, shard_box.whole))
+        for shard_box in self.boxes:
+            view_box(out, shard_box.local_box).copy_(view_box(full_tensor, shard_box.global_box))
         return out
 
-    def like(self, local: torch.Tensor) -> torch.Tensor:
+    def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
         """Returns ``local`` (this rank's shard of a state) as a DTensor where the parameter is one, else as it is."""
-        return placed_like(self.parameter, local)
+        return as_dtensor_like(self.parameter, local)
 
-    def saved(self, local: torch.Tensor) -> Any:
+    def checkpoint_boxes(self, local: torch.Tensor) -> Any:
         """Returns ``local`` (this rank's part of some state) as a checkpoint takes it: boxes of the whole."""
         as_row = not self.shape and local.dim() > 0
-        if self.place.is_whole and not as_row:
-            return self.like(local)
-        boxes = [(shard_box.whole, cut(local, shard_box.local)) for shard_box in self.pieces]
+        if self.shard.is_unsharded and not as_row:
+            return self.as_dtensor(local)
+        boxes = [(shard_box.global_box, view_box(local, shard_box.local_box)) for shard_box in self.boxes]
         if as_row:
             # FSDP2 holds a number as one row (`scalar_parameters`); a checkpoint has it with no dims.
             boxes = [(box, view.reshape(())) for box, view in boxes]
         return LocalBoxes(self.shape, boxes, local.dtype)
 
 
-def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def view_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Returns a box of a tensor of any shape, as a view."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-def placed_like(reference: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def as_dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Returns ``local`` as this rank's part of a tensor of ``reference``'s shape and placements; itself if plain."""
     if not isinstance(reference, DTensor):
         return local
@@ -141,17 +145,18 @@ def named_weights(
         frozen: parameters that aren't trained as well.
     """
     weights = []
-    for name, parameter, ((owner, key), *_) in owners(module):
+    for name, parameter, ((owner, key), *_) in parameter_holders(module):
         if parameter.requires_grad or frozen:
             weights.append(
                 Weight(
-                    parameter, shards.get(name) or LocalShard.whole(name, whole_shape(owner, key, parameter), copies)
+                    parameter,
+                    shards.get(name) or LocalShard.unsharded(name, unsharded_shape(owner, key, parameter), copies),
                 )
             )
     return weights
 
 
-def owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
+def parameter_holders(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
     """Yields (first name, parameter, every (module, attribute) that holds it), so that ties stay ties."""
     # By the parameter's identity: a tied weight comes once, with all its holders.
     holders_of: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}

@@ -69,7 +69,7 @@ class Bytes:
     def of(cls, layout: Layout) -> Bytes:
         """Returns the sizes for a layout's precision."""
         master = 8 if layout.precision == "float64" else 4
-        return cls(2 if layout.mixed else master, master)
+        return cls(2 if layout.is_mixed_precision else master, master)
 
 
 class RankGroups:
@@ -125,7 +125,7 @@ class StateTraffic:
         self._ep_axis = layout.axis(Mechanics.EXPERTS)
         self._pp_index, self._tp_index = axis_indices[self._pp_axis], axis_indices[self._tp_axis]
         self._ep_index = self._groups.carved(self._ep_axis).ranks.index(rank)
-        self._sharded = bool(layout.zero) or layout.mixed or layout.offload == "parameters"
+        self._sharded = bool(layout.zero) or layout.is_mixed_precision or layout.offload == "parameters"
 
     def add_to(self, collectives: Collectives) -> None:
         """Adds the collectives of a step."""

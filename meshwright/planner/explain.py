@@ -106,7 +106,7 @@ def why(question: Question, candidate: Candidate, choice: Choice, price: Callabl
         price: prices a layout.
     """
     layout, best = candidate.layout, choice.best[0]
-    unsplit_note = f"; {layout.unsplit}" if layout.unsplit else ""
+    unsplit_note = f"; {layout.unsplit_backward_reason}" if layout.unsplit_backward_reason else ""
     if candidate.price.peak <= question.room_bytes:
         host_bytes, step_s = candidate.price.host, candidate.price.step_s
         host_note = f" with {format_bytes(host_bytes)} of a rank in host memory" if host_bytes else ""

@@ -52,8 +52,8 @@ class LayerTraffic:
         )
         self._ep = groups.carved(layout.axis(Mechanics.EXPERTS))
         self._ep_index = self._ep.ranks.index(rank)
-        share = layout.shares()[layout.reader(rank)[0]]
-        self._rows = job.rows * share / (sum(layout.shares()) * layout.microbatches)
+        share = layout.reader_shares()[layout.reader(rank)[0]]
+        self._rows = job.rows * share / (sum(layout.reader_shares()) * layout.microbatches)
         self._tokens = self._rows * job.sequence / layout.degree(Mechanics.TOKENS)
         self._width = job.shape.width
 

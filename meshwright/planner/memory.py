@@ -94,13 +94,13 @@ def _master_bytes(layout: Layout) -> int:
 
 def _has_sharded_masters(layout: Layout) -> bool:
     """Whether FSDP2 holds sharded master weights, separate from the weights that compute."""
-    return bool(layout.zero) or layout.mixed or layout.offload == "parameters"
+    return bool(layout.zero) or layout.is_mixed_precision or layout.offload == "parameters"
 
 
 def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dict[str, int], dict[str, str]]:
     """Returns bytes of parameters, gradients and optimizer of a rank with these weights, and their formulas."""
     master_bytes = _master_bytes(layout)
-    compute_bytes = 2 if layout.mixed else master_bytes
+    compute_bytes = 2 if layout.is_mixed_precision else master_bytes
     count = weights.elements
     if not _has_sharded_masters(layout):
         trained_count = count - elements(weights.twins)
@@ -168,7 +168,7 @@ def paper_memory(layout: Layout, count: int) -> int:
     Source: Rajbhandari et al., ZeRO (SC 2020), figure 1, with compute elements and gradients of c bytes and K = 3w.
     """
     master_bytes = _master_bytes(layout)
-    compute_bytes = 2 if layout.mixed else master_bytes
+    compute_bytes = 2 if layout.is_mixed_precision else master_bytes
     shards = layout.state_shards
     sharded_bytes = (3 * master_bytes, compute_bytes, compute_bytes)[: layout.zero]
     replicated_bytes = (3 * master_bytes, compute_bytes, compute_bytes)[layout.zero :]

@@ -13,7 +13,7 @@ from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import carved_index, carved_shards, coordinates, state_index
-from meshwright.spec.layer_graph import LayerGraph, divide, held_names
+from meshwright.spec.layer_graph import LayerGraph, divide, weights_by_stage
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import ShardingTable, vocabulary_span
 
@@ -206,7 +206,7 @@ class Places:
         if layout.degree(Mechanics.STAGES) == 1:
             return [[model.trained(model.shapes)]]
         schedule = layout.pipeline()
-        names_of_stages = held_names(
+        names_of_stages = weights_by_stage(
             _require_layer_graph(model, layout), list(model.shapes), stage_bounds(model, layout), model.ties
         )
         stages = [model.trained(name for name in model.shapes if name in names) for names in names_of_stages]
@@ -291,7 +291,8 @@ def stage_bounds(model: ModelParts, layout: Layout) -> tuple[int, ...]:
 def _require_layer_graph(model: ModelParts, layout: Layout) -> LayerGraph:
     if model.layer_graph is None:
         raise PlanError(
-            f"{layout.written(Mechanics.STAGES)}: its bytes follow from the model's layer graph, which wasn't read"
+            f"{layout.format_degree(Mechanics.STAGES)}: "
+            "its bytes follow from the model's layer graph, which wasn't read"
         )
     return model.layer_graph
 

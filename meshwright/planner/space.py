@@ -73,7 +73,7 @@ class Space:
 
     def recomputes_under(self, schedule: str) -> tuple[str, ...]:
         """Returns the recompute modes that a schedule allows: only "none" where it splits the backward."""
-        # Layers that recompute run their backward in one piece (`Layout.unsplit`), so the split would gain nothing.
+        # Layers that recompute run their backward in one piece (`Layout.unsplit_backward_reason`): no gain.
         if known_schedules()[schedule].splits_backward:
             return tuple(mode for mode in self.recomputes if mode == "none")
         return self.recomputes

@@ -32,7 +32,11 @@ def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts) -> Pl
 
 def named(layout: Layout) -> str:
     """Returns the reason for a layout that the user named, with a note where its backward isn't split as named."""
-    return f"named by the user; {layout.unsplit}" if layout.unsplit else "named by the user"
+    return (
+        f"named by the user; {layout.unsplit_backward_reason}"
+        if layout.unsplit_backward_reason
+        else "named by the user"
+    )
 
 
 def choose(ranks: int, rows: int, sizes: StateSizes, memory_bytes: int, precision: str) -> Plan:

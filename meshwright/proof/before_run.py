@@ -25,9 +25,9 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.build import check
 from meshwright.proof.compare import Verdict, one_line
-from meshwright.proof.layouts import layers_needed
+from meshwright.proof.layouts import min_layers
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes, world_size
 from meshwright.spec.layout import Layout
@@ -180,7 +180,7 @@ def _prove_in_process(
     rows = layout.batch_unit * (1 if layout.batch_unit > 1 else 2)
     case = Case(
         build=stand_in.build,
-        batches=made_up_batches(1, rows, stand_in.tokens, stand_in.vocab or VOCABULARY, documents),
+        batches=random_batches(1, rows, stand_in.tokens, stand_in.vocab or VOCABULARY, documents),
         recipe=OptimizerRecipe(),
         timeout_s=limit_s,
         allow_whole=True,
@@ -210,7 +210,7 @@ def _small_stand_in(built: BuiltModel, layout: Layout, vocab: int, tokens: int) 
     else:
         few_rank_layout = few_ranks(layout, rank_limit, None)
         split_degree = few_rank_layout.degree(Mechanics.MATRICES) * few_rank_layout.degree(Mechanics.TOKENS)
-        clone = with_every_kind(built, shrink(config, layers_needed([few_rank_layout]), parts=split_degree))
+        clone = with_every_kind(built, shrink(config, min_layers([few_rank_layout]), parts=split_degree))
         differences.append("a small clone of the model")
         row_tokens = tokens
         if tokens > TOKENS:
@@ -245,7 +245,7 @@ def few_ranks(layout: Layout, rank_limit: int, layers: int | None) -> Layout:
         for choices in _choices_that_may_fit(base, degrees):
             try:
                 candidate = choices.with_degrees(degrees)
-                check(candidate, "cpu", layers_needed([candidate]) if layers is None else layers)
+                check(candidate, "cpu", min_layers([candidate]) if layers is None else layers)
                 if candidate.batch_unit <= 32:
                     return candidate
             except PlanError:

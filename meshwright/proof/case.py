@@ -27,7 +27,7 @@ class Case:
     """Whether the model is in training mode, on both sides; without it one that draws random numbers can be proven."""
     allow_whole: bool = False
     """Whether a layout passes that left whole what it was asked to split."""
-    grown: bool = False
+    rescaled: bool = False
     """Whether the sharding table is read off a narrower clone and grown, as it is for a model too large to be tried."""
     device: Literal["cpu", "cuda"] | None = None
     """What the ranks run on; GPUs when there are any, when None."""
@@ -38,6 +38,6 @@ class Case:
         return tuple(batch.tokens.shape[1] for batch in self.batches)
 
     @property
-    def compared(self) -> tuple[int, ...]:
+    def compared_steps(self) -> tuple[int, ...]:
         """Steps whose gradients are compared: the first of each length."""
         return tuple(step for step, length in enumerate(self.lengths) if length not in self.lengths[:step])

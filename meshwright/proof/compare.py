@@ -155,7 +155,9 @@ def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: max(largest([tensor]), floor) for name, tensor in reference.items()}
 
 
-def merged(layout: str, ranks: list[dict[str, Any]], scope: Scope | None = None, allow_whole: bool = False) -> Verdict:
+def merge_ranks(
+    layout: str, ranks: list[dict[str, Any]], scope: Scope | None = None, allow_whole: bool = False
+) -> Verdict:
     """Merges the ranks' deviations into the layout's verdict: the worst of each kind.
 
     Args:
@@ -173,7 +175,7 @@ def merged(layout: str, ranks: list[dict[str, Any]], scope: Scope | None = None,
     gaps = (loss, grad, norm, weight)
     equal = all(gap.within for gap in gaps)
     differs = _Difference(layout=layout, loss=loss, norm=norm, gradients=gradients, weights=weights)
-    refused = left_whole(scope) if equal and scope and scope.unsplit and not allow_whole else ""
+    refused = unsplit_refusal(scope) if equal and scope and scope.unsplit and not allow_whole else ""
     return Verdict(
         layout=layout,
         passed=equal and not refused,
@@ -248,7 +250,7 @@ class _Difference:
         return "forward agrees, so its backward does something else, or gradients are summed over the wrong ranks"
 
 
-def left_whole(scope: Scope) -> str:
+def unsplit_refusal(scope: Scope) -> str:
     """Returns the refusal of a layout that computes the right thing, but didn't split what it was asked to."""
     named = "; ".join(f"{name}: {reason}" for name, reason in list(scope.unsplit.items())[:3])
     unnamed_count = len(scope.unsplit) - 3

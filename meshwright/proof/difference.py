@@ -52,13 +52,13 @@ class Difference:
         for weight in weights:
             assert weight.gradient is not None
             measured = weight.gradient.cpu().to(torch.float64) * factor.cpu()
-            expected_shard = weight.part(gradients[weight.name])
+            expected_shard = weight.extract_shard(gradients[weight.name])
             if self._rounding is None:
                 deviation = Deviation(
                     error=part_error(measured, expected_shard, largest_by_name[weight.name]), bound=EXACT
                 )
             else:
-                plain = weight.part(self._plain[step, weight.name][0])
+                plain = weight.extract_shard(self._plain[step, weight.name][0])
                 deviation = self._rounding.gradient(measured, expected_shard, plain, plain_by_name[weight.name], step)
             self.gradients[weight.name] = worst_of((self.gradients.get(weight.name, deviation), deviation))
 
@@ -72,21 +72,21 @@ class Difference:
             )
         for weight in weights:
             full_weight, measured = expected[weight.name], weight.local.cpu()
-            expected_shard = weight.part(full_weight)
+            expected_shard = weight.extract_shard(full_weight)
             if self._rounding is None:
                 deviation = Deviation(
                     error=part_error(measured, expected_shard, max(largest([full_weight]), self._floor)), bound=EXACT
                 )
             else:
-                plain = weight.part(self._plain["weights", weight.name][0])
+                plain = weight.extract_shard(self._plain["weights", weight.name][0])
                 deviation = self._rounding.weight(
                     measured, expected_shard, plain, plain_by_name[weight.name], steps - 1
                 )
             self.weights[weight.name] = deviation
 
     @property
-    def found(self) -> dict[str, Any]:
-        """What `compare.merged` takes of a rank."""
+    def deviations(self) -> dict[str, Any]:
+        """What `compare.merge_ranks` takes of a rank."""
         return {"loss": self.loss, "norm": self.norm, "gradients": self.gradients, "weights": self.weights}
 
     def _compare_scalar(self, kind: str, step: int, measured: float) -> Deviation:

@@ -179,7 +179,7 @@ def _train_until(case: JobCase, layout: Layout, run_dir: Path, stop_step: int) -
         hooks=(partial(_stop_after, stop_step),),
     )
     run_dir.mkdir(parents=True, exist_ok=True)
-    launcher = ForkLauncher(layout.world, devices=found_devices(layout.world), label=layout.place)
+    launcher = ForkLauncher(layout.world, devices=found_devices(layout.world), label=layout.coordinates)
     launcher.run(run_rank, job, timeout_s=case.timeout_s)
 
 

@@ -15,7 +15,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute
 
 
-def layers_needed(layouts: Sequence[Layout]) -> int:
+def min_layers(layouts: Sequence[Layout]) -> int:
     """Returns how many layers a clone needs so that every pipeline has one for each of its stages; at least 2."""
     return max(2, *(layout.degree(Mechanics.STAGES) * layout.stages_per_rank for layout in layouts))
 

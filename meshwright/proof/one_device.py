@@ -20,12 +20,12 @@ from meshwright.models.build import use_float64
 from meshwright.models.deferred import retie
 from meshwright.models.forward import author_output, model_output
 from meshwright.parallel.float64_ops import Float64Ops
-from meshwright.parallel.model_checkpointing import inlined
+from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.proof.case import Case
 from meshwright.proof.compare import EXACT
 from meshwright.proof.masks import Masks
-from meshwright.proof.reference import Forward, Trace, drawing, spread, train_plainly
+from meshwright.proof.reference import Forward, Trace, find_random_modules, measure_batch_spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
 from meshwright.spec.layout import Layout
 from meshwright.train.feed import MicroBatch
@@ -51,7 +51,7 @@ class References:
         self._case, self._folder, self._precision, self._trial = case, folder, precision, trial
         self._reference_of_spans: dict[tuple[Span, ...], tuple[Path, str]] = {}
 
-    def of(self, layout: Layout) -> tuple[Path, str]:
+    def reference_for(self, layout: Layout) -> tuple[Path, str]:
         """Returns the file of the reference for a layout, and why there is none."""
         rows = len(self._case.batches[0].tokens)
         spans: tuple[Span, ...] = ((0, rows),)
@@ -100,7 +100,7 @@ def _reference(
                 f"one device alone can't train it in {precision}, so that there is nothing to compare with: {fault}; "
                 "nearest that works: precision=float32"
             )
-        saved |= {"plain": errors.found, "scale": scale}
+        saved |= {"plain": errors.mean_errors, "scale": scale}
     torch.save(saved, path)
     return ""
 
@@ -138,7 +138,7 @@ class _OneDevice:
 
     def __init__(self, case: Case, trial: ForwardTrial, spans: Sequence[Span], device: torch.device) -> None:
         self._case, self._trial, self._device = case, trial, device
-        self.batches = [[_rows_of(moved(batch, device), span) for span in spans] for batch in case.batches]
+        self.batches = [[_rows_of(to_device(batch, device), span) for span in spans] for batch in case.batches]
         self._step_and_row_of_batch = {
             id(microbatch): (step, span[0])
             for step, microbatches in enumerate(self.batches)
@@ -175,14 +175,16 @@ class _OneDevice:
         """Trains the module that was started last; as `train_plainly`."""
         case = self._case
         return train_plainly(
-            module, self.call, self.batches, case.recipe, case.training, case.compared, compute, scale, shake
+            module, self.call, self.batches, case.recipe, case.training, case.compared_steps, compute, scale, shake
         )
 
     def call(self, model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns (logits (B, S, V) or None, loss () or None), as the model's own code gives them."""
         structure = self._built.structure
         with contextlib.ExitStack() as stack:
-            stack.enter_context(inlined())  # a checkpoint changes no number, and none is drawn again in backward
+            stack.enter_context(
+                without_checkpoints()
+            )  # a checkpoint changes no number, and none is drawn again in backward
             if model.training:
                 step, first_row = self._step_and_row_of_batch[id(batch)]
                 stack.enter_context(Masks(model, structure.layers, len(batch.tokens), f"{SEED},{step}", first_row))
@@ -205,14 +207,14 @@ class _OneDevice:
 
 def _random_numbers_reason(module: torch.nn.Module, forward: Forward, batch: MicroBatch, training: bool) -> str:
     """Returns why a model whose runs differ can't be compared (it draws random numbers); "" for any other."""
-    difference = spread(module, forward, batch, training)
+    difference = measure_batch_spread(module, forward, batch, training)
     if difference <= EXACT:
         return ""
     cure = "take what draws them out of the model"
-    if training and spread(module, forward, batch, training=False) <= EXACT:
+    if training and measure_batch_spread(module, forward, batch, training=False) <= EXACT:
         cure = "nearest that works: verify it in evaluation mode, where it draws none (--training false)"
     module.train(training)
-    where = drawing(module, forward, batch) or "the model"
+    where = find_random_modules(module, forward, batch) or "the model"
     return (
         f"its forward draws random numbers in {'training' if training else 'evaluation'}, in {where}: two runs of it "
         f"on one device differ by {difference:.1e}, and a proof needs {EXACT:g}; {cure}"
@@ -225,7 +227,7 @@ def _rows_of(batch: MicroBatch, span: Span) -> MicroBatch:
     return MicroBatch(batch.tokens[rows], batch.targets[rows], positions)
 
 
-def moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Returns a batch on a device."""
     positions = None if batch.positions is None else batch.positions.to(device)
     return MicroBatch(batch.tokens.to(device), batch.targets.to(device), positions)

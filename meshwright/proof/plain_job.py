@@ -73,7 +73,7 @@ class PlainRows:
             positions=torch.tensor(positions) if has_documents else None,
         )
 
-    def held_out(self, rows: int) -> Iterator[PlainBatch]:
+    def validation_batches(self, rows: int) -> Iterator[PlainBatch]:
         """Yields the first ``rows`` windows of the text that isn't trained on, one at a time; the last may be short."""
         for row in range(rows):
             text = self._held_out[row * self._sequence : (row + 1) * self._sequence + 1].astype(np.int64).tolist()
@@ -271,7 +271,7 @@ def _validation(module: nn.Module, forward: Forward, job: PlainJob, step: int) -
     total, count, hits = 0.0, 0, 0
     module.eval()
     with torch.no_grad():
-        for batch in job.rows.held_out(job.evaluation_rows):
+        for batch in job.rows.validation_batches(job.evaluation_rows):
             logits = forward(module, batch, step)
             total += float(_mean_loss(logits, batch.targets)) * batch.targets.numel()
             count += batch.targets.numel()

@@ -182,7 +182,7 @@ def _cross_entropy(logits: torch.Tensor | None, targets: torch.Tensor) -> torch.
     return functional.cross_entropy(upcast.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
-def spread(module: nn.Module, forward: Forward, batch: Any, training: bool = True) -> float:
+def measure_batch_spread(module: nn.Module, forward: Forward, batch: Any, training: bool = True) -> float:
     """Returns by how much one device's logits differ when random numbers do, relative to the largest; 0 for not at all.
 
     Dropout of probability zero and layers that are never skipped draw numbers too, but nothing follows from them.
@@ -214,7 +214,7 @@ def spread(module: nn.Module, forward: Forward, batch: Any, training: bool = Tru
     return difference
 
 
-def drawing(module: nn.Module, forward: Forward, batch: Any) -> str:
+def find_random_modules(module: nn.Module, forward: Forward, batch: Any) -> str:
     """Returns the name and kind of the first module that draws random numbers; "" where none does."""
     drawing_modules: list[str] = []
     states: list[torch.Tensor] = []

@@ -90,7 +90,7 @@ def median_abs(errors: torch.Tensor) -> float:
     return float(errors.abs().median()) if errors.numel() else 0.0
 
 
-def moderated(error: float, entries: int, common: float) -> float:
+def moderate_error(error: float, entries: int, common: float) -> float:
     """Returns an error of so many entries, drawn towards that of other tensors.
 
     Args:
@@ -136,7 +136,7 @@ class ErrorStatistics:
         self._squares[key] = self._squares[key].add_(error.square_()) if key in self._squares else error.square_()
 
     @property
-    def found(self) -> dict[Any, tuple[torch.Tensor, float]]:
+    def mean_errors(self) -> dict[Any, tuple[torch.Tensor, float]]:
         """Each entry's error, root mean square of all trainings, and the largest of any entry in any training.
 
         Keys are ``losses`` and ``norms`` (an entry a step), (step, weight) for gradients, (``weights``, weight).
@@ -173,11 +173,11 @@ def plain_deviations(
     deviations = {}
     for name, (error, largest_error) in errors.items():
         scale = relative_to[name]
-        moderated_rms = moderated(by_rms[name], error.numel(), medians[0])
+        moderated_rms = moderate_error(by_rms[name], error.numel(), medians[0])
         deviations[name] = PlainDeviation(
             size=scale,
             rms=moderated_rms,
-            median_abs=moderated(by_median[name], error.numel(), medians[1]),
+            median_abs=moderate_error(by_median[name], error.numel(), medians[1]),
             largest=max(largest_error, moderated_rms * scale.rms) / scale.largest,
         )
     return deviations

@@ -25,9 +25,9 @@ from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.table import sharding_table
 from meshwright.parallel.build import check
 from meshwright.proof.case import Case
-from meshwright.proof.compare import Verdict, merged, one_line
+from meshwright.proof.compare import Verdict, merge_ranks, one_line
 from meshwright.proof.difference import Difference
-from meshwright.proof.one_device import SEED, References, moved
+from meshwright.proof.one_device import SEED, References, to_device
 from meshwright.proof.scope import expert_use, read_scope, split_shares
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -72,7 +72,7 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
         reference = References(case, Path(folder), layouts[0].precision, trial)
         analyses: dict[Any, ModelAnalysis] = {}
         for layout in layouts:
-            path, refusal = (Path(), analysis_error) if analysis_error else reference.of(layout)
+            path, refusal = (Path(), analysis_error) if analysis_error else reference.reference_for(layout)
             analyses.setdefault(
                 (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS)), ModelAnalysis(trial=trial)
             )
@@ -87,7 +87,7 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
 
 
 def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | None) -> ForkLauncher:
-    return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.place if layout else None)
+    return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.coordinates if layout else None)
 
 
 def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, ModelAnalysis]) -> Verdict:
@@ -98,7 +98,7 @@ def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, Mo
         check(layout, device, len(built.structure.layers))
         key = (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS))
         split_degree = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)
-        if case.grown and split_degree > 1 and analyses[key].table is None and not built.config.sharding:
+        if case.rescaled and split_degree > 1 and analyses[key].table is None and not built.config.sharding:
             trial = analyses[key].trial
             table = sharding_table(built, split_degree, trial.objective if trial else None, narrow=NARROW)
             analyses[key] = dataclasses.replace(analyses[key], table=table)
@@ -110,7 +110,7 @@ def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, Mo
         return Verdict.unproven(str(layout), refused=str(error))
     except Exception as error:
         return Verdict.unproven(str(layout), crashed=one_line(error))
-    scope = read_scope(built, layout, analysis, case.lengths, case.grown)
+    scope = read_scope(built, layout, analysis, case.lengths, case.rescaled)
     try:
         launcher = _launcher(layout.world, layout, case.device)
         ranks = launcher.run(_train_under_layout, case, layout, path, analysis, timeout_s=case.timeout_s)
@@ -123,7 +123,7 @@ def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, Mo
         return Verdict.unproven(str(layout), refused=str(error))
     except Exception as error:  # a rank that raised, died or hung
         return Verdict.unproven(str(layout), crashed=one_line(error), scope=scope)
-    return merged(str(layout), ranks, scope, allow_whole=case.allow_whole)
+    return merge_ranks(str(layout), ranks, scope, allow_whole=case.allow_whole)
 
 
 def _train_under_layout(
@@ -136,7 +136,7 @@ def _train_under_layout(
     device = torch.device(context.device)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven")
     program = build_program(case.build(), plan, device, facts=facts)
-    for stage in program.parts:
+    for stage in program.stages:
         stage.module.train(case.training)
     recipe = case.recipe
     config = OptimizerConfig(
@@ -162,7 +162,7 @@ def _train_under_layout(
         outcome = stepper.run(step, share, planned_targets, recipe.lr, False).read()
         difference.outcome(step, outcome["loss"], outcome["grad_norm"])
     difference.trained(program.weights, len(case.batches))
-    return difference.found | {"held": held_elements}
+    return difference.deviations | {"held": held_elements}
 
 
 def _rank_micro_batches(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -> list[MicroBatch]:
@@ -172,10 +172,12 @@ def _rank_micro_batches(batch: MicroBatch, layout: Layout, rank: int, device: to
         [None] * microbatches if batch.positions is None else list(batch.positions[own_rows].chunk(microbatches))
     )
     chunks = zip(batch.tokens[own_rows].chunk(microbatches), batch.targets[own_rows].chunk(microbatches), positions)
-    return [moved(MicroBatch(tokens, targets, position_chunk), device) for tokens, targets, position_chunk in chunks]
+    return [
+        to_device(MicroBatch(tokens, targets, position_chunk), device) for tokens, targets, position_chunk in chunks
+    ]
 
 
-def made_up_batches(
+def random_batches(
     steps: int, rows: int, sequence: int | Sequence[int], vocab: int, documents: bool
 ) -> list[MicroBatch]:
     """Makes global batches whose target counts differ by row, so that a count per rank can't pass for a global one.

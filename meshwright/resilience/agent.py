@@ -287,8 +287,8 @@ class Agent(Supervisor):
                 if isinstance(message, Fence) and message.generation == order.generation:
                     # Only this generation's fence counts: one of an earlier generation may still be on its way.
                     raise _Fenced("the leader ends this generation")
-                if isinstance(message, Reconfigure) and not ranks.control.reconfigures:
-                    ranks.control.request_reconfigure()
+                if isinstance(message, Reconfigure) and not ranks.control.reconfiguration_requested:
+                    ranks.control.request_reconfiguration()
 
         try:
             self._local.run(order, watch, wake=self._hub.fileno(), fence=fence)

@@ -21,8 +21,8 @@ from meshwright.resilience.disk import save_newest_state
 from meshwright.resilience.generation import (
     HOPELESS,
     Ending,
+    GenerationVerdict,
     Patience,
-    Verdict,
     decide_after_failure,
     judge_generation,
 )
@@ -315,15 +315,15 @@ class Controller:
             if report.end.generation == order.generation and report.end.failure is not None:
                 raise GenerationAborted(f"node {node} reports a failure")
         # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
-        if not ranks.control.reconfigures and (self._roster.due() or members.awaits_reconfiguration()):
-            ranks.control.request_reconfigure()
+        if not ranks.control.reconfiguration_requested and (self._roster.due() or members.awaits_reconfiguration()):
+            ranks.control.request_reconfiguration()
             members.broadcast(Reconfigure(order.generation))
         if stamps and all(stamp.step > 2 for stamp in stamps):
             # Past the first steps the run is likely to last: plan in advance for the loss of a rank, two, or a node.
             losses = {1, 2, *(len(share.slots) for share in order.shares)}
             self._planner.start([order.world - loss for loss in sorted(losses) if order.world - loss >= self._minimum])
 
-    def _handle_failure(self, verdict: Verdict, order: Order, fenced_s: float) -> None:
+    def _handle_failure(self, verdict: GenerationVerdict, order: Order, fenced_s: float) -> None:
         """Records a failure, refuses the state that caused it, and leaves out the device that did.
 
         Raises:

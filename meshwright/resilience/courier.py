@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.checkpoint.remote import serve
-from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header, peek
+from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header, read_step
 from meshwright.errors import CheckpointError
 from meshwright.resilience.helper import Helper
 from meshwright.train.faults import Faults
-from meshwright.train.memory import Copied
+from meshwright.train.memory import PeerCopies
 from meshwright.transport.connection import Connection, connect
 from meshwright.transport.gate import Gate, Refused
 from meshwright.transport.key import RunKey
@@ -65,7 +65,7 @@ def start_courier(
     targets: Sequence[tuple[str, int]],
     local_segments: Mapping[int, Sequence[Segment]],
     inlet: Inlet,
-    copied: Copied,
+    copied: PeerCopies,
     faults: Callable[[], Faults] | None = None,
 ) -> Helper:
     """Starts a node's courier.
@@ -98,7 +98,7 @@ def _send_forever(
     address: tuple[str, int],
     key: RunKey,
     local_segments: Mapping[int, Sequence[Segment]],
-    copied: Copied,
+    copied: PeerCopies,
     target_index: int,
     faults: Faults | None,
 ) -> None:
@@ -112,7 +112,7 @@ def _send_forever(
 def _send_new_snapshots(
     connection: Connection,
     local_segments: Mapping[int, Sequence[Segment]],
-    copied: Copied,
+    copied: PeerCopies,
     target_index: int,
     faults: Faults | None,
 ) -> None:
@@ -131,7 +131,7 @@ def _send_new_snapshots(
                 faults.begin_step(newest[0])
             if _send_snapshot(connection, rank, newest[1], faults):
                 sent[rank], idle = newest[0], False
-                copied.arrived(local_rank, newest[0], target_index)
+                copied.record(local_rank, newest[0], target_index)
         if idle:
             time.sleep(_POLL_S)
 
@@ -211,7 +211,7 @@ def _receive_announcement(connection: Connection, inlet: Inlet) -> tuple[int, in
 
 def _receive_snapshot(connection: Connection, segments: Sequence[Segment], size: int) -> None:
     # The segment with the oldest or no snapshot is overwritten.
-    segment = min(segments, key=lambda candidate: (peek(candidate) or (-1, -1))[1])
+    segment = min(segments, key=lambda candidate: (read_step(candidate) or (-1, -1))[1])
     memory = segment.map(size)
     # Invalidate first, header last: a reader sees the old snapshot, none, or the complete new one.
     memory[:HEADER_BYTES] = bytes(HEADER_BYTES)

@@ -12,13 +12,13 @@ from typing import Any
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.snapshot import Segment, Snapshot, State, peek, read_snapshots, whole_states
+from meshwright.checkpoint.snapshot import Segment, Snapshot, State, find_complete_states, read_snapshots, read_step
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
 from meshwright.resilience.helper import Helper
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import WRITER, Fault, Faults
-from meshwright.train.memory import Control
+from meshwright.train.memory import SupervisorRequests
 
 _POLL_S = 0.005
 
@@ -63,12 +63,12 @@ class DiskWriter:
         self._event, self._faults = event, faults
         self._last_written = (-1, -1)
         self._step = 0
-        self._control: Control | None = None
+        self._control: SupervisorRequests | None = None
         self._helper: Helper | None = None
         self.failed: str | None = None
         """Why the last checkpoint failed; None when it didn't."""
 
-    def poll(self, segments: Sequence[Segment], layout: Layout, control: Control | None) -> None:
+    def poll(self, segments: Sequence[Segment], layout: Layout, control: SupervisorRequests | None) -> None:
         """Collects a finished checkpoint, and starts writing a new one once all ranks left its snapshot.
 
         Args:
@@ -78,15 +78,15 @@ class DiskWriter:
         """
         # A checkpoint of the previous generation isn't reported to these ranks: they count steps of their own.
         if self._collect() and control is not None and control is self._control:
-            control.tell_written(self._step, self.failed is None)
+            control.publish_written(self._step, self.failed is None)
         # One checkpoint at a time; a newer snapshot waits in its segment.
         if self.busy or not segments or not all(segment.size for segment in segments):
             return
-        identities = {peek(segment) for segment in segments}
+        identities = {read_step(segment) for segment in segments}
         # All ranks must have left the same (generation, step): a mixture is a snapshot in progress.
         if len(identities) == 1 and (identity := identities.pop()) is not None and identity != self._last_written:
-            # `peek` sees a header's first fields. One that a rank, preempted in between, has written in part fails its
-            # checksum: the next poll looks again, and the rank overwrites nothing before its checkpoint is reported.
+            # `read_step` sees a header's first fields. One that a rank, preempted in between, has written in part fails
+            # its checksum: the next poll reads again, and the rank overwrites nothing before its checkpoint is known.
             if len(read_snapshots(segments)) < len(segments):
                 return
             self._last_written, self._step, self._control = identity, identity[1], control
@@ -102,7 +102,7 @@ class DiskWriter:
             snapshots = read_snapshots(segments)
             state = State(self._step, snapshots) if self._share is not None else _complete_state(snapshots)
             origin = replace(self._origin, layout=layout)
-            return self._store(state.step).save_state(state.step, state, state.meta, origin).told()
+            return self._store(state.step).save_state(state.step, state, state.meta, origin).event_fields()
         except CheckpointError as error:
             return {"error": str(error)}
         # Any failure becomes a report: the child must never return into the supervisor's code.
@@ -121,7 +121,7 @@ class DiskWriter:
             stamp=lambda phase: faults.reach(f"checkpoint.{phase}"),
             fence=share.fence if share is not None else None,
         )
-        store.went_on(step)
+        store.resumed_after(step)
         return store
 
     def _collect(self) -> bool:
@@ -177,12 +177,12 @@ def save_newest_state(store: CheckpointStore, state: State, origin: Origin) -> d
     latest = store.latest()
     if latest is not None and latest.step >= state.step:
         return None
-    store.went_on(state.step)
+    store.resumed_after(state.step)
     try:
         saved = store.save_state(state.step, state, state.meta, origin)
     except CheckpointError as failed:
         return {"kind": "checkpoint_failed", "step": state.step, "reason": str(failed)}
-    return {"kind": "checkpoint_saved", "step": state.step, **saved.told()}
+    return {"kind": "checkpoint_saved", "step": state.step, **saved.event_fields()}
 
 
 def _complete_state(snapshots: Sequence[Snapshot]) -> State:
@@ -191,7 +191,7 @@ def _complete_state(snapshots: Sequence[Snapshot]) -> State:
     Raises:
         CheckpointError: when they don't hold every element of every tensor exactly once.
     """
-    states = whole_states(snapshots)
+    states = find_complete_states(snapshots)
     if not states:
         ranks = ", ".join(f"rank {snapshot.rank} of step {snapshot.step}" for snapshot in snapshots)
         raise CheckpointError(f"the snapshots in memory don't make a whole state: {ranks or 'none is readable'}")

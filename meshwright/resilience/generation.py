@@ -46,7 +46,7 @@ class Ending(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class GenerationVerdict:
     """How a generation ended, over all nodes."""
 
     ending: Ending
@@ -58,7 +58,7 @@ class Verdict:
     """The furthest step of any rank."""
 
 
-def judge_generation(order: Order, reports: Mapping[int, NodeReport], lost_nodes: Collection[int]) -> Verdict:
+def judge_generation(order: Order, reports: Mapping[int, NodeReport], lost_nodes: Collection[int]) -> GenerationVerdict:
     """Judges how a generation ended, once no rank of it runs any more.
 
     Args:
@@ -71,18 +71,18 @@ def judge_generation(order: Order, reports: Mapping[int, NodeReport], lost_nodes
     outcomes = [end.outcome for end in ends if end.outcome is not None]
     complete = next((outcome for outcome in outcomes if not outcome.continues), None)
     if complete is not None:
-        return Verdict(ending=Ending.COMPLETE, outcome=complete)
+        return GenerationVerdict(ending=Ending.COMPLETE, outcome=complete)
     failures = [end.failure for end in ends if end.failure is not None]
     if not outcomes or lost_nodes or failures:
         furthest_step = max((end.furthest_step for end in ends), default=0)
         failure = find_root_failure(failures, bool(lost_nodes))
-        return Verdict(ending=Ending.FAILED, failure=failure, furthest_step=furthest_step)
+        return GenerationVerdict(ending=Ending.FAILED, failure=failure, furthest_step=furthest_step)
     outcome, ending = outcomes[0], Ending.RECONFIGURED
     if outcome.anomalous_step:
         ending = Ending.ANOMALOUS
     elif outcome.damage is not None:
         ending = Ending.DAMAGED
-    return Verdict(ending=ending, outcome=outcome)
+    return GenerationVerdict(ending=ending, outcome=outcome)
 
 
 def find_root_failure(failures: Sequence[NodeFailure], nodes_lost: bool) -> NodeFailure | None:
@@ -144,7 +144,7 @@ class FailureDecision:
 
 
 def decide_after_failure(
-    verdict: Verdict, order: Order, lost_nodes: Mapping[int, str], patience: Patience, interrupted: bool
+    verdict: GenerationVerdict, order: Order, lost_nodes: Mapping[int, str], patience: Patience, interrupted: bool
 ) -> FailureDecision:
     """Decides whether the run continues after a failed generation, from which state, and without which device.
 

@@ -21,7 +21,7 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import coordinates
 from meshwright.spec.layout import Layout
 from meshwright.train.flight import Flight
-from meshwright.train.memory import Control, Copied, Memory
+from meshwright.train.memory import PeerCopies, RecoveryMemory, SupervisorRequests
 from meshwright.train.session import TrainJob
 
 _IDLE_LIMIT_GROWTH = 4.0
@@ -58,12 +58,12 @@ class GenerationRanks:
         writes = order.copies.disk and job.config.checkpoint.backend == IMAGE
         self.disk = tuple(Segment() for _ in range(count)) if writes else ()
         """Each rank's segment for checkpoints; empty when ranks write themselves."""
-        self.control = Control()
+        self.control = SupervisorRequests()
         self.flight = Flight(count) if devices.kind == "cuda" else None
         self.launcher = ForkLauncher(
             count,
             devices=devices,
-            label=layout.place,
+            label=layout.coordinates,
             config=job.config.launch,
             run_id=job.run_dir.name,
             generation=order.generation,
@@ -93,8 +93,8 @@ class GenerationRanks:
         )
 
     def share_memory(
-        self, state: State | None, lost_at: float | None, copied: Copied | None, fence: Callable[[], None] | None
-    ) -> Memory:
+        self, state: State | None, lost_at: float | None, copied: PeerCopies | None, fence: Callable[[], None] | None
+    ) -> RecoveryMemory:
         """Returns the memory to share with the ranks.
 
         Args:
@@ -103,7 +103,7 @@ class GenerationRanks:
             copied: which snapshots peers have; None without peers.
             fence: raises once another generation was claimed; None on a run of one node.
         """
-        return Memory(
+        return RecoveryMemory(
             segments=self.segments,
             disk=self.disk,
             control=self.control,
@@ -114,7 +114,7 @@ class GenerationRanks:
             peak_flops=self._order.peak_flops,
             anomalous_step=self._order.rewind.anomalous_step,
             damage=self._order.rewind.damage,
-            copied=copied,
+            peer_copies=copied,
             fence=fence,
         )
 

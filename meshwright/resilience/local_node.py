@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 
-from meshwright.checkpoint.remote import remote
+from meshwright.checkpoint.remote import remote_snapshot
 from meshwright.checkpoint.snapshot import State, read_snapshots
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices
@@ -107,7 +107,7 @@ class LocalNode:
         }
         clients = self.storage.open_shelves(shelves)
         snapshots = [
-            local_snapshots.get(rank) or remote(clients[holder], (generation, step, rank))
+            local_snapshots.get(rank) or remote_snapshot(clients[holder], (generation, step, rank))
             for rank, holder in sorted(location.holders.items())
         ]
         return State(step, snapshots, location.tier)
@@ -179,7 +179,7 @@ class LocalNode:
         stamps = ranks.hang.poll()
         self.storage.poll(ranks)
         for slow in ranks.slow.poll(stamps):
-            coordinates = ranks.layout.place(slow.rank)
+            coordinates = ranks.layout.coordinates(slow.rank)
             self._event("slow_rank", slow=slow.rank, place=coordinates, share=slow.share, others=slow.others)
         return stamps
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from meshwright.checkpoint.remote import Shelf
-from meshwright.checkpoint.snapshot import Snapshot, State, read_snapshots, whole_states
+from meshwright.checkpoint.snapshot import Snapshot, State, find_complete_states, read_snapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
 from meshwright.events import Event
@@ -18,7 +18,7 @@ from meshwright.resilience.keeper import Keeper
 from meshwright.resilience.messages import Address, Order, Ports
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import parse_faults
-from meshwright.train.memory import Copied
+from meshwright.train.memory import PeerCopies
 from meshwright.train.session import TrainJob
 
 
@@ -57,12 +57,12 @@ class LocalStorage:
 
     def start(
         self, order: Order, job: TrainJob, ranks: GenerationRanks, state: State | None, fence: Fence | None
-    ) -> Copied | None:
+    ) -> PeerCopies | None:
         """Starts a process that writes these ranks' newest state to disk if this process is killed."""
         segments, layout, old_layout = ranks.all_segments(), ranks.layout, self._layout
 
         def save() -> None:
-            states = whole_states(read_snapshots(segments))
+            states = find_complete_states(read_snapshots(segments))
             newest = states[0] if states else state
             if newest is not None:
                 self._save_orphaned(newest, layout if states else old_layout)

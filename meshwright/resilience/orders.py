@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from meshwright.checkpoint.remote import whole_steps
+from meshwright.checkpoint.remote import complete_steps
 from meshwright.resilience.host_memory_budget import copies_fit, fit_local_copies, state_bytes
 from meshwright.resilience.messages import CopyPlan, Device, NodeReport, NodeShare, Order, StateLocation
 from meshwright.spec.plan import Plan
@@ -75,7 +75,7 @@ def complete_states(reports: Reports, refused: Collection[StateKey] = (), floor:
         floor: newest generation whose states don't count, because the run was rewound from them.
     """
     records = [record for report in reports.values() for record in report.snapshots]
-    return [key for key in whole_steps(records) if key not in refused and key[1] > floor]
+    return [key for key in complete_steps(records) if key not in refused and key[1] > floor]
 
 
 def states_after(reports: Reports, step: int) -> set[StateKey]:

@@ -26,7 +26,7 @@ from meshwright.resilience.messages import Address, Order, Ports
 from meshwright.resilience.orders import ranks_to_copy
 from meshwright.resilience.spare_copies import SpareCopies
 from meshwright.train.faults import COURIER, Faults, parse_faults
-from meshwright.train.memory import Copied
+from meshwright.train.memory import PeerCopies
 from meshwright.train.session import TrainJob
 from meshwright.transport.key import RunKey
 
@@ -53,7 +53,7 @@ class PeerStorage:
         self._disk: DiskWriter | None = None
         self._spare_copies: SpareCopies | None = None
         self._peer_segments: dict[int, tuple[Segment, ...]] = {}
-        self._copied: Copied | None = None
+        self._copied: PeerCopies | None = None
         self._wait_s = 0.0
 
     @property
@@ -99,7 +99,7 @@ class PeerStorage:
 
     def start(
         self, order: Order, job: TrainJob, ranks: GenerationRanks, state: State | None, fence: Fence | None
-    ) -> Copied | None:
+    ) -> PeerCopies | None:
         """Starts disk writer, spare copying and courier; returns what has arrived at each peer, None without peers."""
         assert fence is not None
         self._wait_s = job.config.checkpoint.wait_s
@@ -117,7 +117,7 @@ class PeerStorage:
         preceding_ranks = [rank for share in order.neighbours(self._node, -order.peers, -1) for rank in share.ranks]
         self._peer_segments = {rank: tuple(Segment() for _ in range(copies)) for rank in preceding_ranks}
         # Shared by ranks and courier, so created before either is forked.
-        self._copied = Copied(len(ranks.segments), order.peers)
+        self._copied = PeerCopies(len(ranks.segments), order.peers)
         inlet = Inlet(
             segments=self._peer_segments, max_bytes=max_snapshot_bytes(job.plan), key=self._key, refused=self._event
         )

@@ -51,7 +51,7 @@ class LayerGraph:
     then computes all of it in the first; "" where it can."""
 
 
-def held_names(
+def weights_by_stage(
     layer_graph: LayerGraph, names: Sequence[str], bounds: Sequence[int], ties: Sequence[Sequence[str]] = ()
 ) -> list[frozenset[str]]:
     """Returns, for each stage, the names of the weights that it holds; every name is in some stage.

@@ -208,7 +208,7 @@ class Layout:
         return world_size(self.degrees)
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed_precision(self) -> bool:
         """Whether compute runs in a lower precision than the master weights."""
         return self.precision in ("bf16", "fp16")
 
@@ -220,7 +220,7 @@ class Layout:
         """Returns the axis of some mechanics that is used, or the first that is known where none is."""
         return axis_with(mechanics, self.degrees)
 
-    def written(self, mechanics: Mechanics) -> str:
+    def format_degree(self, mechanics: Mechanics) -> str:
         """Returns the axis of some mechanics with its degree, as ``cp=2``."""
         return f"{self.axis(mechanics)}={self.degree(mechanics)}"
 
@@ -238,7 +238,7 @@ class Layout:
         return schedule.unsplit() if self.recompute else schedule
 
     @property
-    def unsplit(self) -> str:
+    def unsplit_backward_reason(self) -> str:
         """Why the schedule's backward isn't split though it could be, in a clause; empty where that isn't so."""
         splits = self.degree(Mechanics.STAGES) > 1 and find_choice(self.schedule or DEFAULT_SCHEDULE).splits_backward
         if not splits or not self.recompute:
@@ -275,13 +275,13 @@ class Layout:
         """Returns (index, count): which part of each global batch a rank reads."""
         return reader(rank, self.degrees)
 
-    def shares(self) -> list[int]:
+    def reader_shares(self) -> list[int]:
         """Returns the share of each reader in the rows of every micro-batch."""
         return list(self.rows.shares) or [1] * reader(0, self.degrees)[1]
 
     def span(self, rank: int, rows: int) -> tuple[int, int]:
         """Returns (first row, row after the last) of a global batch of ``rows`` that a rank reads."""
-        index, shares = self.reader(rank)[0], self.shares()
+        index, shares = self.reader(rank)[0], self.reader_shares()
         # Rows of one share; the batch divides by `batch_unit`.
         unit = rows // sum(shares)
         return unit * sum(shares[:index]), unit * sum(shares[: index + 1])
@@ -289,13 +289,13 @@ class Layout:
     @property
     def batch_unit(self) -> int:
         """The rows of a global batch must be a multiple of this."""
-        return sum(self.shares()) * self.microbatches
+        return sum(self.reader_shares()) * self.microbatches
 
     def describe_rank(self, rank: int) -> str:
         """Returns ``rank 3: replicate 1, shard 1``."""
         return describe_rank(rank, self.degrees)
 
-    def place(self, rank: int) -> str:
+    def coordinates(self, rank: int) -> str:
         """Returns ``replicate 1, shard 1``; empty when there is one rank."""
         return self.describe_rank(rank).partition(": ")[2]
 

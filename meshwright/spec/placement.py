@@ -21,9 +21,9 @@ Box = tuple[Span, ...]
 class ShardBox:
     """A box of a weight that lies in one box of a rank's local tensor."""
 
-    local: Box
+    local_box: Box
     """Where it lies in the local tensor."""
-    whole: Box
+    global_box: Box
     """Where it belongs in the whole weight."""
     copies: int
     """Ranks of the world that hold it, before a data axis shards it."""
@@ -35,7 +35,7 @@ class LocalShard:
 
     name: str
     """Name of the weight in the whole model; of tied names the first."""
-    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     """Shape of the whole weight."""
     spans: tuple[tuple[Span, ...], ...]
     """For each dim, the runs of the whole weight that follow one another in the local tensor."""
@@ -49,9 +49,9 @@ class LocalShard:
     """Axes that split the weight."""
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...], copies: int) -> LocalShard:
+    def unsharded(cls, name: str, shape: tuple[int, ...], copies: int) -> LocalShard:
         """Returns the place of a weight that is held whole."""
-        return cls(name=name, shape=shape, spans=tuple(((0, size),) for size in shape), copies=copies)
+        return cls(name=name, global_shape=shape, spans=tuple(((0, size),) for size in shape), copies=copies)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -59,25 +59,25 @@ class LocalShard:
         return tuple(sum(stop - start for start, stop in runs) for runs in self.spans)
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the local tensor is the weight itself."""
-        return self.local_shape == self.shape
+        return self.local_shape == self.global_shape
 
-    def pieces(self, rows: Span | None = None) -> tuple[ShardBox, ...]:
+    def boxes(self, rows: Span | None = None) -> tuple[ShardBox, ...]:
         """Returns the boxes that the local tensor is made of.
 
         Args:
             rows: only these indices of local dim 0, where a data axis holds no more; boxes then count from its start.
         """
-        if not self.shape:
-            return (ShardBox(local=(), whole=(), copies=self.copies),)
+        if not self.global_shape:
+            return (ShardBox(local_box=(), global_box=(), copies=self.copies),)
         # Every combination of one run per dim is a box, in local and in whole coordinates.
-        runs_by_dim = [self._runs(dim, rows if dim == 0 else None) for dim in range(len(self.shape))]
+        runs_by_dim = [self._runs(dim, rows if dim == 0 else None) for dim in range(len(self.global_shape))]
         boxes = []
         for runs in product(*runs_by_dim):
             copies = next((run[2] for dim, run in enumerate(runs) if dim == self.copied_dim), self.copies)
             local = tuple(run[0] for run in runs)
-            boxes.append(ShardBox(local=local, whole=tuple(run[1] for run in runs), copies=copies))
+            boxes.append(ShardBox(local_box=local, global_box=tuple(run[1] for run in runs), copies=copies))
         return tuple(boxes)
 
     def _runs(self, dim: int, rows: Span | None) -> list[tuple[Span, Span, int]]:
@@ -112,7 +112,7 @@ class LocalShard:
         return self.copies
 
 
-def count(box: Box) -> int:
+def element_count(box: Box) -> int:
     """Returns the number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
 

@@ -19,7 +19,7 @@ KINDS = ("whole", "columns", "rows")
 REASON = "a row of the config keeps it whole"
 
 
-def overridden(table: ShardingTable, rows: Mapping[str, str], names: Iterable[str]) -> ShardingTable:
+def apply_overrides(table: ShardingTable, rows: Mapping[str, str], names: Iterable[str]) -> ShardingTable:
     """Returns the table under a user's rows.
 
     Args:

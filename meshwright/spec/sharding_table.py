@@ -66,9 +66,9 @@ class Cutting:
     """A tensor that is whole where it comes from, and of which each rank takes what its units use."""
 
     kind: str
-    """``output``: of a module that is computed whole; ``meeting``: of a module that looks at all units at once, such as
-    a norm over all heads, whose inputs are put together first; ``argument``: what the group's module is called with;
-    ``buffer``: a tensor that a module holds and doesn't train."""
+    """``output``: of a module that is computed whole; ``global_norm``: of a norm over all units, whose inputs are put
+    together first; ``argument``: what the group's module is called with; ``buffer``: a tensor that a module holds and
+    doesn't train."""
     module: str
     """Dotted name of the module, from the layer on."""
     key: str = ""
@@ -117,7 +117,7 @@ class ShardingGroup:
             return None
         even = self.units % degree == 0
         # A norm over all units gathers its inputs, which needs equal parts from every rank.
-        if not even and any(cutting.kind == "meeting" for cutting in self.cuttings):
+        if not even and any(cutting.kind == "global_norm" for cutting in self.cuttings):
             return None
         block_lists = [split.blocks for split in self.splits] + [cutting.blocks for cutting in self.cuttings]
         for block in (block for blocks in block_lists for block in blocks if block.count != self.units):

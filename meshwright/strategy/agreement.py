@@ -41,7 +41,7 @@ class AgreementCheck:
             self._copies.append((axis_groups[name], weights))
         tensor = axis_groups[layout.axis(Mechanics.MATRICES)]
         if tensor.size > 1:
-            self._copies.append((tensor, [weight for weight in weights if weight.place.is_whole]))
+            self._copies.append((tensor, [weight for weight in weights if weight.shard.is_unsharded]))
         self._same_rows = tensor if tensor.size > 1 else None
         self._steps = self._forwards = 0
 

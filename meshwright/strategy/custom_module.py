@@ -114,7 +114,7 @@ class _OnExample:
         return total
 
 
-def tried_on(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
+def with_forward_trial(built: BuiltModel, example: torch.Tensor | None) -> BuiltModel:
     """Returns the model as the probes of sharding and stages run it: on rows like ``example`` instead of tokens.
 
     Args:
@@ -171,7 +171,7 @@ def check_equal(built: BuiltModel, world: AxisGroup) -> None:
         )
 
 
-def as_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, compute: Any) -> ModelSource:
+def make_model_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, compute: Any) -> ModelSource:
     """Returns a custom model in the form that the runtime builds from."""
 
     def fill_buffers(module: nn.Module, device: torch.device) -> None:
@@ -199,7 +199,7 @@ def as_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, comput
     )
 
 
-def precise(layout: Layout, built: BuiltModel) -> Layout:
+def with_compute_precision(layout: Layout, built: BuiltModel) -> Layout:
     """Keeps a float64 model in float64, and switches its kernels to those that support it."""
     dtypes = {parameter.dtype for parameter in built.module.parameters() if parameter.is_floating_point()}
     if torch.float64 in dtypes and layout.precision == "float32":

@@ -53,7 +53,7 @@ class ForwardHooks:
         is_recomputation = in_backward()
         if not is_recomputation:
             self._sharded_model.agreement.before_forward((args, kwargs))
-        if program.chance is not None and module.training:
+        if program.dropout_rng is not None and module.training:
             if is_recomputation:
                 raise ConfigError(
                     "torch.utils.checkpoint around the whole model draws other random numbers the second time: write "
@@ -61,14 +61,14 @@ class ForwardHooks:
                 )
             # the global batch index of the first row addresses the dropout masks
             shape = next(tensor.shape for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor))
-            program.chance.begin((self._seed, self._forwards), self._reader[0] * shape[0], shape)
+            program.dropout_rng.begin_forward((self._seed, self._forwards), self._reader[0] * shape[0], shape)
             self._forwards += 1
 
     @torch.compiler.disable
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Ends the random numbers, and hooks the outputs, so that backward opens a pass."""
-        if (chance := self._sharded_model.program.chance) is not None:
-            chance.end()
+        if (chance := self._sharded_model.program.dropout_rng) is not None:
+            chance.end_forward()
         if not torch.is_grad_enabled():
             # no backward will free the gathered weights
             self._sharded_model.release()

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.program import Program
-from meshwright.parallel.weights import Weight, cut
-from meshwright.strategy.sharded_gradient import is_watched, plain_gradient, watched
+from meshwright.parallel.weights import Weight, view_box
+from meshwright.strategy.sharded_gradient import is_sharded_gradient, plain_gradient, wrap_gradient
 from meshwright.torch_compat.tensors import (
     after_backward,
     foreach_mul_,
@@ -67,11 +67,11 @@ class GradientSync:
         self._changes = 0
         self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
         self._order = {weight: number for number, weight in enumerate(program.weights)}
-        self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
+        self.split = any(weight.data_shards > 1 or not weight.shard.is_unsharded for weight in program.weights)
         """Whether this rank has only a shard of some weight."""
         for weight in program.weights:
             _ArrivalHooks(self, weight.name, self._mean).attach(weight.parameter)
-        for sync in program.parts[0].sync:
+        for sync in program.stages[0].gradient_syncs:
             # reducers attach their hooks after those of this class
             sync.begin(self.is_last_backward)
         self._expected_hook_counts = {weight: _hook_counts(weight.parameter) for weight in program.weights}
@@ -97,7 +97,7 @@ class GradientSync:
         self._open = True
         self._check_parameters()
         self._set_aside()
-        for sync in self._program.parts[0].sync:
+        for sync in self._program.stages[0].gradient_syncs:
             sync.begin(self.is_last_backward)
         # Callbacks run in order, and FSDP2 may queue its own after this one: the second round comes after all.
         after_backward(lambda: after_backward(self._finish_pass))
@@ -141,7 +141,7 @@ class GradientSync:
             gradient = weight.parameter.grad
             if gradient is None:
                 continue
-            plain = plain_gradient(gradient) if is_watched(gradient) else gradient
+            plain = plain_gradient(gradient) if is_sharded_gradient(gradient) else gradient
             weight.parameter.grad = plain
             # unreduced gradients of accumulate() stay: this pass adds to them
             if self.state is not GradientState.SUMMED:
@@ -162,7 +162,7 @@ class GradientSync:
         weight, version, is_placeholder = self._sum_marker
         self._sum_marker = None
         if self._version(weight) != version:
-            for sync in self._program.parts[0].sync:
+            for sync in self._program.stages[0].gradient_syncs:
                 forget = getattr(sync, "forget", None)
                 if forget is not None:
                     forget()
@@ -177,7 +177,7 @@ class GradientSync:
             return
         is_placeholder = weight.parameter.grad is None
         if is_placeholder:
-            weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
+            weight.parameter.grad = weight.as_dtensor(torch.zeros_like(weight.local))  # type: ignore[assignment]
         self._sum_marker = weight, self._version(weight), is_placeholder
 
     def _finish_pass(self) -> None:
@@ -200,14 +200,14 @@ class GradientSync:
             return
         # before the reductions, which fill gradients in
         reached = self._reached_weights()
-        for sync in program.parts[0].sync:
+        for sync in program.stages[0].gradient_syncs:
             sync.finish()
         for weight, is_reached in zip(program.weights, reached):
             if not is_reached:
                 weight.parameter.grad = None
             # another rank reached it: every rank must step on it, here with zeros
             elif weight.parameter.grad is None:
-                weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
+                weight.parameter.grad = weight.as_dtensor(torch.zeros_like(weight.local))  # type: ignore[assignment]
         with torch.no_grad():
             gradients = [grad for weight in program.weights if (grad := weight.gradient) is not None]
             if self._mean > 1 and gradients:
@@ -242,12 +242,12 @@ class GradientSync:
             return
         for weight in self._program.weights:
             if weight.parameter.grad is not None:
-                weight.parameter.grad = watched(weight.parameter.grad, weight, self)
+                weight.parameter.grad = wrap_gradient(weight.parameter.grad, weight, self)
 
     def hide(self) -> None:
         """Restores plain gradients, for an optimizer to step on."""
         for weight in self._program.weights:
-            if is_watched(weight.parameter.grad):
+            if is_sharded_gradient(weight.parameter.grad):
                 weight.parameter.grad = plain_gradient(weight.parameter.grad)  # type: ignore[arg-type, assignment]
 
     def show(self) -> None:
@@ -302,8 +302,8 @@ class GradientSync:
                 gradient = weight.gradient
                 if gradient is None or not gradient.numel():
                     continue
-                for box in weight.pieces:
-                    norm = torch.linalg.vector_norm(cut(gradient, box.local), order).to(torch.float64)
+                for box in weight.boxes:
+                    norm = torch.linalg.vector_norm(view_box(gradient, box.local_box), order).to(torch.float64)
                     if order == float("inf"):
                         totals[weight_index] = torch.maximum(totals[weight_index], norm)
                     else:

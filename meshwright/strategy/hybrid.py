@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.build import BuiltModel
 from meshwright.parallel.axis_group import TrafficLog
-from meshwright.parallel.build import build, check, transformed
+from meshwright.parallel.build import apply_transforms, build, check
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import Fill, ModelSource
@@ -23,10 +23,10 @@ from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
+from meshwright.strategy.custom_module import Model, check_equal, make_model_source, read_model, with_compute_precision
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
-from meshwright.strategy.mesh import Dim, compute_device, given_once, layout_given, ranks_of
+from meshwright.strategy.mesh import Dim, as_layout, choose_layout, compute_device, merge_dim
 from meshwright.strategy.module_state import original_parameters, send_weights, settle_module
 from meshwright.strategy.pipeline import Loss, PipelineEngine
 from meshwright.strategy.sharded_model import ShardedModel
@@ -95,10 +95,10 @@ class HybridParallelStrategy:
             "replicate": data_parallel_dim,
             "shard": shard_dim,
             "tp": tensor_parallel_dim,
-            "pp": given_once(pipeline_parallel_dim, pipeline_parallel_size),
+            "pp": merge_dim(pipeline_parallel_dim, pipeline_parallel_size),
             "ep": expert_parallel_dim,
         }
-        self.layout = ranks_of(layout_given(layout, device_mesh, dims, zero))
+        self.layout = as_layout(choose_layout(layout, device_mesh, dims, zero))
         _refuse_unsupported(self.layout)
         self._engine: PipelineEngine | None = None
         self._split_vocabulary, self._average = split_vocabulary, average
@@ -210,7 +210,7 @@ class HybridParallelStrategy:
         target = compute_device(model if isinstance(model, nn.Module) else None, device)
         built = read_model(model, seed)
         training = built.module.training
-        layout = self.layout = precise(self.layout, built)
+        layout = self.layout = with_compute_precision(self.layout, built)
         device_type = "cpu" if target.type == "meta" else target.type
         check(layout, device_type, len(built.structure.layers))
         from_module = target.type != "meta" and fill is None
@@ -220,10 +220,10 @@ class HybridParallelStrategy:
         if from_module:
             check_equal(built, mesh.world)
         facts = shared_facts(built, layout, example, self._split_vocabulary)
-        source = as_source(built, facts, fill, _no_compute)
+        source = make_model_source(built, facts, fill, _no_compute)
         is_meta, clock = target.type == "meta", StepTimer(device_type)
         program = _shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
-        program.meter = None
+        program.state_meter = None
         module = program.module.train(training)
         if layout.precision == "float64" or not layout.zero:
             # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as
@@ -367,7 +367,7 @@ def _no_compute(*_: Any) -> Any:
 
 def _shape_only_program(source: ModelSource, layout: Layout, mesh: Mesh) -> Program:
     """Builds a program without memory: shapes and placements alone."""
-    context = transformed(source, layout, mesh)
+    context = apply_transforms(source, layout, mesh)
     return Program(context.stages, source.compute, context.view, mesh, StepTimer(mesh.device_type))
 
 
@@ -375,7 +375,7 @@ def _refuse_unsupported(layout: Layout) -> None:
     """Refuses layouts that a custom loop can't run."""
     if layout.degree(Mechanics.TOKENS) > 1:
         raise PlanError(
-            f"{layout.written(Mechanics.TOKENS)}: a loop of one's own reads whole rows: use tp with "
+            f"{layout.format_degree(Mechanics.TOKENS)}: a loop of one's own reads whole rows: use tp with "
             "sequence=true, or `meshwright train`"
         )
     if layout.microbatches > 1 and layout.degree(Mechanics.STAGES) == 1:

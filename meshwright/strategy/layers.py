@@ -13,9 +13,9 @@ from torch.nn import functional
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.collectives import (
+    all_gather_dim,
     all_gather_tokens,
     copy_to_group,
-    gather,
     reduce_from_group,
     reduce_scatter_tokens,
 )
@@ -163,13 +163,13 @@ class TensorParallelLinear(nn.Module):
         return functional.linear(x, self.weight, self.bias)
 
     @torch.no_grad()
-    def whole(self) -> nn.Linear:
+    def to_linear(self) -> nn.Linear:
         """Returns the full layer; all ranks call it together."""
         full_linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
         # the shards in order of rank along the split dim
-        full_linear.weight.copy_(gather(self.weight, self._axis_group, self._dim))
+        full_linear.weight.copy_(all_gather_dim(self.weight, self._axis_group, self._dim))
         if self.bias is not None:
-            full_linear.bias.copy_(self.bias if self._dim else gather(self.bias, self._axis_group, 0))
+            full_linear.bias.copy_(self.bias if self._dim else all_gather_dim(self.bias, self._axis_group, 0))
         return full_linear.to(self.weight.device)
 
     def extra_repr(self) -> str:

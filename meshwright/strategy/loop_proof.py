@@ -215,7 +215,7 @@ def _candidate(context: RankContext, case: LoopCase, text: str, path: str) -> di
     for weight in strategy.weights:
         full_weight = expected["weights"][weight.name]
         # each rank compares its own boxes; together they cover every weight
-        gap = (weight.local.cpu() - weight.part(full_weight)).abs()
+        gap = (weight.local.cpu() - weight.extract_shard(full_weight)).abs()
         size = float(full_weight.abs().max()) if full_weight.numel() else 0.0
         errors[weight.name] = _relative_gap(float(gap.max()) if gap.numel() else 0.0, max(size, floor))
     return {"loss": max(loss_errors) if equal else math.inf, "weights": errors}

@@ -42,13 +42,13 @@ def device_mesh(layout: Layout | str, device_type: str = "cpu") -> DeviceMesh:
         PlanError: when they don't.
         ConfigError: when there is no process group.
     """
-    plan = ranks_of(layout)
+    plan = as_layout(layout)
     # axes of one rank are no dims; a single rank still needs one
     shape = {name: size for name, size in plan.shape().items() if size > 1} or {row_axes(Holds.COPY)[0]: 1}
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def ranks_of(layout: Layout | str | DeviceMesh) -> Layout:
+def as_layout(layout: Layout | str | DeviceMesh) -> Layout:
     """Reads a layout, or a mesh whose dims have names, and checks that it fits the default process group.
 
     Raises:
@@ -167,14 +167,14 @@ def _check_order(layout: Layout, ranks_by_axis: Mapping[str, list[int]]) -> None
             )
 
 
-def given_once(dim: Dim, size: int | None) -> Dim:
+def merge_dim(dim: Dim, size: int | None) -> Dim:
     """Returns the ranks of a pipeline, which may be given by two names."""
     if dim is not None and size is not None:
         raise ConfigError("pipeline_parallel_dim and pipeline_parallel_size are one number of ranks: give one of them")
     return size if dim is None else dim
 
 
-def layout_given(
+def choose_layout(
     layout: Layout | str | DeviceMesh | None, mesh: DeviceMesh | None, dims: dict[str, Dim], zero: int | None
 ) -> Layout | str | DeviceMesh:
     """Returns the one source of the degrees: a layout, a mesh, or the layout of dims by keyword."""

@@ -107,7 +107,7 @@ def settle_module(module: nn.Module, program: Program) -> None:
 def guard_state_dict(module: nn.Module, program: Program) -> None:
     """Makes `load_state_dict` cut full weights, and refuses a `state_dict` of shards under full names."""
     weights = _weights_by_name(module, program)
-    split_names = {name for name, weight in weights.items() if not weight.place.is_whole}
+    split_names = {name for name, weight in weights.items() if not weight.shard.is_unsharded}
 
     def refuse(loaded_module: nn.Module, prefix: str, _keep: bool) -> None:
         if loaded_module is module and split_names:
@@ -125,7 +125,7 @@ def guard_state_dict(module: nn.Module, program: Program) -> None:
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
             if tuple(value.shape) == weight.shape:
-                state[prefix + name] = weight.like(weight.part(value).to(weight.local.dtype))
+                state[prefix + name] = weight.as_dtensor(weight.extract_shard(value).to(weight.local.dtype))
             elif name in split_names:
                 raise ConfigError(
                     f"'{name}' has shape {tuple(value.shape)} in the state dict, but {weight.shape} in the model: "

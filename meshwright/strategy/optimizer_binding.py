@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
 from meshwright.strategy.gradient_sync import GradientSync
-from meshwright.strategy.sharded_gradient import plain_gradient, watched
+from meshwright.strategy.sharded_gradient import plain_gradient, wrap_gradient
 from meshwright.strategy.zero import TorchZeroOptimizer
 
 STALE = (
@@ -52,7 +52,7 @@ class OptimizerBinding:
         self._stale: dict[int, weakref.ref[nn.Parameter]] = {}
         self.starting = False
         """Whether a step is run only to create the optimizer's state."""
-        self.split = any(weight.shards > 1 or not weight.place.is_whole for weight in program.weights)
+        self.split = any(weight.data_shards > 1 or not weight.shard.is_unsharded for weight in program.weights)
         self._shared = program.mesh is not None and program.mesh.world.size > 1
         self._elementwise: set[type] = set()
         _observe_optimizers(self)
@@ -122,7 +122,7 @@ class OptimizerBinding:
                 if gradient is not None:
                     gradient = plain_gradient(gradient)
                     assert self._sync is not None
-                    gradient = watched(gradient, weight, self._sync) if self.split else gradient
+                    gradient = wrap_gradient(gradient, weight, self._sync) if self.split else gradient
                     self._published[weight] = gradient
                 self._local_parameters[weight].grad = gradient
 
@@ -285,7 +285,7 @@ def _cut_state(state: dict[str, Any], weight: Weight) -> dict[str, Any]:
     for key, value in state.items():
         # a scalar weight has the shape of the step counter, which isn't cut
         is_weight_shaped = isinstance(value, torch.Tensor) and tuple(value.shape) == weight.shape and key != "step"
-        local_state[key] = weight.part(value).to(weight.local.device) if is_weight_shaped else value
+        local_state[key] = weight.extract_shard(value).to(weight.local.device) if is_weight_shaped else value
     return local_state
 
 

@@ -21,8 +21,8 @@ from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.strategy.custom_module import Model, as_source, check_equal, precise, read_model
-from meshwright.strategy.mesh import compute_device, ranks_of
+from meshwright.strategy.custom_module import Model, check_equal, make_model_source, read_model, with_compute_precision
+from meshwright.strategy.mesh import as_layout, compute_device
 from meshwright.strategy.module_state import original_parameters
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import shared_facts
@@ -87,7 +87,7 @@ class PipelineEngine:
     ) -> None:
         if microbatches is not None and num_microbatches is not None:
             raise ConfigError("microbatches and num_microbatches are one number: give one of them")
-        plan = ranks_of(_layout_or_mesh(layout, device_mesh))
+        plan = as_layout(_layout_or_mesh(layout, device_mesh))
         self.layout = _with_microbatches(plan, num_microbatches if microbatches is None else microbatches)
         self._model = _single_module(model, model_stages)
         self._loss, self._optimizer_source, self._clip = loss or mean_cross_entropy, optimizer, clip
@@ -107,16 +107,16 @@ class PipelineEngine:
             self._model, self._optimizer_source if isinstance(self._optimizer_source, torch.optim.Optimizer) else None
         )
         built = read_model(self._model, seed=1)
-        self.layout = plan = precise(self.layout, built)
+        self.layout = plan = with_compute_precision(self.layout, built)
         check(plan, self._device.type, len(built.structure.layers))
         self._mesh = Mesh(plan, self._device.type, TrafficLog())
         # before any stage is cut: unequal weights would train without an error
         check_equal(built, self._mesh.world)
         # the engine's loss reads full logits
         facts = shared_facts(built, plan, example, split_vocabulary=False)
-        source = as_source(built, facts, None, _compute(built.structure, self._loss))
+        source = make_model_source(built, facts, None, _compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
-        program.meter = None
+        program.state_meter = None
         sharded_model = ShardedModel(program, plan, self._mesh.rank, built.structure.ties)
         # an optimizer of the replaced parameters would train nothing
         sharded_model.optimizers.mark_stale(original.parameters)
@@ -164,7 +164,7 @@ class PipelineEngine:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The stages that this rank runs; the layers of others have no weights in them."""
-        return tuple(stage.module for stage in self._program.parts)
+        return tuple(stage.module for stage in self._program.stages)
 
     @property
     def bytes(self) -> int:
@@ -200,7 +200,7 @@ class PipelineEngine:
 
     def _on_device(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (inputs, targets) of a batch, (B, ...) each, on this rank's device."""
-        inputs, targets = pair_of(batch)
+        inputs, targets = inputs_and_targets(batch)
         return inputs.to(self._device), targets.to(self._device)
 
     def _training_batch(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,7 +256,7 @@ def mean_cross_entropy(output: torch.Tensor, targets: torch.Tensor) -> torch.Ten
     return cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
-def pair_of(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs_and_targets(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (inputs, targets) of a batch: a pair, or the ``input_ids`` and ``labels`` of a language model.
 
     Labels are shifted here, as transformers' models do: the target of a token is the label of the next.
@@ -315,7 +315,8 @@ def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
         )
     if layout.degree(Mechanics.TOKENS) > 1:
         raise PlanError(
-            f"{layout.written(Mechanics.TOKENS)}: the engine's loss reads whole rows; use tp, or `meshwright train`"
+            f"{layout.format_degree(Mechanics.TOKENS)}: "
+            "the engine's loss reads whole rows; use tp, or `meshwright train`"
         )
     if layout.precision == "fp16":
         raise PlanError("precision=fp16 needs a loss scale that the engine lacks: write precision=bf16")

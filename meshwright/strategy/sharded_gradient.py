@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
-from meshwright.parallel.weights import Weight, placed_like
+from meshwright.parallel.weights import Weight, as_dtensor_like
 from meshwright.torch_compat.tensors import local_tensor, without_tensor_subclasses
 
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
@@ -54,7 +54,7 @@ class ShardedGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch instead of each of its functions."""
-        return call_on_parts(func, args, kwargs or {})
+        return call_on_shards(func, args, kwargs or {})
 
 
 class ShardedDTensorGradient(DTensor):
@@ -65,10 +65,10 @@ class ShardedDTensorGradient(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch instead of each of its functions."""
-        return call_on_parts(func, args, kwargs or {})
+        return call_on_shards(func, args, kwargs or {})
 
 
-def watched(gradient: torch.Tensor, weight: Weight, owner: GradientNorms) -> torch.Tensor:
+def wrap_gradient(gradient: torch.Tensor, weight: Weight, owner: GradientNorms) -> torch.Tensor:
     """Wraps a gradient, of the shard's shape, for user code; shares memory."""
     wrapped: Any
     if isinstance(gradient, DTensor):
@@ -84,11 +84,11 @@ def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Returns the gradient in the runtime's form, of the same shape, sharing memory: a plain tensor or a DTensor."""
     with without_tensor_subclasses():
         if isinstance(gradient, DTensor):
-            return placed_like(gradient, local_tensor(gradient))
+            return as_dtensor_like(gradient, local_tensor(gradient))
         return gradient.detach().as_subclass(torch.Tensor) if isinstance(gradient, ShardedGradient) else gradient
 
 
-def call_on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def call_on_shards(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs one torch function that has shards of gradients among its arguments."""
     name = getattr(func, "__name__", str(func))
     if name == "_foreach_norm":
@@ -99,7 +99,7 @@ def call_on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         _call_on_lists(func, args, kwargs)
         # Ranks with finite shards must skip the step together with the one whose shard isn't.
-        owner = next(item for item in args[0] if is_watched(item)).owner
+        owner = next(item for item in args[0] if is_sharded_gradient(item)).owner
         owner.any_rank(args[1])
         return None
     if name.startswith(("_foreach_", "_fused_")):
@@ -107,14 +107,14 @@ def call_on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     return _call_on_one(func, name, args, kwargs)
 
 
-def is_watched(value: Any) -> bool:
+def is_sharded_gradient(value: Any) -> bool:
     """Returns whether a value is a shard of a gradient of a sharded model."""
     return isinstance(value, (ShardedGradient, ShardedDTensorGradient))
 
 
 def _norm(gradient: Any, order: Any) -> torch.Tensor:
     """Returns the norm, a scalar, of the full gradient for a shard, else of the tensor itself."""
-    if is_watched(gradient):
+    if is_sharded_gradient(gradient):
         norm = gradient.owner.weight_norm(gradient.weight, float(order))
         return norm.to(_local(gradient).dtype)
     return torch.linalg.vector_norm(gradient, float(order))
@@ -126,7 +126,7 @@ def _vector_norm(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     options = dict(zip(("ord", "dim", "keepdim"), args[1:])) | kwargs
     # torch.norm calls the order p, torch.linalg.norm ord
     order = options.pop("ord", options.pop("p", 2))
-    if not is_watched(gradient) or any(value not in (None, False) for value in options.values()):
+    if not is_sharded_gradient(gradient) or any(value not in (None, False) for value in options.values()):
         raise ConfigError(f"{name} over some dims of a gradient whose weight is split over ranks: {CURE}")
     if order in (None, "fro"):
         order = 2
@@ -146,29 +146,29 @@ def _local(value: Any) -> Any:
 
 def _call_on_lists(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operation on lists of tensors over their shards, which may be of several meshes."""
-    _check_summed(func.__name__.removeprefix("_foreach_"), [item for item in args[0] if is_watched(item)])
+    _check_summed(func.__name__.removeprefix("_foreach_"), [item for item in args[0] if is_sharded_gradient(item)])
     with without_tensor_subclasses():
         results = func(*_local(tuple(args)), **{key: _local(value) for key, value in kwargs.items()})
-    for item in (item for item in args[0] if is_watched(item)):
+    for item in (item for item in args[0] if is_sharded_gradient(item)):
         # in-place changes of local tensors don't count versions of the wrapper
         item.owner.note_change()
     if not isinstance(results, (list, tuple)):
         return results
-    return type(results)(placed_like(original, result) for original, result in zip(args[0], results))
+    return type(results)(as_dtensor_like(original, result) for original, result in zip(args[0], results))
 
 
 def _unwrap(value: Any) -> Any:
     """Returns a value without the wrapper; lists by item."""
-    if is_watched(value):
+    if is_sharded_gradient(value):
         return plain_gradient(value)
-    if isinstance(value, (list, tuple)) and any(is_watched(item) for item in value):
+    if isinstance(value, (list, tuple)) and any(is_sharded_gradient(item) for item in value):
         return type(value)(_unwrap(item) for item in value)
     return value
 
 
 def _call_on_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operation on one gradient; its result must be another shard, unless this rank has the full weight."""
-    sharded = [item for item in _flatten((*args, *kwargs.values())) if is_watched(item)]
+    sharded = [item for item in _flatten((*args, *kwargs.values())) if is_sharded_gradient(item)]
     if name in ("__repr__", "__format__", "__str__"):
         return f"{name} of this rank's part of {sharded[0].weight.name}: {_local(sharded[0]).tolist()}"
     _check_summed(name, sharded)
@@ -176,24 +176,24 @@ def _call_on_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[st
         result = func(*(_unwrap(item) for item in args), **{key: _unwrap(value) for key, value in kwargs.items()})
     target: Any = args[0] if args else None
     # an in-place operation: user code keeps the wrapper that it has
-    if name.endswith("_") and not name.endswith("__") and is_watched(target):
+    if name.endswith("_") and not name.endswith("__") and is_sharded_gradient(target):
         if name not in ("detach_", "requires_grad_"):
             target.owner.note_change()
         return target
-    if all(gradient.weight.place.is_whole for gradient in sharded):
+    if all(gradient.weight.shard.is_unsharded for gradient in sharded):
         # a plain tensor is whole here, and a DTensor knows how to sum over its shards
         return result
     if name in _READERS:
         raise ConfigError(
             f"{name}() of the gradient of {sharded[0].weight.name}, of which this rank has a part: {CURE}"
         )
-    if isinstance(result, torch.Tensor) and is_watched(target):
+    if isinstance(result, torch.Tensor) and is_sharded_gradient(target):
         # a reduction over a shard would pass for one over the full gradient
         if result.shape != target.shape:
             raise ConfigError(
                 f"{name} of the gradient of {target.weight.name} would read this rank's part as the whole: {CURE}"
             )
-        return watched(result, target.weight, target.owner)
+        return wrap_gradient(result, target.weight, target.owner)
     return result
 
 

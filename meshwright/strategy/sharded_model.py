@@ -69,7 +69,7 @@ class ShardedModel:
 
     def release(self) -> None:
         """Frees gathered weights that no backward freed; the next forward would mistake them for current ones."""
-        for module in (child for stage in self.program.parts for child in stage.module.modules()):
+        for module in (child for stage in self.program.stages for child in stage.module.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -108,7 +108,7 @@ class ShardedModel:
         program = self.program
         model: dict[str, Any] = {}
         for weight in (*program.weights, *program.frozen):
-            saved = _saved_tensor(weight.saved(weight.local), weight)
+            saved = _saved_tensor(weight.checkpoint_boxes(weight.local), weight)
             # every tied name, so that a model without ties loads it too
             model |= dict.fromkeys((weight.name, *self._ties.get(weight.name, ())), saved)
         model |= dict(program.buffers())
@@ -123,7 +123,7 @@ class ShardedModel:
             for key, value in optimizer.state.get(local_parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     is_shard_shaped = value.shape == local_parameter.shape and key != "step"
-                    saved = _saved_tensor(weight.saved(value), weight) if is_shard_shaped else value
+                    saved = _saved_tensor(weight.checkpoint_boxes(value), weight) if is_shard_shaped else value
                     moments.setdefault(key, {})[weight.name] = saved
         return state | {"optimizer": moments}
 

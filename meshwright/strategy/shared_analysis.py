@@ -28,7 +28,7 @@ from meshwright.spec.sharding_table import (
     ShardingGroup,
     ShardingTable,
 )
-from meshwright.strategy.custom_module import tried_on
+from meshwright.strategy.custom_module import with_forward_trial
 from meshwright.torch_compat.tensors import TreeSpec, treespec_dumps, treespec_loads
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
@@ -100,7 +100,7 @@ def _analyse(built: BuiltModel, layout: Layout, example: torch.Tensor | None) ->
     try:
         # The loop computes the loss, not the model: no trial of it is run or sent.
         without_trial = ModelAnalysis(trial=ForwardTrial())
-        facts = analyse_model(tried_on(built, example) if needs_trial else built, layout, without_trial)
+        facts = analyse_model(with_forward_trial(built, example) if needs_trial else built, layout, without_trial)
         facts = dataclasses.replace(facts, trial=None)
         CODEC.dumps(facts)
     except MeshwrightError as error:

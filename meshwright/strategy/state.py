@@ -34,7 +34,7 @@ class SavedShards(torch.Tensor):
         raise NotImplementedError(f"{func} reads values, but this rank holds only parts of them: save them with dcp")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"SavedShards({tuple(self.shape)}, boxes={[box for box, _ in self.local_boxes.parts]})"
+        return f"SavedShards({tuple(self.shape)}, boxes={[box for box, _ in self.local_boxes.boxes]})"
 
     def __create_write_items__(self, name: str, whole: Any) -> list[Any]:
         """Called by dcp.save."""

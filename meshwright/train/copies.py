@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.agreement import Agreement
-from meshwright.checkpoint.tensor_shards import TensorShard, cells_of, parts_of, within
+from meshwright.checkpoint.tensor_shards import TensorShard, cells_of, collect_local_shards, within
 from meshwright.parallel.program import Program
 from meshwright.spec.placement import Box
 from meshwright.train.optimizer import LocalAdamW
@@ -185,7 +185,9 @@ class CopyCheck:
         self._state = state_tensors(self._program, self._optimizer)
         self._addresses = state_addresses(self._program, self._optimizer)
         # Buffers may differ between ranks by design, as running statistics of local batches.
-        local_shards = [pair for pair in parts_of(self._state) if not pair[0].name.startswith(f"{BUFFERS}/")]
+        local_shards = [
+            pair for pair in collect_local_shards(self._state) if not pair[0].name.startswith(f"{BUFFERS}/")
+        ]
         tables = [
             [TensorShard.from_json(values) for values in table]
             for table in self._agreement.gather([shard.to_json() for shard, _ in local_shards])

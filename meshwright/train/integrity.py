@@ -48,7 +48,7 @@ class Damage:
     """Whether no older state exists: recurring numbers are the training's own."""
 
 
-class Past(Protocol):
+class DamageHistory(Protocol):
     """The previous ranks' legacy (`train.memory.RankMemory`)."""
 
     @property
@@ -74,7 +74,7 @@ class Integrity:
         program: Program,
         optimizer: LocalAdamW,
         agreement: Agreement,
-        memory: Past | None,
+        memory: DamageHistory | None,
         event: Callable[..., None],
     ) -> None:
         self._health, self._event, config = health, event, health.config

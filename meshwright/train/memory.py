@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
-from meshwright.checkpoint.tensor_shards import digest, keepers, parts_of
+from meshwright.checkpoint.tensor_shards import assign_saved_shards, collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.parallel.program import Program
 from meshwright.train.flight import Flight
@@ -21,7 +21,7 @@ from meshwright.train.scaler import LossScaler
 from meshwright.train.state import BUFFERS, adopt_values, plain_values, state_addresses, state_tensors
 
 _INT64 = struct.Struct("<q")
-RECONFIGURE_SHARE = 2.0**-20
+CUT_SHARE = 2.0**-20
 """A rank's contribution to the all-reduced stop count when a reconfiguration was requested: all together below 1."""
 
 
@@ -29,23 +29,23 @@ RESTORING = "restoring from memory failed"
 """Beginning of the error for a state in memory that can't be restored."""
 
 
-class Control:
+class SupervisorRequests:
     """Three shared int64 words, written by a supervisor: reconfiguration requested, written step, write succeeded."""
 
     def __init__(self) -> None:
         self._segment = Segment()
         self._map = self._segment.map(3 * _INT64.size)
 
-    def request_reconfigure(self) -> None:
+    def request_reconfiguration(self) -> None:
         """Requests that all ranks end after a step that they agree on, with a snapshot of its state."""
         _INT64.pack_into(self._map, 0, 1)
 
     @property
-    def reconfigures(self) -> bool:
+    def reconfiguration_requested(self) -> bool:
         """Whether a reconfiguration was requested."""
         return _INT64.unpack_from(self._map, 0)[0] != 0
 
-    def tell_written(self, step: int, good: bool) -> None:
+    def publish_written(self, step: int, good: bool) -> None:
         """Publishes whether the checkpoint of a step was written."""
         # The step is stored last: a rank that reads the new step also reads its outcome.
         _INT64.pack_into(self._map, 2 * _INT64.size, int(good))
@@ -62,7 +62,7 @@ class Control:
         self._segment.close()
 
 
-class Copied:
+class PeerCopies:
     """Shared counters of the newest snapshot of each local rank that arrived on each peer, set by the courier.
 
     Args:
@@ -80,13 +80,13 @@ class Copied:
         for rank in range(ranks):
             for peer in range(peers):
                 # -1: nothing arrived. Fresh shared memory would read as step 0.
-                self.arrived(rank, -1, peer)
+                self.record(rank, -1, peer)
 
-    def arrived(self, local_rank: int, step: int, peer: int = 0) -> None:
+    def record(self, local_rank: int, step: int, peer: int = 0) -> None:
         """Records that a peer has a rank's snapshot of a step."""
         _INT64.pack_into(self._map, _INT64.size * (local_rank * self._peers + peer), step)
 
-    def step(self, local_rank: int) -> int:
+    def newest_step(self, local_rank: int) -> int:
         """Returns the newest step of which every peer has a rank's snapshot or a later one."""
         offset = local_rank * self._peers
         # The slowest peer decides: after any loss a peer must have the step.
@@ -95,7 +95,7 @@ class Copied:
     def wait(self, local_rank: int, step: int) -> None:
         """Waits until every peer has a rank's snapshot of a step or a later one, up to `LIMIT_S`."""
         deadline = time.monotonic() + self.LIMIT_S
-        while self.step(local_rank) < step and time.monotonic() < deadline:
+        while self.newest_step(local_rank) < step and time.monotonic() < deadline:
             time.sleep(0.0005)
 
     def close(self) -> None:
@@ -105,14 +105,14 @@ class Copied:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class RecoveryMemory:
     """Everything that a supervisor shares with the ranks it starts."""
 
     segments: tuple[tuple[Segment, ...], ...]
     """Segments for each local rank's snapshots: two, or three where they are also sent to peers."""
     disk: tuple[Segment, ...]
     """Each local rank's segment for checkpoints, which the supervisor writes; empty when ranks write themselves."""
-    control: Control
+    control: SupervisorRequests
     """Requests of the supervisor."""
     every: int
     """Steps between snapshots; 0 for none."""
@@ -126,7 +126,7 @@ class Memory:
     """The damage that ended the previous ranks; None without one."""
     peak_flops: float | None = None
     """FLOP/s of one device's matrix products, as the previous ranks measured it."""
-    copied: Copied | None = None
+    peer_copies: PeerCopies | None = None
     """Which snapshots peers have; None without peers. A rank writes its next snapshot only after the last one arrived,
     so that with three segments there is always a step whose snapshot every rank has both locally and on the peers."""
     fence: Callable[[], None] | None = None
@@ -135,7 +135,7 @@ class Memory:
     """Queries the operations that the ranks' GPUs wait for; None for ranks on the CPU."""
 
 
-class Aimed:
+class StateSnapshots:
     """A snapshot writer that gathers the state's tensors again only after their memory has moved.
 
     Args:
@@ -147,7 +147,7 @@ class Aimed:
         self._writer: SnapshotWriter | None = None
         self._addresses: list[int] = []
 
-    def take(self, step: int, program: Program, optimizer: LocalAdamW, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, program: Program, optimizer: LocalAdamW, values: Mapping[str, Any]) -> None:
         """Copies the state; the optimizer's next update waits for a copy that runs asynchronously on the device."""
         addresses = state_addresses(program, optimizer)
         # The writer keeps the last tensors alive, so that equal addresses mean the same tensors.
@@ -155,7 +155,7 @@ class Aimed:
         if self._writer is None:
             assert tensors is not None
             self._writer = self._make_writer(tensors)
-        self._writer.take(step, tensors, values)
+        self._writer.save(step, tensors, values)
         if tensors is not None:
             # `state_tensors` creates moments that didn't exist yet, so the addresses are read again.
             self._addresses = state_addresses(program, optimizer)
@@ -180,15 +180,15 @@ class RankMemory:
     """
 
     def __init__(
-        self, memory: Memory, rank: int, generation: int, agreement: Agreement, local_rank: int | None = None
+        self, memory: RecoveryMemory, rank: int, generation: int, agreement: Agreement, local_rank: int | None = None
     ) -> None:
         self._memory, self._rank, self._generation, self._agreement = memory, rank, generation, agreement
         self._make_writer: Callable[[Sequence[Segment]], SnapshotWriter] | None = None
         self._local_rank = rank if local_rank is None else local_rank
-        self._writer: Aimed | None = None
-        self._disk: Aimed | None = None
+        self._writer: StateSnapshots | None = None
+        self._disk: StateSnapshots | None = None
         self._saved_step = 0
-        self.taken = -1
+        self.snapshot_step = -1
         """Step of the last snapshot."""
 
     @property
@@ -216,9 +216,9 @@ class RankMemory:
             self._memory.fence()
 
     @property
-    def reconfigures(self) -> bool:
+    def reconfiguration_requested(self) -> bool:
         """Whether the supervisor requested a reconfiguration."""
-        return self._memory.control.reconfigures
+        return self._memory.control.reconfiguration_requested
 
     def restore(self, program: Program, optimizer: LocalAdamW, scaler: LossScaler) -> Mapping[str, Any] | None:
         """Fills weights, moments and counters from the previous ranks' state; returns its plain values, if any.
@@ -231,12 +231,12 @@ class RankMemory:
             return None
         tensors = state_tensors(program, optimizer)
         # One rank's damaged snapshot makes all of them fail together, so that none trains on alone.
-        self._agreement.everywhere(RESTORING, lambda: state.fill(tensors))
+        self._agreement.run_on_all(RESTORING, lambda: state.fill(tensors))
         adopt_values(state.meta, optimizer, scaler)
         return state.meta
 
     @property
-    def copies(self) -> bool:
+    def takes_snapshots(self) -> bool:
         """Whether snapshots are taken."""
         return self._memory.every > 0
 
@@ -245,38 +245,40 @@ class RankMemory:
 
         After a node was lost, state that it held has only one copy until then.
         """
-        is_first = self._memory.copied is not None and self.taken < 0
+        is_first = self._memory.peer_copies is not None and self.snapshot_step < 0
         return self._memory.every > 0 and (is_first or step % self._memory.every == 0)
 
-    def take(
+    def save_snapshot(
         self, step: int, program: Program, optimizer: LocalAdamW, scaler: LossScaler, tokens: int, **values: Any
     ) -> float:
         """Takes a snapshot after ``step`` steps; returns the seconds for which it blocked training."""
         # The snapshot that peers lack must not be overwritten: wait until the last one has arrived.
         started = time.perf_counter()
-        if self._memory.copied is not None and self.taken >= 0:
-            self._memory.copied.wait(self._local_rank, self.taken)
+        if self._memory.peer_copies is not None and self.snapshot_step >= 0:
+            self._memory.peer_copies.wait(self._local_rank, self.snapshot_step)
         if self._writer is None:
-            self._writer = Aimed(lambda tensors: self._writer_factory(tensors)(self._memory.segments[self._local_rank]))
-        self._writer.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
-        self.taken = step
+            self._writer = StateSnapshots(
+                lambda tensors: self._writer_factory(tensors)(self._memory.segments[self._local_rank])
+            )
+        self._writer.save(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
+        self.snapshot_step = step
         return time.perf_counter() - started
 
-    def settle(self, step: int) -> None:
+    def complete_snapshot(self, step: int) -> None:
         """Waits until the last snapshot is complete, if one is due after this step; call before the last all-reduce.
 
         A rank that finishes the step overwrites its older snapshot. None may do so until every rank has completed the
         last one, or no state would be complete on all ranks for a moment. The all-reduce provides that barrier.
         """
-        if self._writer is not None and (self.reconfigures or self.due(step)):
+        if self._writer is not None and (self.reconfiguration_requested or self.due(step)):
             self._writer.wait()
 
     @property
-    def writes(self) -> bool:
+    def supervisor_writes(self) -> bool:
         """Whether the supervisor writes checkpoints."""
         return bool(self._memory.disk)
 
-    def save(
+    def save_checkpoint(
         self,
         step: int,
         program: Program,
@@ -305,18 +307,18 @@ class RankMemory:
             time.sleep(0.002)
         if self._disk is None:
             segments = self._memory.disk[self._local_rank : self._local_rank + 1]
-            self._disk = Aimed(lambda tensors: self._writer_factory(tensors)(segments))
-        self._disk.take(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
+            self._disk = StateSnapshots(lambda tensors: self._writer_factory(tensors)(segments))
+        self._disk.save(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
         self._saved_step = step
-        if self._memory.copied is None:
-            self.taken = step  # it can be restored like a snapshot, but the courier doesn't send it
+        if self._memory.peer_copies is None:
+            self.snapshot_step = step  # it can be restored like a snapshot, but the courier doesn't send it
         return time.perf_counter() - started
 
     def _writer_factory(self, tensors: Mapping[str, Any]) -> Callable[[Sequence[Segment]], SnapshotWriter]:
         """Agrees with the other ranks, once, which rank stores which shard; returns a factory of writers."""
         if self._make_writer is None:
-            local_shards = [shard for shard, _ in parts_of(tensors)]
-            # Replicated shards are stored by one rank each (`keepers`), so a state is stored once.
+            local_shards = [shard for shard, _ in collect_local_shards(tensors)]
+            # Replicated shards are stored by one rank each (`assign_saved_shards`), so a state is stored once.
             tables = self._agreement.gather(local_shards)
             self._make_writer = partial(
                 SnapshotWriter,
@@ -324,8 +326,8 @@ class RankMemory:
                 generation=self._generation,
                 ranks=len(tables),
                 tensors=digest(shard for table in tables for shard in table),
-                held=local_shards,
-                kept=keepers(tables)[self._rank],
+                local_shards=local_shards,
+                saved_shards=assign_saved_shards(tables)[self._rank],
                 changing=f"{BUFFERS}/",
             )
         return self._make_writer
@@ -335,5 +337,5 @@ class RankMemory:
         for writer in (self._writer, self._disk):
             if writer is not None:
                 writer.wait()
-        if self.reconfigures and self._memory.copied is not None and self.taken >= 0:
-            self._memory.copied.wait(self._local_rank, self.taken)
+        if self.reconfiguration_requested and self._memory.peer_copies is not None and self.snapshot_step >= 0:
+            self._memory.peer_copies.wait(self._local_rank, self.snapshot_step)

@@ -18,7 +18,7 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, divide
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_override import overridden
+from meshwright.spec.sharding_override import apply_overrides
 from meshwright.spec.sharding_table import ShardingTable
 
 
@@ -48,12 +48,12 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
     Raises:
         PlanError: with the term or buffer, and the nearest layout that works.
     """
-    objective, batches = trial.objective, sum(layout.shares()) * layout.microbatches
+    objective, batches = trial.objective, sum(layout.reader_shares()) * layout.microbatches
     names = ", ".join(term.name for term in objective.terms)
     if not objective.plain and (degree := layout.degree(Mechanics.TOKENS)) > 1:
         raise PlanError(
-            f"{layout.written(Mechanics.TOKENS)} gives each rank some tokens of a row, and the model's own loss has "
-            f"terms ({names}) that it computes from whole rows; use shard={degree}"
+            f"{layout.format_degree(Mechanics.TOKENS)} gives each rank some tokens of a row, and the model's own "
+            f"loss has terms ({names}) that it computes from whole rows; use shard={degree}"
         )
     if not objective.plain and layout.sequence:
         raise PlanError(
@@ -104,7 +104,7 @@ def analyse_model(
         table = sharding_table(model, split, objective=trial.objective)
         if model.config.sharding:
             names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
-            table = overridden(table, model.config.sharding, names)
+            table = apply_overrides(table, model.config.sharding, names)
     if model.config.sharding and split == 1:
         raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
     if layout.degree(Mechanics.STAGES) > 1:
@@ -139,8 +139,8 @@ def _check_sequence(model: BuiltModel, layout: Layout, table: ShardingTable, tok
     degree = layout.degree(Mechanics.MATRICES)
     if reason := read_sequence(model, table, degree, tokens):
         raise PlanError(
-            f"sequence=true splits the tokens between the parts that {layout.written(Mechanics.MATRICES)} splits, but "
-            f"{reason}; leave sequence out"
+            "sequence=true splits the tokens between the parts that "
+            f"{layout.format_degree(Mechanics.MATRICES)} splits, but {reason}; leave sequence out"
         )
 
 
@@ -149,7 +149,7 @@ def _context_split(model: BuiltModel, layout: Layout, table: ShardingTable, toke
     context = read_context(model, table, degree, layout.degree(Mechanics.MATRICES), layout.attention, tokens)
     if context.refused:
         raise PlanError(
-            f"{layout.written(Mechanics.TOKENS)} splits each row's tokens, but the model doesn't allow it: "
+            f"{layout.format_degree(Mechanics.TOKENS)} splits each row's tokens, but the model doesn't allow it: "
             f"{context.refused}; use shard={degree}"
         )
     if context.attention == "gather" and layout.compile:
@@ -182,6 +182,6 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
     bad_sizes = [share // layout.microbatches for share in shares if share // layout.microbatches % facts.rows]
     if bad_sizes:
         raise PlanError(
-            f"this model shapes its output as whole rows: under {layout.written(Mechanics.TOKENS)} a micro-batch must "
-            f"have a multiple of {facts.rows} rows, and it has {bad_sizes[0]}; change train.batch or microbatches"
+            f"this model shapes its output as whole rows: under {layout.format_degree(Mechanics.TOKENS)} a micro-batch "
+            f"must have a multiple of {facts.rows} rows, and it has {bad_sizes[0]}; change train.batch or microbatches"
         )

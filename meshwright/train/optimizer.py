@@ -129,7 +129,7 @@ class LocalAdamW:
         for weight in self._all:
             parameter = self._parameter_by_name.get(weight.name)
             for moment in MOMENTS:
-                yield f"{moment}/{weight.name}", weight.saved(self._moment(weight, parameter, moment))
+                yield f"{moment}/{weight.name}", weight.checkpoint_boxes(self._moment(weight, parameter, moment))
 
     def moments(self) -> list[torch.Tensor]:
         """Returns exp_avg and exp_avg_sq of each weight in turn, shaped like its local shard; none before an update."""

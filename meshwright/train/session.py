@@ -32,7 +32,7 @@ from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import PROGRESS, ProgressWriter, node_progress
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build
-from meshwright.parallel.context import own_tokens
+from meshwright.parallel.context import local_tokens
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.peak_rate import measure_peak
@@ -47,7 +47,7 @@ from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook
 from meshwright.train.loss import cross_entropy_sums
-from meshwright.train.memory import Memory, RankMemory
+from meshwright.train.memory import RankMemory, RecoveryMemory
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
@@ -79,7 +79,7 @@ class TrainJob:
     """Model FLOPs of one token, forward and backward."""
     hooks: tuple[Hook, ...] = ()
     """Called after each step, on every rank."""
-    memory: Memory | None = None
+    memory: RecoveryMemory | None = None
     """Memory shared with the supervisor; None without one."""
 
 
@@ -96,7 +96,7 @@ def model_compute(model: BuiltModel, objective: Objective | None = None) -> Comp
     def compute(
         module: nn.Module, batch: MicroBatch, scale: float, view: LossView
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        targets = own_tokens(batch.targets, *view.tokens)
+        targets = local_tokens(batch.targets, *view.tokens)
         output = model_output(
             module,
             model.structure,
@@ -108,8 +108,8 @@ def model_compute(model: BuiltModel, objective: Objective | None = None) -> Comp
         )
         if output.logits is None:
             raise ConfigError("the model's forward gives only a loss, which no trial has read")
-        # Under cp or sequence, this rank has some tokens of each row: targets are cut like them (`own_tokens`). Models
-        # that reshape to full rows give the same elements in the same order, so a reshape restores (B, S_local, V).
+        # Under cp or sequence, this rank has some tokens of each row: targets are cut like them (`local_tokens`).
+        # Models that reshape to full rows give the same elements in the same order: a reshape restores (B, S_local, V).
         logits = output.logits.reshape(*targets.shape, output.logits.shape[-1])
         return cross_entropy_sums(logits, targets, scale, view.vocab)
 
@@ -139,12 +139,12 @@ def build_program(
         filled: whether to draw or read initial weights; NaN otherwise.
     """
     layout = plan.layout
-    source = source_of(model, layout, facts or analyse_model(model, layout), filled)
+    source = make_model_source(model, layout, facts or analyse_model(model, layout), filled)
     mesh = Mesh(layout, device.type, TrafficLog())
     return build(source, layout, mesh, device, StepTimer(device.type))
 
 
-def source_of(model: BuiltModel, layout: Layout, facts: ModelAnalysis, filled: bool = True) -> ModelSource:
+def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, filled: bool = True) -> ModelSource:
     """Returns a model as `parallel.build` takes it.
 
     Args:
@@ -282,7 +282,7 @@ def _reporting_shortage(plan: Plan, trainer: Trainer) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
-        raise RankError(report(plan, trainer.held(), trainer.place, error)) from error
+        raise RankError(report(plan, trainer.state_bytes(), trainer.position, error)) from error
 
 
 def _report_refused_fault(monitor: Monitor, rank: int, path: Path, reason: str) -> None:

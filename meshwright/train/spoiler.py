@@ -57,7 +57,7 @@ class Spoiler:
 
     def _flip_next_output(self, fault: Fault, draw: random.Random) -> None:
         """Flips a bit in the next output of one of the rank's layers, once."""
-        layers = [layer for stage in self._program.parts for layer in stage.layers]
+        layers = [layer for stage in self._program.stages for layer in stage.layers]
 
         def damage(module: nn.Module, inputs: Any, output: Any) -> None:
             # Once: a flip is a transient error.

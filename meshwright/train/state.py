@@ -26,7 +26,7 @@ def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for weight in (*program.weights, *program.frozen):
         # Frozen weights are saved too: a checkpoint is complete without the pretrained model.
-        tensors[f"{WEIGHTS}/{weight.name}"] = weight.saved(weight.local)
+        tensors[f"{WEIGHTS}/{weight.name}"] = weight.checkpoint_boxes(weight.local)
     tensors.update(optimizer.state())
     tensors.update((f"{BUFFERS}/{name}", buffer) for name, buffer in program.buffers())
     return tensors

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
-from meshwright.parallel.weights import cut
+from meshwright.parallel.weights import view_box
 from meshwright.torch_compat.tensors import foreach_norm
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -82,13 +82,13 @@ def local_norm_squared(program: Program) -> torch.Tensor:
         grad = weight.gradient
         if grad is None or not grad.numel():
             continue
-        boxes = weight.pieces
+        boxes = weight.boxes
         # The common case: the whole local shard has one replication factor.
         if len({box.copies for box in boxes}) == 1:
             by_copies.setdefault(boxes[0].copies, []).append(grad)
             continue
         for box in boxes:
-            by_copies.setdefault(box.copies, []).append(cut(grad, box.local).contiguous())
+            by_copies.setdefault(box.copies, []).append(view_box(grad, box.local_box).contiguous())
     device = program.weights[0].local.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
@@ -102,7 +102,7 @@ def fill_missing(program: Program) -> None:
     """Sets a zero gradient for weights that forward didn't reach, so that every rank updates the same weights."""
     for weight in program.weights:
         if weight.parameter.grad is None:
-            weight.parameter.grad = weight.like(torch.zeros_like(weight.local))  # type: ignore[assignment]
+            weight.parameter.grad = weight.as_dtensor(torch.zeros_like(weight.local))  # type: ignore[assignment]
 
 
 class Stepper:
@@ -161,10 +161,10 @@ class Stepper:
         # A batch whose targets are all masked would divide by zero.
         self._targets = max(1, targets)
         scale = self.scaler.scale / self._targets
-        if program.weigh is not None:
-            local_weights = torch.stack([program.weigh(batch) for batch in batches]).sum(dim=0)
+        if program.term_counts is not None:
+            local_weights = torch.stack([program.term_counts(batch) for batch in batches]).sum(dim=0)
             # Ranks that read the same rows each report the full weight: count it once.
-            program.view.totals = self.world_sum(local_weights / program.readers_alike)
+            program.view.totals = self.world_sum(local_weights / program.ranks_per_batch)
         sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
         # Before norm and update: all ranks must update the same weights.
         fill_missing(program)
@@ -173,7 +173,7 @@ class Stepper:
         norm, vector, factor = self.globals(sums, stop)
         if self.probe is not None:
             self.probe(factor)
-        program.clock.lap("norm")
+        program.step_timer.lap("norm")
         if stamp:
             stamp.phase("optimizer", 0)
         is_valid = torch.isfinite(
@@ -186,13 +186,13 @@ class Stepper:
             factor = factor * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         self.optimizer.step(lr, factor)
         program.clear_gradients()
-        program.clock.lap("optimizer")
-        return StepOutcome(vector, norm, lr, program.terms)
+        program.step_timer.lap("optimizer")
+        return StepOutcome(vector, norm, lr, program.loss_terms)
 
     def _mean_loss(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns a step's loss, () float64 on the device, from its summed vector (`StepOutcome.sums`)."""
         loss = vector[0] / vector[1].clamp(min=1.0)
-        for term_index in range(len(FIELDS), len(FIELDS) + 2 * len(self.program.terms), 2):
+        for term_index in range(len(FIELDS), len(FIELDS) + 2 * len(self.program.loss_terms), 2):
             loss = loss + vector[term_index] / vector[term_index + 1].clamp(min=1.0)
         return loss
 
@@ -213,8 +213,8 @@ class Stepper:
         # Ranks that read the same rows (tp, cp) report the same sums: count them once.
         sums = sums / self._copies
         vector = torch.cat([sums[:3], torch.stack([squared, squared.new_tensor(stop)]), sums[3:]])
-        if program.experts is not None:
-            vector = torch.cat([vector, program.experts.drain(vector.device)])
+        if program.expert_counts is not None:
+            vector = torch.cat([vector, program.expert_counts.drain(vector.device)])
         # The step's only all-reduce over all ranks: loss, targets, hits, norm, stop and expert counts together.
         self.world_sum(vector)
         # Gradients were scaled by scale / expected targets; the true mean divides by the counted ones.

@@ -25,7 +25,7 @@ from meshwright.train.feed import Feed
 from meshwright.train.health import Health, Limits
 from meshwright.train.hooks import Hook, Request, StepInfo
 from meshwright.train.integrity import Integrity
-from meshwright.train.memory import RECONFIGURE_SHARE, RankMemory
+from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.rank_progress import RankProgress
@@ -105,7 +105,7 @@ class Trainer:
             assert values is not None
             self.step = deps.memory.state.step
             self._adopt(values)
-            deps.store.went_on(self.step)
+            deps.store.resumed_after(self.step)
             self._skip_anomalous_rows()
             fields = {"tier": deps.memory.state.tier, "bytes": deps.memory.state.size_bytes}
             self._event("restored", step=self.step, seconds=time.monotonic() - started, **fields)
@@ -145,7 +145,7 @@ class Trainer:
         """Trains to the last step or until asked to stop, and saves a checkpoint either way; returns how it ended."""
         deps, config = self._deps, self._deps.config
         steps = config.train.steps
-        deps.program.clock.drain()
+        deps.program.step_timer.drain()
         self._integrity.start(self.step)
         stopped = reconfigures = False
         last: StepRecord | None = None
@@ -174,7 +174,7 @@ class Trainer:
                 return self._end_damaged(last)
             if saves:
                 self.save()
-            if copies and deps.memory is not None and deps.memory.taken < self.step:
+            if copies and deps.memory is not None and deps.memory.snapshot_step < self.step:
                 self._copy()
         loss = last.loss if last is not None else None
         if reconfigures and not stopped:
@@ -196,7 +196,7 @@ class Trainer:
         """Returns whether the state's copies agree on all ranks, which is required to save it."""
         self._phase("compare", 0)
         agrees = self._integrity.agrees(self.step, self._counters() | {"tokens": self.tokens})
-        self._deps.program.clock.lap("compare")
+        self._deps.program.step_timer.lap("compare")
         return agrees
 
     def _end_damaged(self, last: StepRecord | None) -> TrainOutcome:
@@ -208,13 +208,14 @@ class Trainer:
 
     def _copy(self) -> None:
         """Takes a snapshot of the state; writes a checkpoint instead where host memory doesn't allow snapshots."""
-        deps = self._deps
-        assert deps.memory is not None
-        if not deps.memory.copies:
+        deps, memory = self._deps, self._deps.memory
+        assert memory is not None
+        if not memory.takes_snapshots:
             return self.save() if self._saved_at < self.step else None
         self._phase("snapshot", 0)
-        deps.memory.take(self.step, deps.program, deps.optimizer, deps.stepper.scaler, self.tokens, **self._values())
-        deps.program.clock.lap("snapshot")
+        scaler = deps.stepper.scaler
+        memory.save_snapshot(self.step, deps.program, deps.optimizer, scaler, self.tokens, **self._values())
+        deps.program.step_timer.lap("snapshot")
         self._phase("record", 0)
 
     def _values(self) -> dict[str, Any]:
@@ -231,11 +232,11 @@ class Trainer:
         self._phase("data", 0)
         data_step = self.step + self.passed_over
         batches = deps.feed.micro_batches(data_step)
-        deps.program.clock.lap("data")
+        deps.program.step_timer.lap("data")
         rate = learning_rate(self.step, steps, config.optimizer.lr, config.schedule)
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
-        if deps.memory is not None and deps.memory.reconfigures:
-            stop_share += RECONFIGURE_SHARE
+        if deps.memory is not None and deps.memory.reconfiguration_requested:
+            stop_share += CUT_SHARE
 
         def run(limits: Limits | None) -> StepOutcome:
             return deps.stepper.run(self.step, batches, targets, rate, stop_share, self._stamp, limits)
@@ -250,9 +251,9 @@ class Trainer:
         self.step += 1
         self._phase("record", 0)
         self.tokens += record.tokens
-        if self.step >= METERED_STEPS and deps.program.meter is not None:
-            deps.program.meter.close()
-            deps.program.meter = None
+        if self.step >= METERED_STEPS and deps.program.state_meter is not None:
+            deps.program.state_meter.close()
+            deps.program.state_meter = None
         if deps.memory is not None and deps.rank == 0:
             deps.memory.check_fence()
         deps.monitor.step(record)
@@ -260,10 +261,10 @@ class Trainer:
 
     def _record(self, outcome: StepOutcome, values: Mapping[str, float], step_s: float, skipped: bool) -> StepRecord:
         deps, tokens = self._deps, int(values["targets"])
-        times = deps.program.clock.drain()
+        times = deps.program.step_timer.drain()
         rate = tokens / step_s
-        if deps.program.meter is not None:
-            self._state_bytes = deps.program.meter.read(deps.optimizer.bytes())
+        if deps.program.state_meter is not None:
+            self._state_bytes = deps.program.state_meter.read(deps.optimizer.bytes())
         mfu = deps.flops_per_token * rate / deps.peak_flops if deps.peak_flops else None
         return StepRecord(
             step=self.step + 1,
@@ -343,7 +344,7 @@ class Trainer:
         if total is None:
             return {}
         totals = deps.stepper.total(total)
-        values, terms = totals.tolist(), mean_terms(totals, deps.program.terms)
+        values, terms = totals.tolist(), mean_terms(totals, deps.program.loss_terms)
         entropy = values[0] / max(1.0, values[1])
         loss = sum(terms.values()) if terms else entropy
         metrics = {"validation_loss": loss, "accuracy": values[2] / max(1.0, values[1])}
@@ -353,7 +354,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         fields = {key.removeprefix("validation_"): value for key, value in metrics.items()}
         self._event("evaluated", step=self.step, targets=int(values[1]), seconds=seconds, terms=terms, **fields)
-        deps.program.clock.drain()
+        deps.program.step_timer.drain()
         if deps.program.mesh is not None:
             deps.program.mesh.log.drain()
         return metrics
@@ -362,26 +363,25 @@ class Trainer:
         """Writes a checkpoint, or copies the state for the supervisor to write it."""
         deps = self._deps
         self._phase("checkpoint", 0)
-        if deps.memory is not None and deps.memory.writes:
-            scaler, limit_s = deps.stepper.scaler, deps.config.checkpoint.wait_s
-            deps.memory.save(self.step, deps.program, deps.optimizer, scaler, self.tokens, limit_s, **self._values())
+        program, optimizer, scaler = deps.program, deps.optimizer, deps.stepper.scaler
+        if deps.memory is not None and deps.memory.supervisor_writes:
+            limit_s = deps.config.checkpoint.wait_s
+            deps.memory.save_checkpoint(self.step, program, optimizer, scaler, self.tokens, limit_s, **self._values())
             self._saved_at = self.step
-            deps.program.clock.lap("snapshot")
+            program.step_timer.lap("snapshot")
             return
-        scaler, counters = deps.stepper.scaler, self._counters()
-        saved = save_state(
-            deps.store, self.step, deps.program, deps.optimizer, scaler, deps.origin, self.tokens, **counters
-        )
+        counters = self._counters()
+        saved = save_state(deps.store, self.step, program, optimizer, scaler, deps.origin, self.tokens, **counters)
         self._saved_at = self.step
-        self._event("checkpoint_saved", step=self.step, **saved.told())
-        deps.program.clock.drain()
+        self._event("checkpoint_saved", step=self.step, **saved.event_fields())
+        deps.program.step_timer.drain()
 
     @property
-    def place(self) -> str:
-        """This rank's position: ``backward of step 12``."""
+    def position(self) -> str:
+        """What this rank is doing: ``backward of step 12``."""
         return str(self._position)
 
-    def held(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int]:
         """Returns this rank's bytes of state by kind, as far as they were measured, and its peak."""
         return self._state_bytes | {"peak": peak_bytes()}
 
@@ -393,5 +393,5 @@ class Trainer:
     def _phase(self, phase: str, micro: int) -> None:
         self._position.phase(phase, micro)
         if phase == "reduce" and self._deps.memory is not None:
-            self._deps.memory.settle(self.step + 1)
+            self._deps.memory.complete_snapshot(self.step + 1)
         self._position.inject()

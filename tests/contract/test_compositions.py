@@ -16,7 +16,7 @@ from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.vocab_cross_entropy import VocabShard
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from tests.tiers import cases
 
@@ -58,7 +58,7 @@ def prove(
     def build() -> BuiltModel:
         return build_meta(config, vocab=VOCAB, context=SEQUENCE)
 
-    batches = made_up_batches(1, rows, SEQUENCE, VOCAB, documents=documents)
+    batches = random_batches(1, rows, SEQUENCE, VOCAB, documents=documents)
     case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250, allow_whole=allow_whole)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
@@ -188,8 +188,8 @@ def _own_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank takes the first run of the tokens."""
-    own = context.own_tokens
-    monkeypatch.setattr(context, "own_tokens", lambda x, index, size, balanced=False: own(x, 0, size, balanced))
+    own = context.local_tokens
+    monkeypatch.setattr(context, "local_tokens", lambda x, index, size, balanced=False: own(x, 0, size, balanced))
 
 
 def _shifted_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -33,7 +33,7 @@ def work(rank: int, text: str, facts: ModelAnalysis) -> tuple[float, ...]:
     program = build_program(model(), plan, torch.device("cpu"), facts=facts)
     index, count = layout.reader(rank)
     stepper = Stepper(program, LocalAdamW(program.weights, OptimizerConfig()), LossScaler(False), 1.0, 0)
-    (batch,) = made_up_batches(1, 4, 16, 64, documents=False)
+    (batch,) = random_batches(1, 4, 16, 64, documents=False)
     rows = slice(index * 4 // count, (index + 1) * 4 // count)
     chunks: Any = zip(batch.tokens[rows].chunk(layout.microbatches), batch.targets[rows].chunk(layout.microbatches))
     micro = [MicroBatch(tokens, targets, None) for tokens, targets in chunks]

@@ -17,7 +17,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.parallel import data_parallel, expert, token_dispatch
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from tests.ranks.group import run_ranks
 
@@ -35,7 +35,7 @@ def case(model: ModelConfig, rows: int = 8, steps: int = 2, sequence: int = SEQU
 
     return Case(
         build=make,
-        batches=made_up_batches(steps, rows, sequence, VOCAB, False),
+        batches=random_batches(steps, rows, sequence, VOCAB, False),
         recipe=OptimizerRecipe(),
         timeout_s=250,
     )

@@ -159,7 +159,7 @@ def test_uneven_shares_cover_the_batch_once() -> None:
         layout.check_batch(16)
     assert not layout.with_degrees({"replicate": 4}).rows
     many = Layout.parse("replicate=2,shard=3,rows=5x4-2x2")
-    assert many.shares() == [5, 5, 5, 5, 2, 2] and many.batch_unit == 24 and many.span(5, 48) == (44, 48)
+    assert many.reader_shares() == [5, 5, 5, 5, 2, 2] and many.batch_unit == 24 and many.span(5, 48) == (44, 48)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.program import Program
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.train import step
 from meshwright.train.optimizer import LocalAdamW
@@ -55,7 +55,7 @@ def prove(
     def build() -> BuiltModel:
         return build_meta(model, vocab=VOCAB, context=SEQUENCE)
 
-    batches = made_up_batches(steps, rows, (SEQUENCE, SEQUENCE // 2), VOCAB, documents)
+    batches = random_batches(steps, rows, (SEQUENCE, SEQUENCE // 2), VOCAB, documents)
     case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250, device="cpu", allow_whole=True)
     return verify(case, [Layout.parse(f"{text},precision={precision}") for text in texts])
 

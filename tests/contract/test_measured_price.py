@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster
-from meshwright.jobs.model_reading import measure_of
+from meshwright.jobs.model_reading import make_measure
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
@@ -24,7 +24,7 @@ RATE, ELEMENTS = 1e10, 1e9
 SIZES = (16, 4096)
 BUILT = build_meta(MODEL)
 JOB = PricedJob(shape=measure_shape(BUILT), sequence=32, rows=16, precision="float32")
-MEASURE = measure_of(BUILT, 32, "float32")
+MEASURE = make_measure(BUILT, 32, "float32")
 
 
 def calibration(ranks: int, cores: int, **host: float) -> Calibration:

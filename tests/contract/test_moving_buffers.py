@@ -15,7 +15,7 @@ from meshwright.models.deferred import materialise
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.feed import MicroBatch
@@ -24,7 +24,7 @@ from tests.ranks.group import run_ranks
 
 VOCAB, SEQUENCE, ROWS = 61, 12, 8
 CPU = torch.device("cpu")
-BATCHES = made_up_batches(3, ROWS, SEQUENCE, VOCAB, documents=False)
+BATCHES = random_batches(3, ROWS, SEQUENCE, VOCAB, documents=False)
 
 
 def build(name: str) -> BuiltModel:

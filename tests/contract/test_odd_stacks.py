@@ -11,7 +11,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from tests.odd_models import VOCAB
 from tests.tiers import cases
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 def prove(name: str, *layouts: str, **overrides: object) -> list[Verdict]:
     config = ModelConfig(name=f"tests.odd_stacks:{name}", overrides=overrides)
     build = partial(build_meta, config, VOCAB, 8)
-    batches = made_up_batches(2, 4, 8, VOCAB, documents=False)
+    batches = random_batches(2, 4, 8, VOCAB, documents=False)
     case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=60)
     return verify(case, [Layout.parse(f"{layout},precision=float64") for layout in layouts])
 

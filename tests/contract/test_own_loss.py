@@ -16,7 +16,7 @@ from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.feed import MicroBatch
@@ -44,7 +44,7 @@ def mixture(name: str) -> ModelConfig:
 
 
 def prove(config: ModelConfig, *texts: str) -> list[Verdict]:
-    batches = made_up_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
+    batches = random_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
     # Under tp the head stays whole: the model computes its loss from all logits, not from a share of them.
     case = Case(build=partial(build, config), batches=batches, recipe=OptimizerRecipe(), timeout_s=50, allow_whole=True)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
@@ -97,7 +97,7 @@ def test_a_term_of_the_last_stage_goes_through_a_pipeline() -> None:
 
 @pytest.mark.parametrize("name", ["balanced", "loss_alone"])
 def test_rows_without_targets_count_for_nothing_in_an_evaluation(name: str) -> None:
-    batch = made_up_batches(1, 2, SEQUENCE, VOCAB, documents=False)[0]
+    batch = random_batches(1, 2, SEQUENCE, VOCAB, documents=False)[0]
     empty = MicroBatch(batch.tokens, torch.full_like(batch.targets, -100), None)
 
     def sums(_rank: int) -> list[torch.Tensor]:

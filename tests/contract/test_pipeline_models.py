@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +19,7 @@ from meshwright.parallel.pipeline import PipelineProgram
 from meshwright.parallel.stage import Stage
 from meshwright.parallel.weights import Weight
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
@@ -35,7 +36,7 @@ def case(name: str) -> Case:
     def build() -> BuiltModel:
         return build_meta(config(name), vocab=VOCAB, context=SEQUENCE)
 
-    batches = made_up_batches(2, 8, SEQUENCE, VOCAB, documents=name in ("gpt2", "llama"))
+    batches = random_batches(2, 8, SEQUENCE, VOCAB, documents=name in ("gpt2", "llama"))
     return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
 
 
@@ -197,12 +198,12 @@ def _tie_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _tie_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every holder of a tied weight adds the whole of it to the norm."""
-    pieces = Weight.pieces.func  # type: ignore[attr-defined]
+    boxes = Weight.boxes.func  # type: ignore[attr-defined]
 
     def once(self: Weight):  # type: ignore[no-untyped-def]
-        return tuple(type(piece)(local=piece.local, whole=piece.whole, copies=1) for piece in pieces(self))
+        return tuple(dataclasses.replace(box, copies=1) for box in boxes(self))
 
-    monkeypatch.setattr(Weight, "pieces", property(once))
+    monkeypatch.setattr(Weight, "boxes", property(once))
 
 
 def _layer_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

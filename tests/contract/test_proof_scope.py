@@ -18,7 +18,7 @@ from meshwright.models.analysis.rescale import rescale_group
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, ShardingGroup
 from meshwright.train.model_analysis import analyse_model
@@ -36,7 +36,7 @@ def case(config: ModelConfig, lengths: tuple[int, ...], rows: int = 4, allow_who
     def build() -> BuiltModel:
         return build_meta(config, vocab=VOCAB, context=max(lengths))
 
-    batches = made_up_batches(len(lengths), rows, lengths, VOCAB, documents=False)
+    batches = random_batches(len(lengths), rows, lengths, VOCAB, documents=False)
     return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250, allow_whole=allow_whole)
 
 
@@ -186,7 +186,7 @@ def grown(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> Case:
     if wrong:
         monkeypatch.setattr(table, "rescale_group", interleaved)
     config = ModelConfig(name="llama", layers=1, width=64, heads=8, kv_heads=2)
-    return dataclasses.replace(case(config, (8,)), grown=True)
+    return dataclasses.replace(case(config, (8,)), rescaled=True)
 
 
 @pytest.mark.parametrize("wrong", [False, True])

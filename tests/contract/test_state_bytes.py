@@ -11,7 +11,7 @@ from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.planner.memory import ModelParts, rest_bytes, state_memory
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -51,7 +51,7 @@ def model(name: str) -> BuiltModel:
     return build_meta(ModelConfig(name=name, **CASES[name][0]), vocab=VOCAB, context=CONTEXT)
 
 
-def parts_of(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
+def collect_local_shards(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
     named = built.module.named_parameters(remove_duplicate=False)
     structure = built.structure
     return ModelParts.of(named, structure.layers, structure.ties, facts.table, facts.layer_graph, facts.experts)
@@ -66,11 +66,11 @@ def trained(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int) 
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
     rows = ROWS // count
     mine = slice(index * rows, (index + 1) * rows)
-    for step, batch in enumerate(made_up_batches(2, ROWS, CONTEXT, VOCAB, documents=False)):
+    for step, batch in enumerate(random_batches(2, ROWS, CONTEXT, VOCAB, documents=False)):
         pairs = zip(*(item[mine].chunk(layout.microbatches) for item in (batch.tokens, batch.targets)))
         micro = [MicroBatch(tokens, targets, None) for tokens, targets in pairs]
         stepper.run(step, micro, int((batch.targets != -100).sum()), 1e-3, False).read()
-    return program.meter.read(optimizer.bytes()) | {"rest": program.meter.master}
+    return program.state_meter.read(optimizer.bytes()) | {"rest": program.state_meter.master}
 
 
 def measured(name: str, texts: list[str]) -> list[tuple[str, ModelParts, list[dict[str, int]]]]:
@@ -83,7 +83,7 @@ def measured(name: str, texts: list[str]) -> list[tuple[str, ModelParts, list[di
         return {text: trained(model(name), facts[text], Layout.parse(text), rank) for text in texts}
 
     found = run_ranks(Layout.parse(texts[0]).world, work, timeout=250)
-    return [(text, parts_of(model(name), facts[text]), [ranks[text] for ranks in found]) for text in texts]
+    return [(text, collect_local_shards(model(name), facts[text]), [ranks[text] for ranks in found]) for text in texts]
 
 
 def groups() -> list[tuple[str, int]]:

@@ -34,7 +34,7 @@ from meshwright.planner.memory import position_memory
 from meshwright.planner.space import contains, cores, expand, layout_of
 from meshwright.planner.traffic import step_collectives
 from meshwright.proof.layouts import all_layouts, data_layouts
-from meshwright.proof.verify import made_up_batches, verify
+from meshwright.proof.verify import random_batches, verify
 from meshwright.spec import axes
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
@@ -227,7 +227,7 @@ def renamed(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def test_any_plan_with_it_equals_one_rank() -> None:
-    rows_of_8 = made_up_batches(2, 8, 8, models.VOCAB, documents=True)
+    rows_of_8 = random_batches(2, 8, 8, models.VOCAB, documents=True)
     case = dataclasses.replace(models.case("llama"), batches=rows_of_8)
     texts = (
         "twin=2",

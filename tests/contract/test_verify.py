@@ -20,7 +20,7 @@ from meshwright.parallel.gradient_reducer import GradientReducer
 from meshwright.proof.compare import Verdict
 from meshwright.proof.layouts import data_layouts
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.train import step
 from meshwright.train.step import Stepper
@@ -39,7 +39,7 @@ def case(model: str, rows: int, count: int = 2) -> Case:
     def build() -> BuiltModel:
         return build_meta(MODELS[model], vocab=VOCAB, context=SEQUENCE)
 
-    batches = made_up_batches(count, rows, SEQUENCE, VOCAB, documents=model != "plain")
+    batches = random_batches(count, rows, SEQUENCE, VOCAB, documents=model != "plain")
     return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
 
 
@@ -175,7 +175,7 @@ def still() -> nn.Module:
 
 
 def test_a_model_that_draws_random_numbers_is_refused_with_what_works() -> None:
-    batches = made_up_batches(1, 4, SEQUENCE, VOCAB, documents=False)
+    batches = random_batches(1, 4, SEQUENCE, VOCAB, documents=False)
     drawn, still = (
         Case(
             build=partial(build_meta, ModelConfig(name=f"{__name__}:{name}")), batches=batches, recipe=OptimizerRecipe()

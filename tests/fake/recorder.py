@@ -23,7 +23,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.stage import copied
 from meshwright.parallel.token_dispatch import Dispatch
 from meshwright.parallel.transform import DTYPES
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.feed import MicroBatch
@@ -169,7 +169,7 @@ def step_of(program: Program, layout: Layout, rank: int, sizes: tuple[int, int, 
         sizes: rows of the global batch, tokens of a row, vocabulary, width of the hidden state.
     """
     rows, sequence, vocab, width = sizes
-    (batch,) = made_up_batches(1, rows, sequence, vocab, documents=False)
+    (batch,) = random_batches(1, rows, sequence, vocab, documents=False)
     first, last = layout.span(rank, rows)
     pairs = zip(*(item[first:last].chunk(layout.microbatches) for item in (batch.tokens, batch.targets)))
     micro = [MicroBatch(tokens, targets, None) for tokens, targets in pairs]

@@ -206,7 +206,7 @@ def forwards(context: RankContext, texts: list[str]) -> str:
     for layout in map(Layout.parse, texts):
         with fake_rank(0, layout.world):
             program = build_rank(built, layout, analyse_model(built, layout, ModelAnalysis()))
-            counts = [_counted(layer) for part in program.parts for layer in part.layers]
+            counts = [_counted(layer) for part in program.stages for layer in part.layers]
             step_of(program, layout, 0, (4, 8, 61, 32))
         # Two steps, and one forward that tries shapes out.
         found.append(sorted({(len(count) - 1) / layout.microbatches / 2 for count in counts}))

@@ -48,8 +48,8 @@ def work(context: RankContext, text: str, rank: int) -> str:
     return json.dumps({
         "held": sum(weight.local.nbytes for weight in program.weights),
         "planned": memory["optimizer"] // 3 if layout.zero else memory["parameters"],
-        "copies": sorted({piece.copies for weight in program.weights for piece in weight.pieces}),
-        "boxes": {weight.name: weight.pieces[0].whole for weight in program.weights},
+        "copies": sorted({piece.copies for weight in program.weights for piece in weight.boxes}),
+        "boxes": {weight.name: weight.boxes[0].global_box for weight in program.weights},
         "shapes": {weight.name: weight.shape for weight in program.weights},
         "meta": all(weight.local.is_meta for weight in program.weights),
         "axes": {name: axis_group.size for name, axis_group in mesh.axis_groups.items()},

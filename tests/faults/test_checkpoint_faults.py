@@ -14,7 +14,7 @@ import torch
 
 import meshwright.checkpoint.files as files
 from meshwright.checkpoint.config import CheckpointConfig
-from meshwright.checkpoint.files import SummedWriter
+from meshwright.checkpoint.files import ChecksumWriter
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
@@ -129,9 +129,9 @@ def test_killed_in_each_phase(tmp_path, phase):
 
 
 def test_killed_inside_writing_syncing_and_removing(tmp_path, monkeypatch):
-    writes = SummedWriter.write
+    writes = ChecksumWriter.write
     for number, (owner, name, calls) in enumerate(
-        [(SummedWriter, "write", 3), (os, "fsync", 1), (os, "fsync", 2), (os, "fsync", 4), (shutil, "rmtree", 1)]
+        [(ChecksumWriter, "write", 3), (os, "fsync", 1), (os, "fsync", 2), (os, "fsync", 4), (shutil, "rmtree", 1)]
     ):
         root = tmp_path / str(number)
         filled(root, 1, keep=1)
@@ -151,7 +151,7 @@ def test_killed_inside_writing_syncing_and_removing(tmp_path, monkeypatch):
         assert killed(work) == signal.SIGKILL
         loaded = load(root)
         assert loaded.step in (1, 2) and not loaded.refused
-    assert SummedWriter.write is writes
+    assert ChecksumWriter.write is writes
 
 
 def test_killed_at_random_moments(tmp_path):
@@ -180,7 +180,7 @@ def test_killed_at_random_moments(tmp_path):
 
 def test_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch):
     store = filled(tmp_path, 1)
-    monkeypatch.setattr(SummedWriter, "write", full_disk)
+    monkeypatch.setattr(ChecksumWriter, "write", full_disk)
     with pytest.raises(CheckpointError, match=r"step 2 failed: .*No space left on device.* stand"):
         store.save(2, tensors(2), {})
     monkeypatch.undo()
@@ -207,7 +207,7 @@ def test_a_full_device_for_real(tmp_path):
     with pytest.raises(OSError, match="No space"), open("/dev/full", "wb") as sink:
         sink.write(b"x")
         sink.flush()
-    writer = SummedWriter(tmp_path / "f", "crc32")
+    writer = ChecksumWriter(tmp_path / "f", "crc32")
     with open("/dev/full", "wb") as sink:
         os.dup2(sink.fileno(), writer.fileno())
     writer.write(b"x")

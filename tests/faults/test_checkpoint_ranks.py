@@ -9,7 +9,7 @@ import torch
 
 from meshwright.checkpoint.agreement import build_group
 from meshwright.checkpoint.config import CheckpointConfig
-from meshwright.checkpoint.files import SummedWriter
+from meshwright.checkpoint.files import ChecksumWriter
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError, MeshwrightError
 from tests.faults.stores import die, flip, full_disk, load, tensors
@@ -21,7 +21,7 @@ def failing_rank(rank, root, bad):
     store = CheckpointStore.build(root, CheckpointConfig(wait_s=60))
     store.save(1, tensors(1), {"step": 1})
     if rank == bad:
-        SummedWriter.write = full_disk
+        ChecksumWriter.write = full_disk
     try:
         store.save(2, tensors(2), {"step": 2})
     except CheckpointError as error:

@@ -62,14 +62,14 @@ def noted(folder: Path) -> Callable[[], None]:
     """Returns what makes ranks write down each state that they copy, and each that they take up from a copy."""
 
     def before() -> None:
-        from meshwright.checkpoint.tensor_shards import parts_of
+        from meshwright.checkpoint.tensor_shards import collect_local_shards
         from meshwright.train.memory import RankMemory
         from meshwright.train.state import state_tensors
 
-        take, restore = RankMemory.take, RankMemory.restore
+        take, restore = RankMemory.save_snapshot, RankMemory.restore
 
         def note(self: RankMemory, kind: str, step: int, program: Any, optimizer: Any) -> None:
-            held = parts_of(state_tensors(program, optimizer))
+            held = collect_local_shards(state_tensors(program, optimizer))
             found = [(part, view.contiguous().numpy().tobytes()) for part, view in held]
             name = f"{kind}-{step}-{self._generation}-{self._rank}"
             (folder / f".{name}").write_bytes(pickle.dumps(found))
@@ -85,7 +85,7 @@ def noted(folder: Path) -> Callable[[], None]:
                 note(self, "restored", self.state.step, program, optimizer)
             return values
 
-        RankMemory.take, RankMemory.restore = taken, restored  # type: ignore[method-assign]
+        RankMemory.save_snapshot, RankMemory.restore = taken, restored  # type: ignore[method-assign]
 
     return before
 

@@ -101,16 +101,16 @@ def test_a_finished_run_has_nothing_to_do_and_goes_on_when_steps_are_added(root:
 
 def _fill_disk() -> None:
     """Lets the disk be full from the third checkpoint's first file on."""
-    write = files.SummedWriter.write
+    write = files.ChecksumWriter.write
     left = [200_000]
 
-    def full(self: files.SummedWriter, data):  # type: ignore[no-untyped-def]
+    def full(self: files.ChecksumWriter, data):  # type: ignore[no-untyped-def]
         left[0] -= len(data)
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, data)
 
-    files.SummedWriter.write = full  # type: ignore[method-assign]
+    files.ChecksumWriter.write = full  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("layout", "devices"), cases([("shard=2,zero=3", 2), ("replicate=1", 1)]))

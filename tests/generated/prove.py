@@ -20,7 +20,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from tests.generated import oddities
 from tests.generated.models import draw_spec
@@ -47,7 +47,7 @@ def prove_oddity(name: str, layouts: Iterable[str] = ()) -> list[Verdict]:
 
 
 def _verified(config: ModelConfig, vocab: int, texts: Iterable[str]) -> list[Verdict]:
-    batches = made_up_batches(2, ROWS, LENGTHS, vocab, documents=False)
+    batches = random_batches(2, ROWS, LENGTHS, vocab, documents=False)
     case = Case(
         build=partial(build_meta, config), batches=batches, recipe=OptimizerRecipe(), timeout_s=120, allow_whole=True
     )

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, read_snapshots, whole_states
-from meshwright.checkpoint.tensor_shards import digest, parts_of
+from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, find_complete_states, read_snapshots
+from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.parallel.weights import named_weights
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.memory import Aimed
+from meshwright.train.memory import StateSnapshots
 from meshwright.train.optimizer import LocalAdamW
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.device_count(), reason="no GPU")]
@@ -37,26 +37,32 @@ def check() -> None:
     program = SimpleNamespace(weights=weights, frozen=(), buffers=lambda: iter([("count", module.count)]))
 
     def make(tensors: dict) -> SnapshotWriter:
-        held = [part for part, _ in parts_of(tensors)]
+        held = [part for part, _ in collect_local_shards(tensors)]
         kept = list(enumerate(held))
         return SnapshotWriter(
-            segments, rank=0, generation=0, tensors=digest(held), held=held, kept=kept, changing="buffers/"
+            segments,
+            rank=0,
+            generation=0,
+            tensors=digest(held),
+            local_shards=held,
+            saved_shards=kept,
+            changing="buffers/",
         )
 
-    aimed, wanted = Aimed(make), []
+    aimed, wanted = StateSnapshots(make), []
     for step in range(1, 5):
         module.weight.grad, module.bias.grad = torch.randn_like(module.weight), torch.randn_like(module.bias)
         optimizer.step(1e-1, torch.ones((), dtype=torch.float64, device="cuda"))
         module.count += 1
         wanted.append((module.weight.detach().clone(), module.count.clone()))
-        aimed.take(step, program, optimizer, {})  # type: ignore[arg-type]
+        aimed.save(step, program, optimizer, {})  # type: ignore[arg-type]
         # What a forward does, without a wait.
         module.count += 100
         module.count -= 100
     module.weight.grad, module.bias.grad = torch.ones_like(module.weight), torch.ones_like(module.bias)
     optimizer.step(1.0, torch.ones((), dtype=torch.float64, device="cuda"))
     aimed.wait()
-    state = whole_states(read_snapshots(segments))[0]
+    state = find_complete_states(read_snapshots(segments))[0]
     found = state.tensors()
     assert state.step == 4
     assert torch.equal(found["weights/weight"], wanted[-1][0].cpu())

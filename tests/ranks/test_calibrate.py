@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright import CalibrateConfig, NodeWords, calibrate
+from meshwright import CalibrateConfig, NodeOptions, calibrate
 from meshwright.calibrate import compute, host, machine
 from meshwright.calibrate.clock import DeviceTimer
 from meshwright.calibrate.collectives import KINDS, placements
@@ -113,7 +113,7 @@ def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     meet = f"127.0.0.1:{unasked_port()}"
 
     def measure(node: int) -> None:
-        words = NodeWords(nodes=2, node=node, slots=None, meet=meet)
+        words = NodeOptions(nodes=2, node=node, slots=None, meet=meet)
         calibrate(CalibrateConfig(devices=2, quick=True, out=str(tmp_path / f"{node}.json")), nodes=words, say=silently)
 
     pid = os.fork()
@@ -130,9 +130,9 @@ def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert first == second and (first.ranks, first.nodes) == (2, 2)
     assert first.covers("all_reduce", 2, 2) and not first.covers("all_reduce", 2, 1)
     with pytest.raises(ConfigError, match="as many ranks"):
-        calibrate(CalibrateConfig(devices=3), nodes=NodeWords(nodes=2, node=0, meet=meet))
+        calibrate(CalibrateConfig(devices=3), nodes=NodeOptions(nodes=2, node=0, meet=meet))
     with pytest.raises(ConfigError, match="give address and port"):
-        calibrate(CalibrateConfig(), nodes=NodeWords(nodes=2, node=0, slots=1, meet="127.0.0.1"))
+        calibrate(CalibrateConfig(), nodes=NodeOptions(nodes=2, node=0, slots=1, meet="127.0.0.1"))
 
 
 def test_every_axis_of_a_mesh_has_its_placement() -> None:

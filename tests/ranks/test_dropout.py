@@ -20,13 +20,13 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.random_draws import may_draw
 from meshwright.parallel import random_ops
-from meshwright.parallel.activation_boxes import TokenSplit, Units, Unplaced, box_of
+from meshwright.parallel.activation_boxes import AmbiguousActivation, TokenSplit, Units, locate_box
 from meshwright.parallel.dropout_rng import DropoutRng
-from meshwright.parallel.keyed_random import Box, _bits_on, kept, row_keys, uniform
+from meshwright.parallel.keyed_random import Box, _bits_on, dropout_mask, row_keys, uniform
 from meshwright.proof.compare import Verdict
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import Case, made_up_batches, verify
+from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.feed import MicroBatch
@@ -97,7 +97,7 @@ def proven(model: str, *texts: str) -> list[Verdict]:
     def build() -> BuiltModel:
         return build_meta(MODELS[model], vocab=VOCAB if model in ("gpt2", "opt") else None, context=SEQUENCE)
 
-    batches = made_up_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
+    batches = random_batches(2, ROWS, SEQUENCE, VOCAB, documents=False)
     case = Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
@@ -146,7 +146,7 @@ def test_a_probability_that_grows_from_zero() -> None:
         program = build_program(built, plan, CPU)
         blocks: Any = program.module.blocks
         found = []
-        for step, batch in enumerate(made_up_batches(3, ROWS, SEQUENCE, VOCAB, documents=False)):
+        for step, batch in enumerate(random_batches(3, ROWS, SEQUENCE, VOCAB, documents=False)):
             for block in blocks:
                 block.p = 0.4 * step
             count = program.mesh.layout.microbatches if program.mesh else 1
@@ -163,20 +163,22 @@ def test_a_probability_that_grows_from_zero() -> None:
 
 def _by_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reader counts its rows from zero."""
-    begin = DropoutRng.begin
-    monkeypatch.setattr(DropoutRng, "begin", lambda self, key, first, shape: begin(self, key, first % 4, shape))
+    begin = DropoutRng.begin_forward
+    monkeypatch.setattr(DropoutRng, "begin_forward", lambda self, key, first, shape: begin(self, key, first % 4, shape))
 
 
 def _by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every micro-batch has a step's numbers to itself."""
-    begin, steps = DropoutRng.begin, iter(range(100))
-    monkeypatch.setattr(DropoutRng, "begin", lambda self, key, *more: begin(self, (key[0], next(steps)), *more))
+    begin, steps = DropoutRng.begin_forward, iter(range(100))
+    monkeypatch.setattr(DropoutRng, "begin_forward", lambda self, key, *more: begin(self, (key[0], next(steps)), *more))
 
 
 def _by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's heads and channels count from zero."""
-    places = Units.places
-    monkeypatch.setattr(Units, "places", lambda self, size: places(Units(0, self.last - self.first, self.count), size))
+    positions = Units.positions
+    monkeypatch.setattr(
+        Units, "positions", lambda self, size: positions(Units(0, self.stop - self.start, self.count), size)
+    )
 
 
 def _again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +199,12 @@ def _by_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's tokens count from zero."""
     monkeypatch.setattr(
         TokenSplit,
-        "places",
+        "positions",
         lambda self, tokens: {len(held): np.arange(len(held)) for held in PLACES(self, tokens).values()},
     )
 
 
-PLACES = TokenSplit.places
+PLACES = TokenSplit.positions
 
 
 @pytest.mark.parametrize(
@@ -229,8 +231,8 @@ def test_both_ways_to_hash_give_the_same_bits_and_fair_ones() -> None:
     bits = (_bits_on(keys, box, CPU).to(torch.float64) + (2**31 + 0.5)) / 2**32
     drawn = uniform(keys, box, CPU)
     assert torch.equal(bits, drawn)
-    assert torch.equal(kept(keys, box, 0.25, CPU), drawn >= 0.25)
-    assert not kept(keys, box, 1.0, CPU).any()
+    assert torch.equal(dropout_mask(keys, box, 0.25, CPU), drawn >= 0.25)
+    assert not dropout_mask(keys, box, 1.0, CPU).any()
     spread = len(keys) * len(box.lines) * len(box.last)
     assert abs(float(drawn.mean()) - 0.5) < 5 / (12 * spread) ** 0.5
     flat = drawn.flatten() - 0.5
@@ -251,8 +253,8 @@ def test_both_ways_to_hash_give_the_same_bits_and_fair_ones() -> None:
     ],
 )
 def test_what_cant_be_placed_is_refused(shape: tuple[int, ...], units: Units | None, why: str) -> None:
-    with pytest.raises(Unplaced, match=why):
-        box_of(shape, 4, TokenSplit(index=1, ranks=2).places(16), units)
+    with pytest.raises(AmbiguousActivation, match=why):
+        locate_box(shape, 4, TokenSplit(cp_index=1, cp_degree=2).positions(16), units)
 
 
 class Unlocated(nn.Module):
@@ -264,12 +266,12 @@ class Unlocated(nn.Module):
 
 def test_a_draw_without_a_place_names_its_module() -> None:
     chance, module = DropoutRng(TokenSplit()), Unlocated()
-    chance.own(module, "blocks.1")
+    chance.track_module(module, "blocks.1")
     x = torch.ones(4, 6, 2)
-    chance.begin((0, 0), 0, (4, 6))
+    chance.begin_forward((0, 0), 0, (4, 6))
     with pytest.raises(PlanError, match=r"blocks\.1: it draws a tensor \(6, 4, 2\)"):
         module(x)
-    chance.end()
+    chance.end_forward()
     assert module.eval()(x).shape == x.shape
 
 
@@ -298,12 +300,12 @@ def plain_masks(step: int) -> Any:
 @pytest.mark.parametrize("step", [0, 3])
 def test_numbers_change_with_step_and_row_alone(step: int) -> None:
     chance, drop = DropoutRng(TokenSplit()), nn.Dropout(0.4)
-    chance.own(drop, "")
+    chance.track_module(drop, "")
     found = []
     for first, last in ((0, 3), (3, 8)):
-        chance.begin((7, step), first, (last - first, 4))
+        chance.begin_forward((7, step), first, (last - first, 4))
         found.append(drop(torch.ones(last - first, 4, 6)))
-        chance.end()
+        chance.end_forward()
     assert torch.equal(torch.cat(found), plain_masks(step))
     assert not torch.equal(plain_masks(0), plain_masks(3))
     assert len({tuple(row.flatten().tolist()) for row in plain_masks(step)}) == ROWS

@@ -18,7 +18,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward
 from meshwright.parallel.program import Program
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -42,7 +42,7 @@ def program_of(text: str, config: ModelConfig = MODEL) -> Program:
 
 
 def batches(count: int, rows: int = 2, sequence: int = SEQUENCE) -> list[MicroBatch]:
-    return made_up_batches(count, rows, sequence, VOCAB, documents=False)
+    return random_batches(count, rows, sequence, VOCAB, documents=False)
 
 
 def summed(vectors: list[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -46,7 +46,7 @@ def work(rank: int, name: str, text: str, folder: Path, facts: ModelAnalysis, sa
     if save:
         index, count = layout.reader(rank)
         stepper = Stepper(program, optimizer, scaler, clip=1.0, seed=0)
-        (batch,) = made_up_batches(1, ROWS, CONTEXT, VOCAB, documents=False)
+        (batch,) = random_batches(1, ROWS, CONTEXT, VOCAB, documents=False)
         rows = slice(index * ROWS // count, (index + 1) * ROWS // count)
         chunks = zip(batch.tokens[rows].chunk(layout.microbatches), batch.targets[rows].chunk(layout.microbatches))
         micro = [MicroBatch(tokens, targets, None) for tokens, targets in chunks]
@@ -58,14 +58,14 @@ def work(rank: int, name: str, text: str, folder: Path, facts: ModelAnalysis, sa
     for weight in program.weights:
         for kind in ("weights", "exp_avg", "exp_avg_sq"):
             held = state_tensors(program, optimizer)[f"{kind}/{weight.name}"]
-            for piece in weight.pieces:
+            for piece in weight.boxes:
                 local = held._local_tensor if hasattr(held, "_local_tensor") else held
                 part = (
-                    local[tuple(slice(*span) for span in piece.local)]
+                    local[tuple(slice(*span) for span in piece.local_box)]
                     if isinstance(local, torch.Tensor)
-                    else dict(local.parts).get(piece.whole, torch.empty(0))
+                    else dict(local.boxes).get(piece.global_box, torch.empty(0))
                 )
-                found[f"{kind}/{weight.name}", piece.whole] = part.clone()
+                found[f"{kind}/{weight.name}", piece.global_box] = part.clone()
     return found
 
 

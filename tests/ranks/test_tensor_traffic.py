@@ -6,7 +6,7 @@ import torch
 
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
@@ -23,7 +23,7 @@ def model() -> BuiltModel:
 def work(rank: int, layout: Layout, facts: ModelAnalysis) -> int:
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
     program = build_program(model(), plan, torch.device("cpu"), facts=facts)
-    (batch,) = made_up_batches(1, 4, 16, 64, documents=False)
+    (batch,) = random_batches(1, 4, 16, 64, documents=False)
     assert program.mesh is not None
     program.mesh.log.drain()
     program.forward_backward([batch], 1.0, (0, 0))

@@ -15,7 +15,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.monitor.drift import compare
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.traffic import step_collectives
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
@@ -57,7 +57,7 @@ def trained(name: str, layout: Layout, facts: ModelAnalysis, rank: int) -> dict[
     stepper = Stepper(program, LocalAdamW(program.weights, OptimizerConfig()), LossScaler(False), clip=1.0, seed=0)
     assert program.mesh is not None
     first, last = layout.span(rank, ROWS)
-    for step, batch in enumerate(made_up_batches(3, ROWS, TOKENS, VOCAB, documents=False)):
+    for step, batch in enumerate(random_batches(3, ROWS, TOKENS, VOCAB, documents=False)):
         pairs = zip(*(item[first:last].chunk(layout.microbatches) for item in (batch.tokens, batch.targets)))
         micro = [MicroBatch(tokens, targets, None) for tokens, targets in pairs]
         program.mesh.log.drain()

@@ -17,7 +17,7 @@ from meshwright.parallel.axis_group import PendingCollective
 from meshwright.parallel.fsdp_collectives import DeferredReductions
 from meshwright.parallel.program import Program
 from meshwright.planner.memory import StateSizes, paper_memory, state_memory
-from meshwright.proof.verify import made_up_batches
+from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -65,12 +65,12 @@ def trained(text: str, rank: int, steps: int = 2, name: str = "gpt2") -> dict[st
     """Trains a step or two under a layout; returns bytes held, bytes sent in the last step, and the first weights."""
     layout = Layout.parse(text)
     program = program_of(model(name), layout)
-    first = {weight.name: (weight.pieces[0].whole, weight.local.clone()) for weight in program.weights}
+    first = {weight.name: (weight.boxes[0].global_box, weight.local.clone()) for weight in program.weights}
     optimizer = LocalAdamW(program.weights, OptimizerConfig())
     index, count = layout.reader(rank)
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
     sent: dict[tuple[str, str], int] = {}
-    for step, batch in enumerate(made_up_batches(steps, ROWS, CONTEXT, VOCAB, documents=False)):
+    for step, batch in enumerate(random_batches(steps, ROWS, CONTEXT, VOCAB, documents=False)):
         rows = ROWS // count
         mine = slice(index * rows, (index + 1) * rows)
         parts = zip(batch.tokens[mine].chunk(layout.microbatches), batch.targets[mine].chunk(layout.microbatches))
@@ -78,7 +78,7 @@ def trained(text: str, rank: int, steps: int = 2, name: str = "gpt2") -> dict[st
         program.mesh.log.drain()
         stepper.run(step, micro, int((batch.targets != -100).sum()), 1e-3, False).read()
         sent = {(total.axis, total.op): total.bytes for total in program.mesh.log.drain()}
-    held = program.meter.read(optimizer.bytes())
+    held = program.state_meter.read(optimizer.bytes())
     return {"held": held, "sent": sent, "first": first}
 
 
@@ -242,7 +242,7 @@ def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
         torch.set_num_threads(1)
         left: list[bool] = []
         scatter = DeferredReductions.scatter
-        batch = made_up_batches(1, ROWS, CONTEXT, VOCAB, documents=False)[0]
+        batch = random_batches(1, ROWS, CONTEXT, VOCAB, documents=False)[0]
         index, count = layout.reader(rank)
         mine = slice(index * ROWS // count, (index + 1) * ROWS // count)
         parts = zip(batch.tokens[mine].chunk(layout.microbatches), batch.targets[mine].chunk(layout.microbatches))

@@ -12,24 +12,30 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, peek, read_snapshots, whole_states
-from meshwright.checkpoint.tensor_shards import digest, parts_of
+from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, find_complete_states, read_snapshots, read_step
+from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.parallel.weights import named_weights
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.memory import Aimed
+from meshwright.train.memory import StateSnapshots
 from meshwright.train.optimizer import LocalAdamW
 
 
 def writer_of(tensors: dict[str, Any], segments: list[Segment]) -> SnapshotWriter:
-    held = [part for part, _ in parts_of(tensors)]
+    held = [part for part, _ in collect_local_shards(tensors)]
     return SnapshotWriter(
-        segments, rank=0, generation=0, tensors=digest(held), held=held, kept=list(enumerate(held)), changing="buffers/"
+        segments,
+        rank=0,
+        generation=0,
+        tensors=digest(held),
+        local_shards=held,
+        saved_shards=list(enumerate(held)),
+        changing="buffers/",
     )
 
 
 def newest(segments: list[Segment]) -> tuple[int, dict[str, torch.Tensor]]:
-    state = whole_states(read_snapshots(segments))[0]
+    state = find_complete_states(read_snapshots(segments))[0]
     return state.step, state.tensors()
 
 
@@ -38,11 +44,11 @@ def test_the_same_memory_is_copied_without_its_tensors() -> None:
     segments = [Segment(), Segment()]
     writer = writer_of(state, segments)
     with pytest.raises(CheckpointError, match="needs its tensors"):
-        writer.take(1, None, {})
+        writer.save(1, None, {})
     for step in range(1, 5):
         state["w"].fill_(step)
         state["cut"].add_(1)
-        writer.take(step, state if step == 1 else None, {"tokens": step})
+        writer.save(step, state if step == 1 else None, {"tokens": step})
     writer.wait()
     step, found = newest(segments)
     assert step == 4 and torch.equal(found["w"], state["w"]) and torch.equal(found["cut"], state["cut"])
@@ -53,13 +59,13 @@ def test_a_copy_without_its_checksums_is_no_snapshot(monkeypatch: pytest.MonkeyP
     writer = writer_of(state, segments)
     for step in (1, 2):
         state["w"].fill_(step)
-        writer.take(step, state, {})
+        writer.save(step, state, {})
     writer.wait()
     assert sorted(one.step for one in read_snapshots(segments)) == [1, 2]
     # The rank is killed when it has copied, before a thread has made checksums and written the header.
     monkeypatch.setattr(SnapshotWriter, "_commit_snapshot", lambda self, *_: None)
     state["w"].fill_(3.0)
-    writer.take(3, None, {})
+    writer.save(3, None, {})
     writer.wait()
     assert [one.step for one in read_snapshots(segments)] == [2]
     step, found = newest(segments)
@@ -71,15 +77,15 @@ def test_no_header_stands_while_checksums_are_made(monkeypatch: pytest.MonkeyPat
     checksum = zlib.crc32
 
     def looked(*data: Any) -> int:
-        seen.append(peek(segment))
+        seen.append(read_step(segment))
         return checksum(*data)
 
     monkeypatch.setattr("meshwright.checkpoint.snapshot.zlib", SimpleNamespace(crc32=looked))
     writer = writer_of(state, [segment])
     for step in (1, 2):
-        writer.take(step, state, {})
+        writer.save(step, state, {})
         writer.wait()
-        assert peek(segment) == (0, step)
+        assert read_step(segment) == (0, step)
     assert seen and set(seen) == {None}
 
 
@@ -97,7 +103,7 @@ def test_the_next_copy_waits_for_the_checksums_of_the_last(monkeypatch: pytest.M
     writer = writer_of(state, [segment])
     for step in (1, 2, 3):
         state["w"].fill_(step)
-        writer.take(step, state, {})
+        writer.save(step, state, {})
     writer.wait()
     assert summed == [1.0, 2.0, 3.0]
 
@@ -130,9 +136,10 @@ def test_a_state_that_moved_is_looked_up_again(moved: str, monkeypatch: pytest.M
     program = SimpleNamespace(weights=(), frozen=(), buffers=lambda: iter(buffers.items()))
     looked: list[int] = []
     monkeypatch.setattr(
-        "meshwright.checkpoint.copier.parts_of", lambda tensors: looked.append(len(tensors)) or parts_of(tensors)
+        "meshwright.checkpoint.copier.collect_local_shards",
+        lambda tensors: looked.append(len(tensors)) or collect_local_shards(tensors),
     )
-    aimed = Aimed(lambda tensors: writer_of(dict(tensors), segments))
+    aimed = StateSnapshots(lambda tensors: writer_of(dict(tensors), segments))
     for step in range(1, 4):
         if step == 3 and moved == "buffer":
             buffers["b"] = torch.zeros(4)
@@ -140,7 +147,7 @@ def test_a_state_that_moved_is_looked_up_again(moved: str, monkeypatch: pytest.M
             optimizer.moments = [torch.full((3,), 2.0)]
         buffers["b"].fill_(step)
         optimizer.moments and optimizer.moments[0].fill_(10 * step)
-        aimed.take(step, program, optimizer, {})  # type: ignore[arg-type]
+        aimed.save(step, program, optimizer, {})  # type: ignore[arg-type]
     aimed.wait()
     step, found = newest(segments)
     assert step == 3 and found["buffers/b"].tolist() == [3.0] * 4 and found["exp_avg/w"].tolist() == [30.0] * 3
@@ -151,7 +158,7 @@ def test_a_state_that_moved_is_looked_up_again(moved: str, monkeypatch: pytest.M
 def test_other_parts_than_planned_are_refused() -> None:
     writer = writer_of({"w": torch.zeros(3)}, [Segment()])
     with pytest.raises(CheckpointError, match="other parts"):
-        writer.take(1, {"w": torch.zeros(4)}, {})
+        writer.save(1, {"w": torch.zeros(4)}, {})
 
 
 def test_an_update_waits_on_the_device_for_the_copy_of_the_state() -> None:

@@ -9,7 +9,7 @@ import torch
 from meshwright.checkpoint import fit
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.contract import FileRecord, TensorRecord, find_backend
-from meshwright.checkpoint.files import SummedWriter, damage, measure
+from meshwright.checkpoint.files import ChecksumWriter, find_damage, measure
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.spec.layout import Layout
@@ -69,26 +69,26 @@ def test_summed_writer_agrees_with_reading_back_and_never_overwrites(tmp_path):
     path = tmp_path / "f"
     for algorithm in ("crc32", "sha256"):
         path.unlink(missing_ok=True)
-        with SummedWriter(path, algorithm) as stream:
+        with ChecksumWriter(path, algorithm) as stream:
             stream.write(b"abc")
             stream.write(torch.arange(300_000).numpy())
         assert measure(path, algorithm) == stream.record
     with pytest.raises(FileExistsError):
-        SummedWriter(path, "crc32")
-    assert damage(path, stream.record) is None
-    assert "missing" in damage(tmp_path / "g", stream.record)
+        ChecksumWriter(path, "crc32")
+    assert find_damage(path, stream.record) is None
+    assert "missing" in find_damage(tmp_path / "g", stream.record)
     with open(path, "r+b") as handle:
         handle.truncate(5)
-    assert "5 bytes instead of 2400003" in damage(path, stream.record)
+    assert "5 bytes instead of 2400003" in find_damage(path, stream.record)
 
 
 def test_misfit_names_every_kind():
     saved = {"a": TensorRecord((2,), "float32"), "b": TensorRecord((2,), "float32"), "c": TensorRecord((2,), "float32")}
     wanted = {"b": TensorRecord((3,), "float32"), "c": TensorRecord((2,), "bfloat16"), "d": TensorRecord((1,), "int64")}
-    text = fit.misfit(wanted, saved)
+    text = fit.describe_misfit(wanted, saved)
     assert "missing in the checkpoint: d" in text and "not in the model): a" in text
     assert "b (saved (2,), wanted (3,))" in text and "c (saved float32, wanted bfloat16)" in text
-    assert fit.misfit(saved, saved) is None
+    assert fit.describe_misfit(saved, saved) is None
     with pytest.raises(CheckpointError, match="meta device"):
         fit.tabulate({"m": torch.empty(2, device="meta")})
     with pytest.raises(CheckpointError, match="rank 1 has 'b'"):

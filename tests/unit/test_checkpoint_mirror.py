@@ -23,7 +23,7 @@ def saved(root: Path, steps: range, mirror: Path, keep: int = 2) -> CheckpointSt
     store = CheckpointStore(root / "run" / "checkpoints", config)
     for step in steps:
         one = store.save(step, {"weight": torch.full((4, 8), float(step))}, {"tokens": step})
-        assert one.told()["copy"].endswith(f"/run/step-{step:08d}"), one.told()
+        assert one.event_fields()["copy"].endswith(f"/run/step-{step:08d}"), one.event_fields()
     return store
 
 
@@ -76,12 +76,16 @@ def test_nothing_is_written_over_and_a_failure_costs_the_copy_alone(tmp_path: Pa
     (tmp_path / "file").write_text("in the way")
     config = CheckpointConfig(backend="dcp", mirror=f"file://{tmp_path}/file/below")
     one = CheckpointStore(tmp_path / "third" / "checkpoints", config).save(1, {"weight": torch.ones(2)}, {"tokens": 1})
-    assert one.path.is_dir() and "can't be copied" in one.told()["copy_failed"] and "copy" not in one.told()
+    assert (
+        one.path.is_dir()
+        and "can't be copied" in one.event_fields()["copy_failed"]
+        and "copy" not in one.event_fields()
+    )
 
 
 def test_a_run_that_went_back_takes_its_later_copies_away(tmp_path: Path) -> None:
     store = saved(tmp_path, range(1, 4), tmp_path / "other", keep=3)
-    store.went_on(1)
+    store.resumed_after(1)
     store.save(2, {"weight": torch.zeros(4, 8)}, {"tokens": 2})
     assert names(tmp_path / "other" / "run") == ["step-00000001", "step-00000002", "step-00000002-1"]
 
@@ -126,7 +130,7 @@ def test_a_damaged_one_is_replaced_by_its_copy(tmp_path: Path, remote: str) -> N
     store = CheckpointStore(root, config)
     for step in range(1, 6):
         one = store.save(step, {"weight": torch.full((4, 8), float(step))}, {"tokens": step})
-        assert one.told()["copy"] == f"{remote}/run/step-{step:08d}", one.told()
+        assert one.event_fields()["copy"] == f"{remote}/run/step-{step:08d}", one.event_fields()
     assert Mirror(remote, "run")._list_complete() == ["step-00000003", "step-00000004", "step-00000005"]
     damaged(root / "step-00000005")
     (root / "step-00000004" / MANIFEST).unlink()

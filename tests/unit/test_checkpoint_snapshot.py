@@ -8,8 +8,23 @@ import random
 import pytest
 import torch
 
-from meshwright.checkpoint.snapshot import Segment, Snapshot, SnapshotWriter, State, read_snapshots, whole_states
-from meshwright.checkpoint.tensor_shards import TensorShard, check_covered, digest, fill, keepers, parts_of, uncovered
+from meshwright.checkpoint.snapshot import (
+    Segment,
+    Snapshot,
+    SnapshotWriter,
+    State,
+    find_complete_states,
+    read_snapshots,
+)
+from meshwright.checkpoint.tensor_shards import (
+    TensorShard,
+    assign_saved_shards,
+    check_covered,
+    collect_local_shards,
+    digest,
+    fill,
+    uncovered,
+)
 from meshwright.errors import CheckpointError
 from meshwright.parallel.dcp_shards import LocalBoxes
 from meshwright.spec.placement import Box
@@ -18,7 +33,7 @@ SHAPE = (7, 5)
 
 
 def newest_state(snapshots: list[Snapshot]) -> State | None:
-    return next(iter(whole_states(snapshots)), None)
+    return next(iter(find_complete_states(snapshots)), None)
 
 
 def whole(offset: float = 0.0) -> torch.Tensor:
@@ -44,15 +59,15 @@ LAYOUTS: dict[str, list[list[Box]]] = {
 def written(boxes: list[list[Box]], steps: int = 1, generation: int = 0) -> list[list[Segment]]:
     """Segments of ranks that took a snapshot after each step."""
     states = [held(*mine) for mine in boxes]
-    tables = [[part for part, _ in parts_of(state)] for state in states]
+    tables = [[part for part, _ in collect_local_shards(state)] for state in states]
     segments = [[Segment(), Segment()] for _ in boxes]
     name = digest(part for table in tables for part in table)
-    for rank, kept in enumerate(keepers(tables)):
+    for rank, kept in enumerate(assign_saved_shards(tables)):
         writer = SnapshotWriter(
-            segments[rank], rank=rank, generation=generation, tensors=name, held=tables[rank], kept=kept
+            segments[rank], rank=rank, generation=generation, tensors=name, local_shards=tables[rank], saved_shards=kept
         )
         for step in range(1, steps + 1):
-            writer.take(step, held(*boxes[rank], offset=step), {"tokens": 10 * step})
+            writer.save(step, held(*boxes[rank], offset=step), {"tokens": 10 * step})
         writer.wait()
     return segments
 
@@ -68,13 +83,13 @@ def test_a_state_of_one_layout_fills_another(before: str, after: str) -> None:
     for boxes in LAYOUTS[after]:
         targets = held(*boxes, offset=-1000.0)
         state.fill(targets)
-        for (_, view), (_, want) in zip(parts_of(targets), parts_of(held(*boxes, offset=3))):
+        for (_, view), (_, want) in zip(collect_local_shards(targets), collect_local_shards(held(*boxes, offset=3))):
             assert torch.equal(view, want)
 
 
 def test_ranks_keep_about_as_much() -> None:
     table = [TensorShard(f"w{i}", (100,), "float32", ((0, 100),)) for i in range(40)]
-    kept = keepers([table] * 4)
+    kept = assign_saved_shards([table] * 4)
     assert [len(one) for one in kept] == [10, 10, 10, 10]
     assert sorted(index for one in kept for index, _ in one) == list(range(40))
 
@@ -92,20 +107,27 @@ def test_the_newest_step_that_every_rank_finished() -> None:
 
 
 def test_a_missing_tensor_is_seen() -> None:
-    parts = [part for part, _ in parts_of(held(((0, 7), (0, 5))))]
+    parts = [part for part, _ in collect_local_shards(held(((0, 7), (0, 5))))]
     writer = SnapshotWriter(
-        [segment := Segment()], rank=0, generation=0, tensors=digest(parts), held=parts, kept=[(0, parts[0])]
+        [segment := Segment()],
+        rank=0,
+        generation=0,
+        tensors=digest(parts),
+        local_shards=parts,
+        saved_shards=[(0, parts[0])],
     )
-    writer.take(1, held(((0, 7), (0, 5))), {})
+    writer.save(1, held(((0, 7), (0, 5))), {})
     writer.wait()
     assert newest_state(read_snapshots([segment])) is None
 
 
 def test_a_snapshot_counts_only_once_its_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [part for part, _ in parts_of(held(((0, 7), (0, 5))))]
+    parts = [part for part, _ in collect_local_shards(held(((0, 7), (0, 5))))]
     kept = list(enumerate(parts))
     segment = Segment()
-    writer = SnapshotWriter([segment], rank=0, generation=0, tensors=digest(parts), held=parts, kept=kept)
+    writer = SnapshotWriter(
+        [segment], rank=0, generation=0, tensors=digest(parts), local_shards=parts, saved_shards=kept
+    )
     plain, counted = writer.copier.wait, list[int]()
 
     def wait() -> None:
@@ -113,7 +135,7 @@ def test_a_snapshot_counts_only_once_its_copy_is_done(monkeypatch: pytest.Monkey
         plain()
 
     monkeypatch.setattr(writer.copier, "wait", wait)
-    writer.take(1, held(((0, 7), (0, 5))), {})
+    writer.save(1, held(((0, 7), (0, 5))), {})
     writer.wait()
     assert counted == [0] and len(read_snapshots([segment])) == 1
 
@@ -145,14 +167,14 @@ def test_no_flipped_bit_is_loaded() -> None:
         else:
             # The last bytes of a header are nobody's.
             harmless += 1
-            want = parts_of(held(((0, 7), (0, 5)), offset=1))
-            assert all(torch.equal(a[1], b[1]) for a, b in zip(parts_of(targets), want))
+            want = collect_local_shards(held(((0, 7), (0, 5)), offset=1))
+            assert all(torch.equal(a[1], b[1]) for a, b in zip(collect_local_shards(targets), want))
         os.pwrite(files[rank], bytes([byte]), at)
     assert refused > 280 and refused + harmless == 300
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    source = {part: (lambda view=view: view) for part, view in parts_of(held(((0, 3), (0, 5))))}
+    source = {part: (lambda view=view: view) for part, view in collect_local_shards(held(((0, 3), (0, 5))))}
     with pytest.raises(CheckpointError, match="15 of 35 elements"):
         fill(held(((0, 7), (0, 5))), source)
     with pytest.raises(CheckpointError, match="its state float64"):
@@ -168,11 +190,16 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_state_that_changed_is_refused() -> None:
-    parts = [part for part, _ in parts_of(held(((0, 7), (0, 5))))]
+    parts = [part for part, _ in collect_local_shards(held(((0, 7), (0, 5))))]
     writer = SnapshotWriter(
-        [Segment()], rank=0, generation=0, tensors=digest(parts), held=parts, kept=list(enumerate(parts))
+        [Segment()],
+        rank=0,
+        generation=0,
+        tensors=digest(parts),
+        local_shards=parts,
+        saved_shards=list(enumerate(parts)),
     )
     with pytest.raises(CheckpointError, match="other parts"):
-        writer.take(1, held(((0, 3), (0, 5))), {})
+        writer.save(1, held(((0, 3), (0, 5))), {})
     with pytest.raises(CheckpointError, match="65536 bytes"):
-        writer.take(1, held(((0, 7), (0, 5))), {"long": "x" * 70000})
+        writer.save(1, held(((0, 7), (0, 5))), {"long": "x" * 70000})

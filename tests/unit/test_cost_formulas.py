@@ -130,7 +130,7 @@ def test_saved_bytes_are_those_of_the_paper(recompute, tp, sequence, factor):
 )
 def test_state_bytes_are_those_that_the_runtime_holds(text):
     layout, shape = Layout.parse(text), shape_from_sizes(LLAMA)
-    job = PricedJob(shape=shape, sequence=4096, rows=64, precision="bf16" if layout.mixed else "float32")
+    job = PricedJob(shape=shape, sequence=4096, rows=64, precision="bf16" if layout.is_mixed_precision else "float32")
     ours = price(job, layout, Cluster.parse("8xh100")).memory
     theirs, _ = state_memory(layout, StateSizes(total=shape.parameters, layers=shape.layer_parameters))
     for part, size in theirs.items():

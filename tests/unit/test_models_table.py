@@ -97,7 +97,7 @@ def test_shares_of_heads(counts, units, degree, shares):
             {"inner_row_linears": ("mix",)},
             "mix sums over all heads, before w0 reads them; the nearest is attention=gather",
         ),
-        ({"kind": "meeting", "module": "norm"}, "norm holds all heads at once"),
+        ({"kind": "global_norm", "module": "norm"}, "norm holds all heads at once"),
         ({"kind": "buffer", "module": "mix", "key": "slopes"}, "mix.slopes holds all heads at once"),
         ({"kind": "argument", "module": "mix", "key": "bias"}, "argument 'bias' of mix holds all heads at once"),
     ],
@@ -128,7 +128,7 @@ class Part(nn.Module):
 def test_what_a_narrow_layer_cuts_grows_with_it():
     heads, one_each = (Block(start=0, size=2, count=4),), (Block(start=0, size=1, count=4),)
     cuttings = (
-        Cutting(kind="meeting", module="norm", dim=-1, blocks=heads),
+        Cutting(kind="global_norm", module="norm", dim=-1, blocks=heads),
         Cutting(kind="buffer", module="", key="slopes", dim=0, blocks=one_each),
         Cutting(kind="buffer", module="", key="table", dim=1, blocks=heads),
         Cutting(kind="argument", module="", key="1", dim=1, blocks=one_each),

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.monitor.progress import NO_LAYER, ProgressWriter, read_progress
 from meshwright.parallel import recompute
-from meshwright.parallel.layer_names import REST, layer_of, spell
+from meshwright.parallel.layer_names import REST, format_layers, layer_of
 from meshwright.parallel.progress_hooks import OUTSIDE, LayerProgressHooks
 from meshwright.spec.layout_choices import Recompute
 from meshwright.train.faults import Fault, Faults
@@ -98,9 +98,15 @@ def test_where_a_rank_stands_is_stamped_with_its_layer(tmp_path: Path) -> None:
 
 
 def test_what_travels_is_named_by_its_layers() -> None:
-    assert spell([]) == ""
-    assert spell([3]) == "layer 3" and spell([REST]) == "the rest" and spell([2, REST]) == "layer 2 and the rest"
-    assert spell([4, 2, 3, 3, 7]) == "layers 2-4, 7" and spell([0, 1, REST]) == "layers 0-1 and the rest"
+    assert format_layers([]) == ""
+    assert (
+        format_layers([3]) == "layer 3"
+        and format_layers([REST]) == "the rest"
+        and format_layers([2, REST]) == "layer 2 and the rest"
+    )
+    assert (
+        format_layers([4, 2, 3, 3, 7]) == "layers 2-4, 7" and format_layers([0, 1, REST]) == "layers 0-1 and the rest"
+    )
     numbers = {"model.h.1": 1, "model.h.10": 10}
     assert layer_of("model.h.1.attn.weight", numbers) == 1 and layer_of("model.h.10.weight", numbers) == 10
     assert layer_of("model.wte.weight", numbers) == REST and layer_of("weight", numbers) == REST

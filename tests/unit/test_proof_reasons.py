@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cli.verify_output import show
 from meshwright.errors import LaunchError
-from meshwright.proof.compare import EXACT, Deviation, merged, one_line
+from meshwright.proof.compare import EXACT, Deviation, merge_ranks, one_line
 
 NAMES = ("embedding.weight", "blocks.0.mix.weight", "blocks.1.mix.weight", "head.weight")
 
@@ -35,38 +35,38 @@ def rank(
     ],
 )
 def test_it_says_what_differs_and_what_that_points_at(found: dict[str, Any], words: list[str]) -> None:
-    verdict = merged("tp=2", [rank(0.0, {}), found])
+    verdict = merge_ranks("tp=2", [rank(0.0, {}), found])
     assert verdict.outcome == "wrong" and verdict.wrong.startswith("under tp=2 ")
     for word in words:
         assert word in verdict.wrong
-    assert merged("tp=2", [rank(0.0, {})]).wrong == ""
+    assert merge_ranks("tp=2", [rank(0.0, {})]).wrong == ""
 
 
 def test_outside_of_float64_a_wrong_verdict_names_error_and_allowance_and_each_kind_its_bound() -> None:
     good, bad = rank(0.01, {}, bound=0.02), rank(0.01, {NAMES[1]: 0.38}, bound=0.02)
-    verdict = merged("tp=2", [good, bad])
+    verdict = merge_ranks("tp=2", [good, bad])
     assert "'blocks.0.mix.weight' (in blocks.0.mix) is off by 3.8e-01 (allowed 2.0e-02)" in verdict.wrong
     assert "1 of 4 weights are off by more than rounding explains" in verdict.wrong
     assert verdict.to_json()["bounds"] == dict.fromkeys(("loss", "gradient", "norm", "weight"), 0.02)
-    assert "bounds" not in merged("tp=2", [rank(0.0, {})]).to_json()
+    assert "bounds" not in merge_ranks("tp=2", [rank(0.0, {})]).to_json()
 
 
 def test_a_printed_line_has_errors_and_outside_of_float64_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:
-    show(merged("tp=2", [rank(0.01, {NAMES[1]: 0.38}, bound=0.02)]), 4)
+    show(merge_ranks("tp=2", [rank(0.01, {NAMES[1]: 0.38}, bound=0.02)]), 4)
     line = capsys.readouterr().err.splitlines()[0]
     assert line.startswith("  FAIL     tp=2  loss 1.0e-02<=2.0e-02  gradient 3.8e-01>2.0e-02  norm 1.0e-02<=2.0e-02  ")
-    show(merged("tp=2", [rank(0.0, {})]), 4)
+    show(merge_ranks("tp=2", [rank(0.0, {})]), 4)
     line = capsys.readouterr().err.splitlines()[0]
     assert line.startswith("  pass     tp=2  loss 0.0e+00  gradient 0.0e+00  norm 0.0e+00  weight 0.0e+00  worst ")
 
 
 def test_the_worst_of_all_ranks_is_the_one_that_takes_most_of_its_bound() -> None:
     one, other = rank(0.0, {NAMES[0]: 0.3}, bound=1.0), rank(0.0, {NAMES[0]: 0.2, NAMES[1]: 0.1}, bound=0.25)
-    verdict = merged("tp=2", [one, other])
+    verdict = merge_ranks("tp=2", [one, other])
     assert verdict.passed and verdict.worst.name == NAMES[0]
     assert (verdict.grad_error, verdict.bounds["gradient"]) == (0.2, 0.25)
-    assert not merged("tp=2", [one, rank(math.inf, {}, bound=1.0)]).passed
-    assert not merged("tp=2", [one, rank(math.nan, {}, bound=1.0)]).passed
+    assert not merge_ranks("tp=2", [one, rank(math.inf, {}, bound=1.0)]).passed
+    assert not merge_ranks("tp=2", [one, rank(math.nan, {}, bound=1.0)]).passed
 
 
 def test_an_error_of_many_lines_is_told_by_its_first() -> None:

@@ -23,7 +23,7 @@ from meshwright.proof.rounding import (
     PlainDeviation,
     Rounding,
     TensorScale,
-    moderated,
+    moderate_error,
     plain_deviations,
     rms,
     small_sample_factor,
@@ -48,8 +48,8 @@ def test_a_bound_is_the_plain_device_s_error_and_one_rounding() -> None:
 
 
 def test_few_entries_are_drawn_towards_other_tensors_and_may_scatter() -> None:
-    assert moderated(0.0, 1, 0.02) == pytest.approx(0.02 * math.sqrt(PRIOR / (PRIOR + 1)))
-    assert moderated(0.01, 10**6, 0.02) == pytest.approx(0.01, rel=1e-3)
+    assert moderate_error(0.0, 1, 0.02) == pytest.approx(0.02 * math.sqrt(PRIOR / (PRIOR + 1)))
+    assert moderate_error(0.01, 10**6, 0.02) == pytest.approx(0.01, rel=1e-3)
     assert small_sample_factor(1) == 3 * FACTOR and small_sample_factor(10**6) == pytest.approx(FACTOR, rel=1e-2)
 
 
@@ -68,9 +68,9 @@ def test_errors_of_all_draws_are_kept_entry_by_entry() -> None:
     errors = ErrorStatistics(_trace(2.0, wanted))
     for off in (0.3, -0.4):
         errors.add(_trace(2.0 + off, wanted + torch.tensor([off, 0.0], dtype=torch.float64)))
-    each, most = errors.found[0, "weight"]
+    each, most = errors.mean_errors[0, "weight"]
     assert each.tolist() == pytest.approx([math.sqrt(0.125), 0.0]) and most == pytest.approx(0.4)
-    assert float(errors.found["losses"][0]) == pytest.approx(math.sqrt(0.125), rel=1e-6)
+    assert float(errors.mean_errors["losses"][0]) == pytest.approx(math.sqrt(0.125), rel=1e-6)
     known = plain_deviations({"weight": (each, most)}, tensor_scales({"weight": wanted}))["weight"]
     assert known.rms == pytest.approx(0.25 / rms(wanted)) and known.largest == pytest.approx(0.2)
 

@@ -10,11 +10,11 @@ import torch
 
 from meshwright.checkpoint.remote import RemoteSnapshot, Shelf
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
-from meshwright.checkpoint.tensor_shards import digest, parts_of
+from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.launch.rendezvous import listen_at
 from meshwright.resilience.courier import Inlet, start_courier, start_shelf
-from meshwright.train.memory import Copied
+from meshwright.train.memory import PeerCopies
 from meshwright.transport.key import RunKey
 
 KEY = RunKey.fresh()
@@ -26,13 +26,13 @@ def inlet(others: Mapping[int, Sequence[Segment]]) -> Inlet:
 
 def test_snapshots_travel_to_the_next_node_and_back() -> None:
     tensors = {"weights/a": torch.arange(1000.0).view(10, 100), "weights/b": torch.tensor(3.5)}
-    held = [part for part, _ in parts_of(tensors)]
+    held = [part for part, _ in collect_local_shards(tensors)]
     own, others = tuple(Segment() for _ in range(3)), tuple(Segment() for _ in range(2))
     writer = SnapshotWriter(
-        own, rank=4, generation=2, tensors=digest(held), ranks=5, held=held, kept=list(enumerate(held))
+        own, rank=4, generation=2, tensors=digest(held), ranks=5, local_shards=held, saved_shards=list(enumerate(held))
     )
     to, at = listen_at("127.0.0.1"), listen_at("127.0.0.1")
-    copied, nothing = Copied(1), Copied(1)
+    copied, nothing = PeerCopies(1), PeerCopies(1)
     address = to.getsockname()
     receiver = start_courier(to, [at.getsockname()], {}, inlet({4: others}), nothing)
     sender = start_courier(at, [address], {4: own}, inlet({}), copied)
@@ -40,7 +40,7 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
     try:
         for step in (1, 2, 3, 4):
             tensors["weights/b"].fill_(step)
-            writer.take(step, tensors, {"tokens": step})
+            writer.save(step, tensors, {"tokens": step})
             writer.wait()
             copied.wait(0, step)
         found = read_snapshots(others)
@@ -72,29 +72,29 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
 def test_snapshots_travel_to_two_nodes_and_the_next_waits_for_the_slower_one() -> None:
     """Of the slower one nothing arrives until it listens; what is held there then outlives sender and first peer."""
     tensors = {"weights/a": torch.arange(500.0)}
-    held = [part for part, _ in parts_of(tensors)]
+    held = [part for part, _ in collect_local_shards(tensors)]
     own = tuple(Segment() for _ in range(3))
     peers = [tuple(Segment() for _ in range(3)) for _ in range(2)]
     writer = SnapshotWriter(
-        own, rank=0, generation=0, tensors=digest(held), ranks=1, held=held, kept=list(enumerate(held))
+        own, rank=0, generation=0, tensors=digest(held), ranks=1, local_shards=held, saved_shards=list(enumerate(held))
     )
     at, listeners = listen_at("127.0.0.1"), [listen_at("127.0.0.1") for _ in peers]
-    copied, nothing = Copied(1, 2), Copied(1)
+    copied, nothing = PeerCopies(1, 2), PeerCopies(1)
     receivers = [start_courier(listeners[0], [at.getsockname()], {}, inlet({0: peers[0]}), nothing)]
     sender = start_courier(at, [one.getsockname() for one in listeners], {0: own}, inlet({}), copied)
     try:
-        writer.take(1, tensors, {"tokens": 1})
+        writer.save(1, tensors, {"tokens": 1})
         writer.wait()
-        one = Copied(1, 2)
-        one.arrived(0, 1, 0)
-        assert one.step(0) == -1, "the other one has nothing yet"
+        one = PeerCopies(1, 2)
+        one.record(0, 1, 0)
+        assert one.newest_step(0) == -1, "the other one has nothing yet"
         one.close()
         receivers.append(start_courier(listeners[1], [at.getsockname()], {}, inlet({0: peers[1]}), nothing))
         for step in (1, 2, 3, 4):
             if step > 1:
-                writer.take(step, tensors, {"tokens": step})
+                writer.save(step, tensors, {"tokens": step})
                 writer.wait()
-            while copied.step(0) < step:
+            while copied.newest_step(0) < step:
                 copied.wait(0, step)
     finally:
         for helper in (sender, *receivers):

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.remote import whole_steps
+from meshwright.checkpoint.remote import complete_steps
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.tensor_shards import TensorShard, digest, parts_of
+from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, digest
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
 from meshwright.launch.rendezvous import address_to, interface_of, listen_at
 from meshwright.resilience import claims as claims_module
@@ -212,7 +212,7 @@ def test_the_newest_state_that_is_whole_anywhere_is_chosen() -> None:
         0: [(0, 4, 0, 3, True), (0, 5, 0, 3, True), (0, 4, 2, 3, False)],
         2: [(0, 4, 2, 3, True), (0, 5, 2, 3, True), (0, 4, 1, 3, False)],
     }
-    assert whole_steps([row for rows in held.values() for row in rows]) == [(4, 0)]
+    assert complete_steps([row for rows in held.values() for row in rows]) == [(4, 0)]
     reports = {node: report(node, rows) for node, rows in held.items()}
     expected = StateLocation(step=4, generation=0, holders={0: 0, 1: 2, 2: 0}, tier="peer", single_copies=(0, 1))
     assert choose_state(reports, set(), -1) == expected
@@ -317,12 +317,14 @@ def test_writers_of_several_nodes_make_one_checkpoint_or_none(tmp_path: Path) ->
         agreement = StarAgreement(node, 2, (0, step), address, own, limit_s, KEY)
         store = CheckpointStore(tmp_path / "checkpoints", group=agreement)
         tensors = {f"weights/{node}": torch.full((3,), float(step)), "weights/both": torch.ones(2)}
-        held = [part for part, _ in parts_of(tensors)]
+        held = [part for part, _ in collect_local_shards(tensors)]
         kept = [(at, part) for at, part in enumerate(held) if node == 0 or "both" not in part.name]
         segment, whole = Segment(), [TensorShard(f"weights/{one}", (3,), "float32", ((0, 3),)) for one in (0, 1)]
         fingerprint = digest([*whole, *held])
-        writer = SnapshotWriter([segment], rank=node, generation=0, tensors=fingerprint, ranks=2, held=held, kept=kept)
-        writer.take(step, tensors, {"tokens": step})
+        writer = SnapshotWriter(
+            [segment], rank=node, generation=0, tensors=fingerprint, ranks=2, local_shards=held, saved_shards=kept
+        )
+        writer.save(step, tensors, {"tokens": step})
         writer.wait()
         (snapshot,) = read_snapshots([segment])
         segment.close()

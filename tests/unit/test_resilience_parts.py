@@ -34,7 +34,7 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig
 from meshwright.train.faults import Fault, Faults, ask, parse_faults
 from meshwright.train.health import LEAST, Health
-from meshwright.train.memory import Control, Memory, RankMemory
+from meshwright.train.memory import RankMemory, RecoveryMemory, SupervisorRequests
 
 
 class Clock:
@@ -153,15 +153,15 @@ def test_no_rank_writes_over_a_snapshot_before_all_have_the_next_one() -> None:
         def wait(self) -> None:
             self.waited += 1
 
-    control = Control()
-    memory = RankMemory(Memory(segments=(), disk=(), control=control, every=4), 0, 0, Agreement(None))
-    memory.settle(4)
+    control = SupervisorRequests()
+    memory = RankMemory(RecoveryMemory(segments=(), disk=(), control=control, every=4), 0, 0, Agreement(None))
+    memory.complete_snapshot(4)
     memory._writer = slow = Slow()  # type: ignore[assignment]
     for step in range(1, 9):
-        memory.settle(step)
+        memory.complete_snapshot(step)
         assert slow.waited == step // 4
-    control.request_reconfigure()
-    memory.settle(9)
+    control.request_reconfiguration()
+    memory.complete_snapshot(9)
     assert slow.waited == 3, "an end that was asked for takes one as well"
     control.close()
 
@@ -346,13 +346,18 @@ def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path
     segments = [Segment(), Segment()]
     told: list[tuple[str, dict]] = []
     writer = DiskWriter(tmp_path, CheckpointConfig(), Origin(), lambda kind, **data: told.append((kind, data)))
-    control = Control()
+    control = SupervisorRequests()
 
     def leave(rank: int, kept: list) -> None:
         one = SnapshotWriter(
-            segments[rank : rank + 1], rank=rank, generation=0, tensors=digest([part]), held=[part], kept=kept
+            segments[rank : rank + 1],
+            rank=rank,
+            generation=0,
+            tensors=digest([part]),
+            local_shards=[part],
+            saved_shards=kept,
         )
-        one.take(3, {"w": torch.arange(4.0)}, {})
+        one.save(3, {"w": torch.arange(4.0)}, {})
         one.wait()
 
     leave(0, [(0, part)])
@@ -365,7 +370,7 @@ def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path
     assert not writer.busy, "rank 1 was preempted in the middle of its header"
     os.pwrite(segments[1].fd, checksum, 56)
     writer.poll(segments, Layout(), control)
-    other = Control()
+    other = SupervisorRequests()
     writer.finish(30)
     assert [kind for kind, _ in told] == ["checkpoint_saved"] and (tmp_path / "step-00000003").is_dir()
     writer.poll(segments, Layout(), other)

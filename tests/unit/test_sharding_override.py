@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.spec.sharding_override import REASON, overridden
+from meshwright.spec.sharding_override import REASON, apply_overrides
 from meshwright.spec.sharding_table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
 
 
@@ -48,30 +48,30 @@ NAMES = [
 
 
 def test_a_row_keeps_its_group_whole_where_it_matches() -> None:
-    found = overridden(TABLE, {"h.0.mlp.*": "whole"}, NAMES)
+    found = apply_overrides(TABLE, {"h.0.mlp.*": "whole"}, NAMES)
     assert found.layers["h.0"].groups == (ATTENTION,) and found.layers["h.1"] is ROWS
     assert found.layers["h.0"].refused == ROWS.refused | {"mlp.up": REASON, "mlp.down": REASON}
     assert found.layers["h.0"].sequence and found.vocabulary == TABLE.vocabulary
-    one = overridden(TABLE, {"h.*.mlp.down": "whole"}, NAMES)
+    one = apply_overrides(TABLE, {"h.*.mlp.down": "whole"}, NAMES)
     assert all(one.layers[name].groups == (ATTENTION,) for name in ("h.0", "h.1"))
     assert sum(1 for _ in found.splits(2)) == sum(1 for _ in TABLE.splits(2)) - len(CHANNELS.splits)
 
 
 def test_attention_that_stays_whole_needs_all_tokens() -> None:
-    rows = overridden(TABLE, {"h.1.attn.o": "whole"}, NAMES).layers["h.1"]
+    rows = apply_overrides(TABLE, {"h.1.attn.o": "whole"}, NAMES).layers["h.1"]
     assert rows.groups == (CHANNELS,) and not rows.sequence and "attn.o" in rows.sequence_refused
 
 
 def test_the_vocabulary_stays_whole_as_one() -> None:
-    found = overridden(TABLE, {"embed": "whole"}, NAMES)
+    found = apply_overrides(TABLE, {"embed": "whole"}, NAMES)
     assert found.vocabulary == () and found.headless and set(found.refused) == {"embed", "head"}
     assert found.layers == TABLE.layers
 
 
 def test_rows_that_say_what_is_so_change_nothing() -> None:
     rows = {"h.*.attn.q.*": "columns", "*.down": "rows", "head": "columns", "norm": "whole", "*.gate": "whole"}
-    assert overridden(TABLE, rows | {"*.experts.*": "rows"}, NAMES) == TABLE
-    assert overridden(TABLE, {"*.experts.up": "columns"}, NAMES) == overridden(TABLE, {}, NAMES) == TABLE
+    assert apply_overrides(TABLE, rows | {"*.experts.*": "rows"}, NAMES) == TABLE
+    assert apply_overrides(TABLE, {"*.experts.up": "columns"}, NAMES) == apply_overrides(TABLE, {}, NAMES) == TABLE
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_rows_that_say_what_is_so_change_nothing() -> None:
 )
 def test_what_cannot_be_is_refused_with_the_cure(rows: dict[str, str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        overridden(TABLE, rows, NAMES)
+        apply_overrides(TABLE, rows, NAMES)
     assert all(part in str(refused.value) for part in parts), str(refused.value)

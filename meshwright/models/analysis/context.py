@@ -164,7 +164,7 @@ def _rehearse_attention(
         context.wrap_model(module, table, axis_group, attention=attention_mode)
         local_logits = clone.run(rows, module, tokens=tokens, parts=degree).reshape(rows, -1, full_logits.shape[-1])
         local_parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        local_output_grad = context.own_tokens(
+        local_output_grad = context.local_tokens(
             output_grad, axis_group.index, axis_group.size, attention_mode == "gather"
         )
         return local_logits.detach(), _grads_or_zeros(local_logits, local_parameters, local_output_grad)
@@ -172,7 +172,7 @@ def _rehearse_attention(
     try:
         rank_results = in_threads(degree, run_rank, patience_s=LONG_PATIENCE_S)
         for index, (local_logits, _) in enumerate(rank_results):
-            expected = context.own_tokens(full_logits.detach(), index, degree, attention_mode == "gather")
+            expected = context.local_tokens(full_logits.detach(), index, degree, attention_mode == "gather")
             if local_logits.shape != expected.shape or _exceeds_tolerance(local_logits, expected, 0.0):
                 return (
                     f"with rows of {tokens} tokens, of which each rank has some, its logits are off by "

@@ -117,7 +117,7 @@ def _group_of_row(graph: Graph, row: str) -> ShardingGroup:
     # a norm over all features needs its sum of squares reduced over the ranks
     for name in global_norms:
         if blocks_by_source[name] is not None:
-            cuttings.append(Cutting(kind="meeting", module=name, dim=-1, blocks=blocks_by_source[name] or ()))
+            cuttings.append(Cutting(kind="global_norm", module=name, dim=-1, blocks=blocks_by_source[name] or ()))
     return ShardingGroup(
         module=_common_module([*columns, *replicated, *inner_rows]),
         column_linears=columns,

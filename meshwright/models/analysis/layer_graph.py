@@ -27,7 +27,7 @@ from meshwright.models.build import BuiltModel, build_meta, use_float64
 from meshwright.models.config import ModelConfig
 from meshwright.models.sizes import layer_count
 from meshwright.models.structure import ModelStructure
-from meshwright.parallel.model_checkpointing import inlined
+from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.parallel.stage import copied
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 from meshwright.torch_compat.tensors import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
@@ -163,7 +163,7 @@ class _Probe:
         buffers_before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         with contextlib.ExitStack() as stack:
             # a checkpoint would hide the graph of its inside
-            stack.enter_context(inlined())
+            stack.enter_context(without_checkpoints())
             for name in self._structure.layers:
                 layer = self._module.get_submodule(name)
                 for hook in (

@@ -145,7 +145,7 @@ def trial_output(
 class _NoDropout:
     """Random numbers that drop nothing, so that a row has the same result in any batch."""
 
-    def kept(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+    def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns a mask of ``shape`` that keeps every element."""
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
@@ -153,9 +153,9 @@ class _NoDropout:
         """Returns 0.5 everywhere, float64 of ``shape``."""
         return torch.full(tuple(shape), 0.5, dtype=torch.float64, device=device)
 
-    def kept_scores(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
+    def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns a mask (B, H, S, keys) that keeps every attention weight."""
-        return self.kept((*query.shape[:3], keys), p, query.device)
+        return self.dropout_mask((*query.shape[:3], keys), p, query.device)
 
 
 class _NoDropoutMode(RandomOpsMode):

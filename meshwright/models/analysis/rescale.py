@@ -91,7 +91,7 @@ def _own_extent(cutting: Cutting, module: nn.Module) -> int | None:
         weight = module.get_parameter("weight")
         return weight.shape[0 if isinstance(module, nn.Linear) else 1]
     lengths = {parameter.shape[-1] for parameter in module.parameters(recurse=False)}
-    return lengths.pop() if cutting.kind == "meeting" and len(lengths) == 1 else None
+    return lengths.pop() if cutting.kind == "global_norm" and len(lengths) == 1 else None
 
 
 def _extent(blocks: Sequence[Block]) -> int:

@@ -14,7 +14,7 @@ from meshwright.models.forward import model_output
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.stage import Stage, copied
-from meshwright.spec.layer_graph import LayerGraph, held_names
+from meshwright.spec.layer_graph import LayerGraph, weights_by_stage
 from meshwright.torch_compat.pipelining import stage_backward_input, stage_backward_weight
 
 _STAGES = 16
@@ -82,7 +82,7 @@ def rehearse(
         else open_boundaries
     )
     bounds = (0, *inner_bounds, layer_count)
-    stage_weights = held_names(layer_graph, names, bounds, structure.ties)
+    stage_weights = weights_by_stage(layer_graph, names, bounds, structure.ties)
     run_model = functools.partial(_boundary_output, structure=structure, arguments=arguments, objective=objective)
     output = _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad)
     _compare("its output", output, full_output)

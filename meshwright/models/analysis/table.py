@@ -224,7 +224,7 @@ def _read_layer_rows(traced: LayerTrace, opened: Callable[[], LayerTrace], degre
     if refused:
         opened_groups, _ = find_groups(opened(), ROWS)
         global_norm_groups = [
-            group for group in opened_groups if any(item.kind == "meeting" for item in group.cuttings)
+            group for group in opened_groups if any(item.kind == "global_norm" for item in group.cuttings)
         ]
         accepted = _accept_working_groups(traced, global_norm_groups, accepted, refused, faults, degree)
     rows = LayerRows(groups=tuple(accepted), refused=refused, faults=tuple(sorted(faults & refused.keys())))

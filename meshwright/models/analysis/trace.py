@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.parallel.model_checkpointing import inlined
+from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.torch_compat.tensors import tree_map_only
 
 
@@ -93,7 +93,7 @@ def trace(layers: dict[str, nn.Module], run: Callable[[], Any], opened: bool = F
         opened: replaces norms over all features of a token by a pass-through, so that features stay separate in them.
     """
     traces: dict[str, LayerTrace] = {}
-    with _install_hooks(layers, traces, opened), inlined():
+    with _install_hooks(layers, traces, opened), without_checkpoints():
         run()
     return traces
 

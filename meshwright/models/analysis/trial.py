@@ -18,7 +18,7 @@ from meshwright.models.analysis.trace import LayerTrace, first_tensor
 from meshwright.parallel import tensor
 from meshwright.parallel.axis_group import DifferentiableCollectives
 from meshwright.parallel.float64_ops import Float64Ops
-from meshwright.parallel.model_checkpointing import repeated
+from meshwright.parallel.model_checkpointing import restoring_first_run
 from meshwright.spec.placement import Box, LocalShard
 from meshwright.spec.sharding_table import LayerRows, ShardingTable, vocabulary_span
 from meshwright.torch_compat.tensors import tree_map_only
@@ -204,7 +204,7 @@ def _run_traced_call(layer: nn.Module, trace: LayerTrace, inputs: dict[int, torc
         return inputs[id(item)].clone() if id(item) in inputs else item
 
     args, kwargs = tree_map_only(torch.Tensor, substitute_input, (trace.args, trace.kwargs))
-    with Float64Ops(), repeated():
+    with Float64Ops(), restoring_first_run():
         out = first_tensor(layer(*args, **kwargs))
     if out is None:
         raise RuntimeError("the layer returns no tensor")
@@ -253,9 +253,10 @@ def _run_split_layer(trace: LayerTrace, rows: LayerRows, axis_group: Any, sequen
     grads = torch.autograd.grad(out, sources, output_grad, allow_unused=True)
     grads_or_zero = [torch.zeros_like(source) if grad is None else grad for source, grad in zip(sources, grads)]
     parameter_grads = {
-        name: (sharded.places.get(f"layer.{name}"), grad) for name, grad in zip(trained, grads_or_zero[len(inputs) :])
+        name: (sharded.local_shards.get(f"layer.{name}"), grad)
+        for name, grad in zip(trained, grads_or_zero[len(inputs) :])
     }
-    return out.detach(), grads_or_zero[: len(inputs)], parameter_grads, sharded.owed
+    return out.detach(), grads_or_zero[: len(inputs)], parameter_grads, sharded.partial_grads
 
 
 def _compare_layer(
@@ -286,8 +287,8 @@ def _compare_gradients(
         for name, (local_shard, grad) in parameters.items():
             full_grad = expected[name]
             expected_shard = grad.new_empty(grad.shape)
-            for box in (local_shard or LocalShard.whole(name, tuple(full_grad.shape), degree)).pieces():
-                expected_shard[_box_slices(box.local)] = full_grad[_box_slices(box.whole)]
+            for box in (local_shard or LocalShard.unsharded(name, tuple(full_grad.shape), degree)).boxes():
+                expected_shard[_box_slices(box.local_box)] = full_grad[_box_slices(box.global_box)]
             if error := _excess_error(grad, expected_shard, scale):
                 return f"the gradient of {name} is off by {error:.1e}"
     return ""
@@ -377,10 +378,10 @@ def rehearse_model(
             rank_output, list(local_parameters.values()), rank_output_grad, allow_unused=True
         )
         parameter_grads = {
-            name: (sharded.places.get(name), torch.zeros_like(parameter) if grad is None else grad)
+            name: (sharded.local_shards.get(name), torch.zeros_like(parameter) if grad is None else grad)
             for (name, parameter), grad in zip(local_parameters.items(), local_grads)
         }
-        return rank_output.detach(), [], parameter_grads, sharded.owed
+        return rank_output.detach(), [], parameter_grads, sharded.partial_grads
 
     try:
         rank_results = in_threads(degree, run_rank, PATIENCE_S if tokens == TOKENS else LONG_PATIENCE_S)
