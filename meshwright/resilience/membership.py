@@ -168,6 +168,9 @@ class PeerMembership(Membership):
         # A new session under a known number is a restarted supervisor: its memory, and the state in it, is gone.
         if earlier is not None and earlier.session != report.session:
             self._remove(node, "it was started again")
+            if earlier_connection is connection:
+                # A process has one session: one that changes it is not to be trusted, and its connection is closed.
+                return
         if earlier_connection is not connection:
             self._event("node_ready", node=node, ranks=len(report.slots), address=report.host)
         self.reports[node], self._connections[node] = report, connection
