@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, within
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.torch_compat.tensors import foreach_copy_
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Copier:
@@ -39,7 +40,7 @@ class Copier:
         self.done: Any = None
         """CUDA event at the end of the last copy; None where the copy was synchronous."""
 
-    def aim(self, tensors: Mapping[str, Any]) -> None:
+    def aim(self, tensors: Mapping[str, StateTensor]) -> None:
         """Resolves the views of the saved shards, which costs more than copying a small state.
 
         Args:
@@ -66,8 +67,6 @@ class Copier:
         Raises:
             CheckpointError: when it hasn't been aimed.
         """
-        import torch
-
         sources = self._sources
         if sources is None:
             raise CheckpointError("the first snapshot of a state needs its tensors")
@@ -103,8 +102,6 @@ class Copier:
 
     def _register(self, memory: mmap.mmap) -> bool:
         """Registers memory for DMA by the GPU, once; returns False where that fails, so that copies are synchronous."""
-        import torch
-
         if id(memory) not in self._registered:
             memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
             # Registered pages let the device write by DMA; registering is slow, so once a segment.

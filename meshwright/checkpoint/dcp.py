@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,12 +31,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.files import ChecksumWriter
 from meshwright.errors import CheckpointError
 from meshwright.names import plain_name
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.torch_compat.checkpoints import MemoryFormatCode, StorageInfo
 from meshwright.torch_compat.tensors import storage_layout
 
@@ -85,6 +87,9 @@ class DcpBackend:
                 yield name, tensors.pop(name)
 
 
+T = TypeVar("T")
+
+
 class _SummedFiles(FileSystem):
     """DCP's file system; it syncs each new file and records its checksum under its final name."""
 
@@ -117,14 +122,14 @@ class _Writer(FileSystemWriter):
     def records(self) -> dict[str, FileRecord]:
         return self.fs.records  # type: ignore[attr-defined]
 
-    def prepare_local_plan(self, plan: Any) -> Any:
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return _with_plain_errors(lambda: super(_Writer, self).prepare_local_plan(plan))
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> object:
         return _with_plain_errors(lambda: super(_Writer, self).write_data(plan, planner))
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        return _with_plain_errors(lambda: super(_Writer, self).finish(metadata, results))
+        _with_plain_errors(lambda: super(_Writer, self).finish(metadata, results))
 
     def storage_meta(self) -> StorageMeta:
         """Stores no path: the folder is renamed when it is complete."""
@@ -134,13 +139,13 @@ class _Writer(FileSystemWriter):
 class _SavePlanner(DefaultSavePlanner):
     """DCP's planner for a flat mapping."""
 
-    def create_local_plan(self) -> Any:
+    def create_local_plan(self) -> SavePlan:
         return _with_plain_errors(super().create_local_plan)
 
-    def create_global_plan(self, all_plans: Any) -> Any:
+    def create_global_plan(self, all_plans: list[SavePlan]) -> object:
         return _with_plain_errors(lambda: super(_SavePlanner, self).create_global_plan(all_plans))
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         return _look_up_memory(self.state_dict, index, super().lookup_object)
 
 
@@ -154,7 +159,7 @@ class _Reader(FileSystemReader):
             self._metadata = _with_plain_errors(lambda: _read_metadata(Path(self.path)))
         return self._metadata
 
-    def read_data(self, plan: Any, planner: Any) -> Any:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> object:
         return _with_plain_errors(lambda: super(_Reader, self).read_data(plan, planner))
 
 
@@ -166,8 +171,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = full_state_dict  # DCP drops what is neither a tensor nor a plain value
 
-    def create_local_plan(self) -> Any:
-        plan = _with_plain_errors(super().create_local_plan)
+    def create_local_plan(self) -> LoadPlan:
+        plan: LoadPlan = _with_plain_errors(super().create_local_plan)
         # DCP skips what the file lacks; counting elements by name shows it.
         filled: dict[str, int] = {}
         for item in plan.items:
@@ -179,7 +184,7 @@ class _LoadPlanner(DefaultLoadPlanner):
                 raise CheckpointError(f"'{name}': {filled.get(name, 0)} of {local_elements} elements would be filled")
         return plan
 
-    def load_bytes(self, read_item: Any, value: Any) -> None:
+    def load_bytes(self, read_item: ReadItem, value: object) -> None:
         """Refuses items that DCP's planner would unpickle."""
         raise CheckpointError(f"'{read_item.dest_index.fqn}' isn't a tensor in the file")
 
@@ -187,7 +192,9 @@ class _LoadPlanner(DefaultLoadPlanner):
         return _look_up_memory(self.state_dict, index, super().lookup_tensor)
 
 
-def _look_up_memory(state: Mapping[str, Any], index: MetadataIndex, look_up: Callable[[MetadataIndex], Any]) -> Any:
+def _look_up_memory(
+    state: Mapping[str, StateTensor], index: MetadataIndex, look_up: Callable[[MetadataIndex], T]
+) -> T | Tensor:
     """Returns the memory behind an index; DCP's own look-up knows shards of Tensors only, not `LocalBoxes`."""
     target = state[index.fqn]
     return look_up(index) if isinstance(target, Tensor) else target.__get_tensor_shard__(index)
@@ -211,7 +218,7 @@ _METADATA_CLASSES = {
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """Unpickles the classes of DCP's metadata alone: a pickle could otherwise run any code."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         # torch's dtypes are attributes of torch; everything else needs an entry of the list.
@@ -292,7 +299,7 @@ def _load(folder: Path, targets: Mapping[str, Tensor], reader: _Reader, group: P
         dcp.load(dict(targets), storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
-def _with_plain_errors(action: Callable[[], Any]) -> Any:
+def _with_plain_errors(action: Callable[[], T]) -> T:
     """Runs an action and turns any error into a `CheckpointError`, which can be sent to the other ranks."""
     try:
         return action()

@@ -21,6 +21,7 @@ from meshwright.checkpoint.files import ChecksumWriter
 from meshwright.checkpoint.snapshot import Snapshot, State, encode, find_complete_states, padded
 from meshwright.checkpoint.tensor_shards import TensorShard, assign_saved_shards, collect_local_shards, digest, within
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dcp_shards import StateTensor
 
 _SUFFIX = ".image"
 _BATCH_BYTES = 256 * 2**20
@@ -29,7 +30,9 @@ _BATCH_BYTES = 256 * 2**20
 class ImageBackend:
     """Files that are images of snapshots; see `Backend` for when each method is called."""
 
-    def write(self, folder: Path, tensors: Mapping[str, Any], group: ProcessGroup | None) -> dict[str, FileRecord]:
+    def write(
+        self, folder: Path, tensors: Mapping[str, StateTensor], group: ProcessGroup | None
+    ) -> dict[str, FileRecord]:
         """Writes this rank's shards; a replicated one is written once, balanced over the ranks that hold it."""
         agreement = Agreement(group)
         local_shards = collect_local_shards(tensors)
@@ -53,7 +56,7 @@ class ImageBackend:
         shards = (stored.shard for snapshot in state.snapshots for stored in snapshot.stored_shards)
         return {shard.name: TensorRecord(shard.shape, shard.dtype) for shard in shards}
 
-    def read(self, folder: Path, targets: Mapping[str, Any], group: ProcessGroup | None) -> None:
+    def read(self, folder: Path, targets: Mapping[str, StateTensor], group: ProcessGroup | None) -> None:
         """Reads the shards that overlap this rank's."""
         _open_state(folder).fill(targets)
 

@@ -39,7 +39,7 @@ class FetchedCheckpoint(NamedTuple):
     size_bytes: int
     """Bytes of all its files."""
 
-    def event_fields(self, mirror: Mirror, seconds: float) -> dict[str, Any]:
+    def event_fields(self, mirror: Mirror, seconds: float) -> dict[str, object]:
         """Returns the fields of its event."""
         return {
             "step": self.step, "mirror": str(mirror), "path": str(self.path), "bytes": self.size_bytes,

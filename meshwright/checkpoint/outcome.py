@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.checkpoint.folder import RefusedCheckpoint
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +32,7 @@ class SavedCheckpoint:
     copied: Mapping[str, Any] = field(default_factory=dict)
     """Event fields of its copy in ``config.mirror``: path and seconds, or the failure (known on rank 0)."""
 
-    def event_fields(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, object]:
         """Returns the fields of its event, without the step."""
         return {"path": str(self.path), "bytes": self.size_bytes, "seconds": self.seconds, **self.copied}
 
@@ -54,7 +55,7 @@ class LoadedCheckpoint:
     """Events of fetching from ``config.mirror`` in their place, each with its ``kind``."""
 
     @property
-    def meta(self) -> Mapping[str, Any]:
+    def meta(self) -> JsonObject:
         """The trainer's plain values."""
         return self.manifest.meta
 

@@ -22,15 +22,17 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from meshwright.checkpoint.copier import Copier
 from meshwright.checkpoint.tensor_shards import TensorShard, check_covered, digest, fill, itemsize
 from meshwright.errors import CheckpointError
+from meshwright.json_types import JsonObject
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.records import parse_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _HEADER = struct.Struct("<8sqqqqqqI")
 _MAGIC = b"meshsnap"
@@ -157,8 +159,6 @@ class Snapshot:
         Raises:
             CheckpointError: when their checksum doesn't match.
         """
-        import torch
-
         dtype = getattr(torch, stored.shard.dtype)
         return torch.frombuffer(self.data(stored), dtype=dtype).view(stored.shard.sizes)
 
@@ -224,7 +224,7 @@ class State:
         return tuple(source if isinstance(source, Snapshot) else source() for source in self._sources)
 
     @property
-    def meta(self) -> Mapping[str, Any]:
+    def meta(self) -> JsonObject:
         """The trainer's own values."""
         return self.snapshots[0].meta
 
@@ -239,8 +239,6 @@ class State:
         Raises:
             CheckpointError: when a shard is damaged.
         """
-        import torch
-
         full_tensors: dict[str, Tensor] = {}
         for snapshot in self.snapshots:
             for shard in (stored.shard for stored in snapshot.stored_shards):
@@ -249,7 +247,7 @@ class State:
         self.fill(full_tensors)
         return full_tensors
 
-    def fill(self, targets: Mapping[str, Any]) -> None:
+    def fill(self, targets: Mapping[str, StateTensor]) -> None:
         """Fills this rank's tensors, of any layout, in place.
 
         Raises:
@@ -332,8 +330,6 @@ class SnapshotWriter:
 
     def _map_views(self, memory: mmap.mmap) -> list[Tensor]:
         """Returns a tensor view of each saved shard in a segment: its box's shape and dtype, on the CPU."""
-        import torch
-
         views, offset = [], self._data_at
         for shard in self._saved_shards:
             flat_view = torch.frombuffer(
@@ -346,7 +342,7 @@ class SnapshotWriter:
             offset += padded(shard.size_bytes)
         return views
 
-    def save(self, step: int, tensors: Mapping[str, Any] | None, meta: Mapping[str, Any]) -> float:
+    def save(self, step: int, tensors: Mapping[str, StateTensor] | None, meta: JsonObject) -> float:
         """Copies the state after ``step`` steps; the snapshot is complete moments later, with its checksums.
 
         Args:

@@ -13,13 +13,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.spec.placement import Box, element_count
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from meshwright.torch_compat.dtensors import local_box
+from meshwright.torch_compat.tensors import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class TensorShard:
         """Bytes of the box's elements."""
         return element_count(self.box) * itemsize(self.dtype)
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         """Returns plain values: name, shape, dtype, and (start, stop) of each dim."""
         return [self.name, list(self.shape), self.dtype, [list(span) for span in self.box]]
 
@@ -69,15 +73,13 @@ def itemsize(dtype: str) -> int:
     Raises:
         CheckpointError: for a name that isn't a torch dtype.
     """
-    import torch
-
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
         raise CheckpointError(f"'{dtype}' is no element type of torch")
     return torch_dtype.itemsize
 
 
-def collect_local_shards(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
+def collect_local_shards(tensors: Mapping[str, StateTensor]) -> list[tuple[TensorShard, Tensor]]:
     """Returns every non-empty shard that this rank holds, with a view of its memory.
 
     Args:
@@ -86,12 +88,6 @@ def collect_local_shards(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, 
     Returns:
         (shard, view) pairs; a view has the shape of its box and the tensor's dtype and device, and needs no gradient.
     """
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    from meshwright.torch_compat.dtensors import local_box
-    from meshwright.torch_compat.tensors import local_tensor
-
     local_shards: list[tuple[TensorShard, torch.Tensor]] = []
     for name, tensor in tensors.items():
         boxes: Iterable[tuple[Box, torch.Tensor]]
@@ -218,7 +214,7 @@ def check_covered(shards: Iterable[TensorShard]) -> None:
             raise CheckpointError(f"'{name}' {fault}")
 
 
-def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], Tensor]]) -> None:
+def fill(targets: Mapping[str, StateTensor], sources: Mapping[TensorShard, Callable[[], Tensor]]) -> None:
     """Fills this rank's tensors in place from boxes of any layout.
 
     Args:

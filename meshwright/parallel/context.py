@@ -71,7 +71,7 @@ def wrap_model(
         )
 
 
-def _take_from_full_rows(module: nn.Module, size: int, take_tokens: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _take_from_full_rows(module: nn.Module, size: int, take_tokens: tensor_hooks.Move) -> tensor_hooks.Move:
     """Returns ``take_tokens`` for hidden states (B, S, D) of whole rows; a shared layer's later calls have parts.
 
     Args:
@@ -82,7 +82,7 @@ def _take_from_full_rows(module: nn.Module, size: int, take_tokens: Callable[[to
     # A list, since the hook writes it: S of the row that this forward of the module is called with.
     row_length = [0]
 
-    def note_row_length(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_row_length(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point") and x.dim() > 1]
         row_length[0] = next((x.shape[1] for x in tensors if not x.is_floating_point()), 0)
 
@@ -202,7 +202,7 @@ def _with_spans(
     return lambda x: exchange(x, axis_group, spans_of_rank)
 
 
-def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
+def _present_full_rows(root: nn.Module, axis_group: AxisGroup) -> None:
     """Calls a module with a stand-in of the whole row; what it hands the stand-in to gets this rank's tokens."""
     local_states: list[torch.Tensor] = []
     stand_ins: list[torch.Tensor] = []
@@ -217,7 +217,7 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
         return stand_in
 
     def closing(plain: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             try:
                 return plain(*args, **kwargs)
             finally:
@@ -228,7 +228,7 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
 
         return forward
 
-    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def swap(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if not stand_ins:
             return None
         # By identity: only the very stand-in is replaced; a module that was handed another tensor keeps it.
@@ -243,17 +243,17 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
 
 
 def _slice_loose_parameters(
-    root: Any, layer: nn.Module, loose_splits: list[ParameterSplit], units: dict[str, Span], group: ShardingGroup
+    root: nn.Module, layer: nn.Module, loose_splits: list[ParameterSplit], units: dict[str, Span], group: ShardingGroup
 ) -> None:
     """Shows the module this rank's part of parameters that lie between the matrices, while it runs."""
 
     def sliced(plain: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             replaced = []
             try:
                 for split in loose_splits:
                     path, _, attribute = split.name.rpartition(".")
-                    owner: Any = layer.get_submodule(path)
+                    owner: nn.Module = layer.get_submodule(path)
                     # In __dict__, since a slice is no Parameter; autograd carries its gradient to the full one.
                     full_parameter = owner._parameters.pop(attribute)
                     replaced.append((owner, attribute, full_parameter))

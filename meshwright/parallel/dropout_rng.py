@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from meshwright.parallel.keyed_random import Box, Words, dropout_mask, generator
 from meshwright.parallel.random_ops import RandomOpsMode
 
 Call = Callable[..., Any]
+T = TypeVar("T")
 BOXES = 64
 """Shapes whose boxes are remembered."""
 
@@ -87,8 +88,8 @@ class DropoutRng:
         self.moment = None
 
     def run(
-        self, key: tuple[int, int], first: int, shape: Sequence[int], forward: Call, undo: Callable[[], None]
-    ) -> Any:
+        self, key: tuple[int, int], first: int, shape: Sequence[int], forward: Callable[[], T], undo: Callable[[], None]
+    ) -> T:
         """Runs a forward that trains, and returns what it gives.
 
         A model that drew nothing at first runs without the numbers, until a draw moves torch's generator: a
@@ -116,12 +117,12 @@ class DropoutRng:
         finally:
             self.end_forward()
 
-    def track_module(self, module: Any, name: str) -> None:
+    def track_module(self, module: nn.Module, name: str) -> None:
         """Makes draws inside the calls of a module its own."""
 
         def owning(plain: Forward) -> Forward:
             @functools.wraps(plain)
-            def forward(*args: Any, **kwargs: Any) -> Any:
+            def forward(*args: object, **kwargs: object) -> object:
                 return plain(*args, **kwargs) if self.moment is None else self._run_as_owner(name, plain, args, kwargs)
 
             return forward
@@ -131,23 +132,23 @@ class DropoutRng:
     def in_shard(self, first: nn.Module, last: nn.Module, units: Units) -> None:
         """States what this rank has of the units, from the call of one module to the end of another."""
 
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             if self.moment is not None:
                 self.moment.units = units
 
-        def leave(*_: Any) -> None:
+        def leave(*_: object) -> None:
             if self.moment is not None:
                 self.moment.units = None
 
         first.register_forward_pre_hook(enter, prepend=True)
         last.register_forward_hook(leave)
 
-    def forbid(self, module: Any, reason: str) -> None:
+    def forbid(self, module: nn.Module, reason: str) -> None:
         """States that inside a module nobody can tell which rows its tensors belong to."""
 
         def forbidding(plain: Forward) -> Forward:
             @functools.wraps(plain)
-            def forward(*args: Any, **kwargs: Any) -> Any:
+            def forward(*args: object, **kwargs: object) -> object:
                 if self.moment is None:
                     return plain(*args, **kwargs)
                 self.moment.lost = reason
@@ -246,7 +247,7 @@ class DropoutRng:
             self._remember_box(key, box)
         return row_keys(self._draw_name(context), np.arange(context.first, context.first + context.rows)), box
 
-    def _remember_box(self, key: Any, box: Box) -> Box:
+    def _remember_box(self, key: Hashable, box: Box) -> Box:
         if len(self._boxes) >= BOXES:
             # Shapes change with the rows' lengths, so the cache is bounded.
             self._boxes.clear()
@@ -265,7 +266,7 @@ class DropoutRng:
         context.number += 1
         return f"{context.key},{context.owner},{context.number - 1}"
 
-    def _run_as_owner(self, name: str, plain: Call, args: Any, kwargs: Any) -> Any:
+    def _run_as_owner(self, name: str, plain: Call, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         context = self.moment
         assert context is not None
         # Draws are counted anew in each call of an owner, so that they don't depend on what else this rank computes.
@@ -279,7 +280,7 @@ class DropoutRng:
         finally:
             context.owner, context.number, context.units = outer
 
-    def _run_under_mode(self, plain: Call, args: Any, kwargs: Any) -> Any:
+    def _run_under_mode(self, plain: Call, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self._mode_is_on = True
         try:
             with RandomOpsMode(self):

@@ -57,7 +57,7 @@ class FsdpSync:
 
     def __init__(
         self,
-        module: Any,
+        module: nn.Module,
         options: ShardOptions,
         copies: Sequence[ReplicaAllReduce],
         late: DeferredReductions,
@@ -173,7 +173,7 @@ def wrap(
     for layer in layers:
         fully_shard(layer, **settings)
     # The root unit, of all that is in no layer (embedding, head, final norm), stays gathered through the forward.
-    root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
         _set_prefetch_order(layers, expert_modules, options.prefetch)
     deferred, layer_names = (
@@ -200,14 +200,16 @@ def accumulate_gradients(module: nn.Module) -> None:
     accumulate_unsharded_gradients(module)
 
 
-def _enclosing_layer_names(modules: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
+def _enclosing_layer_names(
+    modules: Sequence[nn.Module], layers: Sequence[nn.Module], names: Sequence[str]
+) -> list[str]:
     """Returns the name of the layer that each of some modules is in."""
     name_of_submodule = {submodule: name for layer, name in zip(layers, names) for submodule in layer.modules()}
     return [name_of_submodule.get(submodule, format_layers([REST])) for submodule in modules]
 
 
 def _attach_collectives(
-    units: Sequence[Any], axis_groups: Sequence[AxisGroup], deferred: DeferredReductions, names: Sequence[str]
+    units: Sequence[nn.Module], axis_groups: Sequence[AxisGroup], deferred: DeferredReductions, names: Sequence[str]
 ) -> list[ReplicaAllReduce]:
     """Makes units communicate through ``axis_groups``; returns what sums over the second, one a unit."""
     replica_all_reduces = []
@@ -219,7 +221,7 @@ def _attach_collectives(
     return replica_all_reduces
 
 
-def _set_prefetch_order(layers: Sequence[Any], expert_modules: Sequence[Any], prefetch: int) -> None:
+def _set_prefetch_order(layers: Sequence[nn.Module], expert_modules: Sequence[nn.Module], prefetch: int) -> None:
     """Gathers ahead of compute, forward in order and backward in reverse, by asynchronous collectives.
 
     A layer is needed before what is inside it, either way. On CUDA FSDP2 does so by itself, with streams of its own;
@@ -243,7 +245,7 @@ def _set_prefetch_order(layers: Sequence[Any], expert_modules: Sequence[Any], pr
         unit.set_modules_to_backward_prefetch(backward[unit_index + 1 : unit_index + 1 + prefetch])
 
 
-def _use_axis_group(unit: Any, axis_group: AxisGroup, deferred: DeferredReductions, name: str) -> None:
+def _use_axis_group(unit: nn.Module, axis_group: AxisGroup, deferred: DeferredReductions, name: str) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)

@@ -112,7 +112,7 @@ def _mix(x: Words) -> Words:
     return x
 
 
-def _hash(keys: Words, box: Box, consume: Callable[[slice, Words], Any]) -> None:
+def _hash(keys: Words, box: Box, consume: Callable[[slice, Words], object]) -> None:
     """Hands over the bits of all elements, some of the (B x L) lines at a time."""
     lines, columns = box.lines.astype(np.uint32), box.last.astype(np.uint32) * np.uint32(_GOLDEN)
     u = _mix(lines * np.uint32(_GOLDEN) + keys[:, :1]).reshape(-1, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -85,7 +84,7 @@ def adapt(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
     """Sets the integers that the code between a group's matrices reads to what this part of it has."""
     for target, name, value in adapted(layer, group, units):
         if name.startswith("config."):
-            owner: Any = target
+            owner: nn.Module = target
             config = owner.config
             # Layers share one config: this module gets a copy before a number in it changes.
             if not getattr(config, "_is_local", False):
@@ -109,7 +108,7 @@ def adapted(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tup
         )
 
 
-def read_number(module: Any, attribute: str) -> int:
+def read_number(module: nn.Module, attribute: str) -> int:
     """Returns an integer attribute, or one of the module's config."""
     _, dot, name = attribute.rpartition(".")
     return int(getattr(module.config if dot else module, name))

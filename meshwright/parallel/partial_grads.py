@@ -59,7 +59,7 @@ class PartialGradReducer:
                 grad_view.copy_(reduced_grad.view(grad_view.shape))
 
 
-def _partial_grad_views(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
+def _partial_grad_views(parameter: torch.Tensor, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
     """Returns the views of a local gradient that are summed."""
     if not owed.runs:
         return [grad] if grad.numel() else []

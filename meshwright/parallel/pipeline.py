@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.parallel.axis_group import AxisGroup
@@ -15,7 +16,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, check, split
 from meshwright.parallel.program import Program
 from meshwright.parallel.schedule_run import PipelineGroup, ScheduleRun, chain
-from meshwright.parallel.stage_module import Compute, LossView, StageModule, Stamp
+from meshwright.parallel.stage_module import Batch, Compute, LossView, StageModule, Stamp
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.weights import Weight
@@ -49,6 +50,10 @@ class _SharedWeight:
         # The twins' gradients are in the sum: optimizer and norm see the first copy alone.
         parameter.grad = self._primary.as_dtensor(grad_sum)  # type: ignore[assignment]
         return self._axis_group.all_reduce(grad_sum, self._of).wait if self._axis_group else lambda: None
+
+
+StageOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+"""Tensors for the next stage; the loss, (), in the last."""
 
 
 class PipelineProgram(Program):
@@ -103,7 +108,7 @@ class PipelineProgram(Program):
         return super().reporters // self.mesh.layout.degree("pp")
 
     def forward_backward(
-        self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
+        self, batches: Sequence[Batch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:
         """Runs a step's micro-batches; see `Program.forward_backward`. Ranks without the last stage give zeros."""
         self._copy_to_twins()
@@ -129,7 +134,7 @@ class PipelineProgram(Program):
         return self._loss_sums()
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> torch.Tensor:
+    def evaluate(self, batch: Batch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""
         self._copy_to_twins()
         training = self.module.training
@@ -178,12 +183,12 @@ class PipelineProgram(Program):
             )
         return self._current_run[1]
 
-    def _forward(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> Any:
+    def _forward(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> StageOutput:
         if self._stamp:
             self._stamp.phase("forward", microbatch)
         reported_sums = len(self._sums)
 
-        def forward() -> Any:
+        def forward() -> StageOutput:
             # `forward_with_rng` may run a forward twice; only the second one's sums count.
             del self._sums[reported_sums:]
             return self._compute_stage(stage, microbatch, received)
@@ -193,7 +198,7 @@ class PipelineProgram(Program):
             self.state_meter.sample()
         return output
 
-    def _compute_stage(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> Any:
+    def _compute_stage(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> StageOutput:
         assert isinstance(stage, PipelineStageModule) and stage.cut is not None
         batch, cut = self._batches[microbatch], stage.cut
         output = cut.run(lambda: self._compute(stage.module, batch, self._scale, self.view), received)
@@ -245,17 +250,17 @@ def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], Axis
     return axis_groups
 
 
-def _fsdp_units(module: Any) -> list[Any]:
+def _fsdp_units(module: nn.Module) -> list[nn.Module]:
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
-def _disable_reshard(module: Any) -> None:
+def _disable_reshard(module: nn.Module) -> None:
     """Keeps a sharded stage gathered after a forward: the schedule gathers and frees it as a whole."""
     for unit in _fsdp_units(module):
         unit.set_reshard_after_forward(False, recurse=False)
 
 
-def _reshard_all(module: Any) -> None:
+def _reshard_all(module: nn.Module) -> None:
     """Frees what a forward without a backward gathered."""
     for unit in _fsdp_units(module):
         unit.reshard()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +50,7 @@ class LayerProgressHooks:
                 self.tell(number)
 
         @functools.wraps(plain)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             if self.tell is None:
                 return plain(*args, **kwargs)
             self.tell(number)
@@ -66,7 +65,7 @@ class LayerProgressHooks:
         return forward
 
 
-def _hidden(out: Any) -> torch.Tensor | None:
+def _hidden(out: object) -> torch.Tensor | None:
     """Returns the first tensor of a layer's output: the next layer's input."""
     values = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
     return next((value for value in values if isinstance(value, torch.Tensor)), None)

@@ -26,6 +26,14 @@ class LossView:
     None where the cross-entropy is all there is."""
 
 
+class Batch(Protocol):
+    """What the runtime reads of a micro-batch; `Compute` knows the rest of it."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(B, ...): this rank's rows, on the model's device."""
+
+
 Compute = Callable[[nn.Module, Any, float, LossView], tuple[torch.Tensor, torch.Tensor]]
 """(module, micro-batch, scale, view) to (loss to differentiate, sums): the loss is scale x the sum over target tokens,
 the sums are a float64 vector (loss sum, target tokens, right predictions), detached. Each term of a model's own loss

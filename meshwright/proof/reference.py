@@ -220,10 +220,10 @@ def find_random_modules(module: nn.Module, forward: Forward, batch: Any) -> str:
     states: list[torch.Tensor] = []
     device = batch.targets.device
 
-    def enter(_module: nn.Module, _args: Any) -> None:
+    def enter(_module: nn.Module, _args: object) -> None:
         states.append(random_state(device))
 
-    def leave(submodule: nn.Module, _args: Any, _out: Any) -> None:
+    def leave(submodule: nn.Module, _args: object, _out: object) -> None:
         if not torch.equal(states.pop(), random_state(device)):
             # Inner modules leave before outer ones, so the first entry is the innermost that draws.
             drawing_modules.append(f"{names[submodule]} ({type(submodule).__name__})")

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ class ErrorStatistics:
             for name, reference in expected.items():
                 self._add((section, name), trained[name], reference)
 
-    def _add(self, key: Any, measured: torch.Tensor, expected: torch.Tensor) -> None:
+    def _add(self, key: Hashable, measured: torch.Tensor, expected: torch.Tensor) -> None:
         error = measured.to(torch.float64) - expected
         self._largest[key] = max(self._largest.get(key, 0.0), largest([error]))
         self._squares[key] = self._squares[key].add_(error.square_()) if key in self._squares else error.square_()

@@ -128,7 +128,7 @@ def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, Mo
 
 def _train_under_layout(
     context: RankContext, case: Case, layout: Layout, path: Path, facts: ModelAnalysis
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Trains under the layout on this rank and compares its parts with the reference."""
     torch.set_num_threads(1)
     init_group(context, timeout_s=case.timeout_s, group_s=GROUP_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +36,7 @@ class ForwardHooks:
         module.register_forward_hook(self._after_forward)
 
     @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         # evaluation: no backward follows and no dropout is drawn
         """Checks the inputs and starts the step's random numbers."""
         if not torch.is_grad_enabled():
@@ -65,7 +64,7 @@ class ForwardHooks:
             self._forwards += 1
 
     @torch.compiler.disable
-    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, _module: nn.Module, _args: object, output: object) -> None:
         """Ends the random numbers, and hooks the outputs, so that backward opens a pass."""
         if (chance := self._sharded_model.program.dropout_rng) is not None:
             chance.end_forward()
@@ -83,7 +82,7 @@ class ForwardHooks:
             item.register_hook(self._sync.begin)
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def _tensors(output: object) -> Iterator[torch.Tensor]:
     """Yields the tensors of a model's output, however they are nested."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -90,7 +89,7 @@ class GradientSync:
         """True when gradients are those of the global batch."""
         return self.state is not GradientState.LOCAL
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, *_: object) -> None:
         """Opens a pass; called within a backward, by each of its first hooks."""
         if self._open:
             return

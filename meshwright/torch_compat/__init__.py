@@ -25,7 +25,7 @@ class PrivateName:
     until: str = ""
     """Last version that has it; empty where the newest does."""
 
-    def resolve(self) -> Any:
+    def resolve(self) -> object:
         """Returns the object.
 
         Raises:

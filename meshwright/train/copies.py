@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.tensor_shards import TensorShard, cells_of, collect_local_shards, within
+from meshwright.json_types import JsonObject
 from meshwright.parallel.program import Program
 from meshwright.spec.placement import Box
 from meshwright.train.optimizer import LocalAdamW
@@ -368,7 +369,7 @@ def _as_int64(value: int | torch.Tensor) -> int:
     return number - _WORD if number >= _WORD // 2 else number
 
 
-def as_values(values: Mapping[str, Any]) -> list[float]:
+def as_values(values: JsonObject) -> list[float]:
     """Returns the numbers among plain values as floats, ordered by name."""
     numbers = ((name, value) for name, value in sorted(values.items()) if isinstance(value, (int, float)))
     return [float(value) for _, value in numbers]

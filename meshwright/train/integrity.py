@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.errors import RankError
+from meshwright.json_types import JsonObject
 from meshwright.parallel.program import Program
 from meshwright.train.bounds import StateBounds
 from meshwright.train.copies import Comparison, CopyCheck, Element, as_values
@@ -47,12 +48,12 @@ class Damage:
     last: bool = False
     """Whether no older state exists: recurring numbers are the training's own."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: JsonObject) -> Self:
         """Returns the damage of `to_json`'s values."""
         fields: dict[str, Any] = {"ranks": tuple(values["ranks"]), "rows": tuple(map(tuple, values["rows"]))}
         if (element := values["element"]) is not None:
@@ -181,7 +182,7 @@ class Integrity:
             return False
         return self._copy_check.due(step) or any(self._earlier_damage_at(kind, step) for kind in (COPIES, BOUNDS))
 
-    def agrees(self, step: int, counters: Mapping[str, Any]) -> bool:
+    def agrees(self, step: int, counters: JsonObject) -> bool:
         """Compares all copies after ``step`` steps; returns whether the state may be saved.
 
         Args:

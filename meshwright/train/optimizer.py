@@ -30,7 +30,7 @@ class LocalAdamW:
 
     def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, on_host: bool = False) -> None:
         self.config, self._on_host = config, on_host
-        self._pending_copies: list[Any] = []
+        self._pending_copies: list[torch.cuda.Event] = []
         # Weights without an element on this rank have no state here.
         self._local_weights = [weight for weight in weights if weight.local.numel()]
         self._all = list(weights)
@@ -40,7 +40,7 @@ class LocalAdamW:
             weight.name: parameter for weight, parameter in zip(self._local_weights, self._parameters)
         }
         decays = [config.decay == "all" or len(weight.shape) >= 2 for weight in self._local_weights]
-        groups: list[dict[str, Any]] = []
+        groups: list[dict[str, object]] = []
         # torch's AdamW has one weight decay for each parameter group.
         for decays_group, decay in ((True, config.weight_decay), (False, 0.0)):
             members = [parameter for parameter, decayed in zip(self._parameters, decays) if decayed is decays_group]
@@ -62,7 +62,7 @@ class LocalAdamW:
             shard = _host_like(shard).copy_(shard)
         return nn.Parameter(shard, requires_grad=False)
 
-    def wait_for(self, event: Any) -> None:
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
         """Makes the next update wait on the device for a CUDA event, because a snapshot is copying the state."""
         if event is not None:
             self._pending_copies.append(event)

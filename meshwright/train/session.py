@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ from meshwright.spec.placement import Box
 from meshwright.spec.plan import Plan
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
-from meshwright.train.hooks import Hook
+from meshwright.train.hooks import Hook, TrainOutcome
 from meshwright.train.loss import cross_entropy_sums
 from meshwright.train.memory import RankMemory, RecoveryMemory
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
@@ -190,7 +189,7 @@ def _peak_flops(job: TrainJob, stepper: Stepper, device: torch.device) -> float:
     return float(stepper.world_sum(local_rate))
 
 
-def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
+def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
     """Trains on this rank; the same call on every rank.
 
     Returns:
@@ -212,7 +211,7 @@ def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> Any:
+def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
     config, layout = job.config, job.plan.layout
     device = torch.device(context.device)
     program = build_program(job.model, job.plan, device, job.analysis, job.memory is None or job.memory.state is None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.outcome import LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.json_types import JsonObject
 from meshwright.parallel.program import Program
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -49,7 +49,7 @@ def save_state(
     scaler: LossScaler,
     origin: Origin,
     tokens: int,
-    **values: Any,
+    **values: object,
 ) -> SavedCheckpoint:
     """Writes a checkpoint after ``step`` steps and ``tokens`` target tokens, with further plain values.
 
@@ -64,7 +64,7 @@ def plain_values(optimizer: LocalAdamW, scaler: LossScaler, tokens: int) -> dict
     return {"tokens": tokens, "updates": optimizer.steps, "scaler": scaler.state()}
 
 
-def adopt_values(values: Mapping[str, Any], optimizer: LocalAdamW, scaler: LossScaler) -> None:
+def adopt_values(values: JsonObject, optimizer: LocalAdamW, scaler: LossScaler) -> None:
     """Restores the plain values of a state whose tensors have been filled."""
     optimizer.restored(int(values["updates"]))
     scaler.restore(dict(values["scaler"]))

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import RankError
 from meshwright.events import Event, StepRecord
+from meshwright.json_types import JsonObject
 from meshwright.launch.signals import StopFlag
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
@@ -23,7 +23,7 @@ from meshwright.spec.layout import Layout
 from meshwright.train.faults import Faults
 from meshwright.train.feed import Feed
 from meshwright.train.health import Health, Limits
-from meshwright.train.hooks import Hook, Request, StepInfo
+from meshwright.train.hooks import Hook, Request, StepInfo, TrainOutcome
 from meshwright.train.integrity import Integrity
 from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
@@ -128,19 +128,19 @@ class Trainer:
             self.passed_over = sick - self.step
             self._event("rewound", step=self.step, sick=sick, passed_over=self.passed_over)
 
-    def _counters(self) -> dict[str, Any]:
+    def _counters(self) -> dict[str, object]:
         """Returns the loop's own plain values for a checkpoint, beside step and tokens."""
         counters = {"validation_loss": self.validation_loss, "sick": self._sick_steps, "passed_over": self.passed_over}
         return counters | self._health.state()
 
-    def _adopt(self, values: Mapping[str, Any]) -> None:
+    def _adopt(self, values: JsonObject) -> None:
         """Restores tokens and `_counters` from a state's plain values."""
         self.tokens, self._sick_steps = int(values["tokens"]), int(values.get("sick", 0))
         self.validation_loss = values.get("validation_loss")
         self.passed_over = int(values.get("passed_over", 0))
         self._health.restore(values)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> TrainOutcome:
         """Trains to the last step or until asked to stop, and saves a checkpoint either way.
 
         Returns:
@@ -179,7 +179,7 @@ class Trainer:
                 self.save()
             if copies and deps.memory is not None and deps.memory.snapshot_step < self.step:
                 self._copy()
-        result: dict[str, Any] = {"finished": not stopped, "step": self.step, "loss": last.loss if last else None}
+        result: TrainOutcome = {"finished": not stopped, "step": self.step, "loss": last.loss if last else None}
         if cut and not stopped:
             sick = self.step + self.passed_over if self._must_rewind else 0
             deps.monitor.goes_on = True
@@ -201,12 +201,12 @@ class Trainer:
         self._deps.program.step_timer.lap("compare")
         return agrees
 
-    def _rewound_result(self, last: StepRecord | None) -> dict[str, Any]:
+    def _rewound_result(self, last: StepRecord | None) -> TrainOutcome:
         """Returns the result of ranks that end because of a damage, so that others continue from an older state."""
         damage = self._integrity.damage
         assert damage is not None
         self._deps.monitor.goes_on = True
-        fields = {"step": self.step, "loss": last.loss if last else None, "damage": damage.to_json()}
+        fields: TrainOutcome = {"step": self.step, "loss": last.loss if last else None, "damage": damage.to_json()}
         return {"finished": False, "cut": True, "sick": 0} | fields
 
     def _copy(self) -> None:
@@ -221,7 +221,7 @@ class Trainer:
         deps.program.step_timer.lap("snapshot")
         self._phase("record", 0)
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, object]:
         """Returns the plain values of a snapshot."""
         deps = self._deps
         peak = deps.peak_flops / deps.layout.world if deps.peak_flops else None
@@ -388,7 +388,7 @@ class Trainer:
         """Returns this rank's bytes of state by kind, as far as they were measured, and its peak."""
         return self._state_bytes | {"peak": peak_bytes()}
 
-    def _event(self, kind: str, **data: Any) -> None:
+    def _event(self, kind: str, **data: object) -> None:
         """Records on rank 0 an event that all ranks know."""
         if self._deps.rank == 0:
             self._deps.monitor.event(Event(kind=kind, rank=0, data=data))
