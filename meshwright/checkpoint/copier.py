@@ -20,7 +20,7 @@ class Copier:
 
     From host memory the copy is done when `copy` returns. From a GPU it runs on a side stream, straight into the
     target, which is registered with the driver so that the device writes it by DMA. Forward and backward of the next
-    step run meanwhile; the next update waits for `done` on the device. Tensors that a forward may change (buffers) are
+    step run meanwhile; the next update waits for `copy_event` on the device. Buffers, which a forward may change, are
     copied on the compute stream, in order with it.
 
     Args:
@@ -37,7 +37,7 @@ class Copier:
         self._sources: list[Tensor] | None = None
         self._registered: dict[int, bool] = {}
         self._stream: Any = None
-        self.done: Any = None
+        self.copy_event: Any = None
         """CUDA event at the end of the last copy; None where the copy was synchronous."""
 
     def aim(self, tensors: Mapping[str, StateTensor]) -> None:
@@ -70,7 +70,7 @@ class Copier:
         sources = self._sources
         if sources is None:
             raise CheckpointError("the first snapshot of a state needs its tensors")
-        self.done = None
+        self.copy_event = None
         pairs = list(zip(targets, sources, self._changing))
         host_pairs = [(target, source) for target, source, _ in pairs if not source.is_cuda]
         if len(host_pairs) < len(pairs):
@@ -90,13 +90,13 @@ class Copier:
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
                 _copy_each(side_stream_pairs, registered)
-                self.done = torch.cuda.Event()
-                self.done.record(self._stream)
+                self.copy_event = torch.cuda.Event()
+                self.copy_event.record(self._stream)
         _copy_each(host_pairs, False)
 
     def wait(self) -> None:
         """Waits until the last copy is done."""
-        copy_event = self.done
+        copy_event = self.copy_event
         if copy_event is not None:
             copy_event.synchronize()
 

@@ -72,7 +72,7 @@ class DcpBackend:
 
     def read(self, folder: Path, targets: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
         """Reads the overlaps of this rank's shards with the chunks on disk."""
-        _load(folder, targets, _Reader(folder), group)
+        _load(targets, _Reader(folder), group)
 
     def read_full(self, folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields full tensors, read in batches of about 256 MiB."""
@@ -82,7 +82,7 @@ class DcpBackend:
         reader = _Reader(folder)
         for batch in _batches(names, table):
             tensors = {name: torch.empty(table[name].shape, dtype=getattr(torch, table[name].dtype)) for name in batch}
-            _load(folder, tensors, reader, None)
+            _load(tensors, reader, None)
             for name in batch:
                 yield name, tensors.pop(name)
 
@@ -293,7 +293,7 @@ def _batches(names: Sequence[str], table: Mapping[str, TensorRecord]) -> Iterato
         yield batch
 
 
-def _load(folder: Path, targets: Mapping[str, Tensor], reader: _Reader, group: ProcessGroup | None) -> None:
+def _load(targets: Mapping[str, Tensor], reader: _Reader, group: ProcessGroup | None) -> None:
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _as_checkpoint_error(), _silence_single_process_warning(group), torch.no_grad():
         dcp.load(dict(targets), storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)

@@ -24,7 +24,6 @@ from meshwright.errors import CheckpointError
 from meshwright.parallel.dcp_shards import StateTensor
 
 _SUFFIX = ".image"
-_BATCH_BYTES = 256 * 2**20
 
 
 class ImageBackend:

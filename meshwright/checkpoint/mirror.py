@@ -184,7 +184,7 @@ class Mirror:
         file_system, local_folder = self._connect(), Folder(root)
         root.mkdir(parents=True, exist_ok=True)
         step = order_of(name)[0]
-        temporary = root / local_folder.begin(step)[0]
+        temporary = root / local_folder.create_temporary(step)[0]
         try:
             (temporary / MANIFEST).write_bytes(file_system.cat_file(f"{self._root}/{name}/{MANIFEST}"))
             manifest = Manifest.read(temporary, name)

@@ -51,7 +51,7 @@ class LoadedCheckpoint:
     """Newer checkpoints that didn't verify."""
     seconds: float
     """Duration of search and load on this rank, in seconds."""
-    asked: tuple[Mapping[str, Any], ...] = ()
+    mirror_events: tuple[Mapping[str, Any], ...] = ()
     """Events of fetching from ``config.mirror`` in their place, each with its ``kind``."""
 
     @property
@@ -73,7 +73,7 @@ class CheckpointSearch:
     mirror_events: list[Mapping[str, Any]] = field(default_factory=list)
     """Events of fetching from the mirror, each with its ``kind``."""
 
-    def loaded(self, path: Path, manifest: Manifest) -> LoadedCheckpoint:
+    def build_result(self, path: Path, manifest: Manifest) -> LoadedCheckpoint:
         """Builds the result of a search that ended with a good checkpoint."""
         return LoadedCheckpoint(
             step=manifest.step,
@@ -81,7 +81,7 @@ class CheckpointSearch:
             manifest=manifest,
             refused=tuple(self.refused),
             seconds=time.monotonic() - self.began,
-            asked=tuple(self.mirror_events),
+            mirror_events=tuple(self.mirror_events),
         )
 
     def reasons(self) -> str:

@@ -281,7 +281,7 @@ class CheckpointStore:
                 f"{self.root} already holds {entries[-1].path.name} of a run that wasn't resumed here; "
                 "resume it, or give another run directory"
             )
-        return self._folder.begin(step)
+        return self._folder.create_temporary(step)
 
     def _write_and_check(
         self, folder: Path, write_files: Callable[[Path], dict[str, FileRecord]]
@@ -419,7 +419,7 @@ class CheckpointStore:
 
     def _accept(self, path: Path, manifest: Manifest, search: CheckpointSearch) -> LoadedCheckpoint:
         self._step = manifest.step
-        return search.loaded(path, manifest)
+        return search.build_result(path, manifest)
 
     def _raise_none_found(self, step: int | None, search: CheckpointSearch, required: bool) -> None:
         root_label = f"{self.root}" + (f" at step {step}" if step is not None else "")

@@ -59,7 +59,7 @@ class TrafficLog:
         """
         self._events.append((axis, op, start, wait, resume))
 
-    def begin(self) -> int:
+    def start_operation(self) -> int:
         """Returns the number of a collective that starts now."""
         self.started += 1
         return self.started
@@ -70,7 +70,7 @@ class TrafficLog:
 
         Args:
             description: the text for ``on_wait``.
-            number: from `begin`.
+            number: from `start_operation`.
         """
         if self.on_wait:
             self.on_wait(description, number, 0)
@@ -129,7 +129,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         self._started, self._finished = time.perf_counter(), False
         # From here to `wait` the transfer overlaps with compute.
         self._event = _record_event() if axis_group.on_cuda else None
-        self._number = axis_group.log.begin()
+        self._number = axis_group.log.start_operation()
 
     def wait(self, timeout: Any = None) -> bool:
         """Waits for the transfer; the process group's own timeout bounds it."""

@@ -66,7 +66,7 @@ def wrap_model(
         tensor_hooks.on_hidden(
             first_layer,
             _take_from_full_rows(module, axis_group.size, take_tokens),
-            before=True,
+            prepend=True,
             purpose="a rank's tokens",
         )
 

@@ -24,9 +24,9 @@ class LocalBoxes:
         dtype: of the elements.
     """
 
-    def __init__(self, shape: Sequence[int], parts: Sequence[tuple[Box, torch.Tensor]], dtype: torch.dtype) -> None:
+    def __init__(self, shape: Sequence[int], boxes: Sequence[tuple[Box, torch.Tensor]], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
-        self.boxes = [(box, view) for box, view in parts if view.numel()]
+        self.boxes = [(box, view) for box, view in boxes if view.numel()]
 
     @property
     def is_meta(self) -> bool:

@@ -30,7 +30,7 @@ class PartialGradReducer:
         self._module, self._partial_grads = module, tuple(owed)
         self._axis_group, self._neighbours = axis_group, neighbours
 
-    def begin(self, last: bool, fresh: bool = False) -> None:
+    def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Does nothing: gradients are summed after the last backward."""
 
     def finish(self) -> None:

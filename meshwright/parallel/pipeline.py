@@ -21,6 +21,7 @@ from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axes.pp import AXIS
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
@@ -86,7 +87,7 @@ class PipelineProgram(Program):
         cpu = mesh.device_type == "cpu"
         device = torch.device("cpu") if cpu else torch.device(mesh.device_type, torch.cuda.current_device())
         self._pipeline_group = PipelineGroup(
-            axis_group=mesh.axis_groups["pp"], schedule=division.schedule, device=device
+            axis_group=mesh.group_with(Mechanics.STAGES), schedule=division.schedule, device=device
         )
         self._shared = self._find_shared_weights(division, mesh)
         for stage in self._pipeline_stages:
@@ -105,7 +106,7 @@ class PipelineProgram(Program):
     def reporters(self) -> int:
         """Number of ranks that report the same loss sums: the last stage's alone report any."""
         assert self.mesh is not None
-        return super().reporters // self.mesh.layout.degree("pp")
+        return super().reporters // self.mesh.layout.degree(Mechanics.STAGES)
 
     def forward_backward(
         self, batches: Sequence[Batch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
@@ -124,7 +125,7 @@ class PipelineProgram(Program):
         for stage in self.stages:
             for sync in stage.gradient_syncs:
                 # Only now: a backward in halves doesn't call the hooks by which a sum would start earlier.
-                sync.begin(True)
+                sync.begin_microbatch(True)
                 sync.finish()
         # All started before the first is waited for, so that the sums of tied weights overlap.
         for wait_for_sum in [shared.start() for shared in self._shared]:
@@ -233,20 +234,20 @@ class PipelineProgram(Program):
 
 def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], AxisGroup]:
     """Returns a group for each set of ``pp`` indices that share weights; every rank makes all groups, in one order."""
-    names = mesh.device_mesh.mesh_dim_names or ()
-    size = mesh.device_mesh["pp"].size()
-    pipeline_ranks = mesh.device_mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, size).tolist()
+    names, pipeline_group = mesh.device_mesh.mesh_dim_names or (), mesh.group_with(Mechanics.STAGES)
+    size = pipeline_group.size
+    pipeline_ranks = mesh.device_mesh.mesh.movedim(names.index(pipeline_group.axis), -1).reshape(-1, size).tolist()
     axis_groups = {}
     for holders in sorted(set(division.holders.values())):
         if len(holders) == size:
-            axis_groups[holders] = mesh.axis_groups["pp"]
+            axis_groups[holders] = pipeline_group
         elif len(holders) > 1:
             # A collective call: ranks outside of the group take part in making it.
             group, _ = dist.new_subgroups_by_enumeration(
                 [[pipeline[index] for index in holders] for pipeline in pipeline_ranks]
             )
-            if mesh.device_mesh.get_local_rank("pp") in holders:
-                axis_groups[holders] = AxisGroup("pp", group, mesh.log)
+            if pipeline_group.index in holders:
+                axis_groups[holders] = AxisGroup(pipeline_group.axis, group, mesh.log)
     return axis_groups
 
 

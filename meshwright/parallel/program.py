@@ -19,6 +19,7 @@ from meshwright.parallel.stage_module import Batch, Compute, ExpertCounts, LossV
 from meshwright.parallel.state_meter import StateMeter
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.weights import Weight, named_weights
+from meshwright.spec.axis import Mechanics
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Program:
         self._compute = compute
         copies = 1
         if mesh is not None:
-            copies = mesh.world.size // mesh.layout.degree("pp")
+            copies = mesh.world.size // mesh.layout.degree(Mechanics.STAGES)
         self.weights: list[Weight] = []
         """Every trained weight that this rank holds a part of, once."""
         self.frozen: list[Weight] = []
@@ -116,7 +117,7 @@ class Program:
                     buffers_before
                 )  # a step is one call of the model, in however many micro-batches
             for sync in self.stages[0].gradient_syncs:
-                sync.begin(microbatch == len(batches) - 1, no_gradients and microbatch == 0)
+                sync.begin_microbatch(microbatch == len(batches) - 1, no_gradients and microbatch == 0)
             if stamp:
                 stamp.phase("forward", microbatch)
             forward = functools.partial(self._compute, self.module, batch, scale, self.view)

@@ -144,7 +144,7 @@ class _PendingReceive:
 
     def __init__(self, work: dist.Work, axis_group: AxisGroup, description: str) -> None:
         self._work, self._log, self._description = work, axis_group.log, description
-        self._number = axis_group.log.begin()
+        self._number = axis_group.log.start_operation()
 
     def wait(self) -> object:
         """Called by torch's runtime before the stage computes."""
@@ -287,7 +287,7 @@ def _receive(pipeline_group: PipelineGroup, index: int) -> tuple[torch.Tensor, .
     # Its length is fixed, so it can be received before any shape is known.
     header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=pipeline_group.device)
     with pipeline_group.axis_group.log.waiting(
-        f"receive over {pipeline_group.axis_group.axis}", pipeline_group.axis_group.log.begin()
+        f"receive over {pipeline_group.axis_group.axis}", pipeline_group.axis_group.log.start_operation()
     ):
         dist.recv(header, peer, group=pipeline_group.axis_group.group)
     count, *fields = header.tolist()

@@ -43,12 +43,12 @@ adds two: the term times what the micro-batch counts for in it, and what it coun
 class Sync(Protocol):
     """What an axis that sums gradients gives the step to steer it."""
 
-    def begin(self, last: bool, fresh: bool = False) -> None:
+    def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Called before each micro-batch.
 
         Args:
-            last: the last one before the optimizer.
-            fresh: the first one, and no weight has a gradient.
+            is_last: the last one before the optimizer.
+            no_gradients: the first one, and no weight has a gradient.
         """
 
     def finish(self) -> None:

@@ -80,13 +80,13 @@ def on_output(module: nn.Module, move: Move, *, purpose: str) -> None:
     module.register_forward_hook(described(hook, f"output: {purpose}"))
 
 
-def on_hidden(module: nn.Module, move: Move, before: bool = False, *, purpose: str) -> None:
+def on_hidden(module: nn.Module, move: Move, prepend: bool = False, *, purpose: str) -> None:
     """Moves the hidden state that a layer is called with: its first floating (B, S, D) argument.
 
     Args:
         module: gets a hook.
         move: what happens to it.
-        before: ahead of hooks that the module already has.
+        prepend: ahead of hooks that the module already has.
         purpose: what for, for `forward_stack.describe`.
     """
 
@@ -99,7 +99,7 @@ def on_hidden(module: nn.Module, move: Move, before: bool = False, *, purpose: s
                 return args, kwargs | {key: move(value)}
         raise ValueError("a layer is called without a hidden state (B, S, D)")
 
-    module.register_forward_pre_hook(described(hook, f"hidden state: {purpose}"), with_kwargs=True, prepend=before)
+    module.register_forward_pre_hook(described(hook, f"hidden state: {purpose}"), with_kwargs=True, prepend=prepend)
 
 
 def is_hidden(value: object) -> bool:

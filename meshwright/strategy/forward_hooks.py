@@ -42,7 +42,7 @@ class ForwardHooks:
         if not torch.is_grad_enabled():
             return
         program = self._sharded_model.program
-        self._sync.recover()
+        self._sync.discard_failed_pass()
         if module.training and any(item.training for item in self._statistics):
             raise ConfigError(
                 "the model has BatchNorm, whose statistics would be of this rank's rows alone: use GroupNorm, or call "
@@ -79,7 +79,7 @@ class ForwardHooks:
                 "tensors, or an object, dict, list or tuple of them"
             )
         for item in (tensor for tensor in outputs if tensor.requires_grad):
-            item.register_hook(self._sync.begin)
+            item.register_hook(self._sync.open_pass)
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:

@@ -317,7 +317,7 @@ class HybridParallelStrategy:
             groups: parameters of the sharded model or groups of them, as torch takes them; all when None.
             **settings: of ``make``.
         """
-        return self._require_sharded_model().optimizers.make(make, groups, settings)
+        return self._require_sharded_model().optimizers.make_optimizer(make, groups, settings)
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean cross-entropy over the targets of the global batch; -100 counts for nothing.

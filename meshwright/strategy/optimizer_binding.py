@@ -40,12 +40,12 @@ class OptimizerBinding:
     def __init__(
         self,
         program: Program,
-        parts: list[nn.Parameter],
+        local_parameters: list[nn.Parameter],
         sync: GradientSync | None,
         after_step: Callable[[], None],
     ) -> None:
         self._program, self._sync, self._after_step = program, sync, after_step
-        self._local_parameters = dict(zip(program.weights, parts))
+        self._local_parameters = dict(zip(program.weights, local_parameters))
         self._by_id = {id(weight.parameter): weight for weight in (*program.weights, *program.frozen)}
         self._bound: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[Weight]]] = {}
         self._published: dict[Weight, torch.Tensor] = {}
@@ -61,7 +61,7 @@ class OptimizerBinding:
         """Remembers parameters that are no longer the model's: an optimizer that has one is refused at its step."""
         self._stale = {id(item): weakref.ref(item) for item in parameters if id(item) not in self._by_id}
 
-    def make(
+    def make_optimizer(
         self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[object] | None, settings: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
         """Returns a new optimizer over this rank's shards; see `HybridParallelStrategy.optimizer`."""
@@ -154,7 +154,7 @@ class OptimizerBinding:
         self._refuse_unsupported(optimizer, any(item is not None for item in (*args[1:], *kwargs.values())))
         if self._sync is not None:
             self._sync.check_step()
-            self._sync.hide()
+            self._sync.hide_gradients()
         for weight in weights or ():
             local_parameter = self._local_parameters[weight]
             # a gradient that user code has replaced on the shard is left alone
@@ -178,7 +178,7 @@ class OptimizerBinding:
             self._local_parameters[weight].grad = None
             self._published.pop(weight, None)
         if self._sync is not None:
-            self._sync.show()
+            self._sync.show_gradients()
         self._after_step()
 
     def _refuse_unsupported(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:

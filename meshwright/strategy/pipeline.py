@@ -124,7 +124,7 @@ class PipelineEngine:
         if isinstance(optimizer, torch.optim.Optimizer):
             sharded_model.optimizers.rebuild(optimizer, original.names)
         else:
-            optimizer = sharded_model.optimizers.make(optimizer, None, {})
+            optimizer = sharded_model.optimizers.make_optimizer(optimizer, None, {})
         self._built = program, sharded_model, optimizer
 
     def _require_built(self) -> tuple[Program, ShardedModel, torch.optim.Optimizer]:

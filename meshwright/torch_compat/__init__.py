@@ -33,7 +33,7 @@ class PrivateName:
             ImportError: this torch doesn't have its module.
         """
         module, _, attributes = self.path.partition(":")
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for name in attributes.split("."):
-            found = getattr(found, name)
-        return found
+            value = getattr(value, name)
+        return value

@@ -234,14 +234,14 @@ def wrapper_tensor(cls: type[Any], size: Sequence[int], dtype: torch.dtype, devi
         dtype: its element type.
         device: where it says that it lies.
     """
-    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-    return make(cls, size, dtype=dtype, device=device, requires_grad=False)
+    make_subclass: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make_subclass(cls, size, dtype=dtype, device=device, requires_grad=False)
 
 
 def collective_dump() -> Callable[[bool, bool], bytes] | None:
     """Returns torch's dump of this process's collectives, (with them, active ones alone) to JSON; None without one."""
-    found = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
-    return found if callable(found) else None
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+    return dump if callable(dump) else None
 
 
 def wrap_checkpoint_generator(wrap: Callable[[TorchFunction], TorchFunction]) -> None:

@@ -162,7 +162,7 @@ class StateSnapshots:
             # `state_tensors` creates moments that didn't exist yet, so the addresses are read again.
             self._addresses = state_addresses(program, optimizer)
         # The copy runs on its own stream; the update would overwrite what it still reads.
-        optimizer.wait_for(self._writer.copier.done)
+        optimizer.wait_for(self._writer.copier.copy_event)
 
     def wait(self) -> None:
         """Waits until the last snapshot is complete."""

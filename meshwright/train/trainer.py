@@ -87,7 +87,7 @@ class Trainer:
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
         self._position = RankProgress(deps.progress, deps.faults, lambda: self.step)
-        deps.program.progress_hooks.tell = self._position.enter
+        deps.program.progress_hooks.listener = self._position.enter
         if deps.program.mesh is not None:
             deps.program.mesh.log.on_wait = self._position.waits
 
@@ -115,7 +115,7 @@ class Trainer:
             self._adopt(checkpoint.meta)
             for refused in checkpoint.refused:
                 self._event("checkpoint_refused", path=str(refused.path), reason=refused.reason)
-            for notice in checkpoint.asked:
+            for notice in checkpoint.mirror_events:
                 self._event(**notice)
             self._event("resumed", step=checkpoint.step, path=str(checkpoint.path), seconds=checkpoint.seconds)
         self._skip_anomalous_rows()

@@ -53,7 +53,7 @@ def test_layers_tell_forward_in_order_and_backward_in_reverse(mode: str) -> None
     through(layers, x).sum().backward()
     assert told == [], "nobody listens"
     runs = layers[0].runs
-    progress_hooks.tell = told.append
+    progress_hooks.listener = told.append
     out = through(layers, x)
     assert told == [4, 5, 6, 7, OUTSIDE]
     out.sum().backward()
