@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +35,8 @@ class Copier:
         self._changing = [bool(changing) and shard.name.startswith(changing) for _, shard in saved_shards]
         self._sources: list[Tensor] | None = None
         self._registered: dict[int, bool] = {}
-        self._stream: Any = None
-        self.copy_event: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self.copy_event: torch.cuda.Event | None = None
         """CUDA event at the end of the last copy; None where the copy was synchronous."""
 
     def aim(self, tensors: Mapping[str, StateTensor]) -> None:

@@ -9,12 +9,13 @@ sides. A rank's error is reduced to text, since one that can't be pickled would 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
@@ -97,7 +99,7 @@ class _SummedFiles(FileSystem):
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[BinaryIO]:
         if mode != "wb":
             raise CheckpointError(f"{path} is opened with '{mode}'; a checkpoint's files are only written new")
         path = Path(path)
@@ -105,7 +107,7 @@ class _SummedFiles(FileSystem):
             yield stream
         self.records[path.name] = stream.record
 
-    def rename(self, path: Any, new_path: Any) -> None:
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
@@ -128,7 +130,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> object:
         return _with_plain_errors(lambda: super(_Writer, self).write_data(plan, planner))
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         _with_plain_errors(lambda: super(_Writer, self).finish(metadata, results))
 
     def storage_meta(self) -> StorageMeta:

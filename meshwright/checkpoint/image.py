@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class ImageBackend:
 
 
 def write_image(
-    folder: Path, rank: int, shards: Sequence[TensorShard], data: Sequence[Any], tensors: str
+    folder: Path, rank: int, shards: Sequence[TensorShard], data: Sequence[memoryview], tensors: str
 ) -> dict[str, FileRecord]:
     """Writes a rank's file.
 

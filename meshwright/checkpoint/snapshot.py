@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +125,7 @@ class Snapshot:
             raise CheckpointError("a snapshot whose header is damaged")
         table_fields = parse_json(bytes(memory[section_offsets[1] : section_offsets[2]]))
         checksums = struct.unpack_from(f"<{shard_count}I", memory, section_offsets[2])
-        self.meta: dict[str, Any] = parse_json(bytes(memory[section_offsets[3] : meta_end]))
+        self.meta: JsonObject = parse_json(bytes(memory[section_offsets[3] : meta_end]))
         """The trainer's own values."""
         self.tensors = str(table_fields["tensors"])
         """Fingerprint of the whole state's tensors (`tensor_shards.digest`)."""
@@ -183,7 +182,7 @@ def read_step(segment: Segment) -> tuple[int, int] | None:
     return header_fields[:2] if header_fields is not None else None
 
 
-def header(memory: Any) -> tuple[int, int, int] | None:
+def header(memory: bytes | memoryview | mmap.mmap) -> tuple[int, int, int] | None:
     """Parses (generation, step, offset of the data in bytes) from a segment's header; None when it is blank."""
     if len(memory) < _HEADER_BYTES:
         return None
@@ -403,7 +402,7 @@ class SnapshotWriter:
         memory[:_HEADER_BYTES] = header_bytes
 
 
-def encode(rank: int, shards: Sequence[TensorShard], data: Sequence[Any], tensors: str) -> bytes:
+def encode(rank: int, shards: Sequence[TensorShard], data: Sequence[memoryview], tensors: str) -> bytes:
     """Encodes the front of an image file, before the shards' data: header, table and checksums, padded."""
     checksums = [zlib.crc32(shard_bytes) for shard_bytes in data]
     table = _encode_table(rank, shards, tensors)

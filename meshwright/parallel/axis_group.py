@@ -35,7 +35,7 @@ class TrafficLog:
     started: int = 0
     """Collectives that were started since the last drain."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    _events: list[tuple[str, str, Any, Any, Any]] = field(default_factory=list)
+    _events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def add(self, axis: str, op: str, sent_bytes: int, seconds: float, exposed_s: float) -> None:
         """Books one collective."""
@@ -131,7 +131,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         self._event = _record_event() if axis_group.on_cuda else None
         self._number = axis_group.log.start_operation()
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         """Waits for the transfer; the process group's own timeout bounds it."""
         if self._finished:
             return True

@@ -69,7 +69,7 @@ class DropoutRng:
         self._mode_is_on = False
         self._drawn: bool | None = None
         """Whether some forward drew a number; None before the first."""
-        self._boxes: dict[Any, RowBox] = {}
+        self._boxes: dict[Hashable, RowBox] = {}
 
     def begin_forward(self, key: tuple[int, int], first_row: int, shape: Sequence[int]) -> None:
         """Starts the numbering of a training forward; called before it.

@@ -165,7 +165,7 @@ def wrap(
         "reshard_after_forward": options.zero == 3,
     }
     hold_as_rows(module)
-    expert_modules: Sequence[Any] = expert_group.modules if expert_group else ()
+    expert_modules: Sequence[nn.Module] = expert_group.modules if expert_group else ()
     # Innermost first: fully_shard leaves out what a unit inside has already taken.
     for expert_module in expert_modules:
         assert expert_group is not None

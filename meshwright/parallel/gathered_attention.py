@@ -9,7 +9,6 @@ Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +67,7 @@ class GatheredAttention(TorchFunctionMode):
         outputs: list[torch.Tensor] = []
         # One call for each run: under a causal mask each gets only the keys up to its end, so ranks do equal work.
         for (start, stop), local_queries in zip(spans, query.chunk(2, dim=-2)):
-            marked_query: Any = local_queries
+            marked_query: torch.Tensor = local_queries
             # (first query of the run, whether it is the first run): dropout draws once for both, by the row's queries.
             marked_query.query_run = (start, not outputs)
             visible_keys = stop if causal else keys.shape[-2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +35,7 @@ class PartialGradReducer:
     def finish(self) -> None:
         """Sums what is owed, packed by group and type."""
         parameters_by_name = dict(self._module.named_parameters())
-        buckets: dict[tuple[int, Any], list[torch.Tensor]] = {}
+        buckets: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         for partial in self._partial_grads:
             parameter = parameters_by_name.get(partial.name)
             if parameter is None or not parameter.requires_grad:

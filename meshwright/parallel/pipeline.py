@@ -16,7 +16,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, check, split
 from meshwright.parallel.program import Program
 from meshwright.parallel.schedule_run import PipelineGroup, ScheduleRun, chain
-from meshwright.parallel.stage_module import Batch, Compute, LossView, StageModule, Stamp
+from meshwright.parallel.stage_module import Compute, LossView, RowBatch, StageModule, Stamp
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.weights import Weight
@@ -96,7 +96,7 @@ class PipelineProgram(Program):
             stage.cut.arm(_COMPUTE.get(layout.precision, torch.float32), device)
             _disable_reshard(stage.module)
         self._current_run: tuple[Any, ScheduleRun] | None = None
-        self._batches: Sequence[Any] = ()
+        self._batches: Sequence[RowBatch] = ()
         self._scale = 1.0
         self._key = (0, 0)
         self._stamp: Stamp | None = None
@@ -109,7 +109,7 @@ class PipelineProgram(Program):
         return super().reporters // self.mesh.layout.degree(Mechanics.STAGES)
 
     def forward_backward(
-        self, batches: Sequence[Batch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
+        self, batches: Sequence[RowBatch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:
         """Runs a step's micro-batches; see `Program.forward_backward`. Ranks without the last stage give zeros."""
         self._copy_to_twins()
@@ -135,7 +135,7 @@ class PipelineProgram(Program):
         return self._loss_sums()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, batch: RowBatch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""
         self._copy_to_twins()
         training = self.module.training

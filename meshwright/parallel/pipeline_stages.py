@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -127,7 +126,7 @@ def _tied_shards(module: nn.Module, division: Division, copies: int) -> dict[str
     """Returns the shards of tied weights that go by another name, or that other stages hold too."""
     shards = {}
     for name, item in module.named_parameters():
-        primary_name: Any = division.primary_names[name]
+        primary_name = division.primary_names[name]
         holder_count = len(division.holders[primary_name])
         if primary_name != name or holder_count > 1:
             shards[name] = LocalShard.unsharded(primary_name, tuple(item.shape), holder_count * copies)

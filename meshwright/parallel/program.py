@@ -15,7 +15,7 @@ from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.progress_hooks import LayerProgressHooks
-from meshwright.parallel.stage_module import Batch, Compute, ExpertCounts, LossView, StageModule, Stamp
+from meshwright.parallel.stage_module import Compute, ExpertCounts, LossView, RowBatch, StageModule, Stamp
 from meshwright.parallel.state_meter import StateMeter
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.weights import Weight, named_weights
@@ -56,7 +56,7 @@ class Program:
         """Random numbers of forwards that may draw some."""
         self.expert_counts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""
-        self.term_counts: Callable[[Batch], torch.Tensor] | None = None
+        self.term_counts: Callable[[RowBatch], torch.Tensor] | None = None
         """What a micro-batch counts for in each term of the model's own loss, (1 + terms,) float64."""
         self.loss_terms: tuple[str, ...] = ()
         """Names of the terms that the sums have beside the cross-entropy."""
@@ -94,7 +94,7 @@ class Program:
                         yield full_name, buffer
 
     def forward_backward(
-        self, batches: Sequence[Batch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
+        self, batches: Sequence[RowBatch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:
         """Runs a step's micro-batches and sums gradients over every axis that reads other data.
 
@@ -142,7 +142,7 @@ class Program:
         return total
 
     def forward_with_rng(
-        self, forward: Callable[[], T], batches: Sequence[Batch], microbatch: int, key: tuple[int, int]
+        self, forward: Callable[[], T], batches: Sequence[RowBatch], microbatch: int, key: tuple[int, int]
     ) -> T:
         """Runs the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
         rows = [len(batch.tokens) for batch in batches]
@@ -162,7 +162,7 @@ class Program:
         return self.dropout_rng.run(key, first_row, batches[microbatch].tokens.shape, forward, undo)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, batch: RowBatch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch, without gradients."""
         training, buffers_before = self.module.training, self.moving_buffers.copy()
         self.module.eval()

@@ -133,7 +133,7 @@ class _TorchStage(PipelineStage):
             )
         return self._book_sends(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _book_sends(self, operations: list[Any]) -> list[dist.P2POp]:
+    def _book_sends(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         axis_group = self._pipeline_group.axis_group
         axis_group.log.add(axis_group.axis, "send", sum(operation.tensor.nbytes for operation in operations), 0.0, 0.0)
         return operations

@@ -26,7 +26,7 @@ class LossView:
     None where the cross-entropy is all there is."""
 
 
-class Batch(Protocol):
+class RowBatch(Protocol):
     """What the runtime reads of a micro-batch; `Compute` knows the rest of it."""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -157,7 +157,7 @@ def _zero_unsplit_weights(module: nn.Module, unsplit_names: tuple[str, ...], mov
         try:
             for name in unsplit_names:
                 path, _, key = name.rpartition(".")
-                parameters: Any = module.get_submodule(path)._parameters
+                parameters: dict[str, torch.Tensor] = module.get_submodule(path)._parameters
                 zeroed.append((parameters, key, parameters[key]))
                 # A product, so that the weight stays in the graph and gets a zero gradient.
                 parameters[key] = parameters[key] * 0.0

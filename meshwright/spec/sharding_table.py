@@ -185,7 +185,7 @@ class ShardingTable:
         return cls(**fields)
 
 
-def _layer(rows: Mapping[str, Any]) -> LayerRows:
+def _layer(rows: JsonObject) -> LayerRows:
     groups = []
     for group in rows["groups"]:
         splits = tuple(

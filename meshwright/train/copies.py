@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.tensor_shards import TensorShard, cells_of, collect_local_shards, within
 from meshwright.json_types import JsonObject
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.spec.placement import Box
 from meshwright.train.optimizer import LocalAdamW
@@ -133,7 +133,7 @@ class CopyCheck:
         """Steps between comparisons."""
         self._holder_sets: list[HolderSet] = []
         self._addresses: list[int] = []
-        self._state: dict[str, Any] | None = None
+        self._state: dict[str, StateTensor] | None = None
         self._tolerated: set[tuple[int, ...]] = set()
         self._cost_ns = self._width = 0
         self._last_comparison = (0, time.monotonic())

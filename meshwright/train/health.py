@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshwright.json_types import JsonObject
 from meshwright.train.config import RecoveryConfig
@@ -125,7 +125,7 @@ class Health:
         """
         self._losses, self._norms, self._quiet = [], [], REMEMBERED
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Returns plain values for a checkpoint."""
         return {"losses": self._losses, "norms": self._norms, "quiet": self._quiet}
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
@@ -144,7 +143,7 @@ class StateSnapshots:
         make: makes the writer for a state's tensors.
     """
 
-    def __init__(self, make_writer: Callable[[Mapping[str, Any]], SnapshotWriter]) -> None:
+    def __init__(self, make_writer: Callable[[Mapping[str, StateTensor]], SnapshotWriter]) -> None:
         self._make_writer = make_writer
         self._writer: SnapshotWriter | None = None
         self._addresses: list[int] = []
@@ -222,7 +221,7 @@ class RankMemory:
         """Whether the supervisor requested a reconfiguration."""
         return self._memory.control.reconfiguration_requested
 
-    def restore(self, program: Program, optimizer: LocalAdamW, scaler: LossScaler) -> Mapping[str, Any] | None:
+    def restore(self, program: Program, optimizer: LocalAdamW, scaler: LossScaler) -> JsonObject | None:
         """Fills weights, moments and counters from the previous ranks' state; returns its plain values, if any.
 
         Raises:

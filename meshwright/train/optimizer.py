@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.weights import Weight
 from meshwright.torch_compat.tensors import foreach_mul_
 from meshwright.train.config import OptimizerConfig
@@ -124,7 +125,7 @@ class LocalAdamW:
             return int(state["step"])
         return 0
 
-    def state(self) -> Iterator[tuple[str, Any]]:
+    def state(self) -> Iterator[tuple[str, StateTensor]]:
         """Yields (``exp_avg/<weight>``, tensor sharded like the weight) for each moment of each weight."""
         for weight in self._all:
             parameter = self._parameter_by_name.get(weight.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.parallel.program import Program
-from meshwright.parallel.stage_module import Batch, Stamp
+from meshwright.parallel.stage_module import RowBatch, Stamp
 from meshwright.parallel.weights import view_box
 from meshwright.torch_compat.tensors import foreach_norm
 from meshwright.train.optimizer import LocalAdamW
@@ -133,7 +133,7 @@ class Stepper:
     def run(
         self,
         step: int,
-        batches: Sequence[Batch],
+        batches: Sequence[RowBatch],
         targets: int,
         lr: float,
         stop: float,
