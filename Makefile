@@ -26,7 +26,7 @@ ENDS := .venv-ghost .venv-newest
 CRT_OF_RUNTIME := import importlib.metadata as m; \
   print("nvidia-cuda-crt~=" + ".".join(m.version("nvidia-cuda-runtime").split(".")[:2]) + ".0")
 
-.PHONY: help venv train test long quick check bench ghost newest fuzz mutants clean
+.PHONY: help venv train test long quick check docs bench ghost newest fuzz mutants clean
 
 help: ## what there is to type
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -47,13 +47,16 @@ train: $(READY) ## train a small model on real text, on all devices found, and s
 
 check: $(READY) ## style, types, import floors, docstrings
 	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check --quiet meshwright tests benchmarks examples
+	@$(BIN)/ruff format --check --quiet meshwright tests benchmarks examples docs/site_pages.py
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python -m tests.house.source
 
 test: check ## what must hold, in two processes; pytest's summary comes last
 	@$(BIN)/python -m pytest -m "not long" $(TWO)
+
+docs: $(READY) ## build the site of docs/ into site/; a broken link, a missing anchor or page is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 long: $(READY) ## more cases of what the tests try: other models, layouts and places of a fault
 	@$(BIN)/python -m pytest -m long $(TWO)
@@ -90,4 +93,4 @@ fuzz: $(READY) ## damaged files and hostile peers against everything that reads 
 	@$(BIN)/python -m pytest tests/fuzz
 
 clean: ## forget the environment and the caches; runs stay
-	@rm -rf $(VENV) $(ENDS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(ENDS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -43,7 +43,6 @@ PRIORS: dict[str, float] = {
     "scatter_share": 0.8,
     "tp_overlap": 0.5,
     "ep_overlap": 0.3,
-    "attention_extra": 1.0,
     "logits": 10.0,
     "gathered": 6.0,
     "kept_gather": 2.0,

@@ -13,7 +13,7 @@ from benchmarks.published.rows import UNREADABLE, Case
 from benchmarks.published.unequal import unequal_costs
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.layout_batch import LayoutBatch
-from meshwright.planner.cost.price import Holds, price_many, seconds_many
+from meshwright.planner.cost.price import Holds, price_many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def predict(cases: Sequence[Case]) -> list[Predicted]:
 
 
 def figures(cases: Sequence[Case], what: str) -> list[float]:
-    """Returns what `predict` says of ``time`` or ``memory`` alone, which takes half as long."""
+    """Returns what `predict` says of ``time`` or ``memory`` alone."""
     found: dict[int, float] = {}
     for index in _bunches(cases):
         chosen = [cases[at] for at in index]
@@ -65,8 +65,7 @@ def figures(cases: Sequence[Case], what: str) -> list[float]:
             item = _unequal(chosen[0])
             values = [item.step_s if what == "time" else item.memory_bytes]
         elif what == "time":
-            job, machine, engine = chosen[0].job, chosen[0].machine, chosen[0].engine
-            values = [float(value) for value in seconds_many(job, _degrees(chosen), machine, engine)]
+            values = [item.step_s for item in _bunch(chosen)]
         else:
             values = [item.memory_bytes for item in _bunch(chosen, lambda degrees, *_: np.zeros(degrees.count, bool))]
         found |= dict(zip(index, values))

@@ -12,10 +12,11 @@ from benchmarks.published.models import Unpriced
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.cluster.node import standard_node
 from meshwright.planner.cost.framework_profile import FrameworkProfile
-from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.layer_sums import LayerCosts
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
-from meshwright.planner.cost.ranks import LayerCosts, RankTimes
-from meshwright.planner.cost.timing import makespan
+from meshwright.planner.cost.ranks import RankTimes
+from meshwright.planner.cost.unequal_ranks import UnequalRankTimes
 from meshwright.planner.device_kinds import Kind, kinds_of, places_of
 
 BETWEEN = re.compile(r"\s*(?:[+;&|,/]|\band\b)\s*")
@@ -97,7 +98,10 @@ def unequal_costs(
     places = places_of(kinds, int(degrees.world[0]) // pp) if pp > 1 else None
     fits = places is not None and len(places) == pp and float(degrees.stages[0]) == 1
     slowest = max(float(one.step_s[0]) for one in prices)
-    seconds = _piped_s(job, degrees, kinds, places, engine) if fits and places else slowest
+    seconds = slowest
+    if fits and places:
+        by_kind = [RankTimes(LayerCosts.of(job, degrees, machine, engine)) for _, machine, _ in kinds]
+        seconds = float(UnequalRankTimes(by_kind, places).step_s()[0])
     fullest = int(np.argmax([float(one.peak[0]) / kind[0].memory_bytes for one, kind in zip(prices, kinds)]))
     return {
         "step_s": seconds,
@@ -107,17 +111,3 @@ def unequal_costs(
         "device": float(prices[fullest].peak[0]),
         "room": kinds[fullest][0].memory_bytes,
     }
-
-
-def _piped_s(
-    job: PricedJob, degrees: LayoutBatch, kinds: Sequence[Kind], places: Sequence[int], engine: FrameworkProfile
-) -> float:
-    """Seconds of a step whose stages each lie on one kind."""
-    forward, backward = np.empty((1, len(places))), np.empty((1, len(places)))
-    after: Array = np.zeros(1)
-    for number, (_, machine, _) in enumerate(kinds):
-        ranks, own = RankTimes(LayerCosts.of(job, degrees, machine, engine)), np.array(places) == number
-        forward[:, own], backward[:, own] = ranks.forward[:, own], ranks.backward[:, own]
-        after = np.maximum(after, sum(ranks.ending().values()))
-    whole = makespan(degrees, forward, backward, backward / 2)
-    return float(whole[0] + after[0]) + engine.runtime.host_step_s

@@ -23,6 +23,7 @@ from meshwright.parallel.build import check
 from meshwright.planner.memory import Position, paper_memory, position_memory
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
+from meshwright.spec.sharding_override import overridden
 from meshwright.spec.sharding_table import LayerRows, ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
@@ -115,11 +116,18 @@ def _describe_structure(built: BuiltModel) -> dict[str, Any]:
 
 
 def _describe_sharding(built: BuiltModel) -> tuple[ShardingTable | None, dict[str, Any]]:
-    """Returns the sharding table, and its rows by kind of layer as plain values."""
+    """Returns the sharding table under the user's rows, and its rows by kind of layer as plain values.
+
+    Raises:
+        ConfigError: for rows of the user's that the table doesn't allow.
+    """
     try:
         table = sharding_table(built)
     except MeshwrightError as error:
         return None, {"refused": str(error)}
+    if built.config.sharding:
+        names = [name for name, _ in built.module.named_parameters(remove_duplicate=False)]
+        table = overridden(table, built.config.sharding, names)
     # Layers are of one kind when their rows of the table are equal.
     kinds: dict[str, dict[str, Any]] = {}
     for name, rows in table.layers.items():

@@ -11,7 +11,6 @@ import numpy as np
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.activation_bytes import ActivationBytes, adjusted_one
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
@@ -116,8 +115,6 @@ class Question:
     """Share of a device's memory that may be filled."""
     lesson: RunHistory = field(default_factory=RunHistory)
     """Measured over priced times of earlier runs on these machines."""
-    activations: ActivationBytes | None = None
-    """Activations that the model's modules keep, where they were read; else the closed form is used."""
     limits: dict[str, Any] = field(default_factory=dict)
     """Fields of `Space` that differ from their defaults."""
 
@@ -202,9 +199,7 @@ def searched(question: Question, under: float = np.inf) -> SearchResult:
         PlanError: when no layout exists.
     """
     job, memory_bytes, engine = question.job, question.room_bytes, question.runtime.for_layout(question.base)
-    return search(
-        job, question.space, question.machine, engine, memory_bytes, activations=question.activations, under=under
-    )
+    return search(job, question.space, question.machine, engine, memory_bytes, under=under)
 
 
 def chosen(question: Question, result: SearchResult, show: int) -> Choice:
@@ -262,15 +257,19 @@ def candidate(question: Question, layout: Layout) -> Candidate:
     question = dataclasses.replace(question, job=job)
     check_host(job, layout, cluster, question.runtime)
     layout_price = _with_simulated_pipeline(question, layout, price(job, layout, question.machine, question.runtime))
-    layout_price = adjusted_one(layout_price, layout, question.activations, question.runtime, len(job.shape.blocks))
-    tokens = job.rows * job.sequence
-    dollars, watts = cluster.price_per_hour, cluster.watts
+    return priced_candidate(question, layout, layout_price)
+
+
+def priced_candidate(question: Question, layout: Layout, layout_price: Price) -> Candidate:
+    """Returns a layout with its price, and the rates that follow from its seconds a step."""
+    tokens, step_s = question.job.rows * question.job.sequence, layout_price.step_s
+    dollars, watts = question.cluster.price_per_hour, question.cluster.watts
     return Candidate(
         layout=layout,
         price=layout_price,
-        tokens_per_s=tokens / layout_price.step_s,
-        cost_per_mtoken=None if dollars is None else dollars / 3600.0 * layout_price.step_s / tokens * 1e6,
-        joules_per_token=watts * layout_price.step_s / tokens if watts else None,
+        tokens_per_s=tokens / step_s,
+        cost_per_mtoken=None if dollars is None else dollars / 3600.0 * step_s / tokens * 1e6,
+        joules_per_token=watts * step_s / tokens if watts else None,
     )
 
 

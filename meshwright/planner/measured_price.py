@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from meshwright.planner.activation_bytes import read_kept
-from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of
+from meshwright.planner.activation_bytes import count_activation_bytes
+from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of, priced_candidate
 from meshwright.planner.cost.operators import price_operators
-from meshwright.planner.cost.prices import Price
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -42,7 +41,7 @@ def corrected(question: Question, closed_candidate: Candidate, measure: Measure)
     logits = work.rows * job.sequence * job.shape.vocab / layout.degree(Mechanics.MATRICES)
     operator_seconds = price_operators(work, calibration, job.dtype, question.cluster.devices > 1, logits)
     times = MeasuredTimes(question, closed_candidate, work, operator_seconds, calibration)
-    return repriced(question, closed_candidate, times.price())
+    return priced_candidate(question, layout, times.price())
 
 
 def priced(question: Question, layout: Layout, measure: Measure | None) -> Candidate:
@@ -74,20 +73,8 @@ def informed(question: Question, measure: Measure) -> Question:
     work = measure(Layout(), 1)
     if work is None:
         return question
-    activations = read_kept(question.job, question.machine, question.runtime, work)
-    return dataclasses.replace(question, activations=activations)
-
-
-def repriced(question: Question, original: Candidate, price: Price) -> Candidate:
-    """Returns a candidate with another price."""
-    tokens, ratio = question.job.rows * question.job.sequence, price.step_s / original.price.step_s
-    return dataclasses.replace(
-        original,
-        price=price,
-        tokens_per_s=tokens / price.step_s,
-        cost_per_mtoken=None if original.cost_per_mtoken is None else original.cost_per_mtoken * ratio,
-        joules_per_token=None if original.joules_per_token is None else original.joules_per_token * ratio,
-    )
+    activations = count_activation_bytes(question.job, question.machine, question.runtime, work)
+    return dataclasses.replace(question, job=dataclasses.replace(question.job, activations=activations))
 
 
 def recosted(question: Question, choice: Choice, measure: Measure | None) -> Choice:
@@ -112,6 +99,5 @@ def _scaled_by_history(question: Question, unscaled: Candidate) -> Candidate:
         for stage in price.stages
     )
     parts = {name: seconds * factor for name, seconds in price.parts.items()}
-    return repriced(
-        question, unscaled, dataclasses.replace(price, step_s=price.step_s * factor, parts=parts, stages=stages)
-    )
+    scaled = dataclasses.replace(price, step_s=price.step_s * factor, parts=parts, stages=stages)
+    return priced_candidate(question, unscaled.layout, scaled)

@@ -11,11 +11,7 @@ from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, Price
 from meshwright.planner.cost.stages import divide
-from meshwright.planner.timeline import send_of
-from meshwright.schedules.costs import ActionCosts
-from meshwright.schedules.makespan import makespan_s
-from meshwright.schedules.simulate import simulate
-from meshwright.schedules.spec import known_schedules
+from meshwright.planner.timeline import action_costs, price_send, simulated_s
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.model_shape import ModelWork
 
@@ -222,16 +218,9 @@ class MeasuredTimes:
             )
             matmul_s = (stop - start) * layer_backward["matmul"] + sum(end[1]["matmul"] for end in stage_ends)
             # Half of a backward's products are the weight gradients, which a schedule may delay.
-            weight.append(min(matmul_s / 2, backward[-1]))
-        costs = ActionCosts(
-            forward_s=tuple(forward),
-            backward_s=tuple(backward),
-            input_s=tuple(backward_s - weight_s for backward_s, weight_s in zip(backward, weight)),
-            weight_s=tuple(weight_s + action_host_s for weight_s in weight),
-            send_s=self._send_s(),
-        )
-        is_known_schedule = layout.schedule in known_schedules() or not layout.schedule
-        makespan = makespan_s(schedule, costs) if is_known_schedule else simulate(schedule, costs).makespan_s
+            weight.append(matmul_s / 2)
+        costs = action_costs(forward, backward, weight, self._send_s(), action_host_s)
+        makespan = simulated_s(layout, schedule, costs)
         if calibration.crowd == 1.0:
             return makespan
         busy_s = layout.microbatches * (sum(forward) + sum(backward)) / layout.degree(Mechanics.STAGES)
@@ -242,7 +231,7 @@ class MeasuredTimes:
         question, degree = self._question, self._layout.degree(Mechanics.STAGES)
         rank_stride = self._layout.world // degree
         nodes = self._group_span(degree, rank_stride)[1]
-        size, closed_s = send_of(question.job, self._layout, question.machine, question.runtime)
+        size, closed_s = price_send(question.job, self._layout, question.machine, question.runtime)
         if not self._calibration.covers("send", degree, nodes):
             return closed_s
         return float(self._calibration.collective_s("send", size, degree, nodes, rank_stride))

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.planner.activation_bytes import ActivationBytes, adjusted, extra_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields, splits
@@ -59,7 +58,6 @@ def search(
     engine: FrameworkProfile,
     memory_bytes: float,
     keep: int = 200,
-    activations: ActivationBytes | None = None,
     under: float = np.inf,
 ) -> SearchResult:
     """Returns the fastest layouts that fit: no other layout of the space is faster.
@@ -73,7 +71,6 @@ def search(
         engine: the runtime's profile.
         memory_bytes: that a layout may fill on each device.
         keep: number of layouts to return.
-        activations: bytes that the model's modules keep; None for the closed form.
         under: seconds a step that the layouts may not exceed.
 
     Raises:
@@ -90,7 +87,7 @@ def search(
         is_first = group_index == 0
         if not is_first:
             pool.keep_only_faster_than_best()
-        search_pass = _SearchPass(job, space, machine, engine, memory_bytes, activations, pool, group, is_first)
+        search_pass = _SearchPass(job, space, machine, engine, memory_bytes, pool, group, is_first)
         search_pass.run(all_cores, bounds)
     return SearchResult(
         best=_merge_best(pool.best_batches, keep),
@@ -122,7 +119,6 @@ class _SearchPass:
         machine: devices and links.
         engine: the runtime's profile.
         memory_bytes: that a layout may fill on each device.
-        activations: bytes that the model's modules keep; None for the closed form.
         pool: collects the best layouts of all passes.
         offloads: modes of this pass.
         is_first: False skips layouts that fit without offload: the pass before covered them.
@@ -135,13 +131,12 @@ class _SearchPass:
         machine: Machine,
         engine: FrameworkProfile,
         memory_bytes: float,
-        activations: ActivationBytes | None,
         pool: _BestLayouts,
         offloads: tuple[str, ...],
         is_first: bool,
     ) -> None:
         self._job, self._space, self._machine, self._engine = job, space, machine, engine
-        self._memory_bytes, self._activations, self._pool = memory_bytes, activations, pool
+        self._memory_bytes, self._pool = memory_bytes, pool
         self._offloads, self._is_first = offloads, is_first
         self._host_bytes = HOST_USABLE * machine.host.memory_bytes if machine.host is not None else 0.0
 
@@ -163,18 +158,15 @@ class _SearchPass:
 
     def _fits(self, batch: LayoutBatch, columns: Mapping[str, Array]) -> Array:
         """Returns (N,) bool: the layouts that fit, and in a second pass wouldn't fit without offload."""
-        correction_bytes = extra_bytes(columns["activations"], batch, self._activations, self._engine)
-        fits = columns["peak"] + correction_bytes <= self._memory_bytes
+        fits = columns["peak"] <= self._memory_bytes
         if self._offloads != ("none",):
             fits &= columns["host"] <= self._host_bytes
         if not self._is_first:
-            fits &= columns["whole"] + correction_bytes > self._memory_bytes
+            fits &= columns["whole"] > self._memory_bytes
         return np.asarray(fits)
 
     def _price_and_offer(self, batch: LayoutBatch) -> Prices:
-        job, machine, engine, activations = self._job, self._machine, self._engine, self._activations
-        prices = price_many(job, batch, machine, engine, self._fits)
-        prices = adjusted(prices, batch, activations, engine)
+        prices = price_many(self._job, batch, self._machine, self._engine, self._fits)
         self._pool.take(batch, prices, self._is_first)
         return prices
 
@@ -231,8 +223,7 @@ class _SearchPass:
         prices = price_many(self._job, batch, self._machine, self._engine, fits_nowhere)
         if self._is_first:
             self._pool.leanest_forms.append(_select(batch, prices, np.array([int(np.argmin(prices.peak))])))
-        correction_bytes = extra_bytes(prices.memory["activations"], batch, self._activations, self._engine)
-        fits = (prices.peak + correction_bytes <= self._memory_bytes) & (prices.host <= self._host_bytes)
+        fits = (prices.peak <= self._memory_bytes) & (prices.host <= self._host_bytes)
         return np.asarray(fits.reshape(-1, len(core_rows)).any(axis=0))
 
     def _partial_recompute_variants(self, batch: LayoutBatch, prices: Prices, limit: float) -> LayoutBatch | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from meshwright.planner.cost.communication import CommunicationTimes
-from meshwright.planner.cost.embedding_and_head import embedding, head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layers import LayerCost, PricedModel
+from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
+from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
-from meshwright.planner.cost.stages import divide
+from meshwright.planner.cost.stages import cut
 from meshwright.schedules.action import Schedule
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
@@ -30,8 +32,7 @@ def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: Framework
     if layout.degree(Mechanics.STAGES) == 1:
         return None
     schedule = layout.pipeline()
-    costs = stage_costs(job, layout, machine, engine, schedule.stages)
-    return simulate(schedule, costs)
+    return simulate(schedule, stage_costs(job, layout, machine, engine, schedule.stages))
 
 
 def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> float:
@@ -44,68 +45,56 @@ def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: Framewo
         engine: the runtime's profile.
     """
     schedule = layout.pipeline()
-    makespan = makespan_s if layout.schedule in known_schedules() or not layout.schedule else _simulated_s
-    return makespan(schedule, stage_costs(job, layout, machine, engine, schedule.stages))
+    return simulated_s(layout, schedule, stage_costs(job, layout, machine, engine, schedule.stages))
 
 
-def send_of(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> tuple[float, float]:
-    """Returns the bytes and the seconds of one send of an activation to the next stage."""
-    communication = CommunicationTimes(
-        PricedModel(job, LayoutBatch.from_layouts([layout], len(job.shape.blocks)), machine, engine)
-    )
-    return _scalar(communication.send_bytes()), _scalar(communication.send_s())
-
-
-def _simulated_s(schedule: Schedule, costs: ActionCosts) -> float:
+def simulated_s(layout: Layout, schedule: Schedule, costs: ActionCosts) -> float:
+    """Returns seconds of a layout's schedule at the costs of its actions."""
+    # Actions of a known schedule follow rules by which its makespan needs no record of each.
+    if layout.schedule in known_schedules() or not layout.schedule:
+        return makespan_s(schedule, costs)
     return simulate(schedule, costs).makespan_s
+
+
+def price_send(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> tuple[float, float]:
+    """Returns the bytes and the seconds of one send of an activation to the next stage."""
+    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
+    communication = CommunicationTimes(PricedModel(job, batch, machine, engine))
+    return float(communication.send_bytes()[0]), float(communication.send_s()[0])
 
 
 def stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile, stages: int) -> ActionCosts:
     """Returns the seconds of every stage's actions on one micro-batch, and of a send between ranks."""
     engine = engine.for_layout(layout)
     batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
-    model = PricedModel(job, batch, machine, engine)
+    costs = LayerCosts.of(job, batch, machine, engine)
     split = [float(size) for size in layout.split.layers] or None
-    cost_by_block: dict[int, LayerCost] = {}
-    forward, backward, weight = [], [], []
-    for stage, (start, stop) in enumerate(divide(job.shape, stages, engine.split, split)):
-        layer_costs = []
-        for block in job.shape.blocks[start:stop]:
-            if id(block) not in cost_by_block:
-                cost_by_block[id(block)] = model.layer(block)
-            layer_costs.append(cost_by_block[id(block)])
-        layer_costs += [embedding(model)] if stage == 0 else []
-        layer_costs += [head(model)] if stage == stages - 1 else []
-        forward.append(
-            _pass_s(
-                [max(_scalar(layer_cost.forward.busy), _scalar(layer_cost.forward.host)) for layer_cost in layer_costs],
-                engine,
-            )
-        )
-        backward.append(
-            _pass_s(
-                [
-                    max(_scalar(layer_cost.backward.busy), _scalar(layer_cost.backward.host))
-                    for layer_cost in layer_costs
-                ],
-                engine,
-            )
-        )
-        # One of backward's two products computes weight gradients; a split backward may delay it.
-        weight.append(min(sum(_scalar(layer_cost.backward.matmul) for layer_cost in layer_costs) / 2, backward[-1]))
-    return ActionCosts(
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        input_s=tuple(pass_s - layer_cost for pass_s, layer_cost in zip(backward, weight)),
-        weight_s=tuple(weight),
-        send_s=_scalar(CommunicationTimes(model).send_s()),
+    # Every stage is summed as if it were alone on a rank.
+    sums = LayerSums(costs, [cut(job.shape, stages, 1, tuple(range(stages)), engine.split, split)], np.zeros(1, int))
+    forward = np.maximum(sums.forward_busy, sums.forward_host)[0] + engine.runtime.action_s
+    backward = np.maximum(sums.backward_busy, sums.backward_host)[0] + engine.runtime.action_s
+    return action_costs(
+        forward.tolist(), backward.tolist(), sums.weight[0].tolist(), price_send(job, layout, machine, engine)[1]
     )
 
 
-def _pass_s(parts: list[float], engine: FrameworkProfile) -> float:
-    return sum(parts) + engine.runtime.action_s + engine.runtime.host_microbatch_s / 2
+def action_costs(
+    forward: list[float], backward: list[float], weight: list[float], send_s: float, action_s: float = 0.0
+) -> ActionCosts:
+    """Returns the costs of a pipeline's actions.
 
-
-def _scalar(value: object) -> float:
-    """Returns the value of one layout's array, (1,) or a scalar, as a float."""
-    return float(getattr(value, "ravel", lambda: [value])()[0])  # type: ignore[arg-type]
+    Args:
+        forward: seconds of each stage's forward.
+        backward: seconds of each stage's full backward.
+        weight: seconds of each backward's weight gradients, which a split backward may delay.
+        send_s: of an activation to the next stage.
+        action_s: that a backward in two halves takes once more.
+    """
+    weight = [min(weight_s, backward_s) for weight_s, backward_s in zip(weight, backward)]
+    return ActionCosts(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        input_s=tuple(backward_s - weight_s for backward_s, weight_s in zip(backward, weight)),
+        weight_s=tuple(weight_s + action_s for weight_s in weight),
+        send_s=send_s,
+    )

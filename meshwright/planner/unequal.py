@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question, choose
-from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
-from meshwright.planner.cost.price import price, price_many
-from meshwright.planner.cost.prices import Price, StagePrice
-from meshwright.planner.cost.ranks import LayerCosts, RankTimes
-from meshwright.planner.cost.timing import makespan
+from meshwright.planner.choose import Candidate, Choice, Question, choose, priced_candidate
+from meshwright.planner.cost.layer_sums import LayerCosts
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch
+from meshwright.planner.cost.price import price_of
+from meshwright.planner.cost.ranks import RankTimes
+from meshwright.planner.cost.unequal_ranks import PricedRanks, UnequalRankTimes
 from meshwright.planner.device_kinds import Kind, describe_kinds, kinds_of, places_of
 from meshwright.planner.device_limits import check_host, job_for
 from meshwright.planner.explain import against
@@ -82,11 +82,18 @@ def _timed(question: Question, kinds: Sequence[Kind]) -> tuple[list[Layout], Arr
     """Returns the N layouts of both families and their seconds a step, (N,) float64; inf where one doesn't fit."""
     layouts: list[Layout] = []
     seconds = [np.zeros(0)]
-    for batch in pipelines(question, kinds):
+    for batch in (*pipelines(question, kinds), list(shared(question, kinds))):
         layouts += batch
-        seconds.append(_pipelines_s(question, kinds, batch))
-    data_layouts = list(shared(question, kinds))
-    return layouts + data_layouts, np.concatenate([*seconds, _shared_s(question, kinds, data_layouts)])
+        seconds.append(_step_seconds(question, kinds, batch))
+    return layouts, np.concatenate(seconds)
+
+
+def _step_seconds(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layout]) -> Array:
+    """Returns seconds a step of N layouts of equal pp, (N,) float64; inf where one doesn't fit."""
+    seconds = np.full(len(layouts), -np.inf)
+    for run in _priced_runs(question, kinds, layouts):
+        np.maximum.at(seconds, run.layout_index, np.where(run.fits, run.ranks.step_s(), np.inf))
+    return np.where(np.isneginf(seconds), np.inf, seconds)
 
 
 def _fastest_candidates(
@@ -102,55 +109,59 @@ def _fastest_candidates(
     )
 
 
-def _pipelines_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layout]) -> Array:
-    """Returns seconds a step, (N,) float64, of N pipelines that fit and have equally many stages (P).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PricedRun:
+    """Layouts, or readers of layouts, that are priced at once; a layout is as slow as its slowest reader."""
 
-    They equal `_pipeline_price` of each.
-    """
-    if not layouts:
-        return np.zeros(0)
-    pp, blocks = layouts[0].degree(Mechanics.STAGES), len(question.job.shape.blocks)
-    stage_kinds = places_of(kinds, question.cluster.devices // pp)
-    batch = LayoutBatch.from_layouts(layouts, blocks)
-    forward, backward = np.empty((len(layouts), pp)), np.empty((len(layouts), pp))
-    after_pipeline_s = np.zeros(len(layouts))
-    engine = question.runtime.for_layout(question.base)
-    for kind, (_, machine, _) in enumerate(kinds):
-        # Price all stages on this kind, and keep the columns of the stages that lie on it.
-        times = RankTimes(LayerCosts.of(question.job, batch, machine, engine))
-        is_of_kind = np.array(stage_kinds) == kind
-        forward[:, is_of_kind], backward[:, is_of_kind] = times.forward[:, is_of_kind], times.backward[:, is_of_kind]
-        after_pipeline_s = np.maximum(after_pipeline_s, sum(times.ending().values()))
-    busiest_stage_s = batch.microbatches * (forward + backward).max(axis=1)
-    pipeline_s = makespan(batch, forward, backward, backward / 2)
-    return np.asarray(np.maximum(pipeline_s, busiest_stage_s) + after_pipeline_s + question.runtime.runtime.host_step_s)
+    ranks: PricedRanks
+    """Their n times and memories."""
+    layout_index: Array
+    """Index of the layout that each belongs to, (n,) int64."""
+    limits_bytes: Array
+    """Bytes that each rank of pp may fill of its device, (P,)."""
+
+    @property
+    def fits(self) -> Array:
+        """Whether every rank fits its device, (n,) bool."""
+        return np.asarray((self.ranks.memory()["peak"] <= self.limits_bytes).all(axis=1))
 
 
-def _shared_s(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layout]) -> Array:
-    """Returns seconds a step of N data layouts, (N,) float64; inf where a reader doesn't fit.
+def _priced_runs(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layout]) -> Iterator[_PricedRun]:
+    """Yields the prices of N layouts with equally many stages; none of those that the batch's rows don't divide."""
+    blocks, limits = len(question.job.shape.blocks), [question.usable * kind[0].memory_bytes for kind in kinds]
 
-    They equal `_shared_price` of each.
-    """
-    seconds = np.full(len(layouts), -np.inf)
+    def price(batch: LayoutBatch, kind: int) -> RankTimes:
+        engine = question.runtime.for_layout(layouts[0])
+        return RankTimes(LayerCosts.of(question.job, batch, kinds[kind][1], engine))
+
+    indices = [index for index, layout in enumerate(layouts) if _divides_batch(question, layout)]
+    if not indices:
+        return
+    pp = layouts[0].degree(Mechanics.STAGES)
+    if pp > 1:
+        stage_kinds = places_of(kinds, question.cluster.devices // pp)
+        if stage_kinds is not None:
+            batch = LayoutBatch.from_layouts([layouts[index] for index in indices], blocks)
+            ranks = UnequalRankTimes([price(batch, kind) for kind in range(len(kinds))], stage_kinds)
+            yield _PricedRun(ranks=ranks, layout_index=np.array(indices), limits_bytes=np.array(limits)[stage_kinds])
+        return
     readers_by_kind: dict[int, list[tuple[int, int]]] = {}
-    for index, layout in enumerate(layouts):
-        try:
-            layout.check_batch(question.job.rows)
-        except PlanError:
-            seconds[index] = np.inf
-            continue
-        for rows, kind in _readers(question, kinds, layout):
+    for index in indices:
+        for rows, kind in _readers(question, kinds, layouts[index]):
             readers_by_kind.setdefault(kind, []).append((index, rows))
     for kind, index_and_rows in readers_by_kind.items():
-        device, machine, _ = kinds[kind]
-        layout_indices, rows = np.array(index_and_rows).T
-        even_layouts = [dataclasses.replace(layouts[index], rows="") for index in layout_indices]
-        batch = LayoutBatch.from_layouts(even_layouts, len(question.job.shape.blocks))
-        batch = dataclasses.replace(batch, rows=rows.astype(float))
-        prices = price_many(question.job, batch, machine, question.runtime.for_layout(question.base))
-        fits = prices.peak <= question.usable * device.memory_bytes
-        np.maximum.at(seconds, layout_indices, np.where(fits, prices.step_s, np.inf))
-    return seconds
+        layout_index, rows = np.array(index_and_rows).T
+        even_layouts = [dataclasses.replace(layouts[index], rows=BatchShares()) for index in layout_index]
+        batch = dataclasses.replace(LayoutBatch.from_layouts(even_layouts, blocks), rows=rows.astype(float))
+        yield _PricedRun(ranks=price(batch, kind), layout_index=layout_index, limits_bytes=np.array([limits[kind]]))
+
+
+def _divides_batch(question: Question, layout: Layout) -> bool:
+    try:
+        layout.check_batch(question.job.rows)
+    except PlanError:
+        return False
+    return True
 
 
 def _readers(question: Question, kinds: Sequence[Kind], layout: Layout) -> list[tuple[int, int]]:
@@ -210,80 +221,9 @@ def _compare_single_kinds(question: Question, best: Candidate) -> tuple[str, ...
 
 
 def _candidate(question: Question, kinds: Sequence[Kind], layout: Layout) -> Candidate | None:
-    """Returns the layout with its price; None where it doesn't fit."""
-    try:
-        layout.check_batch(question.job.rows)
-    except PlanError:
+    """Returns the layout with the price of its slowest reader; None where a stage or reader doesn't fit its device."""
+    runs = list(_priced_runs(question, kinds, [layout]))
+    if not runs or not all(run.fits.all() for run in runs):
         return None
-    layout_price = unequal_price(question, kinds, layout)
-    if layout_price is None:
-        return None
-    tokens = question.job.rows * question.job.sequence
-    dollars, watts = question.cluster.price_per_hour, question.cluster.watts
-    return Candidate(
-        layout=layout,
-        price=layout_price,
-        tokens_per_s=tokens / layout_price.step_s,
-        cost_per_mtoken=None if dollars is None else dollars / 3600.0 * layout_price.step_s / tokens * 1e6,
-        joules_per_token=watts * layout_price.step_s / tokens if watts else None,
-    )
-
-
-def unequal_price(question: Question, kinds: Sequence[Kind], layout: Layout) -> Price | None:
-    """Returns a layout's price on devices of several kinds; None where a stage or reader doesn't fit its device."""
-    if layout.degree(Mechanics.STAGES) > 1:
-        return _pipeline_price(question, kinds, layout)
-    return _shared_price(question, kinds, layout)
-
-
-def _pipeline_price(question: Question, kinds: Sequence[Kind], layout: Layout) -> Price | None:
-    """Prices a pipeline whose stages lie on several kinds; None where a stage doesn't fit."""
-    pp = layout.degree(Mechanics.STAGES)
-    stage_kinds = places_of(kinds, question.cluster.devices // pp)
-    if stage_kinds is None:
-        return None
-    prices = [price(question.job, layout, machine, question.runtime) for _, machine, _ in kinds]
-    stages = [prices[kind].stages[stage_index] for stage_index, kind in enumerate(stage_kinds)]
-    if any(stage.peak > question.usable * kinds[kind][0].memory_bytes for stage, kind in zip(stages, stage_kinds)):
-        return None
-    forward = np.array([[stage.forward_s for stage in stages]])
-    backward = np.array([[stage.backward_s for stage in stages]])
-    batch = LayoutBatch.from_layouts([layout], len(question.job.shape.blocks))
-    makespan_s = float(makespan(batch, forward, backward, backward / 2)[0])
-    slowest = max(prices, key=lambda item: sum(item.parts[name] for name in AFTER_PIPELINE))
-    after_pipeline = {name: slowest.parts[name] for name in AFTER_PIPELINE}
-    busiest = int(np.argmax(forward + backward))
-    busiest_price = prices[stage_kinds[busiest]]
-    pipeline_parts = {name: value for name, value in busiest_price.parts.items() if name not in AFTER_PIPELINE}
-    busy_s = layout.microbatches * float((forward + backward)[0, busiest])
-    # Split the busiest stage's seconds into parts in the proportions of the same layout on that stage's kind alone.
-    scale = busy_s / (sum(pipeline_parts.values()) - pipeline_parts["bubble"] or 1.0)
-    parts = {name: value * scale for name, value in pipeline_parts.items()} | {"bubble": max(0.0, makespan_s - busy_s)}
-    return _price_of_parts(parts | after_pipeline, stages, busiest_price)
-
-
-def _shared_price(question: Question, kinds: Sequence[Kind], layout: Layout) -> Price | None:
-    """Prices a data layout by its slowest reader; None where a reader doesn't fit."""
-    reader_prices: list[Price] = []
-    even_layout = dataclasses.replace(layout, rows=BatchShares())
-    for rows, kind in _readers(question, kinds, layout):
-        job: PricedJob = dataclasses.replace(question.job, rows=rows)
-        reader_price = price(job, even_layout, kinds[kind][1], question.runtime)
-        if reader_price.peak > question.usable * kinds[kind][0].memory_bytes:
-            return None
-        reader_prices.append(reader_price)
-    return max(reader_prices, key=lambda reader_price: reader_price.step_s) if reader_prices else None
-
-
-def _price_of_parts(parts: dict[str, float], stages: Sequence[StagePrice], like: Price) -> Price:
-    fullest = max(range(len(stages)), key=lambda stage_index: stages[stage_index].peak)
-    values: dict[str, Any] = {
-        "step_s": sum(parts.values()),
-        "parts": parts,
-        "stages": tuple(stages),
-        "fullest": fullest,
-        "memory": stages[fullest].memory,
-        "peak": stages[fullest].peak,
-        "host": max(stage.host for stage in stages),
-    }
-    return Price(**values)
+    prices = [price_of(run.ranks, reader) for run in runs for reader in range(len(run.layout_index))]
+    return priced_candidate(question, layout, max(prices, key=lambda reader_price: reader_price.step_s))

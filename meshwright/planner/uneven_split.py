@@ -14,10 +14,11 @@ import numpy as np
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.axis_columns import named_degrees
 from meshwright.planner.cost.embedding_and_head import head
+from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layers import LayerCost, PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.price import price
-from meshwright.planner.cost.ranks import LayerCosts, RankTimes
+from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import kinds as block_kinds
 from meshwright.planner.device_kinds import Kind, places_of
 from meshwright.planner.space import divisors

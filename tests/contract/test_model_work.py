@@ -17,7 +17,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.forward import model_forward
 from meshwright.models.measure import measure_shape
 from meshwright.models.work import measure_model
-from meshwright.planner.cost.operators import work_seconds
+from meshwright.planner.cost.operators import price_operators
 from meshwright.spec.model_shape import ModelWork
 
 ROWS, TOKENS, VOCAB = 2, 32, 96
@@ -95,7 +95,7 @@ def test_measured_rates_price_operators() -> None:
     operations = [("copy", "float32", True, count, count / 1e9) for count in (1000, 1_000_000)]
     calibration = Calibration(machine={"kind": "cpu"}, ranks=2, matmul=tuple(rows), operations=tuple(operations))
     work = measure_model(built("llama"), ROWS, TOKENS, torch.float32)
-    seconds = work_seconds(work, calibration, "float32", True)
+    seconds = price_operators(work, calibration, "float32", True).total(sum(work.counts))
     assert seconds.forward["matmul"] == pytest.approx(flops(work, "product") / 1e11, rel=1e-3)
     assert seconds.backward["matmul"] == pytest.approx(2 * seconds.forward["matmul"], rel=1e-3)
     moved = sum(count * item.bytes for count, item in work.operators() if item.kind != "product")

@@ -11,8 +11,11 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.cost.layer_sums import LayerCosts
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price
+from meshwright.planner.cost.ranks import RankTimes
+from meshwright.planner.cost.unequal_ranks import UnequalRankTimes
 from meshwright.planner.device_kinds import kinds_of, places_of
 from meshwright.planner.unequal import _candidate, _timed, choose_unequal, why_unequal
 from meshwright.planner.uneven_split import pipelines
@@ -80,3 +83,25 @@ def test_many_are_timed_as_one_by_one(text: str) -> None:
     for at in range(0, len(layouts), 5):
         one = _candidate(asked, kinds, layouts[at])
         assert seconds[at] == (np.inf if one is None else pytest.approx(one.price.step_s, rel=1e-9)), layouts[at]
+
+
+def test_equal_devices_named_as_two_kinds_cost_what_one_kind_costs() -> None:
+    asked = question("8xh100", 32)
+    layouts = [Layout.parse(f"pp=4,replicate=2,microbatches={count},precision=bf16") for count in (4, 8, 16)]
+    ranks = RankTimes(LayerCosts.of(asked.job, LayoutBatch.from_layouts(layouts, 16), asked.machine, asked.runtime))
+    unequal = UnequalRankTimes([ranks, ranks], [0, 0, 1, 1])
+    expected = ranks.parts()
+    assert all(values == pytest.approx(expected[name]) for name, values in unequal.parts().items())
+    assert unequal.step_s() == pytest.approx(ranks.step_s())
+    assert all(np.array_equal(values, ranks.memory()[name]) for name, values in unequal.memory().items())
+
+
+def test_the_parts_of_a_stage_are_those_of_its_own_device() -> None:
+    asked = question("4xh100+4xt4", 32)
+    layout = Layout.parse("pp=2,replicate=4,microbatches=8,precision=bf16,split=8-8")
+    found = _candidate(dataclasses.replace(asked, usable=1e3), kinds_of(asked.cluster), layout)
+    assert found is not None
+    slow = price(asked.job, layout, Cluster.parse("8xt4"), asked.runtime)
+    # The second stage decides, on the slower device: its products are those of a pipeline of such devices.
+    assert found.price.parts["matmul"] == pytest.approx(slow.parts["matmul"])
+    assert sum(found.price.parts.values()) == pytest.approx(found.price.step_s)

@@ -52,6 +52,20 @@ def test_bytes_of_layouts() -> None:
 
 
 @pytest.mark.slow
+def test_a_row_of_the_config_keeps_its_group_whole() -> None:
+    model = ModelConfig(
+        name="gpt2", layers=3, width=32, heads=4, vocab=97, context=16, sharding={"*.mlp.c_proj": "whole"}
+    )
+    result = inspect(InspectConfig(model=model, layout=("tp=2",))).to_json()
+    (kind,) = result["sharding"]["kinds"]
+    assert [group["row_linear"] for group in kind["groups"]] == ["attn.c_proj"] and "mlp.c_fc" in kind["whole"]
+    # Three layers have both matrices of the feed-forward part on both ranks, not half of them: 4 bytes an element.
+    more_bytes = 3 * 4 * (2 * 32 * 128 + 128) // 2
+    both = [layouts[0]["positions"][0]["memory"]["parameters"] for layouts in (result["layouts"], found()["layouts"])]
+    assert both[0] - both[1] == more_bytes
+
+
+@pytest.mark.slow
 def test_the_text_names_what_was_found() -> None:
     text = "\n".join(inspection_lines(found()))
     for part in ("3 x GPT2Block: transformer.h.0-2", "attn.c_attn -> attn.c_proj: 4 heads", "sequence=true works"):

@@ -40,7 +40,7 @@ class CommunicationTimes:
     def gather_s(self, ranks: Any) -> Array:
         """Returns exposed seconds of ZeRO-3's parameter gathers in a step, (N,), on the slowest rank."""
         runtime, layouts = self._model.engine.runtime, self._model.layouts
-        gathers = np.where(self._gathers_once, 1.0, layouts.microbatches[:, None] if runtime.gather_each else 1.0)
+        gathers = np.where(self._gathers_once, 1.0, layouts.microbatches[:, None])
         seconds = self._gathers_s(ranks)
         exposed = self._exposed_gather_s(seconds, ranks.forward_busy)
         # A pipeline that keeps its stages gathered gathers them only before their first forward.
@@ -56,7 +56,7 @@ class CommunicationTimes:
 
     def _gathers_s(self, ranks: Any, collectives: Any = None) -> Array:
         """Returns seconds to gather all parameters of a rank once, (N, P)."""
-        groups, (dense, experts) = self._model.groups, ranks.parameters()
+        groups, (dense, experts) = self._model.groups, ranks.parameters
         seconds = self._collective_s(traffic.all_gather_s, dense * self._gather_bytes, groups.shard_cp, collectives)
         return seconds + self._collective_s(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
 
@@ -70,9 +70,7 @@ class CommunicationTimes:
 
         The links carry one collective at a time.
         """
-        runtime, layouts = self._model.engine.runtime, self._model.layouts
-        each = runtime.gather_each | (layouts.microbatches[:, None] == 1)
-        gathers_each = (layouts.zero[:, None] == 3) & ~self._gathers_once & each
+        gathers_each = (self._model.layouts.zero[:, None] == 3) & ~self._gathers_once
         if not gathers_each.any():
             return cover
         seconds = self._gathers_s(ranks)

@@ -34,10 +34,6 @@ class StateBytesPerParameter:
     """Whether a pipeline keeps unsharded gradients at every level, as it reduce-scatters once a step."""
     update: tuple[float, float] = (0.0, 0.0)
     """Temporaries of the update while no activations are alive: (unsharded, sharded) bytes a parameter."""
-    rest: bool = False
-    """Whether ZeRO-3 keeps a low-precision shard between uses beside the masters."""
-    bucket_bytes: float = 0.0
-    """Buffers of the gradient reduction."""
     whole_experts: bool = False
     """Whether shards of a layer's stacked experts are full experts, so that 8 experts lie on 8 of 16 ranks. Source:
     torch 2.13, FSDP2 shards dim 0."""
@@ -51,12 +47,6 @@ class ActivationModel:
     """Fused attention: scores are never held."""
     score_bytes: float = 2.0
     """Per score where attention isn't fused; 5 with dropout (softmax, mask, dropped). Source: Korthikanti (2022)."""
-    norm_output: bool = True
-    """The result of a norm is saved as the input of the product after it."""
-    norm_extra: float = 0.0
-    """More bytes per element of a norm's input: upcast copies of eager norms."""
-    attention_extra: float = 0.0
-    """More copies of queries, keys and values: rotary embedding and layout changes."""
     gate_extra: float = 0.0
     """More bytes per element of F: eager SwiGLU saves silu(gate) too (2), a decomposed GELU more."""
     kept_gather: float = 0.0
@@ -71,16 +61,10 @@ class ActivationModel:
     and a wide copy of it."""
     logits: float = 12.0
     """Bytes per logit of one micro-batch at the peak: logits, their float32 copy, their gradient."""
-    chunked_logits: bool = False
-    """The loss is computed in pieces, so that logits hardly count."""
     selective_share: float = 1.0
     """Share of the products whose results ``selective`` recompute keeps."""
-    in_flight_extra: float = 0.0
-    """Parts of a micro-batch's layer activations held beyond the schedule's own, when there is one more to run."""
     expert_copies: float = 4.0
     """Bytes per element of D of each routed token beside the expert's own: dispatched input and result to combine."""
-    expert_imbalance: float = 1.0
-    """Tokens of the fullest rank of ep over the mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +77,6 @@ class RuntimeModel:
     """The same of attention."""
     flash: bool = True
     """Fused attention kernels."""
-    causal: bool = True
-    """Fused attention skips what the mask hides."""
     unfused_sinks: str = ""
     """Attention with learned sinks that has no fused kernel: ``all``, or only under a ``window``; empty for none."""
     sink_passes: float = 3.5
@@ -191,8 +173,6 @@ class RuntimeModel:
     """Bytes moved per logit by the loss in forward and backward: cast, softmax, gradient, cast back."""
     reduce_each: bool = False
     """Gradients are reduced after every micro-batch."""
-    gather_each: bool = True
-    """ZeRO-3 gathers again for each micro-batch."""
     update_bytes: float = 30.0
     """Bytes that the optimizer moves per parameter it owns."""
     interference: float = 0.0

@@ -106,7 +106,7 @@ class PricedModel:
         k: Any = float(product.inner)
         if product.experts and layer is not None:
             is_dispatched = layouts.ep > 1
-            routed = self.tokens * layer.active_experts * self.engine.saved.expert_imbalance
+            routed = self.tokens * layer.active_experts
             local_experts = layer.experts / layouts.ep
             m = np.where(is_dispatched, routed / tp, routed) / local_experts
             n = n / np.where(is_dispatched | (product.split != "columns"), 1.0, tp)
@@ -207,7 +207,7 @@ class PricedModel:
             return 0.0
         runtime, device = self.engine.runtime, self.machine.device
         dtype = "tf32" if self.job.products == "tf32" else self.job.precision
-        keys = layer.attended(self.job.sequence) if runtime.causal else float(self.job.sequence)
+        keys = layer.attended(self.job.sequence)
         scores = self.tokens * layer.heads / self.layouts.tp
         if runtime.cp_unbalanced:
             scores = scores * (2.0 - 1.0 / self.layouts.cp)
@@ -299,7 +299,7 @@ class PricedModel:
             routed = self.tokens / layouts.tp * layer.active_experts * layer.width * self.element
             exchange = groups.seconds(traffic.all_to_all_s, routed, groups.ep) * (1.0 - runtime.ep_overlap)
             # Tokens go to their experts and back: two all-to-alls a pass.
-            forward.ep = backward.ep = 2.0 * exchange * self.engine.saved.expert_imbalance
+            forward.ep = backward.ep = 2.0 * exchange
 
     def _add_recompute(self, forward: PassTime, repeated: PassTime, backward: PassTime) -> None:
         """Adds recompute to backward; ``repeated`` is the forward that is computed again."""
@@ -322,10 +322,10 @@ class PricedModel:
         Source: Korthikanti et al. (2022), section 4, extended to gated layers.
         """
         layouts, saved, w = self.layouts, self.engine.saved, self.element
-        norm_bytes = w * (2.0 if saved.norm_output else 1.0) + saved.norm_extra
-        outside_tp = layer.width * (2 * norm_bytes + (2.0 if layer.dropout else 0.0)) + w * layer.latent
+        # Two norms, of each the input and the output, which is the next product's input.
+        outside_tp = layer.width * (4 * w + (2.0 if layer.dropout else 0.0)) + w * layer.latent
         qkv = layer.query_width + layer.key_width + layer.value_width
-        inside_tp = (w + saved.attention_extra) * qkv + w * layer.mixed_width + 4.0 * layer.heads * saved.flash
+        inside_tp = w * qkv + w * layer.mixed_width + 4.0 * layer.heads * saved.flash
         inside_tp += layer.ffn * (w * (3.0 if layer.gated else 2.0) + saved.gate_extra)
         outside_tp, inside_tp = self._with_routed_tokens(layer, outside_tp, inside_tp)
         scores, transient_scores = self._score_bytes(layer)
@@ -358,5 +358,5 @@ class PricedModel:
         saved, w = self.engine.saved, self.element
         bytes_per_token = saved.expert_copies * layer.width + layer.expert_ffn * (w * (3.0 if layer.gated else 2.0))
         bytes_per_token += layer.expert_ffn * saved.gate_extra
-        inside_tp = inside_tp + layer.active_experts * saved.expert_imbalance * bytes_per_token
+        inside_tp = inside_tp + layer.active_experts * bytes_per_token
         return outside_tp + 4.0 * layer.experts, inside_tp

@@ -41,6 +41,34 @@ def splits(schedules: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationBytes:
+    """Bytes that one row saves for backward in the full model, for all layers under each of `RECOMPUTES` but ``block``.
+
+    Their ratio holds for every layout, because rows, tokens and degrees divide both alike.
+    """
+
+    real: tuple[float, float, float]
+    """Counted on the model's modules."""
+    closed: tuple[float, float, float]
+    """By the closed form."""
+
+    def ratio(self, recompute: Array, share: Array) -> Array:
+        """Returns `real` over `closed`, (N,).
+
+        Args:
+            recompute: index into `RECOMPUTES`, (N,).
+            share: of the layers that recompute, (N,).
+        """
+        mode = np.minimum(np.asarray(recompute, dtype=int), len(self.real) - 1)
+        recomputed_share = np.where(mode > 0, share, 0.0)
+        real, closed = (
+            (1 - recomputed_share) * values[0] + recomputed_share * values[mode]
+            for values in (np.asarray(self.real), np.asarray(self.closed))
+        )
+        return np.asarray(real / closed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PricedJob:
     """A model and the batch of one step."""
 
@@ -56,6 +84,8 @@ class PricedJob:
     """Data type of the products where it differs: ``fp8``, ``fp4``, ``tf32``."""
     adapters: bool = False
     """Weights are frozen and small adapters are trained (LoRA): no gradients of weights."""
+    activations: ActivationBytes | None = None
+    """What the model's own modules save for backward, where they were read; else the closed form is used."""
 
     def __post_init__(self) -> None:
         """Refuses a shape without blocks."""

@@ -112,11 +112,6 @@ def price_operators(
     return PipelineSeconds(first_end=end_seconds[0], layer=layer, last_end=end_seconds[1])
 
 
-def work_seconds(work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0) -> WorkSeconds:
-    """Returns the seconds of all operators of a micro-batch, by part."""
-    return price_operators(work, calibration, dtype, busy, logits).total(sum(work.counts))
-
-
 def _pass_seconds(
     operators: Sequence[Operator],
     calibration: Calibration,

@@ -12,9 +12,11 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
-from meshwright.planner.cost.ranks import LayerCosts, RankTimes
+from meshwright.planner.cost.ranks import RankTimes
+from meshwright.planner.cost.unequal_ranks import PricedRanks
 from meshwright.spec.layout import Layout
 
 Holds = Callable[[LayoutBatch, Mapping[str, Array]], Array]
@@ -32,9 +34,20 @@ def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: Fr
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
     engine = engine.for_layout(layout)
-    ranks = RankTimes(LayerCosts.of(job, LayoutBatch.from_layouts([layout], len(job.shape.blocks)), machine, engine))
-    parts = {name: float(values[0]) for name, values in _all_parts(ranks).items()}
-    stages = stages_of(ranks, 0, ranks.memory())
+    return price_of(
+        RankTimes(LayerCosts.of(job, LayoutBatch.from_layouts([layout], len(job.shape.blocks)), machine, engine))
+    )
+
+
+def price_of(ranks: PricedRanks, layout_index: int = 0) -> Price:
+    """Returns the price of one of N layouts.
+
+    Args:
+        ranks: times and memory of the N layouts' ranks.
+        layout_index: which layout.
+    """
+    parts = {name: float(values[layout_index]) for name, values in ranks.parts().items()}
+    stages = _stage_prices(ranks, layout_index)
     fullest = max(range(len(stages)), key=lambda rank: stages[rank].peak)
     return Price(
         step_s=sum(parts.values()),
@@ -47,15 +60,9 @@ def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: Fr
     )
 
 
-def stages_of(ranks: RankTimes, layout_index: int, memory: dict[str, Array]) -> tuple[StagePrice, ...]:
-    """Returns the price of each rank of one layout's pipeline.
-
-    Args:
-        ranks: of N layouts.
-        layout_index: which layout.
-        memory: bytes by part, (N, P) each, as `RankTimes.memory` returns them.
-    """
-    bounds = ranks.cut_of(layout_index).bounds
+def _stage_prices(ranks: PricedRanks, layout_index: int) -> tuple[StagePrice, ...]:
+    """Returns the price of each rank of one layout's pipeline."""
+    bounds, memory = ranks.cut_of(layout_index).bounds, ranks.memory()
     return tuple(
         StagePrice(
             layers=bounds[rank],
@@ -101,7 +108,7 @@ def price_many(
         costs = LayerCosts.of(job, layouts.take(feasible), machine, engine) if feasible.any() else costs
     feasible_indices = np.flatnonzero(feasible)
     for run, ranks in _by_pipeline_length(costs) if len(feasible_indices) else ():
-        columns.put(columns.parts, feasible_indices[run], _all_parts(ranks))
+        columns.put(columns.parts, feasible_indices[run], ranks.parts())
     return columns.prices(np.argsort(order))
 
 
@@ -116,36 +123,11 @@ def piped_many(job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: F
         machine: the hardware.
         engine: the runtime's profile.
     """
-    return _sum_of_parts(job, layouts, machine, engine, RankTimes.piped) + engine.runtime.host_step_s
-
-
-def seconds_many(
-    job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT
-) -> Array:
-    """Returns the seconds a step of `price_many`, (N,) float64, without pricing memory.
-
-    Args:
-        job: model and batch.
-        layouts: N layouts.
-        machine: the hardware.
-        engine: the runtime's profile.
-    """
-    return _sum_of_parts(job, layouts, machine, engine, _all_parts)
-
-
-def _sum_of_parts(
-    job: PricedJob,
-    layouts: LayoutBatch,
-    machine: Machine,
-    engine: FrameworkProfile,
-    parts: Callable[[RankTimes], Mapping[str, Array]],
-) -> Array:
-    """Returns the sum of some parts of each layout's step, (N,)."""
     order = np.argsort(layouts.pp, kind="stable")
     step_s = np.empty(layouts.count)
     for run, ranks in _by_pipeline_length(LayerCosts.of(job, layouts.take(order), machine, engine)):
-        step_s[order[run]] = sum(parts(ranks).values())
-    return step_s
+        step_s[order[run]] = sum(ranks.piped().values())
+    return step_s + engine.runtime.host_step_s
 
 
 def _by_pipeline_length(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
@@ -157,12 +139,6 @@ def _by_pipeline_length(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
         return
     for start, stop in pairwise(starts):
         yield slice(start, stop), RankTimes(costs.take(slice(start, stop)))
-
-
-def _all_parts(ranks: RankTimes) -> dict[str, Array]:
-    """Returns seconds by part of `PARTS`, (N,) each."""
-    step = np.full(ranks.count, ranks.engine.runtime.host_step_s)
-    return ranks.piped() | ranks.ending() | {"step": step}
 
 
 class _PriceColumns:

@@ -1,12 +1,7 @@
-"""Prices the pipeline ranks of N layouts with P ranks along pp each: time and memory as arrays (N, P).
-
-A micro-batch costs a rank the sum of its layers (`LayerCost`, (N,) each) times their counts on the rank, (N, P).
-"""
+"""Prices the pipeline ranks of N layouts with P ranks along pp each: time and memory as arrays (N, P)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from functools import reduce as fold
 from operator import attrgetter
@@ -17,15 +12,13 @@ import numpy as np
 from meshwright.cluster.host import HostShare
 from meshwright.errors import PlanError
 from meshwright.planner.cost.communication import CommunicationTimes
-from meshwright.planner.cost.embedding_and_head import embedding, head
-from meshwright.planner.cost.framework_profile import FrameworkProfile
-from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
-from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
+from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import spent, wide_bytes, without
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
-from meshwright.planner.cost.stages import StageCut, cut, kinds
+from meshwright.planner.cost.stages import StageCut, cut
 from meshwright.planner.cost.state_bytes import owned_parameters, state_bytes
 from meshwright.planner.cost.timing import held, makespan
 from meshwright.schedules.spec import ScheduleSpec
@@ -36,73 +29,35 @@ OFFLOADABLE = ("parameters", "gradients", "optimizer")
 """Parts of a rank's memory that may lie in host memory."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCosts:
-    """Costs of each kind of layer and of the model's ends on N layouts, independent of the pipeline's cuts."""
-
-    model: PricedModel
-    """Job, machine and profile that the layouts share."""
-    layers: tuple[LayerCost, ...]
-    """Cost of each kind of layer; figures are (N,) float64 or scalars."""
-    embedding: LayerCost
-    """Cost of the embedding, on the first stage."""
-    head: LayerCost
-    """Cost of last norm, head and loss, on the last stage."""
-
-    @classmethod
-    def of(
-        cls, job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile, timed: bool = True
-    ) -> LayerCosts:
-        """Prices the layers and ends of a model on N layouts.
-
-        Args:
-            job: model and batch.
-            layouts: N layouts.
-            machine: the hardware.
-            engine: the runtime's profile.
-            timed: price time and traffic too; else they are 0.
-        """
-        model = PricedModel(job, layouts, machine, engine)
-        price_layer = model.layer if timed else model.sizes
-        layers = tuple(price_layer(job.shape.blocks[block]) for block in kinds(job.shape)[1])
-        return cls(model=model, layers=layers, embedding=embedding(model, timed), head=head(model, timed))
-
-    def take(self, index: Any) -> LayerCosts:
-        """Returns the costs of the layouts at an index, slice or mask."""
-        count = self.model.layouts.count
-        return LayerCosts(
-            model=self.model.take(index),
-            layers=tuple(_take_layouts(cost, index, count) for cost in self.layers),
-            embedding=_take_layouts(self.embedding, index, count),
-            head=_take_layouts(self.head, index, count),
-        )
-
-
-def _take_layouts(cost: Any, index: Any, count: int) -> Any:
-    """Returns a cost's figures of some layouts; a scalar that all layouts share stays as it is."""
-    fields: dict[str, Any] = {}
-    for name in cost.__dataclass_fields__:
-        value = getattr(cost, name)
-        if isinstance(value, dict):
-            fields[name] = {key: _take_values(item, index, count) for key, item in value.items()}
-        else:
-            fields[name] = (
-                _take_layouts(value, index, count) if isinstance(value, PassTime) else _take_values(value, index, count)
-            )
-    return type(cost)(**fields)
-
-
 def _stage_owners(spec: ScheduleSpec, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Returns the rank along pp of each stage."""
     return tuple(spec.rank_of(stage, ranks) for stage in range(ranks * stages_per_rank))
 
 
-def _take_values(value: Any, index: Any, count: int) -> Any:
-    """Returns the values of some of ``count`` layouts; a scalar stays as it is."""
-    return value[index] if np.shape(value) == (count,) else value
+def _distinct_cuts(model: PricedModel) -> tuple[list[StageCut], Array]:
+    """Returns the distinct cuts, and each layout's index among them, (N,) int64."""
+    layouts, specs, ranks = model.layouts, model.layouts.schedules, int(model.layouts.pp[0])
+    # Schedules that place their stages on the same ranks cut the model in the same way, so they share a key.
+    owners = [spec.owners or spec.placement for spec in specs]
+    owners_code = np.array([owners.index(owner) for owner in owners])
+    keys, cut_index = np.unique(
+        layouts.stages * len(specs) + owners_code[layouts.schedule.astype(int)], return_inverse=True
+    )
+    stages_and_specs = [(int(key) // len(specs), specs[int(key) % len(specs)]) for key in keys]
+    stages_specs_splits: list[Any] = [(*key, None) for key in stages_and_specs]
+    if layouts.splits:
+        index_by_key: dict[Any, int] = {}
+        split_keys = [(int(index), split) for index, split in zip(cut_index, layouts.splits)]
+        cut_index = np.array([index_by_key.setdefault(key, len(index_by_key)) for key in split_keys])
+        stages_specs_splits = [(*stages_and_specs[index], split) for index, split in index_by_key]
+    rule = model.engine.split
+    return [
+        cut(model.job.shape, ranks, stages, _stage_owners(spec, ranks, stages), rule, split)
+        for stages, spec, split in stages_specs_splits
+    ], cut_index
 
 
-class RankTimes:
+class RankTimes(LayerSums):
     """Times and memory of the ranks of N layouts with P ranks along pp each; their cuts may differ.
 
     Args:
@@ -110,82 +65,13 @@ class RankTimes:
     """
 
     def __init__(self, costs: LayerCosts) -> None:
-        self.costs, self.model = costs, costs.model
-        self.job, self.layouts, self.engine = self.model.job, self.model.layouts, self.model.engine
-        self.count, self.ranks = self.layouts.count, int(self.layouts.pp[0])
-        self.cuts, cut_index = self._distinct_cuts()
-        self._cut_index = cut_index
-        if len(self.cuts) == 1:
-            self.counts = [row[None, :] for row in self.cuts[0].counts]
-        else:
-            self.counts = list(np.stack([cut.counts for cut in self.cuts], axis=1)[:, cut_index])
-        index = [0] if len(self.cuts) == 1 else cut_index
-        self.first_rank = np.array([cut.first_rank for cut in self.cuts])[index]
-        self.last_rank = np.array([cut.last_rank for cut in self.cuts])[index]
+        super().__init__(costs, *_distinct_cuts(costs.model))
         self.held = held(self.layouts, self.ranks)
         self.communication = CommunicationTimes(self.model)
 
-    def _distinct_cuts(self) -> tuple[list[StageCut], Array]:
-        """Returns the distinct cuts, and each layout's index among them, (N,) int64."""
-        layouts, specs = self.layouts, self.layouts.schedules
-        # Schedules that place their stages on the same ranks cut the model in the same way, so they share a key.
-        owners = [spec.owners or spec.placement for spec in specs]
-        owners_code = np.array([owners.index(owner) for owner in owners])
-        keys, cut_index = np.unique(
-            layouts.stages * len(specs) + owners_code[layouts.schedule.astype(int)], return_inverse=True
-        )
-        stages_and_specs = [(int(key) // len(specs), specs[int(key) % len(specs)]) for key in keys]
-        stages_specs_splits: list[Any] = [(*key, None) for key in stages_and_specs]
-        if layouts.splits:
-            index_by_key: dict[Any, int] = {}
-            split_keys = [(int(index), split) for index, split in zip(cut_index, layouts.splits)]
-            cut_index = np.array([index_by_key.setdefault(key, len(index_by_key)) for key in split_keys])
-            stages_specs_splits = [(*stages_and_specs[index], split) for index, split in index_by_key]
-        rule = self.engine.split
-        return [
-            cut(self.job.shape, self.ranks, stages, _stage_owners(spec, self.ranks, stages), rule, split)
-            for stages, spec, split in stages_specs_splits
-        ], cut_index
-
-    def cut_of(self, layout_index: int) -> StageCut:
-        """Returns the cut of one layout."""
-        return self.cuts[int(self._cut_index[layout_index])]
-
-    def layered(self, figure: Callable[[LayerCost], Any]) -> Array:
-        """Returns the sum of a figure over each rank's layers, (N, P)."""
-        total = np.zeros((self.count, self.ranks))
-        for cost, counts in zip(self.costs.layers, self.counts):
-            total += np.broadcast_to(figure(cost), self.count)[:, None] * counts
-        return total
-
-    def summed(self, figure: Callable[[LayerCost], Any]) -> Array:
-        """Returns the sum of a figure over each rank's layers and ends, (N, P)."""
-        total = self.layered(figure)
-        self._add_to_rank(total, self.first_rank, figure(self.costs.embedding))
-        self._add_to_rank(total, self.last_rank, figure(self.costs.head))
-        return total
-
-    def _add_to_rank(self, total: Array, rank: Array, value: Any) -> None:
-        """Adds ``value``, (N,), to one rank of each layout in ``total``, (N, P), in place; ``rank`` is (N,) or (1,)."""
-        if len(rank) == 1:
-            total[:, rank[0]] += value
-        else:
-            total[np.arange(self.count), rank] += value
-
-    def picked(self, figure: Callable[[LayerCost], Any], rank: Array) -> Array:
-        """Returns one rank's column of `summed` for each layout, (N,); ``rank`` is (N,) int64."""
-        total = np.zeros(self.count)
-        for cost, counts in zip(self.costs.layers, self.counts):
-            total += figure(cost) * (counts[0, rank] if len(counts) == 1 else counts[np.arange(self.count), rank])
-        total += np.where(rank == self.first_rank, figure(self.costs.embedding), 0.0)
-        return total + np.where(rank == self.last_rank, figure(self.costs.head), 0.0)
-
-    def parameters(self) -> tuple[Array, Array]:
-        """Returns (dense, expert) parameters of each rank before the data axes shard them, (N, P) each."""
-        return self._parameters
-
     @cached_property
-    def _parameters(self) -> tuple[Array, Array]:
+    def parameters(self) -> tuple[Array, Array]:
+        """(dense, expert) parameters of each rank before the data axes shard them, (N, P) each."""
         dense = self.summed(lambda cost: cost.parameters)
         if self.job.shape.tied:
             # A tied embedding and head on one rank are one weight.
@@ -197,7 +83,7 @@ class RankTimes:
 
     def trained(self) -> tuple[Array, Array]:
         """Returns (dense, expert) trained parameters, (N, P) each; with adapters 0, as they are too few to count."""
-        dense, experts = self._parameters
+        dense, experts = self.parameters
         return (dense * 0.0, experts * 0.0) if self.job.adapters else (dense, experts)
 
     def owned_parameters(self, dense: Array, experts: Array) -> Array:
@@ -224,28 +110,8 @@ class RankTimes:
     @cached_property
     def adds(self) -> Array:
         """Seconds to add a micro-batch's gradients to the accumulated ones, (N, P)."""
-        dense, experts = self._parameters
+        dense, experts = self.parameters
         return move_s((dense + experts) * self.engine.runtime.accumulate_bytes, self.model.machine.device)
-
-    @cached_property
-    def forward_busy(self) -> Array:
-        """Device seconds of a micro-batch's forward, (N, P)."""
-        return self.summed(lambda cost: cost.forward.busy)
-
-    @cached_property
-    def backward_busy(self) -> Array:
-        """Device seconds of a micro-batch's backward, (N, P)."""
-        return self.summed(lambda cost: cost.backward.busy)
-
-    @cached_property
-    def forward_host(self) -> Array:
-        """Host seconds of a micro-batch's forward, (N, P)."""
-        return self.summed(lambda cost: cost.forward.host) + self.engine.runtime.host_microbatch_s / 2
-
-    @cached_property
-    def backward_host(self) -> Array:
-        """Host seconds of a micro-batch's backward, (N, P)."""
-        return self.summed(lambda cost: cost.backward.host) + self.engine.runtime.host_microbatch_s / 2
 
     @cached_property
     def forward(self) -> Array:
@@ -259,18 +125,23 @@ class RankTimes:
         extra = (self.sends * self.layouts.stages + self.action)[:, None]
         return np.asarray(np.maximum(self.backward_busy + self.adds, self.backward_host) + extra)
 
+    def step_s(self) -> Array:
+        """Returns seconds of a step, (N,): the sum of `parts`."""
+        return np.asarray(sum(self.parts().values()))
+
+    def parts(self) -> dict[str, Array]:
+        """Returns seconds by part of `PARTS`, (N,) each."""
+        step = np.full(self.count, self.engine.runtime.host_step_s)
+        return self.piped() | self.ending() | {"step": step}
+
     def piped(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of all micro-batches: the slowest rank's work, and the bubble."""
-        layouts = self.layouts
-        # Half of backward's products are weight gradients, which a schedule may delay; recompute keeps them together.
-        can_split = (layouts.recompute == 0)[:, None]
-        weight_s = self.summed(lambda cost: cost.backward.matmul) / 2 * can_split
-        makespan_s = makespan(layouts, self.forward, self.backward, weight_s)
-        parts = self._busy_parts(np.argmax(self.forward + self.backward, axis=1))
+        makespan_s = makespan(self.layouts, self.forward, self.backward, self.weight)
+        parts = self.busy_parts(np.argmax(self.forward + self.backward, axis=1))
         parts["bubble"] = np.maximum(makespan_s - sum(parts.values()), 0.0)
         return parts
 
-    def _busy_parts(self, rank: Array) -> dict[str, Array]:
+    def busy_parts(self, rank: Array) -> dict[str, Array]:
         """Returns seconds by part, (N,), of all micro-batches on one rank of each layout; ``rank`` is (N,) int64."""
         microbatches, rank_column = self.layouts.microbatches, rank[:, None]
         parts = {}
@@ -319,7 +190,7 @@ class RankTimes:
         If any layout offloads, also ``host``, the bytes in host memory, and ``whole``, the peak without offload.
         """
         layouts, engine = self.layouts, self.engine
-        dense, experts = self._parameters
+        dense, experts = self.parameters
         gathered, master_bytes = self._gathered_parameters(dense), wide_bytes(self.job.precision)
         unmixed_bytes = master_bytes if self.job.precision in ("float32", "float64") else 0.0
         memory = state_bytes(
@@ -349,13 +220,16 @@ class RankTimes:
 
     def _activations(self) -> Array:
         """Returns bytes of activations at the peak of each rank, (N, P)."""
-        layouts, max_extra = self.layouts, self.engine.saved.in_flight_extra
-        in_flight = self.held + np.maximum(np.minimum(layouts.microbatches[:, None] - self.held, max_extra), 0.0)
+        layouts = self.layouts
         working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
         another_follows = layouts.microbatches[:, None] > self.held
         another_follows &= (layouts.pp[:, None] == 1) | (self.held > 2)
-        late_bytes = self.summed(lambda cost: cost.freed_late) * np.where(another_follows, in_flight, 0.0)
-        return np.asarray(self.summed(lambda cost: cost.saved) * in_flight + late_bytes + working[:, None])
+        late_bytes = self.summed(lambda cost: cost.freed_late) * np.where(another_follows, self.held, 0.0)
+        activations = self.summed(lambda cost: cost.saved) * self.held + late_bytes + working[:, None]
+        measured = self.job.activations
+        if measured is None:
+            return np.asarray(activations)
+        return np.asarray(activations * measured.ratio(layouts.recompute, layouts.recompute_share)[:, None])
 
     def _gathered_parameters(self, dense: Array) -> Array:
         """Returns the parameters that ZeRO-3 has gathered at once, (N, P): the ends, and the two largest layers."""

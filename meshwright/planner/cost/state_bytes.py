@@ -37,15 +37,14 @@ def state_bytes(
     is_pipelined = (layouts.pp > 1)[:, None] & states.whole_in_pipeline
     full_gradients = (zero < 2) & (accumulates | (zero < 1) | (not states.whole_when_accumulating)) | is_pipelined
     gathered = np.where(is_pipelined, total, np.minimum(gathered_at_once, total))
-    resting_shard = states.parameter * owned if states.rest else 0.0
     gradient = unmixed_bytes or states.gradient
     update = np.where(zero > 0, states.update[0] * total + states.update[1] * owned, 0.0)
     return {
-        "parameters": np.where(zero < 3, parameter * total, parameter * gathered + resting_shard),
+        "parameters": np.where(zero < 3, parameter * total, parameter * gathered),
         "gradients": np.where(full_gradients, gradient * total, gradient * owned)
         + states.working_gradient * np.where(zero < 2, total, owned),
         "optimizer": np.where(zero > 0, optimizer * owned, optimizer * total),
-        "buffers": states.bucket_bytes * (layouts.readers > 1)[:, None] * np.ones_like(total),
+        "buffers": np.zeros_like(total),
         "update": update,
     }
 
