@@ -23,7 +23,7 @@ from meshwright.parallel.build import check
 from meshwright.planner.memory import Position, paper_memory, position_memory
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_override import overridden
+from meshwright.spec.sharding_override import apply_overrides
 from meshwright.spec.sharding_table import LayerRows, ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
@@ -127,7 +127,7 @@ def _describe_sharding(built: BuiltModel) -> tuple[ShardingTable | None, dict[st
         return None, {"refused": str(error)}
     if built.config.sharding:
         names = [name for name, _ in built.module.named_parameters(remove_duplicate=False)]
-        table = overridden(table, built.config.sharding, names)
+        table = apply_overrides(table, built.config.sharding, names)
     # Layers are of one kind when their rows of the table are equal.
     kinds: dict[str, dict[str, Any]] = {}
     for name, rows in table.layers.items():
