@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, within
+from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, view_within
 from meshwright.errors import CheckpointError
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.torch_compat.tensors import foreach_copy_
@@ -53,7 +53,7 @@ class Copier:
         if [shard for shard, _ in local_shards] != self._local_table:
             raise CheckpointError("the state has other parts than those that snapshots were planned for")
         self._sources = [
-            within(local_shards[index][1], local_shards[index][0].box, shard.box) for index, shard in self._saved
+            view_within(local_shards[index][1], local_shards[index][0].box, shard.box) for index, shard in self._saved
         ]
 
     def copy(self, targets: Sequence[Tensor], memory: mmap.mmap) -> None:

@@ -138,7 +138,9 @@ class CheckpointStore:
         def write(folder: Path) -> dict[str, FileRecord]:
             return backend.write(folder, tensors, self._ranks.group)
 
-        return self._save(step, self._config.backend, write, lambda: fit.tabulate(tensors), meta, origin or Origin())
+        return self._save(
+            step, self._config.backend, write, lambda: fit.tabulate_tensors(tensors), meta, origin or Origin()
+        )
 
     def save_state(self, step: int, state: State, meta: JsonObject, origin: Origin) -> SavedCheckpoint:
         """Writes a checkpoint from snapshots in memory, or this process's share of one; see `save`."""
@@ -409,9 +411,9 @@ class CheckpointStore:
     def _gather_targets(self, targets: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
         """Returns the table of all ranks' targets; tables are sent only when they differ (pipeline stages)."""
         # A digest of some bytes first; tables of a large model would be megabytes from every rank.
-        digests = self._ranks.run_on_all("loading failed", lambda: fit.digest(fit.tabulate(targets)))
-        local_table = fit.tabulate(targets)
-        return local_table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(local_table))
+        digests = self._ranks.run_on_all("loading failed", lambda: fit.digest(fit.tabulate_tensors(targets)))
+        local_table = fit.tabulate_tensors(targets)
+        return local_table if len(set(digests)) == 1 else fit.merge_tables(self._ranks.gather(local_table))
 
     def _refuse(self, path: Path, reason: str, search: CheckpointSearch) -> None:
         search.refused.append(RefusedCheckpoint(path, reason))

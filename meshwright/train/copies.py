@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.agreement import Agreement
-from meshwright.checkpoint.tensor_shards import TensorShard, cells_of, collect_local_shards, within
+from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, split_into_cells, view_within
 from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
@@ -198,14 +198,14 @@ class CopyCheck:
         for shard in (shard for table in tables for shard in table):
             boxes.setdefault((shard.name, shard.shape), set()).add(shard.box)
         # Shards of ranks may overlap partly: their boxes are cut into cells that each rank holds entirely or not.
-        cells = {key: cells_of(key[1], shard_boxes) for key, shard_boxes in boxes.items()}
+        cells = {key: split_into_cells(key[1], shard_boxes) for key, shard_boxes in boxes.items()}
         for rank, table in enumerate(tables):
             for shard in table:
                 for box in cells[shard.name, shard.shape][shard.box]:
                     holders.setdefault((shard.name, shard.shape, box), set()).add(rank)
         # This rank's views of the cells that it holds, through its own shards.
         views = {
-            (shard.name, shard.shape, box): within(view, shard.box, box)
+            (shard.name, shard.shape, box): view_within(view, shard.box, box)
             for shard, view in local_shards
             for box in cells[shard.name, shard.shape][shard.box]
         }

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from meshwright.checkpoint.agreement import Agreement
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
+from meshwright.checkpoint.snapshot import Segment, State
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import assign_saved_shards, collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.json_types import JsonObject

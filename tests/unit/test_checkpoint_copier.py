@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, find_complete_states, read_snapshots, read_step
+from meshwright.checkpoint.snapshot import Segment, find_complete_states, read_snapshots, read_step
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.parallel.weights import named_weights
