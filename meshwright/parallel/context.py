@@ -159,7 +159,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
     _present_full_rows(attention, axis_group)
 
     def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
-        return [parameter_slices.spans_of(split, units, group, size) for units in shares]
+        return [parameter_slices.spans_of_units(split, units, group, size) for units in shares]
 
     for name in group.column_linears:
         column, split = layer.get_submodule(name), splits_by_name[f"{name}.weight"]
@@ -169,7 +169,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
             tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans), purpose="tokens for heads")
         else:
             # Its input is already the whole row (from `replicated_inputs`), so its output needs a cut alone.
-            select_units = partial(parameter_slices.select, dim=-1, spans=rank_spans[axis_group.index])
+            select_units = partial(parameter_slices.select_spans, dim=-1, spans=rank_spans[axis_group.index])
             tensor_hooks.on_output(column, select_units, purpose="a rank's heads")
     for name in group.replicated_inputs:
         tensor_hooks.on_output(
@@ -193,7 +193,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         _slice_loose_parameters(
             attention, layer, loose_splits, {split.name: shares[axis_group.index] for split in loose_splits}, group
         )
-    parameter_slices.adapt(layer, group, shares[axis_group.index])
+    parameter_slices.set_local_sizes(layer, group, shares[axis_group.index])
 
 
 def _with_spans(
@@ -257,8 +257,10 @@ def _slice_loose_parameters(
                     # In __dict__, since a slice is no Parameter; autograd carries its gradient to the full one.
                     full_parameter = owner._parameters.pop(attribute)
                     replaced.append((owner, attribute, full_parameter))
-                    spans = parameter_slices.spans_of(split, units[split.name], group, full_parameter.shape[split.dim])
-                    owner.__dict__[attribute] = parameter_slices.select(full_parameter, split.dim, spans)
+                    spans = parameter_slices.spans_of_units(
+                        split, units[split.name], group, full_parameter.shape[split.dim]
+                    )
+                    owner.__dict__[attribute] = parameter_slices.select_spans(full_parameter, split.dim, spans)
                 return plain(*args, **kwargs)
             finally:
                 for owner, attribute, full_parameter in replaced:

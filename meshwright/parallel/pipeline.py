@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, check, split
+from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, build_stages, check
 from meshwright.parallel.program import Program
 from meshwright.parallel.schedule_run import PipelineGroup, ScheduleRun, chain
 from meshwright.parallel.stage_module import Compute, LossView, RowBatch, StageModule, Stamp
@@ -61,7 +61,7 @@ class PipelineProgram(Program):
     """Runs this rank's stages by the layout's schedule.
 
     Args:
-        parts: this rank's stages, wrapped and materialised, from `split`.
+        parts: this rank's stages, wrapped and materialised, from `build_stages`.
         compute: forward and loss of one micro-batch.
         view: what the loss must know of the layout.
         mesh: ranks and groups.
@@ -269,7 +269,7 @@ def _reshard_all(module: nn.Module) -> None:
 
 def _split(work: TransformContext) -> None:
     """Cuts the model into this rank's stages, which a schedule runs."""
-    work.stages = split(work.source, work.layout, work.required_mesh)
+    work.stages = build_stages(work.source, work.layout, work.required_mesh)
     work.make_program = _program
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
-from meshwright.parallel.stage import Stage, copied
+from meshwright.parallel.stage import Stage, copy_module
 from meshwright.parallel.stage_module import StageModule
 from meshwright.schedules.action import Schedule
 from meshwright.spec.axis import Mechanics
@@ -66,7 +66,7 @@ def check(layout: Layout, layers: int) -> None:
         )
 
 
-def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
+def build_stages(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     """Cuts the model into this rank's stages.
 
     Args:
@@ -85,7 +85,7 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     numbers = division.schedule.rank_stages(mesh.group_with(Mechanics.STAGES).index)
     copies = mesh.world.size // layout.degree(Mechanics.STAGES)
     # A rank with several stages needs a module for each; the source's own serves as the last.
-    modules = [*(copied(source.module) for _ in numbers[1:]), source.module]
+    modules = [*(copy_module(source.module) for _ in numbers[1:]), source.module]
     stages: list[StageModule] = []
     for number, module in zip(numbers, modules):
         start_layer, stop_layer = division.bounds[number : number + 2]

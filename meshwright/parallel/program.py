@@ -107,7 +107,7 @@ class Program:
         Returns:
             This rank's (loss sum, target tokens, right predictions), float64, not yet summed over ranks.
         """
-        total: torch.Tensor | None = None
+        sums_by_microbatch: list[torch.Tensor] = []
         # Tells the data axes whether a sum would be added to gradients, which must be complete then.
         no_gradients = all(weight.parameter.grad is None for weight in self.weights)
         buffers_before = self.moving_buffers.copy() if len(batches) > 1 else None
@@ -129,7 +129,7 @@ class Program:
                 stamp.phase("backward", microbatch)
             loss.backward()
             self.progress_hooks.outside()
-            total = sums if total is None else total + sums
+            sums_by_microbatch.append(sums)
             # Frees the micro-batch's graph before the next forward.
             del loss
             self.step_timer.lap("backward")
@@ -138,8 +138,7 @@ class Program:
         for sync in self.stages[0].gradient_syncs:
             sync.finish()
         self.step_timer.lap("reduce")
-        assert total is not None
-        return total
+        return functools.reduce(torch.add, sums_by_microbatch)
 
     def forward_with_rng(
         self, forward: Callable[[], T], batches: Sequence[RowBatch], microbatch: int, key: tuple[int, int]

@@ -42,7 +42,7 @@ class Stage:
     """Some consecutive layers of a model, and whatever of the rest runs before or after them.
 
     Args:
-        module: on meta or real; it is changed for good. Use `copied` where it is needed again.
+        module: on meta or real; it is changed for good. Use `copy_module` where it is needed again.
         layer_graph: of the model.
         first: number of the stage's first layer.
         stop: one more than that of its last.
@@ -177,14 +177,14 @@ def local_layer(module: nn.Module, name: str) -> nn.Module | None:
     return submodule if submodule is not None and any(True for _ in submodule.parameters()) else None
 
 
-def copied(module: nn.Module, share: bool = False) -> nn.Module:
+def copy_module(module: nn.Module, share: bool = False) -> nn.Module:
     """Returns a copy of a module; with ``share`` its weights are the same tensors."""
     memo: dict[int, object] = {id(parameter): parameter for parameter in module.parameters()} if share else {}
     duplicate: nn.Module = copy.deepcopy(module, memo)
     return duplicate
 
 
-def tensor_at(call: Nested, path: Path) -> Any:
+def get_tensor(call: Nested, path: Path) -> Any:
     """Returns the tensor of a call's ``(args, kwargs)`` that a path leads to."""
     return functools.reduce(operator.getitem, path, call)
 
@@ -218,7 +218,7 @@ def _tensor_or_stand_in(stand_in: torch.Tensor, call: Nested, path: Path | None)
     if path is None:
         return stand_in
     try:
-        tensor = tensor_at(call, path)
+        tensor = get_tensor(call, path)
     except (LookupError, TypeError):
         return stand_in
     return tensor if isinstance(tensor, torch.Tensor) else stand_in
@@ -230,7 +230,7 @@ def _first_tensor(args: Sequence[object], kwargs: Mapping[str, object]) -> torch
 
 def _leave_stage(paths: tuple[Path, ...], *args: object, **kwargs: object) -> object:
     """Stands for the first layer of the next stage."""
-    raise _Boundary(tuple(_sendable(tensor_at((args, kwargs), path)) for path in paths))
+    raise _Boundary(tuple(_sendable(get_tensor((args, kwargs), path)) for path in paths))
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:

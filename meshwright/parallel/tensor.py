@@ -97,11 +97,11 @@ def _slice_group_parameters(
     sharded: ShardedLayer,
 ) -> None:
     """Gives the layer its parts of a group's parameters."""
-    parameter_slices.adapt(layer, group, units)
+    parameter_slices.set_local_sizes(layer, group, units)
     for split in group.splits:
         full_weight = layer.get_parameter(split.name)
-        spans = parameter_slices.spans_of(split, units, group, full_weight.shape[split.dim])
-        replicated_runs = parameter_slices.copied_runs(split, units, group, axis_group.size)
+        spans = parameter_slices.spans_of_units(split, units, group, full_weight.shape[split.dim])
+        replicated_runs = parameter_slices.find_replicated_runs(split, units, group, axis_group.size)
         name = f"{prefix}.{split.name}"
         shard = parameter_slices.make_local_shard(
             name, full_weight.shape, split, spans, copies // axis_group.size, "tp"
@@ -114,7 +114,7 @@ def _slice_group_parameters(
             runs = tuple((start, stop) for start, stop, sharing_ranks in replicated_runs if sharing_ranks == ranks)
             sharded.partial_grads.append(PartialGrad(name, runs, split.dim, ranks))
         sharded.local_shards[name] = shard
-        parameter_slices.cut_parameter(layer, split, spans)
+        parameter_slices.slice_parameter(layer, split, spans)
 
 
 def _attach_group_collectives(

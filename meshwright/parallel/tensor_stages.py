@@ -9,7 +9,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel import tensor
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.parameter_slices import copied_runs
+from meshwright.parallel.parameter_slices import find_replicated_runs
 from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
@@ -78,7 +78,7 @@ def _shared_by(table: ShardingTable, degree: int) -> list[int]:
         {
             ranks
             for _, split, shares, group in table.splits(degree)
-            for _, _, ranks in copied_runs(split, shares[0], group, degree)
+            for _, _, ranks in find_replicated_runs(split, shares[0], group, degree)
         }
     )
 

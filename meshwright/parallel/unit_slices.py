@@ -31,7 +31,7 @@ def attach(
     local_units = shares[axis_group.index]
     for cutting in group.cuttings:
         module = layer.get_submodule(cutting.module)
-        slice_tensor = cut_to(cutting, local_units, group.units)
+        slice_tensor = make_slicer(cutting, local_units, group.units)
         if cutting.kind == "global_norm":
             # The module (a norm over all heads, say) runs on all units, gathered; its output is cut to this rank's.
             _gather_inputs(module, _feature_order(cutting, shares, group.units), axis_group)
@@ -50,7 +50,7 @@ def attach(
             _on_buffer(layer.get_submodule(group.module), module, cutting.key, slice_tensor)
 
 
-def cut_to(cutting: Cutting, units: Span, total_units: int) -> Cut:
+def make_slicer(cutting: Cutting, units: Span, total_units: int) -> Cut:
     """Returns the function that slices a tensor to the indices of the units (start, stop)."""
     total = sum(block.size * block.count for block in cutting.blocks)
     spans = [block.span(*units, total_units) for block in cutting.blocks]

@@ -28,7 +28,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.sizes import layer_count
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.model_checkpointing import without_checkpoints
-from meshwright.parallel.stage import copied
+from meshwright.parallel.stage import copy_module
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 from meshwright.torch_compat.tensors import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
@@ -59,12 +59,12 @@ def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> L
         # Copies: forward may leave tensors of its graph in the module, which then can't be copied any more.
         with torch.no_grad():
             output_a, output_b = (
-                output_of(copied(module, share=True), structure, arguments, objective) for _ in range(2)
+                output_of(copy_module(module, share=True), structure, arguments, objective) for _ in range(2)
             )
         # forward draws random numbers: compare in evaluation mode, where it draws none
         if not torch.equal(output_a, output_b):
             module.eval()
-        layer_graph = _Probe(copied(module, share=True), structure, objective).run(arguments)
+        layer_graph = _Probe(copy_module(module, share=True), structure, objective).run(arguments)
         layer_graph = dataclasses.replace(
             layer_graph, whole_backward=rehearse(module, structure, layer_graph, arguments, objective)
         )
@@ -84,7 +84,7 @@ def _build_clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
     """Builds a small float64 copy on the CPU with tied weights apart: each use of a weight has its own name."""
     elements = sum(parameter.numel() for parameter in built.module.parameters())
     source_model = built if elements <= _SMALL and not built.config.dropout else _shrink_layers(built, elements)
-    module = copied(source_model.module)
+    module = copy_module(source_model.module)
     use_float64(module)
     module = module.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ from meshwright.models.analysis.objective import Objective, nothing_dropped, tri
 from meshwright.models.forward import model_output
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
-from meshwright.parallel.stage import Stage, copied
+from meshwright.parallel.stage import Stage, copy_module
 from meshwright.spec.layer_graph import LayerGraph, weights_by_stage
 from meshwright.torch_compat.pipelining import stage_backward_input, stage_backward_weight
 
@@ -62,7 +62,7 @@ def rehearse(
         PlanError: it can't be cut anywhere, or stages compute something else than the full model.
     """
     # a copy of the modules that shares the weights: forward may store tensors of its graph in a module
-    full_output = output_of(copied(module, share=True), structure, arguments, objective)
+    full_output = output_of(copy_module(module, share=True), structure, arguments, objective)
     generator = torch.Generator().manual_seed(2)
     output_grad = torch.randn(full_output.shape, generator=generator, dtype=full_output.dtype)
     # a random gradient of the output, so that errors of different elements can't cancel
@@ -139,7 +139,7 @@ def _run_stages(
     received: tuple[torch.Tensor, ...] = ()
     stage_calls: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], nn.Module]] = []
     for weight_names, start, stop in zip(stage_weights, bounds, bounds[1:]):
-        stage = Stage(copied(module, share=True), layer_graph, start, stop, weight_names)
+        stage = Stage(copy_module(module, share=True), layer_graph, start, stop, weight_names)
         stage.arm(torch.float64, torch.device("cpu"))
         sent = stage.run(functools.partial(run_model, stage.module), received)
         stage_calls.append((received, sent, stage.module))
