@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from benchmarks.published import framework_profiles
 from benchmarks.published.predict import figures, with_engines
 from benchmarks.published.rows import Case
-from meshwright.planner.cost import framework_profiles, kernels
+from meshwright.planner.cost import kernels
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 
 Bounds = tuple[float, float]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.published import framework_profiles
 from benchmarks.published.models import Row, Unpriced
-from meshwright.planner.cost import framework_profiles
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 
 

@@ -30,7 +30,7 @@ class Monitor:
         self._displays: list[Sink] = []
         self._lock = threading.Lock()
         self._closed = False
-        self.goes_on = False
+        self.continues = False
         """Whether other ranks continue the run: only the rank that ends it writes the report."""
         self._supervisor_events = EventTail(run_dir / EVENTS) if rank == 0 else None
 
@@ -104,7 +104,7 @@ class Monitor:
             self._call_or_drop(sink, sink.close)
         self._displays.clear()
         try:
-            if self._rank == 0 and not self.goes_on:
+            if self._rank == 0 and not self.continues:
                 self._compare_and_report()
         finally:
             self._jsonl.close()

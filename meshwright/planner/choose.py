@@ -12,10 +12,9 @@ import numpy as np
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.planner.cost.framework_profile import FrameworkProfile
-from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
-from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES
+from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIGHT
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.device_limits import check_host, job_for, with_host_memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
 from meshwright.planner.model_parts import ModelParts, Places
 from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_elements
 from meshwright.spec.axes import known_axes
@@ -68,8 +69,7 @@ class Bytes:
     @classmethod
     def of(cls, layout: Layout) -> Bytes:
         """Returns the sizes for a layout's precision."""
-        master = 8 if layout.precision == "float64" else 4
-        return cls(2 if layout.is_mixed_precision else master, master)
+        return cls(compute_bytes(layout.precision), master_bytes(layout.precision))
 
 
 class RankGroups:

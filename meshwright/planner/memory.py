@@ -6,15 +6,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from meshwright.planner.collectives import ACTIVE_STAGES
+from meshwright.planner.cost.element_bytes import master_bytes
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.planner.cost.state_bytes import StateElements, state_bytes
 from meshwright.planner.model_parts import ModelParts, StateSizes
 from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeights, elements, shard_elements
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 __all__ = ["ModelParts", "Position", "StateSizes", "paper_memory", "position_memory", "rest_bytes", "state_memory"]
-
-ACTIVE_STAGES = 3
-"""Stages of a rank that torch keeps gathered at a time. Source: torch 2.13, pipelining, `_add_unshard_reshard`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,16 +83,13 @@ def rest_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
     """Returns the exact bytes of master weights that one rank keeps between steps; a tied weight counts once."""
     weights, shard, expert_shard = model.held_by(layout, rank)
     if not _has_sharded_masters(layout):
-        return _master_bytes(layout) * (weights.elements - elements(weights.twins))
+        return master_bytes(layout.precision) * (weights.elements - elements(weights.twins))
     own_elements = shard_elements(weights.own, weights.shards, shard) - shard_elements(
         weights.twins, weights.shards, shard
     )
-    return _master_bytes(layout) * (own_elements + shard_elements(weights.experts, weights.expert_shards, expert_shard))
-
-
-def _master_bytes(layout: Layout) -> int:
-    """Returns bytes of an element of a master weight or a reduced gradient."""
-    return 8 if layout.precision == "float64" else 4
+    return master_bytes(layout.precision) * (
+        own_elements + shard_elements(weights.experts, weights.expert_shards, expert_shard)
+    )
 
 
 def _has_sharded_masters(layout: Layout) -> bool:
@@ -99,32 +99,29 @@ def _has_sharded_masters(layout: Layout) -> bool:
 
 def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dict[str, int], dict[str, str]]:
     """Returns bytes of parameters, gradients and optimizer of a rank with these weights, and their formulas."""
-    master_bytes = _master_bytes(layout)
-    compute_bytes = 2 if layout.is_mixed_precision else master_bytes
-    count = weights.elements
-    if not _has_sharded_masters(layout):
-        trained_count = count - elements(weights.twins)
-        memory = {
-            "parameters": master_bytes * count,
-            "gradients": master_bytes * count,
-            "optimizer": 2 * master_bytes * trained_count,
-        }
-        return memory, {"parameters": "w n", "gradients": "w n", "optimizer": "2 w n"}
-    parameters, parameter_formula = _peak_gathered_elements(layout, weights)
+    has_masters, count = _has_sharded_masters(layout), weights.elements
+    gathered, gathered_formula = _peak_gathered_elements(layout, weights) if has_masters else (count, "w n")
     shard_count = shard_elements(weights.own, weights.shards) + shard_elements(weights.experts, weights.expert_shards)
-    twin_count = shard_elements(weights.twins, weights.shards)
-    # A pipeline reduce-scatters once a step, after its last backward, at every ZeRO level.
-    keeps_full_gradients = layout.degree(Mechanics.STAGES) > 1 or (layout.zero <= 1 and layout.microbatches > 1)
+    is_pipelined, zero = np.array(layout.degree(Mechanics.STAGES) > 1), np.array(layout.zero)
+    states = MESHWRIGHT.states
+    keeps_full_gradients = states.keeps_full_gradients(zero, np.array(layout.microbatches > 1), is_pipelined)
+    memory = state_bytes(
+        states,
+        StateElements(
+            total=count,
+            owned=shard_count,
+            gathered=gathered,
+            twins=shard_elements(weights.twins, weights.shards) if has_masters else elements(weights.twins),
+        ),
+        keeps_full_gradients=keeps_full_gradients,
+        has_masters=has_masters,
+        unmixed_bytes=0.0 if layout.is_mixed_precision else master_bytes(layout.precision),
+    )
     shard_formula = "((n - x) / d + x / e)" if weights.experts else "n / d"
-    memory = {
-        "parameters": compute_bytes * parameters,
-        "gradients": master_bytes * count if keeps_full_gradients else master_bytes * shard_count,
-        "optimizer": 3 * master_bytes * shard_count - 2 * master_bytes * twin_count,
-    }
-    return memory, {
-        "parameters": parameter_formula,
-        "gradients": "w n" if keeps_full_gradients else f"w {shard_formula}",
-        "optimizer": f"3 w {shard_formula}",
+    return {kind: int(size) for kind, size in memory.items()}, {
+        "parameters": gathered_formula,
+        "gradients": "w n" if keeps_full_gradients or not has_masters else f"w {shard_formula}",
+        "optimizer": f"3 w {shard_formula}" if has_masters else "2 w n",
     }
 
 
@@ -167,9 +164,9 @@ def paper_memory(layout: Layout, count: int) -> int:
 
     Source: Rajbhandari et al., ZeRO (SC 2020), figure 1, with compute elements and gradients of c bytes and K = 3w.
     """
-    master_bytes = _master_bytes(layout)
-    compute_bytes = 2 if layout.is_mixed_precision else master_bytes
+    master_size = master_bytes(layout.precision)
+    compute_bytes = 2 if layout.is_mixed_precision else master_size
     shards = layout.state_shards
-    sharded_bytes = (3 * master_bytes, compute_bytes, compute_bytes)[: layout.zero]
-    replicated_bytes = (3 * master_bytes, compute_bytes, compute_bytes)[layout.zero :]
+    sharded_bytes = (3 * master_size, compute_bytes, compute_bytes)[: layout.zero]
+    replicated_bytes = (3 * master_size, compute_bytes, compute_bytes)[layout.zero :]
     return count * sum(sharded_bytes) // shards + count * sum(replicated_bytes)

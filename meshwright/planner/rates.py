@@ -7,6 +7,7 @@ import dataclasses
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.traffic import span
 from meshwright.planner.choose import Candidate, Question
+from meshwright.planner.cost.element_bytes import compute_bytes
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, Price
@@ -16,7 +17,7 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.model_shape import ModelWork
 
 FLOAT32_BYTES = 4
-"""Bytes of an element of master weights, reduced gradients, and the tensors that cp exchanges."""
+"""Bytes of an element of what FSDP2 copies in and out of its buffers."""
 COMPUTE = ("matmul", "attention", "elementwise")
 """Parts of a step that the operators' seconds replace."""
 PassParts = tuple[dict[str, float], dict[str, float]]
@@ -177,15 +178,14 @@ class MeasuredTimes:
         block = job.shape.blocks[0]
         if not block.heads or not self._links_are_known(degree, tp):
             return self._closed_price.parts["cp"] * self._layout.degree(Mechanics.STAGES) / self._layout.microbatches
-        tokens = self._work.rows * self._share * job.sequence  # of a rank: the share has 1/cp in it
+        # Bytes of a feature of the rank's tokens (the share has 1/cp in it), which travel in the type of compute.
+        feature_bytes = compute_bytes(job.precision) * self._work.rows * self._share * job.sequence
         if self._layout.attention == "gather":
-            sizes = [degree * FLOAT32_BYTES * tokens * width / tp for width in (block.key_width, block.value_width)]
+            sizes = [degree * feature_bytes * width / tp for width in (block.key_width, block.value_width)]
             kinds = ("all_gather", "reduce_scatter")
             return self._layers * sum(self._collective_s(kind, size, degree, tp) for kind in kinds for size in sizes)
         widths = (block.query_width, block.key_width, block.value_width, block.mixed_width)
-        per_layer_s = sum(
-            self._collective_s("all_to_all", FLOAT32_BYTES * tokens * width / tp, degree, tp) for width in widths
-        )
+        per_layer_s = sum(self._collective_s("all_to_all", feature_bytes * width / tp, degree, tp) for width in widths)
         return 2.0 * self._layers * per_layer_s
 
     # -------------------------------------------------------- the pipeline

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import PlanError
+from meshwright.planner.cost.element_bytes import master_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields, splits
-from meshwright.planner.cost.offload import HOST_USABLE, least_seconds, wide_bytes
+from meshwright.planner.cost.offload import HOST_USABLE, least_seconds
 from meshwright.planner.cost.price import piped_many, price_many
 from meshwright.planner.cost.prices import Prices
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants
@@ -207,7 +208,7 @@ class _SearchPass:
         host = self._machine.host
         assert host is not None
         trained = 0 if self._job.adapters else self._job.shape.parameters
-        return least_seconds(trained, ranks, host, wide_bytes(self._job.precision))
+        return least_seconds(trained, ranks, host, master_bytes(self._job.precision))
 
     def _select_feasible_cores(self, core_rows: np.ndarray) -> np.ndarray:
         """Returns (m,) bool: the cores of which some variant fits, by their leanest forms.

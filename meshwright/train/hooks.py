@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Any, TypeAlias
 
 from meshwright.events import StepRecord
-
-TrainOutcome: TypeAlias = dict[str, Any]
-"""How a rank's training ended, as JSON: ``finished``, ``step`` and ``loss``; what else depends on the end."""
 
 
 class Request(Flag):

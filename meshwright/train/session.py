@@ -45,11 +45,12 @@ from meshwright.spec.placement import Box
 from meshwright.spec.plan import Plan
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
-from meshwright.train.hooks import Hook, TrainOutcome
+from meshwright.train.hooks import Hook
 from meshwright.train.loss import cross_entropy_sums
 from meshwright.train.memory import RankMemory, RecoveryMemory
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.outcome import TrainOutcome
 from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
@@ -260,7 +261,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         peak_flops=_peak_flops(job, stepper, device),
         memory=memory,
         faults=faults,
-        sick_step=job.memory.sick_step if job.memory is not None else 0,
+        anomalous_step=job.memory.anomalous_step if job.memory is not None else 0,
     )
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))

@@ -9,15 +9,20 @@ import pytest
 
 from meshwright.cluster.calibration import FORMS, Calibration
 from meshwright.cluster.cluster import Cluster
-from meshwright.jobs.model_reading import make_measure
+from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Question, candidate
+from meshwright.planner.collectives import Collectives
 from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.prices import Price
+from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.measured_price import corrected
+from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.layout import Layout
+from meshwright.train.model_analysis import analyse_model
 
 MODEL = ModelConfig(name="llama", layers=4, width=64, heads=4, ffn=128, vocab=256, context=32)
 RATE, ELEMENTS = 1e10, 1e9
@@ -89,3 +94,31 @@ def test_ranks_that_share_cores_leave_their_share_to_the_others() -> None:
     assert shared.parts["bubble"] < own.parts["bubble"]
     busy = sum(own.parts[name] for name in ("matmul", "attention", "elementwise"))
     assert shared.step_s >= busy
+
+
+@pytest.mark.parametrize("attention", ["heads", "gather"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_cp_sends_tensors_of_the_type_of_compute(
+    precision: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that are priced are those of the list of collectives, which real ranks are held against."""
+    layout = Layout.parse(f"cp=2,attention={attention},precision={precision}")
+    job = dataclasses.replace(JOB, precision=precision)
+    question = Question(job=job, cluster=Cluster.parse("2xh100"), base=Layout(precision=precision))
+    work = make_measure(BUILT, 32, precision)(layout, 16)
+    assert work is not None
+    none = WorkSeconds(forward={}, backward={})
+    seconds = PipelineSeconds(first_end=none, layer=none, last_end=none)
+    times = MeasuredTimes(question, candidate(question, layout), work, seconds, calibration(2, 2))
+    priced_bytes: list[float] = []
+
+    def record(kind: str, size: float, degree: int, rank_stride: int = 1) -> float:
+        priced_bytes.append(size * (degree - 1) / degree)
+        return 0.0
+
+    monkeypatch.setattr(times, "_collective_s", record)
+    times._cp_s()
+    passes = 2 if attention == "heads" else 1
+    exact = Collectives()
+    LayerTraffic(job, layout, model_parts(BUILT, analyse_model(BUILT, layout)), 0).add_to(exact)
+    assert passes * JOB.shape.layers * sum(priced_bytes) == pytest.approx(exact.sent()["cp"])

@@ -12,8 +12,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.fused import Call, fused
 from meshwright.models.measure import measure_shape
 from meshwright.models.work import measure_model
-from meshwright.planner.cost.framework_profiles import MESHWRIGHT
-from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, drop_bytes, score_bytes
+from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MESHWRIGHT, drop_bytes, score_bytes
 from meshwright.spec.model_shape import ModelWork, Operator
 
 SEQUENCE, ROWS, WIDTH, HEADS = 512, 2, 256, 4

@@ -39,10 +39,10 @@ def test_layers_or_rows_follow_speed(mixed) -> None:  # type: ignore[no-untyped-
     _, choice = mixed
     best = choice.best[0].layout
     if best.split:
-        sizes = [int(size) for size in best.split.split("-")]
+        sizes = best.split.layers
         assert sizes[0] > sizes[-1] and sum(sizes) == 16
     else:
-        assert best.shares()[0] > best.shares()[-1]
+        assert best.reader_shares()[0] > best.reader_shares()[-1]
     alone = [choose(question(text)).best[0].price.step_s for text in ("4xh100", "4xa100-80")]
     assert choice.best[0].price.step_s < min(alone)
     assert sum("alone" in note for note in choice.notes) == 2

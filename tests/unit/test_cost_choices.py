@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
+from benchmarks.published.framework_profiles import NANOTRON
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.models.operators import DRAWN_BYTES
 from meshwright.parallel import random_ops
 from meshwright.planner.choose import Question, candidate, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.framework_profiles import MESHWRIGHT, NANOTRON
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MOST_SCORES
+from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MESHWRIGHT, MOST_SCORES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price
 from meshwright.spec.layout import Layout

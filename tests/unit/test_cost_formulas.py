@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.published.other_profile import OtherActivations, OtherProfile, OtherRuntime
 from meshwright.cluster.cluster import Cluster
 from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
-from meshwright.planner.cost.framework_profile import ActivationModel, FrameworkProfile, RuntimeModel
-from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine, span
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import MEMORY
 from meshwright.planner.cost.stages import _balanced, divide
@@ -86,8 +86,8 @@ def test_model_flops_are_those_that_nanotron_logged():
         assert work / float(row["step_time_s"]) / 1e12 == pytest.approx(logged, rel=2e-3, abs=0.01)
 
 
-PLAIN = FrameworkProfile(
-    name="plain", saved=ActivationModel(flash=False, score_bytes=5.0), runtime=RuntimeModel(flash=False)
+PLAIN = OtherProfile(
+    name="plain", saved=OtherActivations(flash=False, score_bytes=5.0), runtime=OtherRuntime(flash=False)
 )
 
 

@@ -1,14 +1,15 @@
 """What the options of an engine's runtime do to a step's time."""
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks.published.other_profile import OtherProfile, OtherRuntime
 from meshwright.cluster.cluster import Cluster
 from meshwright.parallel import recompute
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.framework_profile import FrameworkProfile, RuntimeModel
-from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
@@ -17,7 +18,7 @@ CLUSTER = Cluster.parse("8xa100-80")
 
 
 def step(
-    runtime: RuntimeModel, recompute: str = "none", tp: int = 1, vocab: int = 51200, heads: int = 16, rows: int = 16
+    runtime: OtherRuntime, recompute: str = "none", tp: int = 1, vocab: int = 51200, heads: int = 16, rows: int = 16
 ):
     shape = shape_from_sizes(TableSizes(name="gpt", layers=12, width=2048, heads=heads, vocab=vocab, gated=False))
     layout = Layout(degrees={"tp": tp, "replicate": 8 // tp}, microbatches=rows * tp // 8, recompute=recompute)
@@ -25,13 +26,13 @@ def step(
         PricedJob(shape=shape, sequence=1024, rows=rows),
         layout,
         CLUSTER,
-        FrameworkProfile(name="test", runtime=runtime),
+        OtherProfile(name="test", runtime=runtime),
     )
 
 
 def test_recompute_that_stops_early_redoes_all_but_the_last_product():
     whole, stopped, none = (
-        step(RuntimeModel(recompute_stops=stops), recompute).parts for stops, recompute in
+        step(OtherRuntime(recompute_stops=stops), recompute).parts for stops, recompute in
         ((False, "full"), (True, "full"), (True, "none"))
     )  # fmt: skip
     assert none["recompute"] == 0
@@ -42,33 +43,33 @@ def test_recompute_that_stops_early_redoes_all_but_the_last_product():
 
 def test_a_host_that_waits_for_each_layer_makes_nothing_up():
     ahead, waiting = (
-        step(RuntimeModel(host_layer_s=2e-3, host_backward=0.1, host_ahead=value)).step_s for value in (True, False)
+        step(OtherRuntime(host_layer_s=2e-3, host_backward=0.1, host_ahead=value)).step_s for value in (True, False)
     )
     assert waiting > ahead
-    device = step(RuntimeModel()).step_s
-    idle = step(RuntimeModel(host_ahead=False)).step_s
+    device = step(OtherRuntime()).step_s
+    idle = step(OtherRuntime(host_ahead=False)).step_s
     assert idle == pytest.approx(device)
 
 
 def test_a_batch_that_the_fused_softmax_refuses_costs_the_host_more():
-    runtime = RuntimeModel(host_layer_s=5e-3, host_softmax_s=1e-3)
-    assert step(runtime, tp=4).step_s == pytest.approx(step(RuntimeModel(host_layer_s=5e-3), tp=4).step_s)
-    assert step(runtime, tp=8).step_s > step(RuntimeModel(host_layer_s=5e-3), tp=8).step_s
+    runtime = OtherRuntime(host_layer_s=5e-3, host_softmax_s=1e-3)
+    assert step(runtime, tp=4).step_s == pytest.approx(step(OtherRuntime(host_layer_s=5e-3), tp=4).step_s)
+    assert step(runtime, tp=8).step_s > step(OtherRuntime(host_layer_s=5e-3), tp=8).step_s
 
 
 def test_hosts_of_many_ranks_of_tp_take_longer():
-    plain, grown = (step(RuntimeModel(host_layer_s=5e-3, host_tp_power=power), tp=4).step_s for power in (0.0, 0.1))
+    plain, grown = (step(OtherRuntime(host_layer_s=5e-3, host_tp_power=power), tp=4).step_s for power in (0.0, 0.1))
     assert plain < grown < 1.2 * plain
 
 
 def test_an_odd_number_of_words_makes_the_head_slower():
-    odd, even = (step(RuntimeModel(), vocab=vocab).parts["matmul"] for vocab in (50257, 50258))
+    odd, even = (step(OtherRuntime(), vocab=vocab).parts["matmul"] for vocab in (50257, 50258))
     assert odd > 1.1 * even
 
 
 def test_ranks_of_tp_that_meet_wait_for_host_or_device():
     def gap(host, tp, rows=16):
-        plain, met = (step(RuntimeModel(host_layer_s=host, tp_meeting=p), tp=tp, rows=rows).step_s for p in (0.0, 2.5))
+        plain, met = (step(OtherRuntime(host_layer_s=host, tp_meeting=p), tp=tp, rows=rows).step_s for p in (0.0, 2.5))
         return met / plain - 1
 
     assert gap(2e-3, tp=1) == 0
@@ -77,7 +78,7 @@ def test_ranks_of_tp_that_meet_wait_for_host_or_device():
     # Where one of them is far ahead there is little to wait for.
     assert 0 <= gap(1e-5, tp=2) < 0.01 * level
     assert 0 < gap(1e-1, tp=2) < 0.01 * level
-    powers = [step(RuntimeModel(host_layer_s=1e-3, tp_meeting=p), tp=2).step_s for p in (2.0, 4.0, 8.0)]
+    powers = [step(OtherRuntime(host_layer_s=1e-3, tp_meeting=p), tp=2).step_s for p in (2.0, 4.0, 8.0)]
     assert powers == sorted(powers, reverse=True)
 
 
@@ -91,4 +92,4 @@ def test_the_runtime_recomputes_as_its_engine_says():
     passed.clear()
     out.sum().backward()
     assert passed == ["first"]
-    assert MESHWRIGHT.runtime.recompute_stops
+    assert MESHWRIGHT.runtime.repeated_matmul_s(np.array(3.0), np.array(1.0)) == 2.0

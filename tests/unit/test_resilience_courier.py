@@ -22,7 +22,7 @@ KEY = RunKey.fresh()
 
 
 def inlet(others: Mapping[int, Sequence[Segment]]) -> Inlet:
-    return Inlet(others=others, most_bytes=1 << 20, key=KEY)
+    return Inlet(segments=others, max_bytes=1 << 20, key=KEY)
 
 
 def test_snapshots_travel_to_the_next_node_and_back() -> None:

@@ -34,7 +34,7 @@ class CommunicationTimes:
     def send_bytes(self) -> Array:
         """Returns bytes of one send of an activation to the next stage, (N,)."""
         model = self._model
-        senders = model.layouts.tp if model.engine.runtime.send_divided else model.token_shards
+        senders = model.engine.runtime.send_shards(model.layouts.tp, model.token_shards)
         return np.asarray(model.tokens * model.job.shape.width * model.element / senders)
 
     def gather_s(self, ranks: Any) -> Array:
@@ -45,14 +45,14 @@ class CommunicationTimes:
         exposed = self._exposed_gather_s(seconds, ranks.forward_busy)
         # A pipeline that keeps its stages gathered gathers them only before their first forward.
         exposed += np.where(self._gathers_once, 0.0, self._exposed_gather_s(seconds, ranks.backward_busy))
-        exposed += runtime.interference * (np.where(self._gathers_once, 1.0, 2.0) * seconds - exposed)
+        exposed += runtime.slowed_s(np.where(self._gathers_once, 1.0, 2.0) * seconds - exposed)
         return np.asarray((exposed * gathers * (layouts.zero[:, None] == 3)).max(axis=1))
 
     @property
     def _gathers_once(self) -> Array:
         """Whether a pipeline gathers parameters and reduce-scatters gradients once a step, (N, 1) bool."""
         model = self._model
-        return np.asarray((model.layouts.pp[:, None] > 1) & model.engine.states.whole_in_pipeline)
+        return model.engine.states.gathers_once(model.layouts.pp)[:, None]
 
     def _gathers_s(self, ranks: Any, collectives: Any = None) -> Array:
         """Returns seconds to gather all parameters of a rank once, (N, P)."""
@@ -82,8 +82,7 @@ class CommunicationTimes:
         model, runtime, layouts = self._model, self._model.engine.runtime, self._model.layouts
         groups, zero = model.groups, layouts.zero[:, None]
         element_bytes = self._reduce_bytes
-        collectives = np.maximum(1.0, runtime.reduce_pieces * ranks.layers)
-        buckets = np.maximum(1.0, dense * element_bytes / runtime.bucket_bytes) if runtime.bucket_bytes else 1.0
+        collectives, buckets = runtime.reduce_counts(ranks.layers, dense * element_bytes)
         all_reduce_s = self._collective_s(traffic.all_reduce_s, dense * element_bytes, groups.readers, buckets)
         all_reduce_s += self._collective_s(traffic.all_reduce_s, experts * element_bytes, groups.expert_readers)
         reduce_scatter_s = self._collective_s(
@@ -93,22 +92,22 @@ class CommunicationTimes:
         reduce_scatter_s += self._collective_s(
             traffic.all_reduce_s, ranks.owned_parameters(dense, experts) * element_bytes, groups.replicate
         )
-        gather = self._gathers_s(ranks, np.maximum(1.0, runtime.gather_pieces * ranks.layers))
+        gather = self._gathers_s(ranks, runtime.gather_count(ranks.layers))
         # ZeRO-0 all-reduces over all readers; above, a reduce-scatter over the shards and an all-reduce of the shards.
-        seconds = np.where(zero > 0, reduce_scatter_s / runtime.scatter_share, all_reduce_s)
+        seconds = np.where(zero > 0, runtime.scattered_s(reduce_scatter_s), all_reduce_s)
         once = self._gathers_once
-        reduces_each = runtime.reduce_each & (zero >= 2) & ~once
+        reduces_each = runtime.reduces_each() & (zero >= 2) & ~once
         reductions = np.where(reduces_each, layouts.microbatches[:, None], 1.0)
-        sharded_overlap = runtime.dp_overlap if runtime.scatter_overlap is None else runtime.scatter_overlap
+        sharded_overlap = runtime.sharded_overlap()
         window = np.where(once, 0.0, self._overlap_microbatches()[:, None])
         cover_s = np.where(zero > 0, sharded_overlap, runtime.dp_overlap) * ranks.backward_busy * window
         if layouts.offload.any():
             # With accumulation in host memory only one micro-batch's reduction overlaps: the host waits for the others.
             cover_s = np.where(added(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
         cover_s = self._remaining_cover_s(ranks, cover_s)
-        exposed = np.maximum(seconds - cover_s, 0.0) + runtime.interference * np.minimum(seconds, cover_s)
+        exposed = np.maximum(seconds - cover_s, 0.0) + runtime.slowed_s(np.minimum(seconds, cover_s))
         # ZeRO-1 and 2 gather the updated parameters once a step, under the next forward.
-        late_gather_s = np.where((zero == 1) | (zero == 2), gather / runtime.scatter_share, 0.0)
+        late_gather_s = np.where((zero == 1) | (zero == 2), runtime.scattered_s(gather), 0.0)
         cover_s = sharded_overlap * ranks.forward_busy * window
         return np.asarray(exposed * reductions + np.maximum(late_gather_s - cover_s, 0.0))
 

@@ -45,7 +45,8 @@ def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
         backward_s = backward_s + move_s(dropped_elements * drop_bytes(element), model.machine.device)
     cost.forward = PassTime(elementwise=forward_s, tp=tp_s)
     cost.backward = PassTime(elementwise=backward_s, tp=reduce_scatter_s * (model.layouts.sequence > 0))
-    model.wait_for_device(cost.forward, cost.backward)
+    for pass_time in (cost.forward, cost.backward):
+        pass_time.host = model.engine.runtime.end_host_s(pass_time.host, pass_time.busy)
     return cost
 
 
@@ -77,7 +78,8 @@ def head(model: PricedModel, timed: bool = True) -> LayerCost:
     )
     backward_s = misaligned_factor * model.product_s(product, None, products)
     cost.backward = PassTime(matmul=backward_s, elementwise=_loss_s(model, logits, 1), tp=all_gather_s + all_reduce_s)
-    model.wait_for_device(cost.forward, cost.backward)
+    for pass_time in (cost.forward, cost.backward):
+        pass_time.host = model.engine.runtime.end_host_s(pass_time.host, pass_time.busy)
     return cost
 
 

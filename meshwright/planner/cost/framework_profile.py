@@ -1,4 +1,7 @@
-"""Profiles of training frameworks: how each uses memory, links and kernels, as named options without hidden factors."""
+"""Profile of a training framework: how it uses memory, links and kernels, as named options without hidden factors.
+
+The methods are our own runtime's; a profile of another framework overrides those in which it differs.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from meshwright.cluster.device import Device
 from meshwright.errors import PlanError
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.spec.layout import Layout
+from meshwright.spec.model_shape import LayerShape
 
 GIB = 1024.0**3
 SPLITS = ("balanced", "even", "compute", "slots")
@@ -24,47 +32,85 @@ class StateBytesPerParameter:
     """Of the weight that computes; gathered layer by layer at ZeRO-3."""
     gradient: float = 4.0
     """Of the reduced or accumulated gradient."""
-    working_gradient: float = 0.0
-    """Of a second, low-precision gradient beside it."""
     optimizer: float = 12.0
     """Masters and moments; sharded from ZeRO-1 on."""
-    whole_when_accumulating: bool = True
-    """Whether gradients stay unsharded below ZeRO-2 with several micro-batches."""
-    whole_in_pipeline: bool = False
-    """Whether a pipeline keeps unsharded gradients at every level, as it reduce-scatters once a step."""
-    update: tuple[float, float] = (0.0, 0.0)
-    """Temporaries of the update while no activations are alive: (unsharded, sharded) bytes a parameter."""
-    whole_experts: bool = False
-    """Whether shards of a layer's stacked experts are full experts, so that 8 experts lie on 8 of 16 ranks. Source:
-    torch 2.13, FSDP2 shards dim 0."""
+
+    def keeps_full_gradients(self, zero: Array, accumulates: Array, is_pipelined: Array) -> Array:
+        """Returns whether gradients stay unsharded until the update, of the arguments' shape, bool.
+
+        Args:
+            zero: ZeRO level.
+            accumulates: whether a step has several micro-batches.
+            is_pipelined: whether there is a pipeline.
+        """
+        # A pipeline reduce-scatters once a step, after its last backward, at every ZeRO level.
+        return np.asarray(((zero < 2) & accumulates) | is_pipelined)
+
+    def gathers_once(self, pp: Array) -> Array:
+        """Returns whether parameters are gathered, and gradients reduce-scattered, once a step, (N,) bool."""
+        return np.asarray(pp > 1)
+
+    def expert_shards(self, layouts: LayoutBatch, experts: int) -> Array:
+        """Returns the ranks over which the state of X = ``experts`` experts a layer divides, (N,).
+
+        Shards of a layer's stacked experts are full experts, so that 8 experts lie on 8 of 16 ranks. Source: torch
+        2.13, FSDP2 shards dim 0.
+        """
+        return layouts.expert_parts(experts) if experts else layouts.expert_shards
+
+    def further_bytes(self, zero: Array, total: Array, owned: Array) -> tuple[Array, Array]:
+        """Returns bytes of further gradients, and of temporaries while no activations are alive, (N, P) each.
+
+        Args:
+            zero: ZeRO level, (N, 1).
+            total: parameters of each rank before the data axes shard them, (N, P).
+            owned: of these, what the data axes leave a rank, (N, P).
+        """
+        return np.zeros_like(total), np.zeros_like(total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationModel:
     """Bytes that a layer saves between forward and backward, and temporaries beside them."""
 
-    flash: bool = True
-    """Fused attention: scores are never held."""
-    score_bytes: float = 2.0
-    """Per score where attention isn't fused; 5 with dropout (softmax, mask, dropped). Source: Korthikanti (2022)."""
     gate_extra: float = 0.0
     """More bytes per element of F: eager SwiGLU saves silu(gate) too (2), a decomposed GELU more."""
-    kept_gather: float = 0.0
-    """Bytes per element of D of each layer that tp doesn't divide, though the tokens are: gathered inputs that the
-    communication stream hasn't given back when the next micro-batch starts."""
-    kept_gather_piped: float = 0.0
-    """The same in a pipeline, where a rank runs more than two forwards ahead."""
-    gathered: float = 0.0
-    """Bytes per element of D, not divided by tp, of what one layer gathers and gives back: inputs and gradients."""
-    fresh_gradient: float = 0.0
-    """Bytes per parameter of a layer's largest product while its gradient is computed and added: the narrow gradient
-    and a wide copy of it."""
     logits: float = 12.0
     """Bytes per logit of one micro-batch at the peak: logits, their float32 copy, their gradient."""
     selective_share: float = 1.0
     """Share of the products whose results ``selective`` recompute keeps."""
     expert_copies: float = 4.0
     """Bytes per element of D of each routed token beside the expert's own: dispatched input and result to combine."""
+
+    def attention_bytes(self, heads: int, scores: float) -> tuple[float, float]:
+        """Returns bytes a token of fused attention's statistics, and of saved scores: fused attention holds none.
+
+        Args:
+            heads: of the layer.
+            scores: of a token, over all heads.
+        """
+        return 4.0 * heads, 0.0  # the log-sum-exp, in float32
+
+    def buffer_bytes(self, layouts: LayoutBatch, elements: Array, largest_product: int) -> Array | float:
+        """Returns further bytes that are allocated only while a layer runs, (N,) or a scalar.
+
+        Args:
+            layouts: N layouts.
+            elements: of a micro-batch's hidden state on a rank of cp, (N,).
+            largest_product: parameters of the layer's largest product.
+        """
+        return 0.0
+
+    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, held: Array) -> Array | float:
+        """Returns bytes of activations that are freed late when another micro-batch follows, (N, P) or a scalar.
+
+        Args:
+            layouts: N layouts.
+            elements: of a micro-batch's hidden state on a rank of cp, (N,).
+            layers: number of layers of each rank, (N or 1, P).
+            held: in-flight micro-batches of each rank, (N, P).
+        """
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,14 +121,6 @@ class RuntimeModel:
     """Share of the device's own rate of matrix products that the framework's kernels reach."""
     attention: float = 1.0
     """The same of attention."""
-    flash: bool = True
-    """Fused attention kernels."""
-    unfused_sinks: str = ""
-    """Attention with learned sinks that has no fused kernel: ``all``, or only under a ``window``; empty for none."""
-    sink_passes: float = 3.5
-    """Bytes moved per score in its forward, by kernels that join mask and softmax."""
-    score_passes: float = 11.0
-    """Bytes moved per score in forward where attention isn't fused: softmax, mask, dropout."""
     pass_width: float = 30.0
     """Bytes moved per element of D in a layer's forward by all that isn't a product: norms, residuals, rotations."""
     pass_ffn: float = 8.0
@@ -109,74 +147,136 @@ class RuntimeModel:
     """Seconds in which the host issues a layer's forward; backward costs `host_backward` as much."""
     host_backward: float = 1.5
     """Host time of a backward over that of a forward."""
-    recompute_stops: bool = False
-    """Full recompute of a layer ends with the last tensor that backward needs: its last product isn't redone. Source:
-    torch.utils.checkpoint, set_checkpoint_early_stop, the default without reentrance."""
-    host_tp_power: float = 0.0
-    """How it grows with the ranks of tp, which wait for the slowest host among them: as tp to this power."""
-    host_ahead: bool = True
-    """The host issues later layers while the device is behind; otherwise it waits at each, and what it takes longer
-    for one isn't made up at another."""
-    host_softmax_s: float = 0.0
-    """Host seconds of a layer's forward more where the fused softmax refuses a batch: rows x heads of a rank that are
-    no multiple of 4. Source: Megatron-LM, megatron/model/fused_softmax.py, is_kernel_available."""
-    host_piped_s: float = 0.0
-    """Host seconds of a layer's forward in a pipeline, for one rank of tp; the larger of it and `host_layer_s`."""
-    host_piped_power: float = 0.0
-    """How it grows with the ranks of tp, which wait for the slowest host among them: as tp to this power."""
     host_microbatch_s: float = 0.0
     """Host time of a micro-batch beside its layers."""
     host_step_s: float = 0.01
     """Of a step: data, logging, reading the loss."""
-    tp_overlap: float = 0.0
-    """Share of tp's traffic that hides under products."""
-    tp_start_s: float = 0.0
-    """What each of tp's collectives waits for every other rank beside its transfer: hosts that launch unevenly."""
-    tp_meeting: float = 0.0
-    """Where hosts launch no faster than devices compute, ranks of tp wait for the latest of them at each collective: of
-    some the host, of others the device. A layer takes (host^p + device^p)^(1/p) with this p; at 0, the longer."""
-    tp_regather: bool = False
-    """Backward gathers the inputs of products again."""
-    cp_unbalanced: bool = False
-    """Ranks of cp hold contiguous pieces of a row, so that the last sees all of it and the others wait."""
     cp_overlap: float = 0.5
     """Share of cp's traffic that hides under attention."""
     ep_overlap: float = 0.0
     """Share of ep's traffic that hides."""
     dp_overlap: float = 0.8
     """Share of the last backward (or of every one, where each reduces) under which gradients can go."""
-    scatter_overlap: float | None = None
-    """The same where gradients are scattered and parameters gathered once a step (ZeRO-1 and 2); None is the same."""
-    scatter_share: float = 1.0
-    """Share of the wires' rate that these reach, where each parameter is scattered and gathered for itself."""
     gather_overlap: float = 0.9
     """Share of compute under which ZeRO-3 gathers can go."""
-    send_overlap: float = 0.0
-    """Share of a send between stages that hides in the steady part."""
     action_s: float = 0.0
     """What a pipeline engine spends on each forward or backward of a stage beside computing and sending."""
-    send_divided: bool = False
-    """Each rank of tp sends only its part of the activation."""
     reduce_bytes: float = 4.0
     """Bytes per element of a gradient on the wire."""
     gather_bytes: float = 2.0
     """Bytes per element of a parameter on the wire."""
-    reduce_pieces: float = 0.0
-    """Collectives that a layer's gradients are scattered in; 0 for few large ones."""
-    bucket_bytes: float = 0.0
-    """Bytes of each all-reduce of gradients (DDP's buckets); 0 for few large ones."""
-    gather_pieces: float = 0.0
-    """Collectives that a layer's parameters are gathered in; 0 for few large buckets."""
     accumulate_bytes: float = 0.0
     """Bytes moved per parameter of a rank after each micro-batch, to add its gradient to the sum."""
     loss_passes: tuple[float, float] = (14.0, 10.0)
     """Bytes moved per logit by the loss in forward and backward: cast, softmax, gradient, cast back."""
-    reduce_each: bool = False
-    """Gradients are reduced after every micro-batch."""
     update_bytes: float = 30.0
     """Bytes that the optimizer moves per parameter it owns."""
-    interference: float = 0.0
-    """Share of hidden traffic's time by which it slows the compute that hides it."""
+
+    def launch_s(self, layouts: LayoutBatch, rows: Array, layer: LayerShape, is_backward: bool) -> Array | float:
+        """Returns seconds in which the host launches a forward or backward of a layer, (N,) or a scalar.
+
+        Args:
+            layouts: N layouts.
+            rows: of a micro-batch, (N,).
+            layer: its sizes.
+            is_backward: backward, not forward.
+        """
+        return self.with_draws_s(self.host_layer_s, layer, is_backward)
+
+    def with_draws_s(self, launch_s: Array | float, layer: LayerShape, is_backward: bool) -> Array | float:
+        """Returns launch seconds of a pass from those of a forward without dropout."""
+        if self.draw_s and not is_backward:
+            launch_s = launch_s + self.draw_s * (layer.drops + layer.drops_scores)
+        return launch_s * (self.host_backward if is_backward else 1.0)
+
+    def layer_host_s(self, host_s: Array, busy_s: Array, tp: Array) -> Array:
+        """Returns host seconds of a layer's pass, waits for the device included, (N,): the host runs ahead."""
+        return host_s
+
+    def end_host_s(self, host_s: Array, busy_s: Array) -> Array:
+        """Returns host seconds of embedding or head, waits for the device included, (N,): the host runs ahead."""
+        return host_s
+
+    def unfused_attention_s(
+        self, layer: LayerShape, scores: Array, device: Device, dtype: str, is_backward: bool
+    ) -> Array | None:
+        """Returns seconds of attention without a fused kernel, (N,); None where the fused one computes it.
+
+        Args:
+            layer: its sizes.
+            scores: pairs of query and key over all heads, masked ones too, (N,).
+            device: that runs it.
+            dtype: of the kernel.
+            is_backward: backward, not forward.
+        """
+        return None
+
+    def attention_imbalance(self, cp: Array) -> Array | float:
+        """Returns the slowest rank's attention over the mean of the ranks of cp, (N,) or a scalar."""
+        return 1.0
+
+    def repeated_matmul_s(self, matmul_s: Array, last_product_s: Array) -> Array:
+        """Returns seconds of the products that full recompute computes again, (N,).
+
+        Recompute ends with the last tensor that backward needs: its last product isn't redone. Source:
+        torch.utils.checkpoint, set_checkpoint_early_stop, the default without reentrance.
+        """
+        return np.asarray(matmul_s - last_product_s)
+
+    def recomputed_scores_s(self, attention_s: Array) -> Array | float:
+        """Returns seconds in which ``block`` recompute computes the scores again: fused attention always does."""
+        return 0.0
+
+    def exposed_tp_s(
+        self, blocks: Array | float, collective_s: Array, gather_s: Array, layouts: LayoutBatch, is_backward: bool
+    ) -> Array:
+        """Returns exposed seconds of tp's traffic in a layer's pass, (N,).
+
+        Args:
+            blocks: that tp splits: attention, feed-forward; (N,) or a scalar.
+            collective_s: of a block's collectives, (N,).
+            gather_s: of an all-gather of the hidden state, (N,).
+            layouts: N layouts.
+            is_backward: backward, not forward.
+        """
+        return np.asarray(blocks * collective_s)
+
+    def exposed_send_s(self, send_s: Array) -> Array:
+        """Returns exposed seconds of a send between stages, (N,)."""
+        return send_s
+
+    def send_shards(self, tp: Array, token_shards: Array) -> Array:
+        """Returns the ranks of tp over which a send between stages is divided, (N,)."""
+        return token_shards
+
+    def reduces_each(self) -> bool:
+        """Whether ZeRO-2 and 3 reduce gradients after every micro-batch."""
+        return True
+
+    def reduce_counts(self, layers: Array, size: Array) -> tuple[Array | float, Array | float]:
+        """Returns in how many collectives gradients are (reduce-scattered, all-reduced), (N, P) or scalars.
+
+        Args:
+            layers: number of layers of each rank, (N or 1, P).
+            size: bytes of its gradients, (N, P).
+        """
+        return 1.0, 1.0
+
+    def gather_count(self, layers: Array) -> Array | float:
+        """Returns in how many collectives ZeRO-1 and 2 gather parameters, (N or 1, P) or a scalar."""
+        return 1.0
+
+    def scattered_s(self, seconds: Array) -> Array:
+        """Returns seconds of the collectives by which gradients are scattered and parameters gathered once a step."""
+        return seconds
+
+    def sharded_overlap(self) -> float:
+        """Returns the share of compute under which these collectives can go."""
+        return self.dp_overlap
+
+    def slowed_s(self, hidden_s: Array) -> Array | float:
+        """Returns seconds by which hidden traffic slows the compute that hides it, (N, P) or a scalar."""
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

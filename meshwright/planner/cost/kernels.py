@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster.device import Device
+from meshwright.planner.cost.element_bytes import ELEMENT_BYTES
 from meshwright.planner.cost.layout_batch import Array
 
 
@@ -81,8 +82,7 @@ def matmul_s(m: Any, n: Any, k: Any, device: Device, dtype: str, share: float = 
     seconds = flops / (peak * reached_share)
     seconds = seconds * (1.0 + rate.quantum * (_tile_overhead(m, n, max(1, device.units)) - 1.0))
     seconds = seconds * (1.0 + rate.ramp * 1e9 * (peak / 1e14) / np.maximum(m * n * k, 1.0))
-    input_bytes = {"fp8": 1.0, "fp4": 0.5, "float32": 4.0, "tf32": 4.0, "float64": 8.0}.get(dtype, 2.0)
-    moved_bytes = input_bytes * (m * k + k * n) + 2.0 * m * n
+    moved_bytes = ELEMENT_BYTES[dtype] * (m * k + k * n) + 2.0 * m * n
     return np.maximum(seconds, move_s(moved_bytes, device))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster import traffic
+from meshwright.planner.cost.element_bytes import compute_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import CollectiveTimes, Machine
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
@@ -57,8 +58,6 @@ class LayerCost:
     backward: PassTime = field(default_factory=PassTime)
     saved: Any = 0.0
     """Bytes saved from forward to backward."""
-    freed_late: Any = 0.0
-    """Bytes that are freed late when another micro-batch follows."""
     working: Any = 0.0
     """Bytes allocated only while the layer runs or recomputes."""
     parameters: Any = 0.0
@@ -80,7 +79,7 @@ class PricedModel:
     def __init__(self, job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile) -> None:
         self.job, self.layouts, self.machine, self.engine = job, layouts, machine, engine
         self.groups = CollectiveTimes(layouts, machine)
-        self.element = {"float32": 4.0, "float64": 8.0}.get(job.precision, 2.0)
+        self.element = float(compute_bytes(job.precision))
 
     @cached_property
     def rows(self) -> Array:
@@ -130,10 +129,13 @@ class PricedModel:
         forward, repeated = self._compute_pass(layer, False), self._compute_pass(layer, False)
         backward = self._compute_pass(layer, True)
         self._add_traffic(layer, forward, backward)
-        if self.engine.runtime.recompute_stops and layer.products:
-            repeated.matmul = repeated.matmul - self.product_s(layer.products[-1], layer)
+        runtime = self.engine.runtime
+        if layer.products:
+            last_product_s = self.product_s(layer.products[-1], layer)
+            repeated.matmul = runtime.repeated_matmul_s(repeated.matmul, last_product_s)
         self._add_recompute(forward, repeated, backward)
-        self._wait_for_tp_ranks(forward, backward)
+        for pass_time in (forward, backward):
+            pass_time.host = runtime.layer_host_s(pass_time.host, pass_time.busy, self.layouts.tp)
         cost = self.sizes(layer)
         cost.forward, cost.backward = forward, backward
         return cost
@@ -177,19 +179,9 @@ class PricedModel:
             drop_bytes_per_element = drop_bytes(self.element) + (0.0 if is_backward else runtime.draw_bytes)
             dropped_elements = self.tokens * layer.width / self.token_shards * layer.drops
             elementwise = elementwise + move_s(dropped_elements * drop_bytes_per_element, device)
-        attention, host = self._attention(layer, is_backward), self._launch_s(layer, is_backward)
+        attention = self._attention(layer, is_backward)
+        host = runtime.launch_s(self.layouts, self.rows, layer, is_backward)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
-
-    def _launch_s(self, layer: LayerShape, is_backward: bool) -> Any:
-        """Returns seconds in which the host launches a forward or backward of a layer, (N,) or a scalar."""
-        runtime, tp = self.engine.runtime, self.layouts.tp
-        pipeline_launch_s = runtime.host_piped_s * tp**runtime.host_piped_power * (self.layouts.pp > 1)
-        launch_s = np.maximum(runtime.host_layer_s * tp**runtime.host_tp_power, pipeline_launch_s)
-        if runtime.host_softmax_s and layer.heads:
-            launch_s = launch_s + runtime.host_softmax_s * (np.mod(self.rows * layer.heads / tp, 4.0) > 0)
-        if runtime.draw_s and not is_backward:
-            launch_s = launch_s + runtime.draw_s * (layer.drops + layer.drops_scores)
-        return launch_s * (runtime.host_backward if is_backward else 1.0)
 
     def _cast_elements(self, layer: LayerShape, is_backward: bool) -> Any:
         """Returns elements cast for low-precision products: inputs in forward, output gradients in backward."""
@@ -209,32 +201,26 @@ class PricedModel:
         dtype = "tf32" if self.job.products == "tf32" else self.job.precision
         keys = layer.attended(self.job.sequence)
         scores = self.tokens * layer.heads / self.layouts.tp
-        if runtime.cp_unbalanced:
-            scores = scores * (2.0 - 1.0 / self.layouts.cp)
-        mean_size = (layer.head_size + layer.value_size) / 2
+        scores = scores * runtime.attention_imbalance(self.layouts.cp)
         all_scores = scores * self.job.sequence
-        if layer.sinks and (runtime.unfused_sinks == "all" or (runtime.unfused_sinks == "window" and layer.window)):
-            return plain_attention_s(all_scores, mean_size, device, dtype, runtime.sink_passes, is_backward)
         if self._is_unfused(layer):
-            return self._unfused_attention_s(layer, all_scores, mean_size, is_backward)
-        if runtime.flash:
-            fused_s = attention_s(scores * keys, layer.head_size, layer.value_size, device, dtype, is_backward)
-            return fused_s / runtime.attention
-        return (
-            plain_attention_s(all_scores, mean_size, device, dtype, runtime.score_passes, is_backward)
-            / runtime.attention
-        )
+            return self._unfused_attention_s(layer, all_scores, is_backward)
+        unfused_s = runtime.unfused_attention_s(layer, all_scores, device, dtype, is_backward)
+        if unfused_s is not None:
+            return unfused_s
+        fused_s = attention_s(scores * keys, layer.head_size, layer.value_size, device, dtype, is_backward)
+        return fused_s / runtime.attention
 
     def _is_unfused(self, layer: LayerShape) -> bool:
         """Whether our runtime computes attention without a fused kernel: with dropout, or in float64 on a device."""
-        runtime = self.engine.runtime
-        if not (runtime.flash and runtime.draw_bytes and layer.heads):
+        if not (self.engine.runtime.draw_bytes and layer.heads):
             return False
         return layer.drops_scores or (self.job.precision == "float64" and self.machine.device.units > 0)
 
-    def _unfused_attention_s(self, layer: LayerShape, scores: Any, size: float, is_backward: bool) -> Any:
+    def _unfused_attention_s(self, layer: LayerShape, scores: Any, is_backward: bool) -> Any:
         """Returns seconds of attention without a fused kernel; backward recomputes more than `MOST_SCORES` weights."""
         device, dtype, drops = self.machine.device, self.job.precision, layer.drops_scores
+        size = (layer.head_size + layer.value_size) / 2
         mask_bytes = drop_bytes(self.element) if drops else 0.0
         draw_bytes = self.engine.runtime.draw_bytes if drops else 0.0
         forward_bytes = score_bytes(self.element, False) + mask_bytes
@@ -247,28 +233,14 @@ class PricedModel:
 
     def _score_bytes(self, layer: LayerShape) -> tuple[Any, Any]:
         """Returns the bytes a token of unfused attention: (saved for backward, allocated only while it runs)."""
-        scores_per_token, saved = layer.heads * float(self.job.sequence), self.engine.saved
+        scores_per_token = layer.heads * float(self.job.sequence)
         if not self._is_unfused(layer):
-            return (0.0 if saved.flash else saved.score_bytes * scores_per_token), 0.0
+            return self.engine.saved.attention_bytes(layer.heads, scores_per_token)[1], 0.0
         saved_bytes = scores_per_token * (2.0 * self.element + 1.0 if layer.drops_scores else self.element)
         is_too_many = layer.drops_scores & (self.tokens * scores_per_token / self.layouts.tp > MOST_SCORES)
         # Beyond `MOST_SCORES` only a byte a score is saved, and the weights live while attention runs.
         transient_bytes = np.where(is_too_many, saved_bytes - scores_per_token, 0.0)
         return np.where(is_too_many, scores_per_token, saved_bytes), transient_bytes
-
-    def wait_for_device(self, *passes: PassTime) -> None:
-        """Raises host seconds to device seconds where the host waits for each layer, so that sums add up maxima."""
-        if not self.engine.runtime.host_ahead:
-            for pass_time in passes:
-                pass_time.host = np.maximum(pass_time.host, pass_time.busy)
-
-    def _wait_for_tp_ranks(self, *passes: PassTime) -> None:
-        """Raises host seconds where tp's ranks wait for each other, some late by their host, others by their device."""
-        power = self.engine.runtime.tp_meeting
-        if power:
-            for pass_time in passes:
-                joint_s = (np.power(pass_time.host, power) + np.power(pass_time.busy, power)) ** (1.0 / power)
-                pass_time.host = np.where(self.layouts.tp > 1, joint_s, pass_time.host)
 
     def _add_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime) -> None:
         """Adds the exposed seconds of tp, cp and ep to both passes."""
@@ -281,12 +253,8 @@ class PricedModel:
         is_dispatched = (layouts.ep > 1) & (layer.experts > 0)
         # Blocks whose matrices tp splits: attention and feed-forward; experts that ep dispatches aren't split.
         block_count = np.where(is_dispatched & (layer.ffn == 0), 1.0, 2.0) if layer.heads else 1.0
-        start_s = runtime.tp_start_s * (layouts.tp - 1.0)
-        collective_s = collective_s + start_s * np.where(layouts.sequence > 0, 2.0, 1.0)
-        tp_exposed = 1.0 - runtime.tp_overlap
-        forward.tp = block_count * collective_s * tp_exposed
-        regather_s = gather * block_count * (layouts.sequence > 0) if runtime.tp_regather else 0.0
-        backward.tp = (block_count * collective_s + regather_s) * tp_exposed
+        forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False)
+        backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True)
         if layer.heads:
             key_values = self.tokens * 2.0 * (layer.key_width + layer.value_width) / 2
             key_value_bytes = key_values * self.element * layouts.cp / layouts.tp
@@ -308,8 +276,7 @@ class PricedModel:
         all_s = repeated.matmul + repeated.attention + repeated.elementwise
         selective_s = repeated.elementwise + (1.0 - self.engine.saved.selective_share) * repeated.matmul
         redone_s = np.where(full, all_s, np.where(selective, selective_s, 0.0))
-        if not self.engine.runtime.flash:
-            redone_s = redone_s + np.where(block, repeated.attention, 0.0)
+        redone_s = redone_s + np.where(block, self.engine.runtime.recomputed_scores_s(repeated.attention), 0.0)
         backward.recompute = redone_s * layouts.recompute_share
         for name in LAYER_TRAFFIC:
             extra_s = np.where(full, getattr(forward, name), 0.0) * layouts.recompute_share
@@ -325,7 +292,7 @@ class PricedModel:
         # Two norms, of each the input and the output, which is the next product's input.
         outside_tp = layer.width * (4 * w + (2.0 if layer.dropout else 0.0)) + w * layer.latent
         qkv = layer.query_width + layer.key_width + layer.value_width
-        inside_tp = w * qkv + w * layer.mixed_width + 4.0 * layer.heads * saved.flash
+        inside_tp = w * qkv + w * layer.mixed_width + saved.attention_bytes(layer.heads, 0.0)[0]
         inside_tp += layer.ffn * (w * (3.0 if layer.gated else 2.0) + saved.gate_extra)
         outside_tp, inside_tp = self._with_routed_tokens(layer, outside_tp, inside_tp)
         scores, transient_scores = self._score_bytes(layer)
@@ -340,16 +307,12 @@ class PricedModel:
         is_mode = [layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK)]
         recompute_bytes = np.select(is_mode, bytes_by_mode, all_bytes)
         cost.saved = all_bytes + (recompute_bytes - all_bytes) * layouts.recompute_share
-        gathers_sequence = (layouts.tp > 1) & (layouts.sequence > 0)
-        gather_bytes = np.where(layouts.pp > 1, saved.kept_gather_piped, saved.kept_gather)
-        cost.freed_late = self.tokens * layer.width * gathers_sequence * gather_bytes
-        gathered = saved.gathered * self.tokens * layer.width * gathers_sequence
-        cost.working = np.where(layouts.recompute > 0, all_bytes - recompute_bytes, 0.0) + gathered
+        cost.working = np.where(layouts.recompute > 0, all_bytes - recompute_bytes, 0.0)
         if self._is_unfused(layer):
             cost.working = cost.working + self.tokens * transient_scores / layouts.tp
         dense = [item.inner * item.outer for item in layer.products if item.split and not item.experts]
-        largest = max(dense, default=0)
-        cost.working = cost.working + saved.fresh_gradient * largest / layouts.tp
+        buffers = saved.buffer_bytes(layouts, self.tokens * layer.width, max(dense, default=0))
+        cost.working = cost.working + buffers
 
     def _with_routed_tokens(self, layer: LayerShape, outside_tp: Any, inside_tp: Any) -> tuple[Any, Any]:
         """Adds the bytes a token that routed experts save: float32 router scores, copies, and expert activations."""

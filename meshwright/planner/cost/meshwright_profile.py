@@ -1,13 +1,17 @@
-"""Figures of our own runtime: bytes that compiled layers move, and cost of its counter-based dropout.
+"""Profile of our own runtime: bytes that compiled layers move, and cost of its counter-based dropout, beside options.
 
 Sums count bytes by operator: w is the bytes of an element of compute, a bool has one byte.
 """
+
+from __future__ import annotations
+
+from meshwright.planner.cost.framework_profile import ActivationModel, FrameworkProfile, RuntimeModel
 
 FUSED_WIDTH = 38.0
 """Bytes moved per element of D in a compiled layer's forward, in bf16. Source: counted by `models.fused` off a layer's
 operators, what eager code keeps for backward written too: 58, 78 and 70 bytes of a GPT-2 with F = 4 D and of Llamas
 with F = 4 and 3.5 D, where eager's are 164, 164 and 144; of which these and `FUSED_FFN` give 58, 78 and 73. For
-comparison: of torchtitan's passes torch.compile left 70 of 190 (`TITAN`, `TITAN_EAGER`), of 90 that is 33."""
+comparison: of torchtitan's passes torch.compile left 70 of 190 (`benchmarks/published`), of 90 that is 33."""
 FUSED_FFN = 5.0
 """The same per element of F of each branch."""
 FUSED_LAYER_S = 2e-4
@@ -28,6 +32,25 @@ DRAW_S = 2.1e-4
 MOST_SCORES = 2.0**26
 """Most attention weights of a micro-batch that are saved with their dropout; beyond, backward recomputes them from a
 saved byte each. Source: `parallel.random_ops.DEAR`."""
+MESHWRIGHT = FrameworkProfile(
+    name="meshwright",
+    saved=ActivationModel(gate_extra=2.0, logits=12.0),
+    runtime=RuntimeModel(
+        attention=0.9,
+        pass_width=90.0,
+        pass_ffn=12.0,
+        loss_passes=(24.0, 24.0),
+        host_layer_s=4e-4,
+        dp_overlap=0.8,
+        fused_width=FUSED_WIDTH,
+        fused_ffn=FUSED_FFN,
+        fused_layer_s=FUSED_LAYER_S,
+        draw_bytes=DRAW_BYTES,
+        draw_s=DRAW_S,
+    ),
+    source="the runtime's own accounts of state; activations by the modules of transformers",
+)
+"""Our runtime on accelerators."""
 
 
 def drop_bytes(width: float) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster.host import HostShare
+from meshwright.planner.cost.framework_profile import StateBytesPerParameter
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.spec.layout import OFFLOADS
 
@@ -37,18 +38,20 @@ ONE_WEIGHT = 0.25
 """Share of the largest weight in two layers and the ends: what a single rank copies at a time."""
 
 
-def wide_bytes(precision: str) -> float:
-    """Returns the bytes of a master weight, a reduced gradient or a moment."""
-    return 8.0 if precision == "float64" else 4.0
-
-
 def without(
-    memory: dict[str, Array], layouts: LayoutBatch, trained: Array, total: Array, units: Array, size: float
+    memory: dict[str, Array],
+    states: StateBytesPerParameter,
+    layouts: LayoutBatch,
+    trained: Array,
+    total: Array,
+    units: Array,
+    size: float,
 ) -> None:
     """Takes off a rank's state what lies in host memory, and adds ``host``, the bytes that it takes there.
 
     Args:
-        memory: `states.state_bytes` as if all stayed on the device; it is changed.
+        memory: bytes by part as if all stayed on the device; it is changed.
+        states: of the engine.
         layouts: N layouts.
         trained: parameters that each rank updates, (N, P).
         total: parameters of each rank before the data axes shard them, (N, P).
@@ -57,7 +60,8 @@ def without(
     """
     mode, gathered = layouts.offload[:, None], np.minimum(units, total)
     is_optimizer, is_parameters = mode == OPTIMIZER, mode == PARAMETERS
-    full_gradients = (((layouts.zero < 2) & (layouts.microbatches > 1)) | (layouts.pp > 1))[:, None]
+    is_pipelined, accumulates = (layouts.pp > 1)[:, None], (layouts.microbatches > 1)[:, None]
+    full_gradients = states.keeps_full_gradients(layouts.zero[:, None], accumulates, is_pipelined)
     shards = layouts.state_shards[:, None]
     arriving = size * gathered * np.where(shards > 1, 1.0 / shards, ONE_WEIGHT)
     # A reduce-scatter's input lives until the next one's is ready, so gradients of two FSDP units are in flight.

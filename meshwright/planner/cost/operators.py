@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cluster.calibration import Calibration
+from meshwright.planner.cost.element_bytes import ELEMENT_BYTES
 from meshwright.planner.cost.meshwright_profile import CORE_DRAW_EXPS, DRAW_BYTES
 from meshwright.spec.model_shape import ModelWork, Operator
 
@@ -27,8 +28,6 @@ MEASURED = {
 """The measured operation that stands for each torch operator, and how many tensors it reads and writes; any other
 operator counts as `DEFAULT_OPERATION`, an element-wise product of two tensors, with the same bytes."""
 DEFAULT_OPERATION = ("mul", 3)
-ELEMENT_BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "float64": 8}
-"""Bytes of an element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

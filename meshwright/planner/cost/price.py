@@ -10,10 +10,10 @@ import numpy as np
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.planner.cost.framework_profile import FrameworkProfile
-from meshwright.planner.cost.framework_profiles import MESHWRIGHT
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks

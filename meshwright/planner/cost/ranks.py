@@ -12,14 +12,15 @@ import numpy as np
 from meshwright.cluster.host import HostShare
 from meshwright.errors import PlanError
 from meshwright.planner.cost.communication import CommunicationTimes
+from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
-from meshwright.planner.cost.offload import spent, wide_bytes, without
+from meshwright.planner.cost.offload import spent, without
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
 from meshwright.planner.cost.stages import StageCut, cut
-from meshwright.planner.cost.state_bytes import owned_parameters, state_bytes
+from meshwright.planner.cost.state_bytes import StateElements, owned_parameters, state_bytes
 from meshwright.planner.cost.timing import held, makespan
 from meshwright.schedules.spec import ScheduleSpec
 
@@ -99,7 +100,7 @@ class RankTimes(LayerSums):
     def sends(self) -> Array:
         """Exposed seconds of a send to the next stage, (N,)."""
         piped = self.ranks > 1
-        exposed = self.communication.send_s() * (1.0 - self.engine.runtime.send_overlap) if piped else 0.0
+        exposed = self.engine.runtime.exposed_send_s(self.communication.send_s()) if piped else 0.0
         return np.broadcast_to(exposed, self.count)
 
     @cached_property
@@ -164,7 +165,7 @@ class RankTimes(LayerSums):
         runtime, device = self.engine.runtime, self.model.machine.device
         dense, experts = self.trained()
         reduce_s = self.communication.reduce_s(self, dense, experts)
-        owned, size = self.owned_parameters(dense, experts), wide_bytes(self.job.precision)
+        owned, size = self.owned_parameters(dense, experts), float(master_bytes(self.job.precision))
         update_s = move_s(owned * runtime.update_bytes * size / 4.0, device)
         parts = {"reduce": reduce_s, "optimizer": update_s, "offload": np.zeros_like(update_s)}
         if self.layouts.offload.any():
@@ -191,17 +192,20 @@ class RankTimes(LayerSums):
         """
         layouts, engine = self.layouts, self.engine
         dense, experts = self.parameters
-        gathered, master_bytes = self._gathered_parameters(dense), wide_bytes(self.job.precision)
-        unmixed_bytes = master_bytes if self.job.precision in ("float32", "float64") else 0.0
-        memory = state_bytes(
-            engine.states, layouts, dense, experts, self.owned_parameters(dense, experts), gathered, unmixed_bytes
-        )
-        if self.job.adapters:
-            memory |= {name: np.zeros_like(dense) for name in ("gradients", "optimizer", "update")}
+        gathered, master_size = self._gathered_parameters(dense), float(master_bytes(self.job.precision))
+        memory = self._state(gathered)
         offloads = layouts.offload.any()
         state_before = sum(memory[name] for name in OFFLOADABLE) if offloads else 0.0
         if offloads:
-            without(memory, layouts, self.owned_parameters(*self.trained()), dense + experts, gathered, master_bytes)
+            without(
+                memory,
+                engine.states,
+                layouts,
+                self.owned_parameters(*self.trained()),
+                dense + experts,
+                gathered,
+                master_size,
+            )
         memory["activations"] = self._activations()
         memory["logits"] = np.zeros_like(dense)
         self._add_to_rank(memory["logits"], self.last_rank, self.costs.head.working)
@@ -218,13 +222,32 @@ class RankTimes(LayerSums):
             memory["whole"] = memory["peak"] + state_before - sum(memory[name] for name in OFFLOADABLE)
         return memory
 
+    def _state(self, gathered_at_once: Array) -> dict[str, Array]:
+        """Returns bytes of model state by part, and of the update's temporaries, (N, P) each."""
+        layouts, states, (dense, experts) = self.layouts, self.engine.states, self.parameters
+        zero, total, owned = layouts.zero[:, None], dense + experts, self.owned_parameters(dense, experts)
+        gathers_once, accumulates = states.gathers_once(layouts.pp)[:, None], (layouts.microbatches > 1)[:, None]
+        gathered = np.where(gathers_once | (zero < 3), total, np.minimum(gathered_at_once, total))
+        is_mixed = compute_bytes(self.job.precision) == 2
+        memory = state_bytes(
+            states,
+            StateElements(total=total, owned=owned, gathered=gathered),
+            keeps_full_gradients=states.keeps_full_gradients(zero, accumulates, (layouts.pp > 1)[:, None]),
+            has_masters=(zero > 0) | is_mixed,
+            unmixed_bytes=0.0 if is_mixed else float(compute_bytes(self.job.precision)),
+        )
+        further_gradients, memory["update"] = states.further_bytes(zero, total, owned)
+        memory["gradients"] = memory["gradients"] + further_gradients
+        if self.job.adapters:
+            memory |= {name: np.zeros_like(dense) for name in ("gradients", "optimizer", "update")}
+        return memory | {"buffers": np.zeros_like(dense)}
+
     def _activations(self) -> Array:
         """Returns bytes of activations at the peak of each rank, (N, P)."""
         layouts = self.layouts
         working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
-        another_follows = layouts.microbatches[:, None] > self.held
-        another_follows &= (layouts.pp[:, None] == 1) | (self.held > 2)
-        late_bytes = self.summed(lambda cost: cost.freed_late) * np.where(another_follows, self.held, 0.0)
+        elements = self.model.tokens * self.job.shape.width
+        late_bytes = self.engine.saved.late_bytes(layouts, elements, self.layers, self.held)
         activations = self.summed(lambda cost: cost.saved) * self.held + late_bytes + working[:, None]
         measured = self.job.activations
         if measured is None:

@@ -1,43 +1,17 @@
-"""The frameworks whose published runs are checked, and our own runtime, as options with their sources."""
+"""The frameworks whose published runs are checked, as options with their sources; our own runtime is one of them."""
 
 from __future__ import annotations
 
-from meshwright.planner.cost.framework_profile import (
-    GIB,
-    ActivationModel,
-    FrameworkProfile,
-    RuntimeModel,
-    StateBytesPerParameter,
-)
-from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, DRAW_S, FUSED_FFN, FUSED_LAYER_S, FUSED_WIDTH
+from benchmarks.published.other_profile import OtherActivations, OtherProfile, OtherRuntime, OtherStates
+from meshwright.planner.cost.framework_profile import GIB
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 
-MESHWRIGHT = FrameworkProfile(
-    name="meshwright",
-    states=StateBytesPerParameter(whole_in_pipeline=True, whole_experts=True),
-    saved=ActivationModel(gate_extra=2.0, logits=12.0),
-    runtime=RuntimeModel(
-        attention=0.9,
-        pass_width=90.0,
-        pass_ffn=12.0,
-        loss_passes=(24.0, 24.0),
-        host_layer_s=4e-4,
-        dp_overlap=0.8,
-        fused_width=FUSED_WIDTH,
-        fused_ffn=FUSED_FFN,
-        fused_layer_s=FUSED_LAYER_S,
-        draw_bytes=DRAW_BYTES,
-        draw_s=DRAW_S,
-        reduce_each=True,
-        recompute_stops=True,
-    ),
-    split="balanced",
-    source="the runtime's own accounts of state; activations by the modules of transformers",
-)
-NANOTRON = FrameworkProfile(
+__all__ = ["MESHWRIGHT"]
+NANOTRON = OtherProfile(
     name="nanotron",
-    states=StateBytesPerParameter(working_gradient=2.0, whole_when_accumulating=False, update=(2.0, 4.0)),
-    saved=ActivationModel(gate_extra=2.0, kept_gather_piped=1.6, gathered=7.5, logits=9.5),
-    runtime=RuntimeModel(
+    states=OtherStates(working_gradient=2.0, whole_when_accumulating=False, update=(2.0, 4.0)),
+    saved=OtherActivations(gate_extra=2.0, kept_gather_piped=1.6, gathered=7.5, logits=9.5),
+    runtime=OtherRuntime(
         attention=0.89,
         pass_width=96.0,
         pass_ffn=12.0,
@@ -63,10 +37,10 @@ NANOTRON = FrameworkProfile(
 )
 NANOTRON_BEFORE = NANOTRON.with_options(name="nanotron-before", saved__kept_gather=2.5, saved__kept_gather_piped=0.0)
 NANOTRON_AFAB = NANOTRON.with_options(name="nanotron-afab")
-MEGATRON_2020 = FrameworkProfile(
+MEGATRON_2020 = OtherProfile(
     name="megatron-2020",
-    saved=ActivationModel(flash=False, score_bytes=5.0, logits=10.0),
-    runtime=RuntimeModel(
+    saved=OtherActivations(flash=False, score_bytes=5.0, logits=10.0),
+    runtime=OtherRuntime(
         flash=False,
         score_passes=14.3,
         pass_width=36.0,
@@ -129,25 +103,25 @@ SAILOR = MEGATRON_2020.with_options(
     allocator_bytes=4.4 * GIB,
     source="eth-easl/sailor: a fork of Megatron-DeepSpeed in float32 with TF32 products, no dropout",
 )
-MEGATRON_PLAIN = FrameworkProfile(
+MEGATRON_PLAIN = OtherProfile(
     name="megatron-te",
-    saved=ActivationModel(logits=4.15, fresh_gradient=6.0),
-    runtime=RuntimeModel(attention=1.47, dp_overlap=0.0, tp_regather=True, accumulate_bytes=19.6),
+    saved=OtherActivations(logits=4.15, fresh_gradient=6.0),
+    runtime=OtherRuntime(attention=1.47, dp_overlap=0.0, tp_regather=True, accumulate_bytes=19.6),
     split="even",
     source="NVIDIA Megatron-LM 0.14 with Transformer Engine 2.11; SimuMax's strategy files: no overlap",
 )
-NEMO = FrameworkProfile(
+NEMO = OtherProfile(
     name="nemo",
-    runtime=RuntimeModel(dp_overlap=1.0, pass_width=20.0, tp_overlap=0.19, action_s=2e-4, host_step_s=0.2),
+    runtime=OtherRuntime(dp_overlap=1.0, pass_width=20.0, tp_overlap=0.19, action_s=2e-4, host_step_s=0.2),
     split="even",
     source="MLPerf training logs and configurations, v3.0",
 )
 NEMO_OVERLAP = NEMO.with_options(
     name="nemo-overlap", runtime__tp_overlap=1.0, runtime__dp_overlap=1.0, runtime__send_overlap=0.55
 )
-BRIDGE = FrameworkProfile(
+BRIDGE = OtherProfile(
     name="bridge",
-    runtime=RuntimeModel(
+    runtime=OtherRuntime(
         dp_overlap=0.9,
         attention=1.47,
         pass_width=76.0,
@@ -160,9 +134,9 @@ BRIDGE = FrameworkProfile(
     split="even",
     source="Megatron-Bridge performance tables, containers before 26.06",
 )
-COMPOSER = FrameworkProfile(
+COMPOSER = OtherProfile(
     name="fsdp-composer",
-    runtime=RuntimeModel(
+    runtime=OtherRuntime(
         attention=0.62,
         pass_width=105.0,
         dp_overlap=0.9,
@@ -174,10 +148,10 @@ COMPOSER = FrameworkProfile(
     source="llm-foundry, scripts/train/benchmarking",
 )
 COMPOSER_HOPPER = COMPOSER.with_options(name="fsdp-composer-hopper", runtime__attention=0.46, runtime__pass_width=76.0)
-TITAN_EAGER = FrameworkProfile(
+TITAN_EAGER = OtherProfile(
     name="torchtitan-eager",
-    saved=ActivationModel(selective_share=0.5, logits=12.0),
-    runtime=RuntimeModel(
+    saved=OtherActivations(selective_share=0.5, logits=12.0),
+    runtime=OtherRuntime(
         dp_overlap=0.9,
         pass_width=190.0,
         reduce_each=True,
