@@ -13,7 +13,7 @@ from meshwright.checkpoint.snapshot import Segment, State, read_snapshots
 from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
-from meshwright.launch.rendezvous import listen_at
+from meshwright.launch.addresses import listen_at
 from meshwright.resilience.courier import Inlet, start_courier, start_shelf
 from meshwright.train.memory import PeerCopies
 from meshwright.transport.key import RunKey
