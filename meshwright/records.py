@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-JsonObject = Mapping[str, Any]
-"""A JSON object that was parsed and not checked: its values are of any type, whatever it ought to hold."""
 _TAG = "!"
 """Key that marks a JSON object as an encoded record or container."""
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from meshwright.errors import PlanError
+from meshwright.json_types import JsonObject
 from meshwright.monitor.charts import Mark, Series, bar_chart, cell_grid, line_chart, stacked_bars
 from meshwright.monitor.drift import compare, measure
 from meshwright.monitor.page import note, strong, table, two_columns
 from meshwright.monitor.rundir import RunFiles, column, number
-from meshwright.records import JsonObject
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
