@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TextIO
 
+from rich.console import Console
+
 from meshwright.events import Event, StepRecord
 from meshwright.monitor.config import MonitorConfig
 from meshwright.monitor.display import PlainDisplay, RunHeader
@@ -125,8 +127,6 @@ class Monitor:
 
     def _build_display(self, header: RunHeader, stream: TextIO) -> Sink:
         """Builds the panel on a capable terminal, else the plain display."""
-        from rich.console import Console
-
         console = Console(file=stream)
         can_draw = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
         if self._config.display == "live" or (self._config.display == "auto" and can_draw):

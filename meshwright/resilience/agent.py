@@ -12,8 +12,8 @@ import uuid
 from dataclasses import dataclass
 
 from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.launch.addresses import listen_at
 from meshwright.launch.devices import Devices
-from meshwright.launch.rendezvous import listen_at
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.contact import STEADY_S, Contact
 from meshwright.resilience.controller import Controller, Planning

@@ -15,8 +15,8 @@ from meshwright.checkpoint.remote import Shelf
 from meshwright.checkpoint.snapshot import Segment, Snapshot, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.errors import CheckpointError
+from meshwright.launch.addresses import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.launch.contract import NodeRanks
-from meshwright.launch.rendezvous import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.resilience.courier import Inlet, start_courier, start_shelf
 from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.generation_ranks import Fence, GenerationRanks, Watch, job_origin

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.errors import LaunchError
-from meshwright.launch.rendezvous import listen_at
+from meshwright.launch.addresses import listen_at
 from meshwright.resilience import contact as contact_module
 from meshwright.resilience.agent import Agent, Seat
 from meshwright.resilience.claims import Claim, Claims

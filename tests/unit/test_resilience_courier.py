@@ -12,7 +12,7 @@ from meshwright.checkpoint.remote import RemoteSnapshot, Shelf
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
-from meshwright.launch.rendezvous import listen_at
+from meshwright.launch.addresses import listen_at
 from meshwright.resilience.courier import Inlet, start_courier, start_shelf
 from meshwright.train.memory import PeerCopies
 from meshwright.transport.key import RunKey

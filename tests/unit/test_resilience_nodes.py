@@ -19,7 +19,7 @@ from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, digest
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
-from meshwright.launch.rendezvous import address_to, interface_of, listen_at
+from meshwright.launch.addresses import address_to, interface_of, listen_at
 from meshwright.resilience import claims as claims_module
 from meshwright.resilience import peers as wire_module
 from meshwright.resilience.claims import Claim, Claims

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import LaunchError
-from meshwright.launch.rendezvous import listen_at
+from meshwright.launch.addresses import listen_at
 from meshwright.records import RecordError
 from meshwright.resilience.messages import VERSION, End, Ready, Reconfigure, decode, encode
 from meshwright.resilience.peers import Hub, pump_until
